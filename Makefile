@@ -1,0 +1,36 @@
+# Everything that a fresh clone needs: each target first makes its own environment, from python3 alone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test quick checks clean
+
+demo: $(READY)  ## Train vision + audio + language model on 4 processes, see it learn, and ask the exported model.
+	$(BIN)/motet demo examples/demo.yaml
+
+test: checks  ## Everything.
+	$(BIN)/python -m pytest -n 2
+
+quick: $(READY)  ## The tests that take seconds.
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+checks: $(READY)  ## Style and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "motet needs Python 3.11 or newer; give one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info

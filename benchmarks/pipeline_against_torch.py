@@ -1,0 +1,163 @@
+"""A two-stage Llama stack, 1F1B: motet's engine against torch.distributed.pipelining's Schedule1F1B.
+
+Same HuggingFace modules with the same weights, same microbatches, same loss (sum over the batch's tokens over their
+number). Three alternatives take turns:
+
+* `motet`: `Engine.run`, which also derives shapes and program, sums up the loss and computes the gradient's norm;
+* `torch`: `Schedule1F1B.step` alone;
+* `torch + loss and norm`: with the same loss and norm on all ranks afterwards.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from measuring import measure_in_turn, ratio, seconds
+from reporting import Report
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from workloads import SyntheticBatch, llama_config
+
+from motet.config import RunConfig
+from motet.models.language_model_stage import LanguageModelStage
+from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.runtime.assembly import build_engine, build_module
+from motet.runtime.launch import launch
+
+NAME = "language_model"
+LIMIT = 1.05
+
+
+class PlainStage(nn.Module):
+    """The stage's HuggingFace module as a user of torch.distributed.pipelining calls it."""
+
+    def __init__(self, stage: LanguageModelStage) -> None:
+        super().__init__()
+        self.model = stage.module
+        self.is_first, self.is_last = stage.is_first, stage.is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
+        return self.model.lm_head(hidden) if self.is_last else hidden
+
+
+class TorchPipeline:
+    """One rank of the two."""
+
+    def __init__(self, config: RunConfig, layers: tuple[int, int], batch: SyntheticBatch) -> None:
+        rank = dist.get_rank()
+        module = build_module(config, NAME, layers, torch.float32).module
+        self.module = PlainStage(LanguageModelStage(NAME, module, layers))
+        num_loss_tokens = sum(sample.num_loss_tokens[NAME] for sample in batch.samples)
+
+        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+            predicted = logits[:, :-1].flatten(0, 1)
+            return nn.functional.cross_entropy(predicted, labels[:, 1:].flatten(), reduction="sum") / num_loss_tokens
+
+        stage = PipelineStage(self.module, rank, 2, torch.device("cpu"))
+        num_microbatches = config.parallel.num_microbatches
+        self.schedule = Schedule1F1B(stage, num_microbatches, loss_fn=loss_of, scale_grads=False)
+        features = [batch.features(NAME, i) for i in range(len(batch.samples))]
+        self.input_ids = torch.stack([f["input_ids"] for f in features])
+        self.labels = torch.stack([f["labels"] for f in features])
+        self.loss = self.norm = 0.0
+
+    def step(self) -> list[Tensor]:
+        losses: list[Tensor] = []
+        if self.module.is_first:
+            self.schedule.step(self.input_ids)
+        else:
+            self.schedule.step(target=self.labels, losses=losses)
+        return losses
+
+    def step_with_loss_and_norm(self) -> None:
+        losses = self.step()
+        totals = torch.zeros(2, dtype=torch.float64)
+        totals[0] = sum(loss.item() for loss in losses)
+        norms = torch._foreach_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        totals[1] = torch.stack(norms).double().square().sum()
+        dist.all_reduce(totals)
+        self.loss, self.norm = totals[0].item(), totals[1].item() ** 0.5
+
+
+def compare(config: RunConfig, plan: Plan, batch: SyntheticBatch, num_blocks: int, steps_per_block: int) -> dict:
+    """On each of the two ranks."""
+    engine = build_engine(config, plan, torch.device("cpu"))
+    layers = plan.modules[NAME].replicas[0].stages[dist.get_rank()].layers
+    torchs = TorchPipeline(config, layers, batch)
+
+    def forget_gradients() -> None:
+        engine.model.zero_gradients()
+        torchs.module.zero_grad()
+
+    blocks = measure_in_turn(
+        {
+            "motet": lambda: engine.run(batch),
+            "torch": torchs.step,
+            "torch + loss and norm": torchs.step_with_loss_and_norm,
+        },
+        num_blocks=num_blocks,
+        steps_per_block=steps_per_block,
+        between_steps=forget_gradients,
+    )
+    forget_gradients()
+    result = engine.run(batch)
+    torchs.step_with_loss_and_norm()
+    return {"blocks": blocks, "motet": (result.loss, result.gradient_norm), "torch": (torchs.loss, torchs.norm)}
+
+
+def two_stages(num_layers: int, num_microbatches: int) -> Plan:
+    half = num_layers // 2
+    stages = tuple(Stage(layers=layers, ranks=(r,)) for r, layers in enumerate(((0, half), (half, num_layers))))
+    module = ModulePlan(
+        kind="language_model",
+        num_layers=num_layers,
+        replicas=(Replica(stages=stages),),
+        trainable=((0, num_layers),),
+        loss_weight=1.0,
+    )
+    return Plan(modules={NAME: module}, edges=(), num_microbatches=num_microbatches)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=12, help="measured blocks of each alternative")
+    parser.add_argument("--steps", type=int, default=3, help="steps of one block")
+    parser.add_argument("--layers", type=int, default=8, help="decoder layers")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=2, help="of one microbatch")
+    parser.add_argument("--tokens", type=int, default=64, help="of one sample")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    args = parse(arguments)
+    config = llama_config(num_blocks=args.layers, width=args.width, num_microbatches=args.microbatches)
+    batch = SyntheticBatch(config, num_samples=args.microbatches * args.samples, num_text_tokens=args.tokens)
+    plan = two_stages(args.layers + 2, args.microbatches)
+    report = Report("pipeline-against-torch", "Two-stage 1F1B: motet against torch.distributed.pipelining")
+    result = launch(compare, config, plan, batch, args.blocks, args.steps, num_processes=2)
+    blocks = result["blocks"]
+    report.add(
+        f"Llama, {args.layers} decoder layers of width {args.width}, 2 stages, {args.microbatches} microbatches of "
+        f"{args.samples} x {args.tokens} tokens, forward and backward, no optimizer; {args.blocks} blocks of "
+        f"{args.steps} steps of each, in turns. Median (quartiles); ratios are of the blocks of one round."
+    )
+    report.table(
+        ["", "step, ms", "motet / this"],
+        [[name, seconds(blocks, name).text(1e3), ratio(blocks, "motet", name).text(1, 3)] for name in blocks],
+    )
+    report.add(f"Loss and norm of the gradient: motet {result['motet']}, torch {result['torch']}.")
+    measured = ratio(blocks, "motet", "torch").median
+    verdict = "reached" if measured <= LIMIT else "missed"
+    report.add(f"Goal: motet's step takes at most {LIMIT} of Schedule1F1B's. {verdict}: {measured:.3f}.")
+    return report
+
+
+if __name__ == "__main__":
+    main().write()

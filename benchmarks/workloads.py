@@ -1,0 +1,134 @@
+"""The models that the benchmarks train: a Llama stack, and SigLIP + projector + Llama. Random weights and inputs."""
+
+import torch
+from torch import Tensor
+
+from motet.config import RunConfig
+from motet.data.sample import Sample, Segment
+from motet.models.materialize import read_part_config
+from motet.models.token_counts import encoder_segment
+
+IMAGE_TOKEN = 3
+VOCABULARY = 512
+
+
+def _llama(num_blocks: int, width: int, intermediate: int) -> dict[str, object]:
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 32,
+    }
+    return {"config": "LlamaConfig", "values": values}
+
+
+def _train_section(dtype: str) -> dict[str, object]:
+    # A constant rate, no decay: any optimizer that is compared can be set to the same.
+    return {
+        "dtype": dtype,
+        "learning_rate": 1e-4,
+        "lr_schedule": "constant",
+        "weight_decay": 0.0,
+        "clip_grad_norm": 0.0,
+    }
+
+
+def llama_config(*, num_blocks: int, width: int, num_microbatches: int) -> RunConfig:
+    """A Llama stack, everything trainable."""
+    return RunConfig.model_validate(
+        {
+            "model": {"language_model": _llama(num_blocks, width, 8 * width // 3)},
+            "data": {"kind": "dial-a-digit"},
+            "parallel": {"num_microbatches": num_microbatches},
+            "train": _train_section("float32"),
+        }
+    )
+
+
+def vlm_config(
+    *,
+    num_vision_blocks: int,
+    num_llm_blocks: int,
+    width: int,
+    num_microbatches: int,
+    trains: str,
+    image_size: int = 128,
+    llm_intermediate: int | None = None,
+) -> RunConfig:
+    """SigLIP with patches of 16 pixels, an MLP projector, Llama.
+
+    Args:
+        trains: "projector" (encoder and language model are frozen) or "all".
+        llm_intermediate: width of the language model's MLP; None: a block costs per token what the encoder's does.
+    """
+    vision = {
+        "image_size": image_size,
+        "patch_size": 16,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": num_vision_blocks,
+        "num_attention_heads": width // 32,
+        "vision_use_head": False,
+    }
+    train_all = trains == "all"
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "encoders": {
+                    "vision": {
+                        "config": "SiglipVisionConfig",
+                        "values": vision,
+                        "projector": "mlp",
+                        "train": {"module": train_all, "projector": True},
+                    }
+                },
+                "language_model": {
+                    **_llama(num_llm_blocks, width, llm_intermediate or 8 * width // 3),
+                    "train": {"module": train_all},
+                },
+            },
+            "data": {"kind": "dial-a-digit"},
+            "parallel": {"num_microbatches": num_microbatches},
+            "train": _train_section("float32"),
+        }
+    )
+
+
+class SyntheticBatch:
+    """Samples of equal size: one image if the model has an encoder, then `num_text_tokens` words, all with loss.
+
+    Everything is drawn beforehand, so that reading it costs no computation.
+    """
+
+    def __init__(self, config: RunConfig, *, num_samples: int, num_text_tokens: int) -> None:
+        layouts: dict[str, tuple[Segment, ...]] = {}
+        sequence = [Segment(num_text_tokens)]
+        self._image_size = 0
+        if config.model.encoders:
+            vision = read_part_config(config.model.encoders["vision"], "encoder", where="model")
+            self._image_size = vision.image_size
+            patches = vision.image_size // vision.patch_size
+            layouts["vision"] = (encoder_segment(vision, item=0, grid=(patches, patches)),)
+            sequence.insert(0, Segment(layouts["vision"][0].outputs, "vision"))
+        layouts["language_model"] = tuple(sequence)
+        num_image_tokens = sum(segment.num_tokens for segment in sequence[:-1])
+        # The first word predicts the second; with an image before it, it is itself predicted.
+        num_loss_tokens = num_text_tokens if num_image_tokens else num_text_tokens - 1
+        generator = torch.Generator().manual_seed(0)
+        self.samples = tuple(Sample(f"s{i}", layouts, {"language_model": num_loss_tokens}) for i in range(num_samples))
+        self._features = [self._draw(num_image_tokens, num_text_tokens, generator) for _ in range(num_samples)]
+
+    def _draw(self, num_image_tokens: int, num_text_tokens: int, generator: torch.Generator) -> dict[str, dict]:
+        words = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (num_text_tokens,), generator=generator)
+        input_ids = torch.cat([torch.full((num_image_tokens,), IMAGE_TOKEN), words])
+        labels = torch.cat([torch.full((num_image_tokens,), -100), words])
+        features = {"language_model": {"input_ids": input_ids, "labels": labels}}
+        if num_image_tokens:
+            size = (1, 3, self._image_size, self._image_size)
+            features["vision"] = {"pixel_values": torch.randn(size, generator=generator)}
+        return features
+
+    def features(self, module: str, sample: int) -> dict[str, Tensor]:
+        return self._features[sample][module]

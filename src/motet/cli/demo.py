@@ -1,0 +1,142 @@
+"""`motet demo`: from nothing to a trained multimodal model that plain transformers loads and that answers questions."""
+
+import argparse
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.cli.run_file import add_run_file, load_config, write_text
+
+if TYPE_CHECKING:
+    from motet.config import RunConfig
+
+HELP = "the whole way on a small real task: profile, plan, train, export, and ask the exported model"
+
+NUM_ASKED = 500
+"""Held-out samples that the exported model answers."""
+NUM_SHOWN = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_file(parser)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    started = time.monotonic()
+    config = load_config(arguments)
+    from motet.cli.profile import measure
+    from motet.cli.train import train
+    from motet.cli.typical_batch import read_problem
+    from motet.planner.from_run_file import plan_for
+
+    _check(config)
+    output = Path(config.train.output)
+
+    _headline("1. Profile: what each layer costs on this machine")
+    costs = Path(config.cluster.costs or output / "costs.json")
+    if config.cluster.costs is None:
+        write_text(costs, measure(config).to_json() + "\n", "train.output")
+        config = load_config(_with_overrides(arguments, f"cluster.costs={costs}"))
+    print(f"costs are in {costs}")
+
+    _headline("2. Plan: who holds what, and what an iteration will take")
+    problem = read_problem(config)
+    plan = plan_for(config, problem)
+    write_text(output / "plan.json", plan.to_json() + "\n", "train.output")
+    _show_plan(config, problem, plan)
+
+    _headline(f"3. Train: {config.train.steps} steps on {plan.num_ranks} processes")
+    result = train(config, problem, plan)
+
+    _headline("4. Ask the exported model, loaded by transformers in one process")
+    answers = _ask(config, Path(result["export"]))
+    _show_answers(answers)
+
+    _headline("5. What came of it")
+    result |= {"answers": answers, "seconds": time.monotonic() - started}
+    _show_summary(config, result)
+    return result
+
+
+def _check(config: "RunConfig") -> None:
+    from motet.errors import UserError
+
+    if config.data.kind != "dial-a-digit":
+        raise UserError(f"data.kind: is {config.data.kind}; the demo is of dial-a-digit, use motet train for your data")
+    if not config.train.checkpoint_every:
+        raise UserError("train.checkpoint_every: is 0, so there would be nothing to export; give the demo a number")
+
+
+def _with_overrides(arguments: argparse.Namespace, *overrides: str) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), "overrides": [*arguments.overrides, *overrides]})
+
+
+def _show_plan(config: "RunConfig", problem: Any, plan: Any) -> None:
+    from motet.planner.evaluate import evaluate
+    from motet.planner.report import report_evaluation, report_text
+    from motet.plots.text import timeline_text
+
+    evaluation = evaluate(problem, plan)
+    print(report_text(report_evaluation(evaluation, dtype=config.train.dtype)))
+    print(f"\nPredicted timeline of one iteration:\n{timeline_text(evaluation.result.timeline)}")
+
+
+def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
+    """Accuracy of free-running answers, and of those of the model when it is denied the image or the sound."""
+    from dataclasses import asdict
+
+    from motet.cli.demo_answers import Asked, ask_exported
+
+    whole: Asked = ask_exported(config, export, num_samples=NUM_ASKED)
+    blind = ask_exported(config, export, num_samples=NUM_ASKED, denied="image")
+    deaf = ask_exported(config, export, num_samples=NUM_ASKED, denied="audio")
+    return {
+        "num_samples": len(whole.answers),
+        "accuracy": asdict(whole.accuracy),
+        "accuracy_without_image": asdict(blind.accuracy),
+        "accuracy_without_sound": asdict(deaf.accuracy),
+        "examples": whole.shown(NUM_SHOWN),
+    }
+
+
+def _show_answers(answers: dict[str, Any]) -> None:
+    for shown in answers["examples"]:
+        print(f"  {shown['question']}  right: {shown['right']!r}  answer: {shown['answer']!r}")
+    whole, blind, deaf = (answers[key] for key in ("accuracy", "accuracy_without_image", "accuracy_without_sound"))
+    print(f"\nHeld-out accuracy on {answers['num_samples']} samples, handwriting never trained on:")
+    print(f"  seen digits   {_percent(whole['seen_digits'])}   (with a blank image {_percent(blind['seen_digits'])})")
+    print(f"  heard digits  {_percent(whole['heard_digits'])}   (with noise alone {_percent(deaf['heard_digits'])})")
+    for question, share in whole["answers"].items():
+        print(f"  whole answers to {question!r}: {_percent(share)} of {whole['num_answers'][question]}")
+
+
+def _percent(share: float | None) -> str:
+    return "none asked" if share is None else f"{share:.1%}"
+
+
+def _show_summary(config: "RunConfig", result: dict[str, Any]) -> None:
+    predicted, measured = result["predicted"]["iteration_time_s"], result["measured"]["iteration_time_s"]
+    output = config.train.output
+    print(
+        textwrap.dedent(
+            f"""\
+            iteration: predicted {1e3 * predicted:.1f} ms, measured {1e3 * measured:.1f} ms
+            whole demo: {result["seconds"]:.0f} s
+
+            {config.cluster.costs}
+                what was measured of each layer
+            {output}/plan.json        who holds what: edit it, then motet train --plan
+            {output}/timeline.png     predicted above measured
+            {output}/trace.json       the same for ui.perfetto.dev
+            {output}/metrics.jsonl    loss, gradient norm and more of every step
+            {result["checkpoint"]}
+                the last checkpoint: motet train --set train.resume=latest --set train.steps=...
+            {result["export"]}
+                the model for plain transformers; its README.md says how"""
+        )
+    )
+
+
+def _headline(text: str) -> None:
+    print(f"\n== {text}", flush=True)

@@ -1,0 +1,25 @@
+"""The end of a training run: the model as a folder that plain transformers loads."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from motet.config import RunConfig
+    from motet.data.preparation import Preparation
+
+
+def export_checkpoint(config: "RunConfig", preparation: "Preparation", checkpoint: str | Path) -> Path:
+    """Writes `export` in the run's output folder and returns it. Raises `UserError` if the checkpoint is damaged."""
+    from motet.models.hf_io import describe_config, export_parts
+    from motet.models.hf_weights import CheckpointTensors
+
+    placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
+    folder = Path(config.train.output) / "export"
+    export_parts(
+        CheckpointTensors(checkpoint),
+        describe_config(config.model, placeholders),
+        folder,
+        tokenizer=preparation.tokenizer,
+        processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
+    )
+    return folder

@@ -1,0 +1,104 @@
+"""The command line: `motet plan|simulate|profile|train|verify|demo RUN.yaml`.
+
+Exit codes: 0 done; 2 the user's input is wrong (one line says what, and what would be right); 1 failed; 130
+interrupted.
+Commands import what they need when they run, so that help comes at once and planning never loads torch.
+"""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from typing import Any, NoReturn, Protocol
+
+from motet import __version__
+from motet.cli import demo, plan, profile, simulate, train, verify
+from motet.errors import UserError
+
+
+class Command(Protocol):
+    """What each module of this folder has to offer."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> dict[str, Any]:
+        """Prints what people read; returns what `--json` prints."""
+
+
+COMMANDS: Mapping[str, Command] = {
+    "plan": plan,
+    "simulate": simulate,
+    "profile": profile,
+    "train": train,
+    "verify": verify,
+    "demo": demo,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="motet", description="Training of multimodal models on many devices.")
+    parser.add_argument("--version", action="version", version=f"motet {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
+        subparser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            dest="overrides",
+            metavar="a.b.c=value",
+            help="replace a value of the run file; may be repeated",
+        )
+        subparser.add_argument("--json", action="store_true", help="print one JSON object, all else on stderr")
+        command.add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit code."""
+    # Before torch is imported: forked processes must not inherit a pool of threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        arguments = build_parser().parse_args(argv)
+        with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
+            result = COMMANDS[arguments.command].run(arguments)
+        if arguments.json and _is_first_rank():
+            print(json.dumps(result))
+        return 1 if result.get("passed") is False else 0
+    except UserError as error:
+        print(f"motet: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("motet: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        where = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+        print(f"motet: failed{where}: {_describe(error)}", file=sys.stderr)
+        return 1
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _describe(error: Exception) -> str:
+    """The cause in one line, its traceback below. Failures of worker processes bring theirs along."""
+    if type(error).__name__ == "WorkerFailedError":
+        return str(error)
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""`motet plan`: lay the model out, and say what an iteration would take."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from motet.cli.run_file import add_run_file, load_config, write_text
+
+HELP = "lay the model out on the cluster, and predict what an iteration takes"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_file(parser)
+    parser.add_argument("--out", metavar="plan.json", help="write the plan, to be read or edited")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = load_config(arguments)
+    from motet.cli.typical_batch import read_problem
+    from motet.planner.from_run_file import plan_for
+    from motet.planner.report import report, report_text
+
+    problem = read_problem(config)
+    started = time.perf_counter()
+    plan = plan_for(config, problem)
+    planning_time_s = time.perf_counter() - started
+    result = report(plan, problem, planning_time_s=planning_time_s, dtype=config.train.dtype)
+    print(report_text(result))
+    if arguments.out:
+        write_text(Path(arguments.out), plan.to_json() + "\n", "--out")
+        print(f"plan written to {arguments.out}", file=sys.stderr)
+    return result

@@ -1,0 +1,63 @@
+"""`motet profile`: measure what every layer costs on this machine."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.cli.run_file import add_run_file, load_config, write_text
+
+if TYPE_CHECKING:
+    from motet.config import RunConfig
+    from motet.costs.cost_model import CostTable
+
+HELP = "measure each layer's forward, input gradient and weight gradient on this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_file(parser)
+    parser.add_argument("--out", metavar="costs.json", help="where the costs go (default: costs.json in train.output)")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = load_config(arguments)
+    path = Path(arguments.out or Path(config.train.output) / "costs.json")
+    table = measure(config)
+    write_text(path, table.to_json() + "\n", "--out")
+    print(f"costs written to {path}; use them by --set cluster.costs={path}")
+    fits = {key: note for key, note in table.notes.items() if isinstance(note, dict)}
+    for key, fit in fits.items():
+        print(f"{key}: median error of the fit {fit['median_error']:.1%}, worst {fit['worst_error']:.1%}")
+    return {"path": str(path), "hardware": table.hardware, "date": table.date, "notes": dict(table.notes)}
+
+
+def measure(config: "RunConfig") -> "CostTable":
+    """All modules at the tensor-parallel sizes that the run file asks for, on as many processes as it has devices."""
+    from dataclasses import replace
+
+    from motet.cli.typical_batch import read_batch
+    from motet.costs.cost_model import ModuleCosts
+    from motet.runtime.launch import launch
+    from motet.runtime.profile_worker import profile_worker
+
+    batch = read_batch(config)
+    modules_of_size: dict[int, list[str]] = {1: list(config.model.module_names)}
+    for name, given in config.parallel.explicit.items():
+        if given.tp > 1:
+            modules_of_size.setdefault(given.tp, []).append(name)
+    costs: dict[str, dict[int, ModuleCosts]] = {name: {} for name in config.model.module_names}
+    tables = []
+    for tp_size, names in sorted(modules_of_size.items()):
+        table = launch(
+            profile_worker,
+            config,
+            batch,
+            tuple(names),
+            tp_size,
+            num_processes=max(1, config.cluster.num_devices // config.cluster.num_nodes // tp_size) * tp_size,
+            device=config.cluster.device,
+        )
+        tables.append(table)
+        for name in names:
+            costs[name][tp_size] = table.of(name, tp_size)
+    notes = {key: note for table in tables for key, note in table.notes.items()}
+    return replace(tables[0], modules=costs, notes=notes)

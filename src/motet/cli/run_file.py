@@ -1,0 +1,51 @@
+"""The arguments that name a run file, and how it is read."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from motet.config import RunConfig
+    from motet.plan import Plan
+
+
+def add_run_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", metavar="RUN.yaml", help="the run file (docs/run-file.md)")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", metavar="plan.json", help="take this plan, as written by motet plan --out")
+
+
+def load_config(arguments: argparse.Namespace) -> "RunConfig":
+    from motet.config import load_run_config
+
+    return load_run_config(arguments.run_file, arguments.overrides)
+
+
+def read_plan(path: str) -> "Plan":
+    """Raises `UserError` naming the file."""
+    from motet.errors import UserError
+    from motet.plan import Plan
+
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UserError(f"--plan {path}: cannot be read ({error.strerror}); motet plan --out writes one") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--plan {path}: is not a text file; motet plan --out writes one") from None
+    try:
+        return Plan.from_json(text)
+    except ValueError as error:
+        raise UserError(f"--plan {path}: {error}") from None
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Raises `UserError` naming the option if the file cannot be written."""
+    from motet.errors import UserError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror}); give another path") from None

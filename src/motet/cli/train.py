@@ -1,0 +1,120 @@
+"""`motet train`: train on processes that it starts itself, or as one of those that torchrun started."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
+from motet.timeline import Timeline
+
+if TYPE_CHECKING:
+    from motet.config import RunConfig
+    from motet.plan import Plan
+    from motet.planner.problem import PlanningProblem
+
+LONGEST_START_S = 300.0
+"""For which a rank waits for others before the first step, and while a checkpoint is written."""
+
+HELP = "train; alone it starts its own processes, under torchrun it joins them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_file(parser)
+    add_plan(parser)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = load_config(arguments)
+    from motet.cli.typical_batch import read_problem
+    from motet.planner.from_run_file import plan_for
+    from motet.planner.report import report_text
+
+    problem = read_problem(config)
+    plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
+    result = train(config, problem, plan)
+    if result:
+        predicted, measured = result["predicted"], result["measured"]
+        print(report_text(predicted))
+        print(
+            f"measured: iteration {1e3 * measured['iteration_time_s']:.2f} ms, "
+            f"{measured['throughput_samples_per_s']:.1f} samples/s, idle {measured['bubble_fraction']:.1%}"
+        )
+        print(f"metrics, checkpoints, timeline and trace are in {config.train.output}")
+    return result
+
+
+def train(config: "RunConfig", problem: "PlanningProblem", plan: "Plan") -> dict[str, Any]:
+    """Trains, and draws predicted above measured. Under torchrun the result is empty on all ranks but the first.
+
+    Raises `UserError` before any process is started if the plan is not one of the model, or does not fit."""
+    from motet.errors import UserError
+    from motet.planner.evaluate import evaluate
+    from motet.planner.report import report_evaluation
+
+    evaluation = evaluate(problem, plan)
+    if not evaluation.fits:
+        raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
+    _make_output(config)
+    result = launch_on_plan("train", config, plan, evaluation.result.peak_memory_bytes)
+    if not result:
+        return {}
+    timeline = result["measured"].pop("timeline")
+    save_timelines(config, {"predicted": evaluation.result.timeline, "measured": Timeline.from_json(timeline)})
+    predicted = report_evaluation(evaluation, dtype=config.train.dtype)
+    return {**result, "predicted": predicted, "export": export(config, result["checkpoint"])}
+
+
+def _make_output(config: "RunConfig") -> None:
+    from motet.errors import UserError
+
+    try:
+        Path(config.train.output).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"train.output: {config.train.output} cannot be made ({error.strerror}); give another folder"
+        ) from None
+
+
+def export(config: "RunConfig", checkpoint: str | None) -> str | None:
+    """The last checkpoint as plain transformers loads it; None if the run writes no checkpoints."""
+    if checkpoint is None:
+        return None
+    from motet.cli.export import export_checkpoint
+    from motet.data.run_file import open_data
+
+    return str(export_checkpoint(config, open_data(config).preparation, checkpoint))
+
+
+def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: "Plan", *more: Any) -> dict[str, Any]:
+    """What the worker returns on rank 0; under torchrun it is empty on all ranks but the first.
+
+    `more`: further arguments of the worker."""
+    from motet.runtime.launch import check_world_size, launch
+
+    check_world_size(plan.num_ranks, config.cluster.num_devices, config.cluster.num_nodes)
+    # Imported before the processes are forked, so that none has to.
+    from motet.runtime.train_worker import train_worker
+    from motet.runtime.verify_worker import verify_worker
+
+    result = launch(
+        train_worker if what == "train" else verify_worker,
+        config,
+        plan,
+        *more,
+        num_processes=plan.num_ranks,
+        device=config.cluster.device,
+        timeout_s=max(LONGEST_START_S, config.train.step_timeout_s),
+    )
+    return result or {}
+
+
+def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:
+    from motet.plots.timeline import save_timelines
+    from motet.plots.trace import save_trace
+
+    output = Path(config.train.output)
+    save_timelines(timelines, output / "timeline.png")
+    save_trace(timelines, output / "trace.json")
+    for title, timeline in timelines.items():
+        (output / f"{title}.json").write_text(timeline.to_json())

@@ -1,0 +1,57 @@
+"""`motet verify`: every parameter's gradient under the run's plan against the same model in one process."""
+
+import argparse
+from typing import Any
+
+from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
+from motet.cli.train import launch_on_plan
+
+HELP = "check loss and every gradient of the distributed run against one process of plain transformers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_file(parser)
+    add_plan(parser)
+    parser.add_argument(
+        "--dtype", choices=["float32", "float64", "bfloat16"], help="in place of train.dtype; float64 is sharper"
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.dtype:
+        arguments.overrides.append(f"train.dtype={arguments.dtype}")
+    config = load_config(arguments)
+    from motet.cli.typical_batch import read_problem
+    from motet.planner.evaluate import check_same_model
+    from motet.planner.from_run_file import plan_for
+
+    problem = read_problem(config)
+    plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
+    check_same_model(problem, plan)
+    result = launch_on_plan("verify", config, plan)
+    if not result:
+        return {}
+    print(_text(result))
+    return result
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['num_parameters_compared']} parameters compared on {result['world_size']} processes",
+        f"loss {_number(result['loss_distributed'])}, in one process {_number(result['loss_reference'])}: "
+        f"relative error {_number(result['loss_rel_err'], 3)}",
+        f"largest error of a gradient {_number(result['max_grad_rel_err'], 3)}: {result['worst_parameter']}",
+    ]
+    if result["zero_by_mathematics"]:
+        names = ", ".join(zero["parameter"] for zero in result["zero_by_mathematics"])
+        lines.append(f"zero by mathematics, so that all of the gradient is rounding: {names}")
+    if result["unreached_parameters"]:
+        lines.append(f"not reached by this batch: {', '.join(result['unreached_parameters'])}")
+    lines += [f"failed: {failure}" for failure in result["failures"]]
+    verdict = "equal" if result["passed"] else "NOT equal"
+    lines.append(f"{verdict} to one process, within {result['tolerance']:.0e}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int = 8) -> str:
+    return "not a finite number" if value is None else f"{value:.{digits}g}"

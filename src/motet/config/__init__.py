@@ -1,0 +1,34 @@
+"""The run file and how it is read. Pure: no torch."""
+
+from motet.config.reading import load_run_config, parse_strictly
+from motet.config.schema import (
+    LANGUAGE_MODEL,
+    ClusterConfig,
+    ConversationsConfig,
+    DialADigitConfig,
+    EncoderConfig,
+    LanguageModelConfig,
+    ModelConfig,
+    ModuleParallelConfig,
+    ParallelConfig,
+    PartConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "LANGUAGE_MODEL",
+    "ClusterConfig",
+    "ConversationsConfig",
+    "DialADigitConfig",
+    "EncoderConfig",
+    "LanguageModelConfig",
+    "ModelConfig",
+    "ModuleParallelConfig",
+    "ParallelConfig",
+    "PartConfig",
+    "RunConfig",
+    "TrainConfig",
+    "load_run_config",
+    "parse_strictly",
+]

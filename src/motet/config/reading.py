@@ -1,0 +1,275 @@
+"""Reads run files (YAML) and plans (JSON) strictly: what is wrong is told in one line, with what would be right.
+
+The line names the key's path; the remedy is read from the type's JSON schema, so that schema and message cannot differ.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from motet.config.schema import RunConfig
+from motet.errors import UserError
+
+T = TypeVar("T")
+Key = str | int
+Schema = Mapping[str, Any]
+
+UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+"""Pydantic's error for a model and for a dataclass. Told first: a misspelt key is also a missing one."""
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run file with the overrides (`a.b.c=value`, the value in YAML) laid over it.
+
+    Raises `UserError` naming the file or key that is wrong.
+    """
+    values = read_yaml(path)
+    for override in overrides:
+        _override(values, override)
+    return parse_strictly(RunConfig, json.dumps(values, default=str), what=str(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `UserError`."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a run file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not a text file; give the path of a run file") from None
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no mapping; a run file has the keys {', '.join(RunConfig.model_fields)}")
+    return values
+
+
+def parse_strictly(kind: type[T], json_text: str, what: str) -> T:
+    """`json_text` as a `kind` (a dataclass or a pydantic model), without conversions and unknown keys.
+
+    Raises `UserError`, its line beginning with `what`.
+    """
+    try:
+        values = json.loads(json_text)
+    except ValueError as error:
+        raise UserError(f"{what}: is not JSON: {error}") from None
+    _forbid_unknown_keys(kind)
+    adapter = TypeAdapter(kind)
+    try:
+        return adapter.validate_json(json_text, strict=True)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        problem = min(problems, key=lambda p: p["type"] not in UNKNOWN_KEY)
+        line = _explain(problem, values, adapter.json_schema()).removeprefix(f"{what}: ")
+        raise UserError(f"{what}: {line}".replace("\n", " ")) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses duplicate keys, and reads 1e-3 as a number, as YAML 1.2 does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    mapping: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str | int | float | bool):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+        if key in mapping:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+        mapping[key] = loader.construct_object(value_node, deep=True)
+    return mapping
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def _parse_yaml(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise UserError(f"{what}: {where}{error.problem or error.context}; mend the YAML") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{what}: is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"--set {override}: is not of the form a.b.c=value")
+    value = _parse_yaml(text, f"--set {override}")
+    at: Any = values
+    for i, key in enumerate(keys[:-1]):
+        inner = at.get(key)
+        if inner is None:
+            inner = at[key] = {}
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {override}: {'.'.join(keys[: i + 1])} is {inner!r}, which has no keys")
+        at = inner
+    at[keys[-1]] = value
+
+
+def _forbid_unknown_keys(kind: Any) -> None:
+    """Plain dataclasses ignore unknown keys unless each of them is told otherwise."""
+    if is_dataclass(kind) and isinstance(kind, type) and "__pydantic_config__" not in vars(kind):
+        kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
+        for hint in get_type_hints(kind).values():
+            _forbid_unknown_keys(hint)
+    for argument in get_args(kind):
+        _forbid_unknown_keys(argument)
+
+
+def _explain(problem: Mapping[str, Any], values: Any, schema: Schema) -> str:
+    """One pydantic error as `key.path: what is wrong; what would be right`."""
+    keys = _real_path(problem["loc"], values, problem["type"])
+    where = _written(keys)
+    if problem["type"] == "value_error":
+        message = str(problem["ctx"]["error"])
+        # A validator of several keys begins with the one that is wrong.
+        return f"{where}{'.' if _begins_with_key(message) else ': '}{message}" if where else message
+    expected = _schemas_at(schema, values, keys)
+    if problem["type"] in UNKNOWN_KEY:
+        known = _properties(_schemas_at(schema, values, keys[:-1]))
+        return f"{where}: is not a known key; {_suggest(str(keys[-1]), known, 'known are')}"
+    if problem["type"] == "missing":
+        return f"{where}: is missing; give {_describe(expected, schema)}"
+    if problem["type"].startswith("union_tag"):
+        key = problem["ctx"]["discriminator"].strip("'")
+        tags = problem["ctx"].get("expected_tags")
+        if tags is None:
+            choices = [c["const"] for s in _schemas_at(schema, values, keys) for c in [s["properties"][key]]]
+            return f"{where}.{key}: is missing; give one of {', '.join(choices)}"
+        choices = [tag.strip("'") for tag in tags.split(", ")]
+        return f"{where}.{key}: is {problem['ctx']['tag']!r}; {_suggest(problem['ctx']['tag'], choices, 'give one of')}"
+    where = where or "the whole"
+    given = json.dumps(problem["input"], default=str)
+    given = given if len(given) <= 60 else given[:57] + "..."
+    choices = [str(choice) for s in expected for choice in s.get("enum", ())]
+    if choices and isinstance(problem["input"], str):
+        choices += ["null" for s in expected if s.get("type") == "null"]
+        return f"{where}: is {given}; {_suggest(problem['input'], choices, 'give one of')}"
+    return f"{where}: is {given}; give {_describe(expected, schema)}"
+
+
+def _begins_with_key(message: str) -> bool:
+    return message.partition(": ")[0].replace(".", "").replace("_", "").isalnum() and ": " in message
+
+
+def _real_path(loc: Iterable[Key], values: Any, kind: str) -> list[Key]:
+    """Without the names of union members, which pydantic adds to the path."""
+    keys: list[Key] = []
+    loc = list(loc)
+    for i, key in enumerate(loc):
+        is_last = i == len(loc) - 1
+        if isinstance(values, dict) and (key in values or (is_last and kind == "missing")):
+            keys.append(key)
+            values = values.get(key)
+        elif isinstance(values, list) and isinstance(key, int):
+            keys.append(key)
+            values = values[key] if key < len(values) else None
+    return keys
+
+
+def _written(keys: Iterable[Key]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+
+
+def _suggest(word: str, known: Iterable[str], otherwise: str) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"{otherwise} {', '.join(known)}"
+
+
+def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
+    """What the schema allows, with references and unions resolved."""
+    if "$ref" in schema:
+        return _alternatives(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return [found for member in schema[union] for found in _alternatives(member, root)]
+    return [schema]
+
+
+def _schemas_at(root: Schema, values: Any, keys: Iterable[Key]) -> list[Schema]:
+    """What may stand at a path; of a union of mappings, those whose constants the values have."""
+    found = _matching(_alternatives(root, root), values)
+    for key in keys:
+        inner = [_schema_of(schema, key) for schema in found]
+        found = [alternative for schema in inner if schema for alternative in _alternatives(schema, root)]
+        values = _inner(values, key)
+        found = _matching(found, values)
+    return found
+
+
+def _schema_of(schema: Schema, key: Key) -> Schema | None:
+    if isinstance(key, int):
+        positions = schema.get("prefixItems", [])
+        inner = positions[key] if key < len(positions) else schema.get("items")
+    else:
+        inner = schema.get("properties", {}).get(key) or schema.get("additionalProperties")
+    return inner if isinstance(inner, dict) else None
+
+
+def _inner(values: Any, key: Key) -> Any:
+    if isinstance(values, dict):
+        return values.get(key)
+    return values[key] if isinstance(values, list) and isinstance(key, int) and key < len(values) else None
+
+
+def _matching(schemas: list[Schema], values: Any) -> list[Schema]:
+    if not isinstance(values, dict):
+        return schemas
+    matching = [
+        schema
+        for schema in schemas
+        if all(
+            "const" not in inner or values.get(key) == inner["const"]
+            for key, inner in schema.get("properties", {}).items()
+        )
+    ]
+    return matching or schemas
+
+
+def _properties(schemas: Iterable[Schema]) -> list[str]:
+    return list(dict.fromkeys(key for schema in schemas for key in schema.get("properties", {})))
+
+
+def _describe(schemas: Iterable[Schema], root: Schema) -> str:
+    return " or ".join(dict.fromkeys(_describe_one(schema, root) for schema in schemas)) or "something else"
+
+
+def _describe_one(schema: Schema, root: Schema) -> str:
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return f"one of {', '.join(str(choice) for choice in schema['enum'])}"
+    kind = schema.get("type")
+    if kind == "array":
+        items = schema.get("items")
+        if "prefixItems" in schema:
+            return f"a list of {len(schema['prefixItems'])}"
+        size = f" of at least {schema['minItems']}" if "minItems" in schema else ""
+        return f"a list{size}" + (f", each entry {_describe(_alternatives(items, root), root)}" if items else "")
+    if kind == "object":
+        keys = _properties([schema])
+        return f"a mapping with the keys {', '.join(keys)}" if keys else "a mapping"
+    words = {"integer": "a whole number", "number": "a number", "string": "a text", "boolean": "true or false"}
+    bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {schema[bound]:g}" for bound, word in bounds.items() if bound in schema]
+    return " ".join([words.get(str(kind), str(kind)), " and ".join(limits)]).strip()

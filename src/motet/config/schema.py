@@ -1,0 +1,307 @@
+"""The run file: every key that it may have, with its type, its default and what it means.
+
+`docs/run-file.md` is generated from this page. Unknown keys are errors. Paths are relative to the current directory.
+Checks that need more than the run file itself (files, the model's layers, registries) are made where these are read.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+LANGUAGE_MODEL = "language_model"
+"""The name of the language model among the modules; the encoders have names of the user's."""
+
+Count = Annotated[int, Field(ge=1)]
+CountOrNever = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveNumber = Annotated[float, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class TrainableModule(_Section):
+    module: bool = True
+    """Whether the module's own weights are trained; false: they are frozen."""
+
+
+class TrainableEncoder(TrainableModule):
+    projector: bool = True
+    """Whether the projector is trained; false: it is frozen."""
+
+
+class PartConfig(_Section):
+    """One HuggingFace model: exactly one of `hub`, `path` and `config` says where it comes from."""
+
+    hub: str | None = None
+    """Id of a model on the hub."""
+    path: str | None = None
+    """Local folder with config.json and safetensors."""
+    config: str | None = None
+    """Name of a transformers configuration class, for random weights."""
+    values: dict[str, Any] = {}
+    """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
+    seed: int = 0
+    """Of the random weights."""
+    learning_rate: PositiveNumber | None = None
+    """Peak learning rate of this part; null: `train.learning_rate`."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "PartConfig":
+        given = [key for key in ("hub", "path", "config") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given)} are given; keep one of them"
+                if given
+                else "has no source; give one of hub, path and config"
+            )
+        return self
+
+
+class EncoderConfig(PartConfig):
+    projector: Literal["linear", "mlp"] | None = "mlp"
+    """From the encoder's width to the language model's; null: the encoder hands on its own output."""
+    train: TrainableEncoder = TrainableEncoder()
+    projector_learning_rate: PositiveNumber | None = None
+    """Peak learning rate of the projector; null: `train.learning_rate`."""
+    feature_select: Literal["patch", "full"] = "patch"
+    """Vision: hand on the patches alone, or the class token too."""
+    feature_layer: int | None = None
+    """Index into the encoder's hidden states of what is handed on (LLaVA: -2); null: its output."""
+
+
+class LanguageModelConfig(PartConfig):
+    train: TrainableModule = TrainableModule()
+
+
+class ModelConfig(_Section):
+    encoders: dict[str, EncoderConfig] = {}
+    """By name; the names are the modules' names everywhere."""
+    language_model: LanguageModelConfig
+    merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
+    """How encoder outputs enter the language model."""
+    placeholder_tokens: dict[str, str] = {}
+    """For each encoder, the tokenizer's token that stands where its outputs go; not given: `<image>` or `<audio>`."""
+
+    @model_validator(mode="after")
+    def _is_trainable(self) -> "ModelConfig":
+        if LANGUAGE_MODEL in self.encoders:
+            raise ValueError(f"encoders.{LANGUAGE_MODEL}: is the language model's name; give the encoder another one")
+        for name in self.placeholder_tokens:
+            if name not in self.encoders:
+                raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
+        trains_encoder = any(e.train.module or (e.train.projector and e.projector) for e in self.encoders.values())
+        if not (trains_encoder or self.language_model.train.module):
+            raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
+        return self
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        return (*self.encoders, LANGUAGE_MODEL)
+
+
+class DialADigitConfig(_Section):
+    """The task *dial a digit*, which needs no download."""
+
+    kind: Literal["dial-a-digit"]
+    seed: int = 0
+    """Of the examples."""
+    max_digits: Annotated[int, Field(ge=1, le=8)] = 8
+    """In one image, and in one clip."""
+    max_images: Count = 1
+    """In one example."""
+    max_clips: Count = 1
+    """In one example."""
+    no_image: Fraction = 0.15
+    """Share of examples without an image."""
+    no_sound: Fraction = 0.15
+    """Share of examples without a sound; with `no_image` at most 1."""
+    sum_questions: Fraction = 0.2
+    """Share of questions for the sum of all digits."""
+    num_train: Count = 100_000
+    """Examples in one epoch."""
+    num_held_out: Count = 1000
+    """Examples in handwriting that is never trained on."""
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> "DialADigitConfig":
+        if self.no_image + self.no_sound > 1:
+            raise ValueError(f"no_image and no_sound are {self.no_image + self.no_sound} together; give at most 1")
+        return self
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+
+
+class ConversationsConfig(_Section):
+    """Conversations in the LLaVA form, as JSON lines (or one JSON list), with image and audio files beside them."""
+
+    kind: Literal["conversations"]
+    files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
+    """One file or several."""
+    eval_files: Files = ()
+    """Held-out conversations."""
+    image_folder: str = "."
+    """What the images' paths are relative to."""
+    audio_folder: str = "."
+    """What the clips' paths are relative to."""
+    tokenizer: str | None = None
+    """Hub id or folder; null: beside the language model."""
+    processors: dict[str, str] = {}
+    """For each encoder, hub id or folder of its image processor or feature extractor; not given: beside the encoder."""
+    seed: int = 0
+    """Of the order of the conversations."""
+
+
+class ClusterConfig(_Section):
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the processes compute on."""
+    num_devices: Count = 1
+    """In all, one process each."""
+    num_nodes: Count = 1
+    """Machines; each has the same number of devices."""
+    memory_bytes: PositiveNumber | None = None
+    """Of one device; null: what the device has."""
+    num_cores: Count | None = None
+    """CPU cores of one node that its processes share; null: what the machine has."""
+    accelerator: str | None = None
+    """A device of motet's catalogue (a40, a100, h100, ...) for computed costs; null: a CPU core, or an H100."""
+    within_node: str | None = None
+    """A link of motet's catalogue (loopback, pcie4, nvlink4, ...)."""
+    between_nodes: str | None = None
+    """A link of motet's catalogue (infiniband400, ethernet100, ...)."""
+    costs: str | None = None
+    """File of measured costs that `motet profile` wrote; null: they are computed."""
+
+    @model_validator(mode="after")
+    def _has_equal_nodes(self) -> "ClusterConfig":
+        if self.num_devices % self.num_nodes:
+            raise ValueError(
+                f"num_devices: is {self.num_devices}, which {self.num_nodes} nodes cannot share equally; "
+                f"give a multiple of {self.num_nodes}"
+            )
+        return self
+
+
+class ModuleParallelConfig(_Section):
+    tp: Count = 1
+    """Size of the tensor-parallel groups."""
+    pp: Count = 1
+    """Number of stages."""
+    dp: Count = 1
+    """Number of replicas."""
+    layers_per_stage: tuple[Count, ...] | None = None
+    """Counting an encoder's embedding, head and projector and a language model's embedding and head as one layer each;
+    null: the frozen-aware partition."""
+    sequence_parallel: bool = False
+    """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+
+    @model_validator(mode="after")
+    def _has_as_many_stages(self) -> "ModuleParallelConfig":
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp:
+            raise ValueError(
+                f"layers_per_stage: has {len(self.layers_per_stage)} entries for pp: {self.pp}; give {self.pp} of them"
+            )
+        return self
+
+
+class ParallelConfig(_Section):
+    planner: str = "cornstarch"
+    """Who lays the model out: a planner's name, or `explicit`."""
+    explicit: dict[str, ModuleParallelConfig] = {}
+    """For planner `explicit`: the layout of every module."""
+    placement: Literal["parallel", "colocated", "replicated"] | None = None
+    """Encoders on ranks of their own, on one chain of ranks in turns, or copied to each stage of the language model;
+    null: as the planner finds best."""
+    schedule: str = "1f1b"
+    """`1f1b` or `gpipe`."""
+    num_microbatches: Count = 4
+    """Per replica."""
+    packing: bool = False
+    """A microbatch's samples stand in one row without padding, and do not see each other."""
+    recompute: tuple[str, ...] = ()
+    """Modules whose activations are computed again in the backward pass."""
+    zero1: bool = False
+    """Shard the optimizer's state over the replicas."""
+
+    @model_validator(mode="after")
+    def _has_one_planner(self) -> "ParallelConfig":
+        if self.explicit and self.planner != "explicit":
+            raise ValueError(
+                f"planner: is {self.planner!r}, so explicit is not read; give planner: explicit, or no explicit"
+            )
+        if self.planner == "explicit" and not self.explicit:
+            raise ValueError("explicit: is empty; give tp, pp and dp of every module, or a planner's name")
+        return self
+
+
+class TrainConfig(_Section):
+    steps: Count = 100
+    """Updates in all, those before a resumed checkpoint included."""
+    global_batch_size: Count = 8
+    """Samples per update, over all replicas and microbatches."""
+    learning_rate: PositiveNumber = 1e-3
+    """Peak, of parts that have none of their own."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's; vectors are not decayed."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's."""
+    eps: PositiveNumber = 1e-8
+    """AdamW's."""
+    warmup_steps: CountOrNever = 0
+    """Steps in which the learning rate rises from 0 to its peak."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    min_learning_rate_ratio: Fraction = 0.1
+    """What remains of the peak at the last step."""
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the whole model's gradient; 0: no clipping."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the computation; bfloat16 is autocast, with float32 weights."""
+    seed: int = 0
+    """Of dropout and of the order of the data."""
+    eval_every: CountOrNever = 0
+    """Steps between evaluations on held-out samples; 0: none."""
+    eval_samples: Count = 256
+    """Held-out samples of one evaluation."""
+    checkpoint_every: CountOrNever = 0
+    """Steps between checkpoints; 0: none."""
+    keep_checkpoints: Count = 2
+    """Older ones are deleted."""
+    output: str = "runs/motet"
+    """Folder of everything that the run writes."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows a loss or gradient that is not finite: the end, or a step without update."""
+    step_timeout_s: PositiveNumber = 300.0
+    """A step that takes longer ends the run with a report of who waits for what."""
+    metrics: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
+    """Where the numbers go."""
+    resume: str | None = None
+    """A checkpoint's folder, or `latest` of `output`."""
+
+
+class RunConfig(_Section):
+    """One run: what is trained, on what, where, and how."""
+
+    model: ModelConfig
+    data: Annotated[DialADigitConfig | ConversationsConfig, Field(discriminator="kind")]
+    cluster: ClusterConfig = ClusterConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _names_its_modules(self) -> "RunConfig":
+        names = self.model.module_names
+        for key, given in (("explicit", self.parallel.explicit), ("recompute", self.parallel.recompute)):
+            for name in given:
+                if name not in names:
+                    raise ValueError(f"parallel.{key}: there is no module {name!r}; the model has {', '.join(names)}")
+        missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]
+        if missing:
+            raise ValueError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
+        return self

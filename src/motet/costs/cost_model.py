@@ -1,0 +1,194 @@
+"""What layers cost in seconds, and the table of all of them, which round-trips through a JSON file.
+
+A layer's forward and the parts of its backward are each linear in the sums of a `Load`, so quadratic in the lengths of
+the sequences (thesis 4.4.1). The parts of a backward, for a layer with
+
+| trainable weights | something trainable strictly before it | |
+|---|---|---|
+| yes | yes | input_gradient + weight_gradient |
+| no | yes | input_gradient |
+| yes | no | weight_gradient_alone: the gradient still passes through the layer, but not out of it |
+| no | no | nothing |
+
+(thesis 3.3.1, with the rule of "strictly before": a layer's own weights do not make it need an input gradient).
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from motet.costs.load import Load
+from motet.errors import UserError
+
+
+class Quadratic(NamedTuple):
+    """Seconds as a function of a load: a constant and one coefficient for each of its sums."""
+
+    constant: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    per_sequence: float = 0.0
+    per_incoming: float = 0.0
+    per_incoming_pair: float = 0.0
+    per_output: float = 0.0
+    per_token_squared: float = 0.0
+
+    def seconds(self, load: Load) -> float:
+        return self[0] + sum(a * b for a, b in zip(self[1:], load, strict=True))
+
+    def plus(self, other: "Quadratic") -> "Quadratic":
+        return Quadratic(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Quadratic":
+        return Quadratic(*(factor * a for a in self))
+
+
+ZERO = Quadratic()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Seconds of one layer on each rank of a tensor-parallel group, its collectives included."""
+
+    forward: Quadratic
+    """While the graph for a backward is kept."""
+    forward_without_graph: Quadratic
+    input_gradient: Quadratic
+    weight_gradient: Quadratic
+    weight_gradient_alone: Quadratic
+
+    def backward(self, *, input_gradient: bool, weight_gradient: bool) -> Quadratic:
+        if input_gradient:
+            return self.input_gradient.plus(self.weight_gradient) if weight_gradient else self.input_gradient
+        return self.weight_gradient_alone if weight_gradient else ZERO
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCosts:
+    """One module at one tensor-parallel size."""
+
+    layers: tuple[LayerCost, ...]
+    stage_forward: Quadratic = ZERO
+    """What a stage's forward costs beside its layers: calls, copies."""
+    stage_backward: Quadratic = ZERO
+    blocks_forward: Quadratic = ZERO
+    """What comes on top if there are transformer blocks among them: positions, masks."""
+    blocks_backward: Quadratic = ZERO
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCost:
+    """latency_s + bytes / bandwidth; for an all-reduce, bytes are those of one member's tensor and the time is that of
+    two members (`motet.costs.communication` scales it)."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """All costs of a model on some hardware."""
+
+    modules: Mapping[str, Mapping[int, ModuleCosts]]
+    """By module and tensor-parallel size."""
+    source: str
+    """"profiled" or "analytic"."""
+    hardware: str
+    date: str
+    message: LinkCost | None = None
+    """Measured; None: the cluster's links are asked."""
+    all_reduce: LinkCost | None = None
+    optimizer_constant_s: float = 0.0
+    """What an iteration takes beside its actions and however small the model."""
+    optimizer_s_per_parameter: float = 0.0
+    """For each trainable parameter on a rank: its update, its part in the gradient norm."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """How it was measured, and how well it fits."""
+
+    def of(self, module: str, tp_size: int) -> ModuleCosts:
+        """Raises `ValueError` for what the table does not have."""
+        if module not in self.modules:
+            raise UserError(f"costs: there is no module {module!r}; the table has {', '.join(self.modules)}")
+        by_size = self.modules[module]
+        if tp_size not in by_size:
+            sizes = ", ".join(str(size) for size in sorted(by_size))
+            raise UserError(f"costs: {module} was not measured with tp_size {tp_size}, only {sizes}; profile it again")
+        return by_size[tp_size]
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> "CostTable":
+        """Raises `ValueError` if there is no such file, or it is no cost table."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise UserError(f"costs: {path}: cannot be read ({error.strerror}); `motet profile` writes one") from error
+        try:
+            return CostTable.from_json(text)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"costs: {path} is no cost table ({type(error).__name__}: {error}); `motet profile` writes one"
+            ) from error
+
+    def to_json(self) -> str:
+        values = {key: value for key, value in asdict(self).items() if key != "modules"}
+        values["modules"] = {
+            name: {str(size): _module_to_json(costs) for size, costs in sizes.items()}
+            for name, sizes in self.modules.items()
+        }
+        return json.dumps(values, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "CostTable":
+        values = json.loads(text)
+        values["modules"] = {
+            name: {int(size): _module_from_json(costs) for size, costs in sizes.items()}
+            for name, sizes in values["modules"].items()
+        }
+        for key in ("message", "all_reduce"):
+            values[key] = None if values[key] is None else LinkCost(**values[key])
+        return CostTable(**values)
+
+
+STAGE_PARTS = ("stage_forward", "stage_backward", "blocks_forward", "blocks_backward")
+
+
+def _module_to_json(costs: ModuleCosts) -> dict[str, Any]:
+    """Layers of equal cost are written once."""
+    different = list(dict.fromkeys(_layer_key(layer) for layer in costs.layers))
+    return {
+        **{part: _terms(getattr(costs, part)) for part in STAGE_PARTS},
+        "layers": [different.index(_layer_key(layer)) for layer in costs.layers],
+        "costs": [{part: _terms(value) for part, value in key} for key in different],
+    }
+
+
+def _layer_key(layer: LayerCost) -> tuple[tuple[str, Quadratic], ...]:
+    return tuple((part, getattr(layer, part)) for part in LayerCost.__dataclass_fields__)
+
+
+def _terms(cost: Quadratic) -> dict[str, float]:
+    return {name: value for name, value in cost._asdict().items() if value}
+
+
+def _module_from_json(values: Mapping[str, Any]) -> ModuleCosts:
+    different = [LayerCost(**{part: Quadratic(**terms) for part, terms in layer.items()}) for layer in values["costs"]]
+    return ModuleCosts(
+        layers=tuple(different[i] for i in values["layers"]),
+        **{part: Quadratic(**values[part]) for part in STAGE_PARTS},
+    )
+
+
+def total(costs: Iterable[Quadratic]) -> Quadratic:
+    result = [0.0] * len(Quadratic._fields)
+    for cost in costs:
+        for i, value in enumerate(cost):
+            result[i] += value
+    return Quadratic(*result)

@@ -1,0 +1,88 @@
+"""Bytes: parameters, gradients, optimizer state, and what a forward saves for its backward.
+
+A linear saves its input if its weights have a gradient; linears that read the same tensor share it. Attention saves
+queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation function its input,
+a gated MLP both branches and their product's factors. With recomputation a block saves its input alone.
+
+Limits: temporary memory inside an action and the allocator's fragmentation are not counted; `RESERVE` stands for them.
+"""
+
+from dataclasses import dataclass
+
+from motet.costs.load import Load
+from motet.workload import LayerShape, Linear
+
+ADAMW_STATES = 2
+"""Moments for each parameter, in float32 like the parameter itself."""
+RESERVE = 0.1
+"""Share of a device's memory that a plan leaves free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    parameter_bytes: int = 4
+    """Of each parameter, gradient and moment: float32 (bfloat16 training is autocast)."""
+    activation_bytes: int = 4
+    """Of each element between and within layers."""
+    zero1: bool = False
+    """The moments are sharded over the ranks that hold the same layers."""
+
+
+DEFAULT_MEMORY = MemoryOptions()
+
+
+def static_layer_bytes(
+    layer: LayerShape, *, trainable: bool, tp_size: int, num_holders: int, options: MemoryOptions
+) -> int:
+    """Parameters, gradients and moments of one layer on one rank. `num_holders`: ranks that hold the same shard."""
+    size = layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
+    if not trainable:
+        return size
+    moments = ADAMW_STATES * size
+    return 2 * size + (-(-moments // num_holders) if options.zero1 else moments)
+
+
+def saved_layer_bytes(
+    layer: LayerShape,
+    load: Load,
+    *,
+    input_gradient: bool,
+    weight_gradient: bool,
+    recompute: bool,
+    tp_size: int,
+    options: MemoryOptions,
+) -> int:
+    """What one rank keeps of one layer for one microbatch. `input_gradient`, `weight_gradient`: as the layer needs."""
+    if not (input_gradient or weight_gradient):
+        return 0
+    tokens = load.outputs if layer.part == "projector" else load.tokens
+    if recompute and layer.part == "block" and layer.runs:
+        return round(tokens * layer.hidden_size * options.activation_bytes)
+    elements = tokens * layer.hidden_size * layer.saved_vectors
+    if weight_gradient:
+        elements += tokens * layer.hidden_size * layer.saved_vectors_for_weights
+        for linear in _different_inputs(layer):
+            # What a row-cut linear reads is cut, what a column-cut one reads is whole on every rank.
+            elements += _rows(linear, load) * linear.in_features / (tp_size if linear.cut == "row" else 1)
+    if layer.attention is not None:
+        attention = layer.attention
+        keys = load.incoming if attention.reads_encoder else tokens
+        heads = 2 * attention.num_heads * tokens + 2 * attention.num_key_value_heads * keys
+        if attention.normalizes:
+            heads += (attention.num_heads * tokens + attention.num_key_value_heads * keys) * (1 + weight_gradient)
+        elements += heads * attention.head_dim / tp_size
+    if layer.part == "block" and layer.runs:
+        # The activation function's input; gated: also its output and the other branch.
+        elements += tokens * layer.linears[-1].in_features * (3 if layer.gated else 1) / tp_size
+    return round(elements * options.activation_bytes)
+
+
+def _different_inputs(layer: LayerShape) -> list[Linear]:
+    """One linear for each tensor that linears save: those of equal width side by side read the same."""
+    return list({(x.in_features, x.cut, x.rows, x.rows_per_token): x for x in layer.linears}.values())
+
+
+def _rows(linear: Linear, load: Load) -> float:
+    return {"tokens": load.tokens, "outputs": load.outputs, "incoming": load.incoming}[
+        linear.rows
+    ] * linear.rows_per_token

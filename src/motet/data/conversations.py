@@ -1,0 +1,129 @@
+"""Conversations in the LLaVA form: JSON lines, or one JSON list, with image and audio files beside them. Pure.
+
+    {"id": "7", "image": "cat.jpg", "conversations": [
+        {"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}]}
+
+`image` and `audio` are a path or a list of paths; `<image>` and `<audio>` in the text mark their places in order.
+A conversation may begin with a "system" turn; then "human" and "gpt" alternate, and the last one is "gpt".
+
+Every record is checked when the file is opened, media files when they are first needed (their presence at once).
+Limits: the records are held in memory, on every rank.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from motet.data.example import PLACEHOLDERS, Example, Media, Message, Modality
+from motet.data.media_files import ImageFile, SoundFile
+from motet.errors import UserError
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+KEYS = ("id", "image", "audio", "conversations")
+"""Others are the user's own notes and are passed over."""
+
+
+class ConversationExamples:
+    """The records of some files, in their order."""
+
+    def __init__(self, files: Sequence[str | Path], folders: dict[Modality, Path]) -> None:
+        """`folders`: what the media's paths are relative to. Raises `UserError` naming file and line."""
+        self._examples = [
+            parse_record(record, where, folders) for file in files for where, record in read_records(Path(file))
+        ]
+        if not self._examples:
+            raise UserError(f"{', '.join(str(file) for file in files)}: no conversation in it; give at least one")
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self._examples[index]
+
+
+def read_records(file: Path) -> Iterator[tuple[str, Any]]:
+    """(file and line, or place in the list; record) of each. Raises `UserError`."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); give a file of conversations") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: is not UTF-8 text; give a file of JSON lines") from None
+    if text.lstrip().startswith("["):
+        try:
+            records = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{file}: is not JSON: {error}") from None
+        yield from ((f"{file}: record {i}", record) for i, record in enumerate(records))
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{file}:{number}: is not JSON: {error}") from None
+            yield f"{file}:{number}", record
+
+
+def parse_record(record: Any, where: str, folders: dict[Modality, Path]) -> Example:
+    """One conversation. Raises `UserError` beginning with `where`."""
+    try:
+        if not isinstance(record, dict):
+            raise UserError(f"is not a mapping; give one with the keys {', '.join(KEYS)}")
+        messages = _messages(record.get("conversations"))
+        files = {modality: _files(record, modality, folders[modality]) for modality in PLACEHOLDERS}
+        for modality, placeholder in PLACEHOLDERS.items():
+            num_placeholders = sum(message.content.count(placeholder) for message in messages)
+            if num_placeholders != len(files[modality]):
+                raise UserError(
+                    f"conversations: hold {num_placeholders} {placeholder}, but {modality} names "
+                    f"{len(files[modality])} files; give one placeholder for each file"
+                )
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return Example(id=str(record.get("id", where)), messages=messages, media=files, where=where)
+
+
+def _messages(turns: Any) -> tuple[Message, ...]:
+    if not isinstance(turns, list) or not turns:
+        raise UserError('conversations: is missing or empty; give a list of turns {"from": ..., "value": ...}')
+    messages = tuple(_message(i, turn) for i, turn in enumerate(turns))
+    spoken = [message.role for message in messages if message.role != "system"]
+    if any(message.role == "system" for message in messages[1:]):
+        raise UserError("conversations: has a system turn that is not the first; put it first")
+    if not spoken or spoken[-1] != "assistant":
+        raise UserError("conversations: has no answer at its end; the last turn must be from gpt")
+    for i, role in enumerate(spoken):
+        if role != ("user", "assistant")[i % 2]:
+            raise UserError(
+                f"conversations: turn {i + len(messages) - len(spoken)} must be from {('human', 'gpt')[i % 2]}"
+            )
+    return messages
+
+
+def _message(i: int, turn: Any) -> Message:
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise UserError(f'conversations[{i}]: has no text; give {{"from": ..., "value": ...}}')
+    role = ROLES.get(str(turn.get("from")))
+    if role is None:
+        raise UserError(f"conversations[{i}].from: is {turn.get('from')!r}; give one of {', '.join(ROLES)}")
+    content = turn["value"].strip()
+    if role == "assistant" and not content:
+        raise UserError(f"conversations[{i}].value: is an empty answer; give its text, or leave the turn out")
+    if role == "assistant" and any(placeholder in content for placeholder in PLACEHOLDERS.values()):
+        raise UserError(f"conversations[{i}].value: an answer cannot hold images or clips; put them into a question")
+    return Message(role, content)  # type: ignore[arg-type]
+
+
+def _files(record: dict[str, Any], modality: Modality, folder: Path) -> tuple[Media, ...]:
+    given = record.get(modality)
+    paths = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise UserError(f"{modality}: is {given!r}; give a path or a list of paths")
+    for path in paths:
+        if not (folder / path).is_file():
+            raise UserError(f"{modality}: {folder / path}: there is no such file")
+    kind = ImageFile if modality == "image" else SoundFile
+    return tuple(kind(folder / path) for path in paths)

@@ -1,0 +1,50 @@
+"""An example before any processor has seen it: a conversation and the images and clips that it speaks of. Pure.
+
+Media tell their size without being decoded, so that layouts can be computed for every example of a batch while pixels
+and waveforms are decoded only where a stage needs them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Modality = Literal["image", "audio"]
+
+PLACEHOLDERS: Mapping[Modality, str] = {"image": "<image>", "audio": "<audio>"}
+"""How a conversation's text marks the place of an image or a clip."""
+
+
+class Media(Protocol):
+    """One image or one clip."""
+
+    def size(self) -> tuple[int, int]:
+        """Image: (height, width) in pixels. Audio: (number of samples, sampling rate in Hz)."""
+
+    def load(self) -> Any:
+        """Image: an RGB `PIL.Image.Image`. Audio: mono float32 [number of samples] in [-1, 1], at `size`'s rate."""
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Literal["system", "user", "assistant"]
+    content: str
+    """With one placeholder for each image or clip."""
+
+
+@dataclass(frozen=True)
+class Example:
+    id: str
+    messages: tuple[Message, ...]
+    """The loss is on the assistant's messages."""
+    media: Mapping[Modality, tuple[Media, ...]] = field(default_factory=dict)
+    """In the order of their placeholders."""
+    where: str = ""
+    """File and line, for messages to the user."""
+
+
+class ExampleSource(Protocol):
+    """A finite list of examples; each access gives the same example again."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...

@@ -1,0 +1,47 @@
+"""What is known of a sample without its pixels: how its sequence is laid out in each module."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens in one module's sequence of one sample."""
+
+    num_tokens: int
+    """Tokens that the run takes in this module's sequence."""
+    source: str | None = None
+    """The module whose output stands here; None: the module's own tokens."""
+    item: int = 0
+    """Which image, clip, ... of the source within the sample."""
+    num_outputs: int | None = None
+    """Encoders: tokens handed on for the item, after head and projector. None: as many as `num_tokens`."""
+    grid: tuple[int, ...] = ()
+    """Encoders: what the family derives positions and masks from (patch rows and columns, frames)."""
+
+    @property
+    def outputs(self) -> int:
+        return self.num_tokens if self.num_outputs is None else self.num_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The metadata of one sample. Every rank holds it for every sample of the global batch."""
+
+    id: str
+    """Names the sample in logs and reports."""
+    layouts: Mapping[str, tuple[Segment, ...]]
+    """For each module, its sequence in order. A modality that the sample lacks has no entry, or an empty one."""
+    num_loss_tokens: Mapping[str, int] = field(default_factory=dict)
+    """For each module with a loss, how many of its tokens carry it."""
+
+    def has(self, module: str) -> bool:
+        return bool(self.layouts.get(module))
+
+    def num_tokens(self, module: str) -> int:
+        """Length of the module's sequence."""
+        return sum(segment.num_tokens for segment in self.layouts.get(module, ()))
+
+    def num_outputs(self, module: str) -> int:
+        """Tokens that the module hands on."""
+        return sum(segment.outputs for segment in self.layouts.get(module, ()))

@@ -1,0 +1,304 @@
+"""A run of an encoder's layers as a pipeline stage: embed | n blocks | head | projector (docs/architecture.md).
+
+All items of a microbatch's samples run together. Between stages they are [sum of num_tokens, hidden_size], sample after
+sample and item after item; what a stage derives from grids it derives again, so nothing but that tensor is sent.
+
+Callbacks (Cornstarch section 5.1, listing 2) are called once for each sample, so that what they see does not depend on
+how the batch was cut. In call order:
+
+* `preprocess_callback(inputs) -> inputs`: the sample's features, before the embedding. If it splits images (AnyRes),
+  the layout's `num_tokens` is the multiple of what one tile of `grid` makes.
+* `postprocess_module_callback(inputs, output) -> output`: after the head.
+* `postprocess_projector_callback(inputs, output) -> output`: after the projector.
+
+`inputs` is what `preprocess_callback` returned; `output` is a 1-tuple, as listing 2 has it: (the sample's features
+[num_outputs, size],). A tuple, a tensor or a transformers `ModelOutput` may be returned. Every callback must be a pure
+function: a stage that holds a later one calls `preprocess_callback` too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from motet.data.sample import Sample
+from motet.errors import UserError
+from motet.models.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
+from motet.models.projector import PROJECTORS, projected_size
+from motet.models.stage import keep_frozen_in_eval_mode
+from motet.models.token_counts import Selection, selection_of
+from motet.plan import LayerRange
+
+
+def num_encoder_layers(module: nn.Module, projector: nn.Module | None) -> int:
+    """embed, the blocks, the head, and the projector if there is one."""
+    return num_blocks(module) + (2 if projector is None else 3)
+
+
+def encoder_layer_parts(module: nn.Module, layer: int) -> tuple[str, ...]:
+    """The paths of the sub-modules of the transformers model that make up one layer (the projector's layer: none)."""
+    family = family_of(module)
+    head_layer = num_blocks(module) + 1
+    if 1 <= layer < head_layer:
+        return (f"{family.blocks}.{layer - 1}",)
+    parts = {0: family.embed_parts, head_layer: family.head_parts}.get(layer, ())
+    present = {name for name, _ in module.named_modules()}
+    return tuple(part for part in parts if part in present)
+
+
+class EncoderStage(nn.Module):
+    """Layers [first, last) of an encoder and its projector.
+
+    Takes over `modality_module.module`: parts of other layers are replaced by pass-throughs, the rest stays as it is.
+
+    Args:
+        name: the module whose layouts are read.
+        modality_module: has `module`, `projector` (None: there is none), the three callbacks (None: none) and, if the
+            features are not those of the last block after the head, a `feature_layer` (`num_running_blocks`). Blocks
+            behind it stay where they are in the count of layers, but do not run, and neither does the head.
+        layers: half-open.
+        recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
+    """
+
+    def __init__(self, name: str, modality_module: Any, layers: LayerRange, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.name = name
+        self.layers = layers
+        self.recompute = recompute
+        self.family: EncoderFamily = family_of(modality_module.module)
+        self.config = modality_module.module.config
+        num_layers = num_encoder_layers(modality_module.module, modality_module.projector)
+        assert 0 <= layers[0] < layers[1] <= num_layers, layers
+        self._head_layer = num_blocks(modality_module.module) + 1
+        feature_layer = getattr(modality_module, "feature_layer", None)
+        self._num_running_blocks = num_running_blocks(modality_module.module, feature_layer)
+        self._runs_head = feature_layer is None
+        self._is_last = layers[1] == num_layers
+        self._has_projector = modality_module.projector is not None
+        self._preprocess = modality_module.preprocess_callback
+        self._postprocess_module = modality_module.postprocess_module_callback
+        self._postprocess_projector = modality_module.postprocess_projector_callback
+        self._widths = (
+            getattr(self.config, self.family.hidden_size),
+            getattr(self.config, self.family.output_size),
+            projected_size(modality_module.projector) if self._has_projector else 0,
+        )
+        for layer in range(num_layers):
+            if not self.holds(layer):
+                for part in encoder_layer_parts(modality_module.module, layer):
+                    modality_module.module.set_submodule(part, nn.Identity())
+        self.module = modality_module.module
+        self.hidden_size = self._boundary_width(layers[0])
+        self.output_size = self._boundary_width(layers[1])
+        # The embedding reads features, and so do the callbacks after the head and after the projector.
+        self.needs_features = (
+            self.holds(0)
+            or (self.holds(self._head_layer) and self._postprocess_module is not None)
+            or (self._is_last and self._postprocess_projector is not None)
+        )
+        self.projector = modality_module.projector if self.holds(self._head_layer + 1) else None
+
+    def train(self, mode: bool = True) -> "EncoderStage":
+        super().train(mode)
+        keep_frozen_in_eval_mode(self.module, self.projector)
+        return self
+
+    def holds(self, layer: int) -> bool:
+        return self.layers[0] <= layer < self.layers[1]
+
+    def canonical_name(self, local_name: str) -> str:
+        """The parameter's name in the whole `ModalityModule`: `module.<path in the model>` or `projector.<path>`."""
+        return local_name
+
+    def layers_of(self, local_name: str) -> tuple[int, ...]:
+        """The layer that the parameter belongs to."""
+        where, _, path = local_name.partition(".")
+        if where == "projector":
+            return (self._head_layer + 1,)
+        for layer in range(*self.layers):
+            if any(path.startswith(f"{part}.") for part in encoder_layer_parts(self.module, layer)):
+                return (layer,)
+        raise AssertionError(f"{local_name} belongs to none of the layers {self.layers}")
+
+    def input_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Of `hidden`, from metadata alone; not for the first stage."""
+        return self._boundary_shape(self.layers[0], samples)
+
+    def output_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Of what `forward` returns, from metadata alone."""
+        return self._boundary_shape(self.layers[1], samples)
+
+    def forward(
+        self,
+        hidden: Tensor | None,
+        incoming: Mapping[str, Tensor],
+        features: Sequence[Mapping[str, Tensor]],
+        samples: Sequence[Sample],
+    ) -> Tensor:
+        """Returns [sum of num_tokens, hidden_size]; after the last layer [sum of num_outputs, output_size].
+
+        Args:
+            hidden: the previous stage's output; None on the first stage.
+            incoming: nothing enters an encoder: empty.
+            features: one dict for each sample; read where `needs_features`.
+
+        Raises `ValueError` if features or callbacks do not fit the samples' layouts.
+        """
+        assert not incoming, f"{self.name} is an encoder, but {', '.join(incoming)} was sent to it"
+        inputs = [self._preprocessed(sample) for sample in features] if self.needs_features else []
+        if self.holds(0):
+            hidden = self._embed(inputs, samples)
+        assert hidden is not None
+        hidden = self._run_blocks_and_head(hidden, samples)
+        if self.layers[1] <= self._head_layer:
+            return hidden
+        return self._hand_on(hidden, inputs, samples)
+
+    def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return features if self._preprocess is None else self._preprocess(dict(features))
+
+    def _embed(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
+        key = self.family.feature
+        for sample, sample_inputs in zip(samples, inputs, strict=True):
+            if key not in sample_inputs:
+                raise UserError(f"features: sample {sample.id!r} has no {key} for {self.name}")
+            items = [segment.item for segment in sample.layouts[self.name]]
+            if items != sorted(items):
+                raise UserError(f"layout: sample {sample.id!r} has {self.name}'s items as {items}; put them in order")
+        tensors = [sample_inputs[key] for sample_inputs in inputs]
+        hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._tiles(samples)])
+        expected = self._boundary_shape(1, samples)[0]
+        if hidden.shape[0] != expected:
+            ids = ", ".join(repr(sample.id) for sample in samples)
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise UserError(
+                f"features: {key} of samples {ids} ({shapes}) makes {hidden.shape[0]} tokens in {self.name}, "
+                f"but the layouts have {expected}"
+            )
+        return hidden
+
+    def _run_blocks_and_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        blocks = range(max(self.layers[0], 1) - 1, min(self.layers[1] - 1, self._num_running_blocks))
+        if not blocks and not self.holds(self._head_layer):
+            return hidden
+        outputs = []
+        for grids, rows in self._groups(hidden, samples):
+            group = self._arrange(rows, len(grids))
+            if blocks:
+                arguments = self.family.block_arguments(self.module, group, grids)
+            for index in blocks:
+                block = self.module.get_submodule(f"{self.family.blocks}.{index}")
+                if self.recompute and torch.is_grad_enabled():
+                    group = checkpoint(block, group, use_reentrant=False, **arguments(index))
+                else:
+                    group = block(group, **arguments(index))
+            if self.holds(self._head_layer) and self._runs_head:
+                group = self.family.finish(self.module, group, grids)
+            outputs.append(group.reshape(-1, group.shape[-1]))
+        hidden = torch.cat(outputs)
+        return self._select(hidden, samples) if self.holds(self._head_layer) else hidden
+
+    def _hand_on(self, hidden: Tensor, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
+        """The callbacks after the head and after the projector, and the projector between them, sample by sample."""
+        entering = self._head_outputs if self.holds(self._head_layer) else self._projector_inputs
+        outputs = list(hidden.split(entering(samples)))
+        if self.holds(self._head_layer) and self._postprocess_module is not None:
+            outputs = [_tensor(self._postprocess_module(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
+        if self.projector is not None:
+            outputs = self._project(outputs)
+        if self._is_last and self._postprocess_projector is not None:
+            outputs = [_tensor(self._postprocess_projector(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
+        expected = self._final_outputs(samples) if self._is_last else self._projector_inputs(samples)
+        for sample, output, num_outputs in zip(samples, outputs, expected, strict=True):
+            if output.shape[0] != num_outputs:
+                raise UserError(
+                    f"layout: sample {sample.id!r} says that {self.name} hands on {num_outputs} tokens, "
+                    f"but {output.shape[0]} came out of its layers {list(self.layers)}"
+                )
+        return torch.cat(outputs)
+
+    def _project(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The user's own projectors may mix a sample's tokens, so they see one sample at a time."""
+        assert self.projector is not None
+        if type(self.projector) in PROJECTORS.values():
+            return list(self.projector(torch.cat(outputs)).split([len(output) for output in outputs]))
+        return [_tensor(self.projector(output)) for output in outputs]
+
+    def _boundary_width(self, layer: int) -> int:
+        inside, features, projected = self._widths
+        if layer <= self._head_layer:
+            return inside
+        return features if layer == self._head_layer + 1 else projected
+
+    def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Of what enters `layer` (of what leaves the last one)."""
+        if layer <= self._head_layer:
+            num_tokens = [sample.num_tokens(self.name) for sample in samples]
+        elif layer == self._head_layer + 1 and self._has_projector:
+            num_tokens = self._projector_inputs(samples)
+        else:
+            num_tokens = self._final_outputs(samples)
+        return sum(num_tokens), self._boundary_width(layer)
+
+    def _head_outputs(self, samples: Sequence[Sample]) -> list[int]:
+        """Tokens of each sample that the head hands on, before the callback after it."""
+        return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
+
+    def _projector_inputs(self, samples: Sequence[Sample]) -> list[int]:
+        """A callback after the head makes what the layout says, or the shape here would not be known from metadata."""
+        return self._head_outputs(samples) if self._postprocess_module is None else self._final_outputs(samples)
+
+    def _final_outputs(self, samples: Sequence[Sample]) -> list[int]:
+        return [sample.num_outputs(self.name) for sample in samples]
+
+    def _selections(self, samples: Sequence[Sample]) -> list[Selection]:
+        return [selection_of(self.config, segment) for sample in samples for segment in sample.layouts[self.name]]
+
+    def _select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Of each tile's features, those that the layout hands on."""
+        selections = self._selections(samples)
+        if all(selection.num_tokens == selection.num_full for selection in selections):
+            return hidden
+        items = hidden.split([selection.num_tiles * selection.num_full for selection in selections])
+        return torch.cat(
+            [
+                item.unflatten(0, (selection.num_tiles, selection.num_full))
+                .narrow(1, selection.first, selection.num_tokens)
+                .flatten(0, 1)
+                for item, selection in zip(items, selections, strict=True)
+            ]
+        )
+
+    def _tiles(self, samples: Sequence[Sample]) -> list[tuple[tuple[int, ...], int]]:
+        """(grid, number of tokens) of every image or clip in order."""
+        tiles = []
+        for sample in samples:
+            for segment in sample.layouts[self.name]:
+                num_tiles = selection_of(self.config, segment).num_tiles
+                tiles += [(segment.grid, segment.num_tokens // num_tiles)] * num_tiles
+        return tiles
+
+    def _groups(self, hidden: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[Grids, Tensor]]:
+        """What runs together, in order: everything, or runs of tiles of equal length where the blocks take a batch."""
+        tiles = self._tiles(samples)
+        if self.family.arrangement is not Arrangement.BATCH:
+            yield [grid for grid, _ in tiles], hidden
+            return
+        first = 0
+        for num_tokens, run in groupby(tiles, key=lambda tile: tile[1]):
+            grids = [grid for grid, _ in run]
+            yield grids, hidden[first : first + num_tokens * len(grids)]
+            first += num_tokens * len(grids)
+
+    def _arrange(self, rows: Tensor, num_tiles: int) -> Tensor:
+        if self.family.arrangement is Arrangement.BATCH:
+            return rows.unflatten(0, (num_tiles, -1))
+        return rows.unsqueeze(0) if self.family.arrangement is Arrangement.ROW else rows
+
+
+def _tensor(output: Any) -> Tensor:
+    """Of a tensor, a tuple or a `ModelOutput`."""
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,0 +1,210 @@
+"""Who holds what, where: the one description that planners write and that simulator and runtime read.
+
+A plan is a readable JSON file that round-trips (`Plan.to_json`, `Plan.from_json`), so that it can be edited by hand.
+Layers are numbered as docs/architecture.md says.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+LayerRange = tuple[int, int]
+"""Half-open: [first, last)."""
+
+ModuleKind = Literal["encoder", "language_model", "generator", "tower", "loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A run of layers on a group of ranks."""
+
+    layers: LayerRange
+    ranks: tuple[int, ...]
+    """The group, tensor-parallel axis fastest: ranks[cp * tp_size + tp]."""
+    tp_size: int = 1
+    cp_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A chain of stages that together hold every layer of the module once."""
+
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    kind: ModuleKind
+    num_layers: int
+    replicas: tuple[Replica, ...]
+    """They need not look alike, and modules need not have equally many."""
+    trainable: tuple[LayerRange, ...] = ()
+    """The layers with a trainable parameter."""
+    tied: tuple[tuple[int, int], ...] = ()
+    """Pairs of layers that share a parameter (input and output embedding)."""
+    copy_of: str | None = None
+    """The module whose parameters and data this one repeats on other ranks (Cornstarch's encoders-replicated)."""
+    sequence_parallel: bool = False
+    """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+    loss_weight: float = 0.0
+    """Weight of the loss that the module's last layer computes; 0: the module has none."""
+
+    def is_trainable(self, layers: LayerRange) -> bool:
+        return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
+
+    def data_module(self, name: str) -> str:
+        """Whose layouts and features the module called `name` reads."""
+        return self.copy_of or name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Output of `source` enters `target` at the given layers (token merging: layer 0; cross-attention: later ones)."""
+
+    source: str
+    target: str
+    layers: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    modules: Mapping[str, ModulePlan]
+    edges: tuple[Edge, ...]
+    num_microbatches: int
+    """Per replica of every module, unless an assignment says otherwise."""
+    schedule: str = "1f1b"
+    """A key of `motet.schedule.generators.GENERATORS`."""
+    planner: str = "explicit"
+    """Who made the plan."""
+    recompute: tuple[str, ...] = ()
+    """Modules whose activations are recomputed in the backward pass."""
+    version: int = field(default=1)
+
+    def __post_init__(self) -> None:
+        check_plan(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max(rank for _, _, _, stage in self.stages() for rank in stage.ranks)
+
+    def stages(self) -> Iterator[tuple[str, int, int, Stage]]:
+        """(module, replica index, stage index, stage), in the order of the file."""
+        for name, module in self.modules.items():
+            for r, replica in enumerate(module.replicas):
+                for s, stage in enumerate(replica.stages):
+                    yield name, r, s, stage
+
+    def stages_of_rank(self, rank: int) -> list[tuple[str, int, int, Stage]]:
+        return [entry for entry in self.stages() if rank in entry[3].ranks]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Raises `ValueError` naming the key that is wrong and what would be right."""
+        from motet.config import parse_strictly
+
+        return parse_strictly(Plan, text, what="plan")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises `ValueError` for a plan that no runtime could execute, naming the place."""
+    _require(bool(plan.modules), "modules: is empty; give at least one module")
+    _require(plan.num_microbatches >= 1, f"num_microbatches: is {plan.num_microbatches}; give at least 1")
+    for name, module in plan.modules.items():
+        _check_module(plan, name, module)
+        for r, replica in enumerate(module.replicas):
+            _check_replica(f"modules.{name}.replicas[{r}]", module.num_layers, replica)
+    _check_edges(plan)
+    used = {rank for *_, stage in plan.stages() for rank in stage.ranks}
+    unused = sorted(set(range(plan.num_ranks)) - used)
+    _require(not unused, f"ranks: {unused} of 0..{plan.num_ranks - 1} have no stage; number the ranks without gaps")
+    for name in plan.recompute:
+        _require(name in plan.modules, f"recompute: there is no module {name!r}")
+    module_order(plan)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"plan: {message}")
+
+
+def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
+    where = f"modules.{name}"
+    _require(bool(module.replicas), f"{where}.replicas: is empty; give at least one replica")
+    for first, last in module.trainable:
+        _require(
+            0 <= first < last <= module.num_layers,
+            f"{where}.trainable: [{first}, {last}) is not within the {module.num_layers} layers",
+        )
+    for a, b in module.tied:
+        _require(
+            0 <= a < b < module.num_layers,
+            f"{where}.tied: {a} and {b} are not two layers, in their order, of the {module.num_layers}",
+        )
+    if module.copy_of is None:
+        return
+    _require(module.copy_of in plan.modules, f"{where}.copy_of: there is no module {module.copy_of!r}")
+    original = plan.modules[module.copy_of]
+    _require(original.copy_of is None, f"{where}.copy_of: {module.copy_of} is itself a copy; name the original")
+    _require(
+        module.num_layers == original.num_layers
+        and all(module.is_trainable((i, i + 1)) == original.is_trainable((i, i + 1)) for i in range(module.num_layers)),
+        f"{where}: its num_layers and trainable differ from those of {module.copy_of}, whose copy it is; "
+        "they must be equal",
+    )
+
+
+def _check_replica(where: str, num_layers: int, replica: Replica) -> None:
+    bounds = [0, *(stage.layers[1] for stage in replica.stages)]
+    for s, stage in enumerate(replica.stages):
+        _require(
+            stage.layers[0] == bounds[s] < stage.layers[1],
+            f"{where}.stages[{s}].layers: is {list(stage.layers)}; a run that begins at {bounds[s]} is needed",
+        )
+        _require(
+            len(stage.ranks) == stage.tp_size * stage.cp_size == len(set(stage.ranks)) > 0 <= min(stage.ranks),
+            f"{where}.stages[{s}].ranks: {list(stage.ranks)} is not {stage.tp_size} x {stage.cp_size} "
+            "(tp_size x cp_size) different ranks",
+        )
+    _require(
+        bounds[-1] == num_layers,
+        f"{where}: its stages end at layer {bounds[-1]}, but the module has {num_layers} layers",
+    )
+    for (a, left), (b, right) in pairwise(enumerate(replica.stages)):
+        _require(left.cp_size == right.cp_size, f"{where}: stages {a} and {b} differ in cp_size; a replica has one")
+
+
+def _check_edges(plan: Plan) -> None:
+    seen: set[tuple[str, str]] = set()
+    for edge in plan.edges:
+        for end in (edge.source, edge.target):
+            _require(end in plan.modules, f"edges: there is no module {end!r}")
+        _require(
+            all(0 <= layer < plan.modules[edge.target].num_layers for layer in edge.layers) and bool(edge.layers),
+            f"edges: {edge.source} enters {edge.target} at layers {list(edge.layers)}, "
+            f"which are not within its {plan.modules[edge.target].num_layers} layers",
+        )
+        _require(
+            (edge.source, edge.target) not in seen,
+            f"edges: {edge.source} -> {edge.target} stands twice; give one edge with all its layers",
+        )
+        seen.add((edge.source, edge.target))
+
+
+def module_order(plan: Plan) -> list[str]:
+    """The modules in topological order of the edges, ties in the order of the file.
+
+    Raises `ValueError` if the edges form a cycle."""
+    order: list[str] = []
+    remaining = list(plan.modules)
+    while remaining:
+        ready = [m for m in remaining if all(e.source not in remaining for e in plan.edges if e.target == m)]
+        if not ready:
+            raise ValueError(f"plan: edges: {', '.join(remaining)} form a cycle; modules must form a DAG")
+        order += ready
+        remaining = [m for m in remaining if m not in ready]
+    return order

@@ -1,0 +1,43 @@
+"""Planners: from a problem to a plan. A new one is a file here, an entry in `PLANNERS` and a test."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.planner.baselines import even, frozen_unaware
+from motet.planner.cornstarch import cornstarch
+from motet.planner.explicit import Placement, explicit_plan
+from motet.planner.problem import Degrees, PlanningProblem
+
+
+class Planner(Protocol):
+    def __call__(self, problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+        """`placement` None: the planner's own choice."""
+
+
+PLANNERS: Mapping[str, Planner] = {
+    "cornstarch": cornstarch,
+    "frozen_unaware": frozen_unaware,
+    "even": even,
+}
+"""Those that choose the degrees themselves; `explicit` takes them from the user."""
+
+
+def make_plan(
+    problem: PlanningProblem,
+    planner: str = "cornstarch",
+    *,
+    degrees: Mapping[str, Degrees] | None = None,
+    placement: Placement | None = None,
+) -> Plan:
+    """The planner's plan. `degrees`: for planner `explicit`, of every module.
+
+    Raises `ValueError` for a planner that is not known, and for what no plan can satisfy."""
+    if planner == "explicit":
+        if degrees is None:
+            raise UserError("parallel.explicit: is empty; give tp, pp and dp of every module, or a planner's name")
+        return explicit_plan(problem, degrees, placement=placement or "parallel")
+    if planner not in PLANNERS:
+        raise UserError(f"parallel.planner: {planner!r} is not known; give one of explicit, {', '.join(PLANNERS)}")
+    return PLANNERS[planner](problem, placement=placement)

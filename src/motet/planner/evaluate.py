@@ -1,0 +1,139 @@
+"""What a plan would do: its schedule simulated with the problem's costs, and whether it fits into memory."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from motet.costs.analytic import layer_flops
+from motet.costs.iteration import IterationCosts
+from motet.costs.memory import RESERVE
+from motet.data.assignment import contiguous_assignment
+from motet.errors import UserError
+from motet.plan import LayerRange, Plan
+from motet.planner.problem import PlanningProblem
+from motet.schedule.dependencies import Dependencies
+from motet.schedule.generators import GENERATORS
+from motet.schedule.lower import Program, lower
+from motet.schedule.routes import derive_routes
+from motet.simulator.lower_bound import lower_bound_s
+from motet.simulator.simulate import SimulationResult, simulate
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A rank that needs more memory than its device has."""
+
+    rank: int
+    needed_bytes: int
+    limit_bytes: int
+
+    def __str__(self) -> str:
+        needed, limit = self.needed_bytes / 2**20, self.limit_bytes / 2**20
+        return (
+            f"rank {self.rank} needs {needed:.0f} MiB, {needed - limit:.0f} MiB more than the {limit:.0f} MiB "
+            "that may be used; more stages or tensor parallelism, recompute, zero1 or smaller microbatches would help"
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One iteration of the plan on the problem's typical batch."""
+
+    problem: PlanningProblem
+    plan: Plan
+    program: Program
+    costs: IterationCosts
+    result: SimulationResult
+
+    @property
+    def iteration_time_s(self) -> float:
+        return self.result.iteration_time_s + self.problem.program_s
+
+    @cached_property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """The ranks that do not fit, the worst first."""
+        limit = int(self.problem.cluster.device.memory_bytes * (1 - RESERVE))
+        too_much = [
+            Overflow(rank, peak, limit) for rank, peak in enumerate(self.result.peak_memory_bytes) if peak > limit
+        ]
+        return tuple(sorted(too_much, key=lambda overflow: -overflow.needed_bytes))
+
+    @property
+    def fits(self) -> bool:
+        return not self.overflows
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        return lower_bound_s(self.program.dependencies.routes, self.costs) + self.problem.program_s
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count."""
+        total = 0.0
+        for cell in self.program.dependencies.routes.cells:
+            if self.plan.modules[cell.module].copy_of is not None:
+                continue
+            load = self.costs.load(cell)
+            layers = self.problem.modules[cell.module].workload.layers
+            stage = self.program.dependencies.routes.stage(cell)
+            for index, needs in zip(range(*stage.layers), self.costs.gradients(cell), strict=True):
+                flops = layer_flops(layers[index])
+                backward = flops.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
+                total += flops.forward.plus(backward).seconds(load)
+        return total
+
+    def mfu(self, dtype: str) -> float | None:
+        """Model FLOPs over what the devices could do at their peak; None where the peak is not known."""
+        peak = self.problem.cluster.device.peak_flops.get(dtype)
+        if peak is None or self.problem.cluster.device.name == "cpu":
+            return None
+        return self.model_flops / (self.iteration_time_s * self.plan.num_ranks * peak)
+
+
+def evaluate(problem: PlanningProblem, plan: Plan) -> Evaluation:
+    """Raises `ValueError` if the plan is not one of this problem's model, or its schedule is not known."""
+    check_same_model(problem, plan)
+    if plan.schedule not in GENERATORS:
+        raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
+    samples = problem.samples
+    routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
+    dependencies = Dependencies(routes)
+    program = lower(GENERATORS[plan.schedule](routes), dependencies)
+    costs = IterationCosts(
+        routes,
+        samples,
+        workloads={name: module.workload for name, module in problem.modules.items()},
+        table=problem.table,
+        cluster=problem.cluster,
+        memory=problem.memory,
+    )
+    return Evaluation(problem, plan, program, costs, simulate(program, costs, num_cores=problem.num_cores))
+
+
+def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
+    """Raises `ValueError` if the plan is one of another model."""
+    for name, module in plan.modules.items():
+        owner = module.data_module(name)
+        if owner not in problem.modules:
+            raise UserError(f"plan: modules.{name}: the model has no such module; it has {', '.join(problem.modules)}")
+        num_layers = problem.modules[owner].workload.num_layers
+        if module.num_layers != num_layers:
+            raise UserError(f"plan: modules.{name}.num_layers: is {module.num_layers}, but the model has {num_layers}")
+        trainable = problem.modules[owner].trainable
+        if module.trainable != trainable:
+            raise UserError(
+                f"plan: modules.{name}.trainable: is {_listed(module.trainable)}, but in the model it is "
+                f"{_listed(trainable)}; plan again"
+            )
+    missing = [name for name in problem.modules if name not in plan.modules]
+    if missing:
+        raise UserError(f"plan: has no module {', '.join(missing)}; the model has it")
+    entering = {(plan.modules[e.source].data_module(e.source), e.layers) for e in plan.edges}
+    for edge in problem.edges:
+        if (edge.source, edge.layers) not in entering:
+            raise UserError(
+                f"plan: edges: {edge.source} must enter {edge.target} at layers {list(edge.layers)}, as in the model"
+            )
+
+
+def _listed(ranges: tuple[LayerRange, ...]) -> list[list[int]]:
+    return [list(layers) for layers in ranges]

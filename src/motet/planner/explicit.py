@@ -1,0 +1,222 @@
+"""From degrees of parallelism to a plan: what the user asks for by number, and what every search builds its plans with.
+
+Placements (Cornstarch section 4.1 and its baselines in section 6):
+
+* `parallel`: each encoder has ranks of its own, so encoders run side by side (modality parallelism);
+* `colocated`: stage s of every encoder is on the same ranks, so encoders take turns there;
+* `replicated`: the encoders are on the ranks of every stage of the language model. Where their output enters later
+  stages too (cross-attention), that saves sending it; with token merging the later copies compute what nobody uses, and
+  a trainable encoder's copies get no gradient: a baseline.
+
+Ranks are numbered within a replica of the whole model first: modules in their order, then stages, and tensor
+parallelism fastest.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from motet.errors import UserError
+from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
+from motet.planner.partition import partition, partition_by_sizes
+from motet.planner.problem import Degrees, PlanningProblem
+
+Placement = Literal["parallel", "colocated", "replicated"]
+
+
+def explicit_plan(
+    problem: PlanningProblem,
+    degrees: Mapping[str, Degrees],
+    *,
+    placement: Placement = "parallel",
+    frozen_aware: bool = True,
+    planner: str = "explicit",
+) -> Plan:
+    """The plan with these degrees. Stages are cut by the exact partition, where the degrees do not say how.
+
+    Raises `ValueError` for degrees that no plan can have: more stages than layers, tensor parallelism that does not
+    divide the heads, unequal data parallelism, more ranks than the cluster has devices or fewer.
+    """
+    plan = build_plan(problem, degrees, placement=placement, frozen_aware=frozen_aware, planner=planner)
+    if plan.num_ranks != problem.num_devices:
+        raise UserError(
+            f"parallel: the plan uses {plan.num_ranks} ranks but cluster has {problem.num_devices}; "
+            f"set cluster.num_devices to {plan.num_ranks} or change tp, pp and dp"
+        )
+    return plan
+
+
+def build_plan(
+    problem: PlanningProblem,
+    degrees: Mapping[str, Degrees],
+    *,
+    placement: Placement = "parallel",
+    frozen_aware: bool = True,
+    planner: str = "explicit",
+) -> Plan:
+    """As `explicit_plan`, but of any size."""
+    _check(problem, degrees, placement)
+    cuts = {name: cut_module(problem, name, degrees[name], frozen_aware=frozen_aware) for name in problem.modules}
+    dp = degrees[next(iter(problem.modules))].dp
+    offsets, ranks_per_replica = _offsets(problem, degrees, placement)
+    modules = {
+        name: _module_plan(problem, name, degrees[name], cuts[name], offsets[name], ranks_per_replica)
+        for name in problem.modules
+    }
+    edges = problem.edges
+    if placement == "replicated":
+        modules, edges = _replicate(problem, modules, cuts)
+    assert all(len(module.replicas) == dp for module in modules.values())
+    return Plan(
+        modules=modules,
+        edges=edges,
+        num_microbatches=problem.num_microbatches,
+        schedule=problem.schedule,
+        planner=planner,
+        recompute=tuple(name for name in modules if (modules[name].copy_of or name) in problem.recompute),
+    )
+
+
+def cut_module(
+    problem: PlanningProblem, name: str, degrees: Degrees, *, frozen_aware: bool = True
+) -> tuple[LayerRange, ...]:
+    """The stages of one module."""
+    num_layers = problem.modules[name].workload.num_layers
+    if degrees.layers_per_stage is not None:
+        try:
+            return partition_by_sizes(num_layers, degrees.layers_per_stage)
+        except UserError as error:
+            raise UserError(f"parallel: {name}.{error}") from None
+    times = problem.layer_times(name, degrees.tp, degrees.dp, frozen_aware=frozen_aware)
+    return partition([time.total_s for time in times], degrees.pp)
+
+
+def _check(problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: Placement) -> None:
+    for name in degrees:
+        if name not in problem.modules:
+            raise UserError(f"parallel: there is no module {name!r}; the model has {', '.join(problem.modules)}")
+    for name in problem.modules:
+        if name not in degrees:
+            raise UserError(f"parallel: {name} has no degrees; give its tp, pp and dp")
+        problem.check_degrees(name, degrees[name])
+    by_dp: dict[int, str] = {}
+    for name in problem.modules:
+        by_dp.setdefault(degrees[name].dp, name)
+    if len(by_dp) > 1:
+        (dp, name), (other_dp, other) = list(by_dp.items())[:2]
+        raise UserError(f"parallel: dp is {dp} for {name} but {other_dp} for {other}; give all modules the same")
+    if placement == "colocated":
+        shapes: dict[tuple[int, int], str] = {}
+        for name in problem.sources:
+            shapes.setdefault((degrees[name].tp, degrees[name].pp), name)
+        if len(shapes) > 1:
+            first, second = list(shapes.values())[:2]
+            raise UserError(
+                f"parallel: placement colocated puts {first} and {second} on the same ranks; "
+                "give them the same tp and pp"
+            )
+    if placement == "replicated":
+        _check_replicated(problem, degrees)
+
+
+def _check_replicated(problem: PlanningProblem, degrees: Mapping[str, Degrees]) -> None:
+    if len(problem.sinks) != 1:
+        raise UserError("parallel: placement replicated needs one module that all others enter")
+    sink = degrees[problem.sinks[0]]
+    for name in problem.sources:
+        if degrees[name].pp != 1 or degrees[name].tp != sink.tp:
+            raise UserError(
+                f"parallel: placement replicated puts {name} whole on each stage of {problem.sinks[0]}; "
+                f"give it pp 1 and tp {sink.tp}"
+            )
+
+
+def _offsets(
+    problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: Placement
+) -> tuple[dict[str, int], int]:
+    """Each module's first rank within a replica of the whole model, and how many ranks that has."""
+    offsets: dict[str, int] = {}
+    next_rank = shared = 0
+    for name in problem.modules:
+        size = degrees[name].tp * degrees[name].pp
+        if name in problem.sources and placement != "parallel":
+            offsets[name] = 0
+            shared = size if placement == "colocated" else 0
+        else:
+            offsets[name] = shared + next_rank
+            next_rank += size
+    return offsets, shared + next_rank
+
+
+def _module_plan(
+    problem: PlanningProblem,
+    name: str,
+    degrees: Degrees,
+    cut: tuple[LayerRange, ...],
+    offset: int,
+    ranks_per_replica: int,
+) -> ModulePlan:
+    module = problem.modules[name]
+    replicas = []
+    for d in range(degrees.dp):
+        first = d * ranks_per_replica + offset
+        replicas.append(
+            Replica(
+                stages=tuple(
+                    Stage(
+                        layers=layers,
+                        ranks=tuple(range(first + s * degrees.tp, first + (s + 1) * degrees.tp)),
+                        tp_size=degrees.tp,
+                    )
+                    for s, layers in enumerate(cut)
+                )
+            )
+        )
+    return ModulePlan(
+        kind=module.workload.kind,
+        num_layers=module.workload.num_layers,
+        replicas=tuple(replicas),
+        trainable=module.trainable,
+        tied=module.workload.tied,
+        sequence_parallel=degrees.sequence_parallel,
+        loss_weight=module.loss_weight,
+    )
+
+
+def _replicate(
+    problem: PlanningProblem, modules: dict[str, ModulePlan], cuts: Mapping[str, tuple[LayerRange, ...]]
+) -> tuple[dict[str, ModulePlan], tuple[Edge, ...]]:
+    """Copies of every encoder on the later stages of the sink; each copy feeds the layers of its own stage."""
+    sink = problem.sinks[0]
+    result: dict[str, ModulePlan] = {}
+    edges: list[Edge] = []
+    for name in problem.sources:
+        module = modules[name]
+        edge = next(edge for edge in problem.edges if edge.source == name)
+        for s, (first, last) in enumerate(cuts[sink]):
+            copy = name if s == 0 else f"{name}@{s}"
+            replicas = tuple(
+                Replica(
+                    stages=(
+                        Stage(
+                            layers=(0, module.num_layers),
+                            ranks=modules[sink].replicas[d].stages[s].ranks,
+                            tp_size=module.replicas[d].stages[0].tp_size,
+                        ),
+                    )
+                )
+                for d in range(len(module.replicas))
+            )
+            result[copy] = ModulePlan(
+                kind=module.kind,
+                num_layers=module.num_layers,
+                replicas=replicas,
+                trainable=module.trainable,
+                tied=module.tied,
+                copy_of=name if s else None,
+                sequence_parallel=module.sequence_parallel,
+            )
+            layers = tuple(layer for layer in edge.layers if first <= layer < last)
+            if layers:
+                edges.append(Edge(source=copy, target=sink, layers=layers))
+    result[sink] = modules[sink]
+    return result, tuple(edges)

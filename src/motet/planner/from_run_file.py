@@ -1,0 +1,210 @@
+"""From a run file to a planning problem and its plan. Pure: of the model only configurations are read, no weights."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from motet.cluster import Cluster, available_cores, cluster_from_dict
+from motet.config import LANGUAGE_MODEL, EncoderConfig, PartConfig, RunConfig
+from motet.costs.analytic import analytic_table
+from motet.costs.cost_model import CostTable
+from motet.costs.memory import MemoryOptions
+from motet.data.sample import Sample
+from motet.errors import UserError
+from motet.plan import Edge, LayerRange, Plan
+from motet.planner import make_plan
+from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.workload import ModuleWorkload, module_workload, with_feature_layer, with_projector
+
+MODEL_TYPES: Mapping[str, str] = {
+    "LlamaConfig": "llama",
+    "MistralConfig": "mistral",
+    "Qwen3Config": "qwen3",
+    "Gemma3TextConfig": "gemma3_text",
+    "Phi3Config": "phi3",
+    "MllamaTextConfig": "mllama_text_model",
+    "SiglipVisionConfig": "siglip_vision_model",
+    "CLIPVisionConfig": "clip_vision_model",
+    "Dinov2Config": "dinov2",
+    "Qwen2_5_VLVisionConfig": "qwen2_5_vl_vision",
+    "PixtralVisionConfig": "pixtral",
+    "WhisperConfig": "whisper",
+    "Qwen2AudioEncoderConfig": "qwen2_audio_encoder",
+}
+"""By transformers' configuration class, which is not asked itself because it would load torch."""
+
+NESTED_CONFIGS = ("text_config", "vision_config", "audio_config")
+"""Where a model of several parts keeps the configurations of its parts."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
+"""By `train.dtype`, of weights and of what travels between stages; bfloat16 is autocast."""
+
+
+def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningProblem:
+    """`samples`: a typical global batch. Raises `ValueError` naming the key of the run file that is wrong."""
+    workloads = read_workloads(config)
+    cluster = describe_cluster(config)
+    dtype_bytes = DTYPE_BYTES[config.train.dtype]
+    return PlanningProblem(
+        modules={
+            name: ModuleProblem(
+                workload=workload,
+                trainable=trainable_layers(config, name, workload),
+                loss_weight=float(name == LANGUAGE_MODEL),
+                tp_sizes=_tp_sizes(config, name),
+            )
+            for name, workload in workloads.items()
+        },
+        edges=edges_between(config, workloads[LANGUAGE_MODEL]),
+        cluster=cluster,
+        table=read_costs(config, workloads, cluster),
+        samples=tuple(samples),
+        num_microbatches=config.parallel.num_microbatches,
+        schedule=config.parallel.schedule,
+        recompute=config.parallel.recompute,
+        memory=MemoryOptions(parameter_bytes=dtype_bytes, activation_bytes=dtype_bytes, zero1=config.parallel.zero1),
+        num_cores=shared_cores(config),
+    )
+
+
+def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
+    """The plan that `parallel` asks for. Raises `ValueError` for what no plan can satisfy."""
+    degrees = {name: Degrees(**given.model_dump()) for name, given in config.parallel.explicit.items()}
+    return make_plan(problem, config.parallel.planner, degrees=degrees, placement=config.parallel.placement)
+
+
+def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
+    """The shape of every module, encoders with their projectors, by name."""
+    language_model = _read_workload(config.model.language_model, f"model.{LANGUAGE_MODEL}", config.parallel.packing)
+    workloads = {}
+    for name, part in config.model.encoders.items():
+        encoder = _read_workload(part, f"model.encoders.{name}")
+        if encoder.kind != "encoder":
+            raise UserError(f"model.encoders.{name}: {encoder.family} is a language model; give an encoder")
+        if part.feature_layer is not None:
+            encoder = with_feature_layer(encoder, part.feature_layer)
+        if part.projector is not None:
+            encoder = with_projector(encoder, part.projector, language_model.hidden_size)
+        elif encoder.output_size != language_model.hidden_size:
+            raise UserError(
+                f"model.encoders.{name}.projector: is null, but the encoder's width is {encoder.output_size} and the "
+                f"language model's {language_model.hidden_size}; give linear or mlp"
+            )
+        workloads[name] = encoder
+    if language_model.kind != "language_model":
+        raise UserError(f"model.{LANGUAGE_MODEL}: {language_model.family} is an encoder; give a language model")
+    return {**workloads, LANGUAGE_MODEL: language_model}
+
+
+def _read_workload(part: PartConfig, where: str, packing: bool = False) -> ModuleWorkload:
+    try:
+        return module_workload(read_part_values(part, where), packing=packing)
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
+
+
+def read_part_values(part: PartConfig, where: str) -> dict[str, Any]:
+    """What its config.json holds, or would hold, with `values` laid over it."""
+    if part.config is not None:
+        if part.config not in MODEL_TYPES:
+            raise UserError(f"{where}.config: {part.config} is not known; give one of {', '.join(MODEL_TYPES)}")
+        return {"model_type": MODEL_TYPES[part.config], **part.values}
+    path = _config_file(part, where)
+    try:
+        stored = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"{where}.path: {path} cannot be read ({error.strerror}); give a folder that save_pretrained wrote"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
+    nested = [stored[key] for key in NESTED_CONFIGS if isinstance(stored.get(key), dict)]
+    wanted = "encoder" if isinstance(part, EncoderConfig) else "language_model"
+    for values in nested:
+        if values.get("model_type") in MODEL_TYPES.values() and module_workload(values).kind == wanted:
+            stored = values
+    return {**stored, **part.values}
+
+
+def _config_file(part: PartConfig, where: str) -> Path:
+    if part.path is not None:
+        return Path(part.path) / "config.json"
+    assert part.hub is not None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(part.hub, "config.json"))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{where}.hub: {part.hub} could not be had ({reason}); give a hub id or a path") from None
+
+
+def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> tuple[LayerRange, ...]:
+    """As docs/architecture.md numbers the layers: an encoder's projector is its last one."""
+    if name == LANGUAGE_MODEL:
+        return ((0, workload.num_layers),) if config.model.language_model.train.module else ()
+    encoder = config.model.encoders[name]
+    last = workload.num_layers - (encoder.projector is not None)
+    ranges = [(0, last)] if encoder.train.module else []
+    if encoder.projector is not None and encoder.train.projector:
+        ranges = [(0, workload.num_layers)] if ranges else [(last, workload.num_layers)]
+    return tuple(ranges)
+
+
+def edges_between(config: RunConfig, language_model: ModuleWorkload) -> tuple[Edge, ...]:
+    """Every encoder enters the language model: at layer 0, or at its cross-attention layers."""
+    layers: tuple[int, ...] = (0,)
+    if config.model.merge == "cross_attention":
+        crossing = language_model.config.get("cross_attention_layers") or ()
+        if not crossing:
+            raise UserError(
+                f"model.merge: {language_model.family} has no cross-attention layers; give placeholder or prepend"
+            )
+        layers = tuple(1 + layer for layer in crossing)
+    return tuple(Edge(source=name, target=LANGUAGE_MODEL, layers=layers) for name in config.model.encoders)
+
+
+def describe_cluster(config: RunConfig) -> Cluster:
+    cluster = config.cluster
+    is_cpu = cluster.device == "cpu"
+    within = cluster.within_node or ("loopback" if is_cpu else "nvlink4")
+    device: Any = cluster.accelerator or ("cpu" if is_cpu else "h100")
+    described = cluster_from_dict(
+        {
+            "num_devices": cluster.num_devices,
+            "devices_per_node": cluster.num_devices // cluster.num_nodes,
+            "device": device,
+            "within_node": within,
+            "between_nodes": cluster.between_nodes or ("ethernet100" if is_cpu else "infiniband400"),
+        }
+    )
+    if cluster.memory_bytes is None:
+        return described
+    return replace(described, device=replace(described.device, memory_bytes=cluster.memory_bytes))
+
+
+def read_costs(config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster) -> CostTable:
+    """Measured, if the run file names a file of costs, else computed from the cluster's peaks and bandwidths."""
+    if config.cluster.costs is not None:
+        return CostTable.load(config.cluster.costs)
+    return analytic_table(
+        workloads,
+        cluster,
+        dtype=config.train.dtype,
+        dtype_bytes=DTYPE_BYTES[config.train.dtype],
+        tp_sizes=sorted({size for name in workloads for size in _tp_sizes(config, name)}),
+    )
+
+
+def shared_cores(config: RunConfig) -> float | None:
+    """The cores that all processes share, on one machine of CPUs; None: each device computes by itself."""
+    if config.cluster.device != "cpu" or config.cluster.num_nodes > 1:
+        return None
+    return float(config.cluster.num_cores or available_cores())
+
+
+def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
+    given = config.parallel.explicit.get(name)
+    return (1,) if given is None else (given.tp,)

@@ -1,0 +1,98 @@
+"""What is told about a plan, to a program (`report`) and to a person (`report_text`)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from motet.plan import Plan
+from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.problem import PlanningProblem
+from motet.schedule.action import Compute, Kind
+from motet.schedule.routes import Cell
+
+
+def report(
+    plan: Plan, problem: PlanningProblem, *, planning_time_s: float = 0.0, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The JSON of `motet plan` and `motet simulate`: the plan's simulated iteration on the problem's typical batch."""
+    return report_evaluation(evaluate(problem, plan), planning_time_s=planning_time_s, dtype=dtype)
+
+
+def report_evaluation(
+    evaluation: Evaluation, *, planning_time_s: float = 0.0, dtype: str = "float32"
+) -> dict[str, Any]:
+    plan, problem = evaluation.plan, evaluation.problem
+    return {
+        "planner": plan.planner,
+        "fits": evaluation.fits,
+        "overflows": [str(overflow) for overflow in evaluation.overflows],
+        "iteration_time_s": evaluation.iteration_time_s,
+        "throughput_samples_per_s": len(problem.samples) / evaluation.iteration_time_s,
+        "bubble_fraction": evaluation.result.bubble_fraction,
+        "mfu": evaluation.mfu(dtype),
+        "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
+        "num_devices": plan.num_ranks,
+        "schedule": plan.schedule,
+        "num_microbatches": plan.num_microbatches,
+        "stages": list(_stages(evaluation)),
+        "lower_bound_s": evaluation.lower_bound_s,
+        "planning_time_s": planning_time_s,
+        "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
+    }
+
+
+def _stages(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """Each stage's mean over its microbatches."""
+    routes, costs = evaluation.program.dependencies.routes, evaluation.costs
+    cells: dict[tuple[str, int, int], list[Cell]] = {}
+    for cell in routes.cells:
+        cells.setdefault(cell[:3], []).append(cell)
+    for name, r, s, stage in evaluation.plan.stages():
+        members = cells.get((name, r, s), [])
+        yield {
+            "module": name,
+            "replica": r,
+            "layers": list(stage.layers),
+            "ranks": list(stage.ranks),
+            "forward_s": _mean([costs.compute_s(Compute(Kind.FORWARD, cell)) for cell in members]),
+            "backward_s": _mean(
+                [
+                    costs.compute_s(Compute(Kind.BACKWARD, cell)) if cell in routes.with_backward else 0.0
+                    for cell in members
+                ]
+            ),
+        }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def report_text(values: Mapping[str, Any]) -> str:
+    """The same as a few lines and a table."""
+    peak = max(values["peak_memory_bytes"])
+    lines = [
+        f"planner {values['planner']}, {values['num_devices']} devices, schedule {values['schedule']}, "
+        f"{values['num_microbatches']} microbatches",
+        f"iteration {_ms(values['iteration_time_s'])} (no schedule of this plan takes less than "
+        f"{_ms(values['lower_bound_s'])}), {values['throughput_samples_per_s']:.1f} samples/s, "
+        f"idle {values['bubble_fraction']:.1%}, peak memory {peak / 2**20:.0f} MiB",
+        f"costs: {values['costs']['source']} on {values['costs']['hardware']}, {values['costs']['date']}",
+    ]
+    if values["mfu"] is not None:
+        lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
+    rows = [("module", "layers", "ranks", "forward", "backward")]
+    for stage in values["stages"]:
+        module = stage["module"] + (f"[{stage['replica']}]" if stage["replica"] else "")
+        first, last = stage["layers"]
+        ranks = ",".join(str(rank) for rank in stage["ranks"])
+        rows.append((module, f"{first}-{last - 1}", ranks, _ms(stage["forward_s"]), _ms(stage["backward_s"])))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if values["overflows"]:
+        worst, *others = values["overflows"]
+        lines.append(f"does not fit: {worst}" + (f" (and {len(others)} more ranks)" if others else ""))
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

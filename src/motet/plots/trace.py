@@ -1,0 +1,46 @@
+"""A timeline as a trace in Chrome's event format, for ui.perfetto.dev or chrome://tracing.
+
+Ranks are processes. Computation is a thread of complete events ("X"); messages and reductions, which overlap, are
+asynchronous events ("b" and "e") of the rank that sends or takes part. Times are in microseconds, as the format has it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from motet.timeline import BUSY_KINDS, SPAN_KINDS, Timeline
+
+
+def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
+    """The events of the timelines by title, each title's ranks as processes of their own."""
+    events: list[dict[str, Any]] = []
+    first_process = 0
+    for title, timeline in timelines.items():
+        for rank in range(timeline.num_ranks):
+            process = {"pid": first_process + rank, "tid": 0, "ph": "M"}
+            events.append(process | {"name": "process_name", "args": {"name": f"{title} rank {rank}"}})
+            events.append(process | {"name": "process_sort_index", "args": {"sort_index": first_process + rank}})
+        for i, span in enumerate(timeline.spans):
+            begin = 1e6 * (span.start - timeline.start_s)
+            duration = 1e6 * (span.end - span.start)
+            event = {
+                "name": span.name,
+                "cat": SPAN_KINDS[span.kind],
+                "pid": first_process + span.rank,
+                "tid": 0,
+                "ts": begin,
+            }
+            if span.kind in BUSY_KINDS or span.kind == "wait":
+                events.append(event | {"ph": "X", "dur": duration, "args": {"module": span.module}})
+            else:
+                identity = f"{first_process}.{i}"
+                events.append(event | {"ph": "b", "id": identity})
+                events.append(event | {"ph": "e", "id": identity, "ts": begin + duration})
+        first_process += timeline.num_ranks
+    return events
+
+
+def save_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
+    """Writes one JSON file with the traces of all the timelines."""
+    path.write_text(json.dumps({"traceEvents": trace_events(timelines), "displayTimeUnit": "ms"}) + "\n")

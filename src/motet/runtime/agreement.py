@@ -1,0 +1,33 @@
+"""Calls that succeed or fail on all ranks alike, so that one rank's trouble with a file leaves no other waiting."""
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from motet.errors import UserError
+
+T = TypeVar("T")
+
+
+def on_every_rank(action: Callable[[], T]) -> list[T]:
+    """Collective: what each rank's call returns, by rank.
+
+    If some rank's raises `UserError` or `OSError`, the first such error is raised on every rank."""
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except (UserError, OSError) as error:
+        failure = error
+    everyone: list[tuple[T | None, Exception | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (result, failure))
+    for _, other in everyone:
+        if other is not None:
+            raise other
+    return [cast(T, value) for value, _ in everyone]
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Collective: what the call returns on rank 0, which alone makes it. Its errors as with `on_every_rank`."""
+    return cast(T, on_every_rank(lambda: action() if dist.get_rank() == 0 else None)[0])

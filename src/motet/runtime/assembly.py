@@ -1,0 +1,145 @@
+"""From a run file to what runs on this rank: devices, dtypes, stages, the engine and the optimizer."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import cast
+
+import torch
+from torch import nn
+
+from motet.config import EncoderConfig, PartConfig, RunConfig
+from motet.config.schema import LANGUAGE_MODEL
+from motet.models.encoder_stage import EncoderStage
+from motet.models.families import Kind
+from motet.models.language_model_stage import LanguageModelStage
+from motet.models.materialize import materialize, read_part_config
+from motet.models.multimodal import ModalityModule
+from motet.models.stage import StageModule
+from motet.plan import LayerRange, ModulePlan, Plan, Stage
+from motet.runtime.engine import Engine
+from motet.runtime.local_model import LocalModel, StageMaker
+from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
+
+PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
+"""By `train.dtype`. bfloat16 is autocast: parameters, gradients and what travels between stages stay in float32."""
+
+
+def part_of(config: RunConfig, module: str) -> PartConfig:
+    """The run file's section of a module."""
+    return config.model.language_model if module == LANGUAGE_MODEL else config.model.encoders[module]
+
+
+def where_of(module: str) -> str:
+    """The key of that section."""
+    return f"model.{module}" if module == LANGUAGE_MODEL else f"model.encoders.{module}"
+
+
+def pick_device(config: RunConfig, local_rank: int) -> torch.device:
+    """This process's device. Raises `ValueError` if there is none of the kind."""
+    if config.cluster.device == "cpu":
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if local_rank >= num_devices:
+        raise ValueError(
+            f"cluster.device: process {local_rank} of this machine finds {num_devices} CUDA devices; "
+            "start one process a device or set it to cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def build_module(config: RunConfig, name: str, layers: tuple[int, int] | None, dtype: torch.dtype) -> ModalityModule:
+    """One module of the run file with weights in `layers` (None: all), its projector, and what is frozen in it."""
+    part = part_of(config, name)
+    kind: Kind = "encoder" if isinstance(part, EncoderConfig) else "language_model"
+    model = materialize(part, kind, name=name, where=where_of(name), layers=layers, dtype=dtype)
+    if not isinstance(part, EncoderConfig):
+        module = ModalityModule(model)
+        _set_trainable(module.module, config.model.language_model.train.module)
+        return module
+    module = ModalityModule(model, part.projector, feature_layer=part.feature_layer)
+    llm = read_part_config(config.model.language_model, "language_model", where=where_of(LANGUAGE_MODEL))
+    module.build_projector(llm.hidden_size, seed=part.seed)
+    _set_trainable(module.module, part.train.module)
+    if module.projector is not None:
+        module.projector.to(dtype)
+        _set_trainable(module.projector, part.train.projector)
+    return module
+
+
+def _set_trainable(part: nn.Module, trainable: bool) -> None:
+    """A frozen part is in evaluation mode as well: no dropout."""
+    part.requires_grad_(trainable).train(trainable)
+
+
+def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMaker:
+    """Makes this rank's stages, with the weights of their layers only."""
+
+    def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
+        owner = module_plan.data_module(name)
+        recompute = name in plan.recompute or owner in plan.recompute
+        return build_stage(config, owner, stage.layers, tp, device, recompute=recompute)
+
+    return make
+
+
+def build_stage(
+    config: RunConfig, owner: str, layers: LayerRange, tp: TensorParallel, device: torch.device, *, recompute: bool
+) -> StageModule:
+    """A run of layers of the run file's module `owner`, cut for this rank's tensor-parallel group."""
+    module = build_module(config, owner, layers, PARAMETER_DTYPES[config.train.dtype])
+    made: EncoderStage | LanguageModelStage
+    if owner == LANGUAGE_MODEL:
+        made = LanguageModelStage(owner, module.module, layers, packing=config.parallel.packing, recompute=recompute)
+    else:
+        made = EncoderStage(owner, module, layers, recompute=recompute)
+    if tp.size > 1:
+        apply_tensor_parallel(made, module.module.config.model_type, tp)
+    return cast(StageModule, made.to(device))
+
+
+def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    if config.train.dtype != "bfloat16":
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
+    """Collective."""
+    return Engine(
+        plan,
+        stage_maker(config, plan, device),
+        device=device,
+        boundary_dtype=PARAMETER_DTYPES[config.train.dtype],
+        autocast=autocast_for(config, device),
+        timeout=timedelta(seconds=config.train.step_timeout_s),
+    )
+
+
+def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
+    train = config.train
+    rates = {}
+    for name in [*config.model.encoders, LANGUAGE_MODEL]:
+        part = part_of(config, name)
+        rates[f"{name}.module"] = part.learning_rate or train.learning_rate
+        if isinstance(part, EncoderConfig):
+            rates[f"{name}.projector"] = part.projector_learning_rate or train.learning_rate
+    return Optimizer(
+        model.parameters,
+        OptimizerConfig(
+            learning_rate=train.learning_rate,
+            part_learning_rates=rates,
+            weight_decay=train.weight_decay,
+            betas=train.betas,
+            eps=train.eps,
+            zero1=config.parallel.zero1,
+        ),
+        LearningRateSchedule(
+            warmup_steps=train.warmup_steps,
+            total_steps=train.steps,
+            shape=train.lr_schedule,
+            min_ratio=train.min_learning_rate_ratio,
+        ),
+    )

@@ -1,0 +1,266 @@
+"""How far gradients are from a reference, measured so that rounding does not count and nothing else is forgiven.
+
+The error of a parameter is |g - ref| / max(|ref|, floor), floor = 1e-3 x (RMS gradient per element of its module) x
+sqrt(number of elements): some gradients are zero by mathematics (key biases without rotary positions), and only their
+rounding is left of them. Parameters below the floor are listed.
+
+How much rounding there is, plain transformers says, run on the same batch in the run's own dtype and in float64:
+
+* float64: nothing is forgiven.
+* float32: the reference is plain float32. Where float64 shows that the gradient is zero by mathematics, an error counts
+  beyond `ROUNDING_MULTIPLE` x the rounding of plain float32. Nothing is forgiven elsewhere.
+* bfloat16 (autocast): the reference is plain float64. An error counts beyond `ROUNDING_MULTIPLE` x that of plain
+  autocast, of the parameter itself or, relatively, of half of its module's parameters: the larger one.
+
+docs/decisions/verification.md has the reasons.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOOR = 1e-3
+ROUNDING_MULTIPLE = 4.0
+ZERO_BY_MATHEMATICS = 1e-6
+"""Of the floor: a gradient that is smaller in float64 is nothing but rounding."""
+
+TOLERANCES = {"float32": 1e-5, "float64": 1e-9, "bfloat16": 2.0**-8}
+"""By `train.dtype`, for the loss and for gradients beyond what is forgiven. bfloat16 rounds by 2^-9 at most, twice."""
+
+
+@dataclass(frozen=True)
+class LossAndGradients:
+    loss: float
+    gradients: Mapping[str, Tensor]
+    """By parameter name, whole."""
+
+
+@dataclass(frozen=True)
+class References:
+    """The plain model on the batch."""
+
+    plain: LossAndGradients
+    """In the run's own dtype."""
+    exact: LossAndGradients
+    """In float64; the same thing as `plain` for a run in float64."""
+
+
+@dataclass(frozen=True)
+class ZeroGradient:
+    """A parameter whose gradient is zero by mathematics: all of it is rounding."""
+
+    parameter: str
+    distributed_norm: float
+    plain_norm: float
+    """Of plain transformers in the run's dtype."""
+    exact_norm: float
+    """Of plain transformers in float64."""
+    floor: float
+    """What the error is relative to."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `motet verify` reports. It is to be believed only with `passed`."""
+
+    passed: bool
+    dtype: str
+    tolerance: float
+    loss_reference: float
+    loss_distributed: float
+    loss_rel_err: float
+    max_grad_rel_err: float
+    """Beyond the rounding that is forgiven; infinite if no parameter was compared."""
+    worst_parameter: str
+    max_grad_rel_err_of_module: dict[str, float]
+    max_raw_grad_rel_err: float
+    """With nothing forgiven."""
+    worst_raw_parameter: str
+    num_parameters_compared: int
+    floored_parameters: list[str]
+    """Their error is relative to the floor, not to their own gradient."""
+    zero_by_mathematics: list[ZeroGradient]
+    """Those of them whose gradient is all rounding; empty in float64."""
+    unreached_parameters: list[str]
+    """No sample of the batch reaches them: their gradient is exactly zero, and they are compared with that."""
+    failures: list[str]
+    """In words: parameters without gradient, with zeros where the reference has none, errors beyond the tolerance."""
+    world_size: int
+
+    def to_json(self) -> dict[str, object]:
+        """Numbers that are infinite or none at all become null: JSON has no words for them."""
+        return {key: _json(value) for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Of one parameter."""
+
+    raw: float
+    counted: float
+
+
+def compare(
+    loss: float,
+    gradients: Mapping[str, Sequence[Tensor]],
+    references: References,
+    *,
+    dtype: str,
+    world_size: int,
+) -> Comparison:
+    """Every trainable parameter of either side against the other.
+
+    Args:
+        gradients: by parameter name, whole: every version of it that ranks hold; the worst counts.
+        dtype: key of `TOLERANCES`.
+    """
+    reference = references.exact if dtype == "bfloat16" else references.plain
+    floors = _floors(reference.gradients)
+    zero = _zero_by_mathematics(references, floors) if dtype != "float64" else set()
+    forgiven = _forgiven(references, floors, zero, dtype)
+    failures: list[str] = []
+    errors: dict[str, _Errors] = {}
+    for name in sorted({*gradients, *reference.gradients}):
+        if not gradients.get(name) or name not in reference.gradients:
+            where = "the reference" if gradients.get(name) else "the distributed run"
+            failures.append(f"{name} has no gradient in {where}")
+            continue
+        base = references.exact if name in zero else reference
+        versions = [
+            _error(version, base.gradients[name], floors[name], forgiven.get(name, 0.0)) for version in gradients[name]
+        ]
+        errors[name] = max(versions, key=lambda error: error.counted)
+        if reference.gradients[name].any() and not all(version.any() for version in gradients[name]):
+            failures.append(f"{name} has a gradient of zeros, the reference has not")
+    unreached = [name for name in errors if not reference.gradients[name].any()]
+    if not errors:
+        failures.append("no parameter was compared: nothing is trainable")
+    elif len(unreached) == len(errors):
+        failures.append("the reference has gradients of zeros only: the batch reaches nothing that is trainable")
+    loss_error = _relative(abs(loss - reference.loss), abs(reference.loss))
+    tolerance = TOLERANCES[dtype]
+    failures += _beyond_tolerance(loss_error, errors, tolerance)
+    worst = max(errors, key=lambda name: (errors[name].counted, errors[name].raw), default="")
+    worst_raw = max(errors, key=lambda name: errors[name].raw, default="")
+    return Comparison(
+        passed=not failures,
+        dtype=dtype,
+        tolerance=tolerance,
+        loss_reference=reference.loss,
+        loss_distributed=loss,
+        loss_rel_err=loss_error,
+        max_grad_rel_err=errors[worst].counted if worst else math.inf,
+        worst_parameter=worst,
+        max_grad_rel_err_of_module={
+            module: max(error.counted for name, error in errors.items() if _module_of(name) == module)
+            for module in dict.fromkeys(map(_module_of, errors))
+        },
+        max_raw_grad_rel_err=errors[worst_raw].raw if worst_raw else math.inf,
+        worst_raw_parameter=worst_raw,
+        num_parameters_compared=len(errors),
+        floored_parameters=[name for name in errors if _norm(reference.gradients[name]) < floors[name]],
+        zero_by_mathematics=[
+            ZeroGradient(
+                name,
+                max(_norm(version) for version in gradients[name]),
+                _norm(references.plain.gradients[name]),
+                _norm(references.exact.gradients[name]),
+                floors[name],
+            )
+            for name in sorted(zero & set(errors))
+        ],
+        unreached_parameters=unreached,
+        failures=failures,
+        world_size=world_size,
+    )
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _floors(reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each parameter, the smallest norm that a gradient is compared with."""
+    squares: dict[str, float] = {}
+    elements: dict[str, int] = {}
+    for name, gradient in reference.items():
+        module = _module_of(name)
+        squares[module] = squares.get(module, 0.0) + _norm(gradient) ** 2
+        elements[module] = elements.get(module, 0) + gradient.numel()
+    return {
+        name: FLOOR * math.sqrt(squares[_module_of(name)] / elements[_module_of(name)] * gradient.numel())
+        for name, gradient in reference.items()
+    }
+
+
+def _zero_by_mathematics(references: References, floors: Mapping[str, float]) -> set[str]:
+    """A gradient that is exactly zero in plain transformers is not among them: it has no rounding to forgive."""
+    return {
+        name
+        for name, exact in references.exact.gradients.items()
+        if _norm(exact) <= ZERO_BY_MATHEMATICS * floors[name] and references.plain.gradients[name].any()
+    }
+
+
+def _forgiven(references: References, floors: Mapping[str, float], zero: set[str], dtype: str) -> dict[str, float]:
+    """For each parameter that has rounding forgiven, the norm of it."""
+    if dtype == "float64":
+        return {}
+    exact = references.exact.gradients
+    rounding = {name: _norm(references.plain.gradients[name].double() - exact[name].double()) for name in exact}
+    if dtype == "float32":
+        return {name: ROUNDING_MULTIPLE * rounding[name] for name in zero}
+    scales = {name: max(_norm(exact[name]), floors[name]) for name in exact}
+    relative: dict[str, list[float]] = {}
+    for name in exact:
+        if scales[name]:
+            relative.setdefault(_module_of(name), []).append(rounding[name] / scales[name])
+    typical = {module: statistics.median(values) for module, values in relative.items()}
+    return {
+        name: ROUNDING_MULTIPLE * max(rounding[name], typical.get(_module_of(name), 0.0) * scales[name])
+        for name in exact
+    }
+
+
+def _error(ours: Tensor, theirs: Tensor, floor: float, forgiven: float) -> _Errors:
+    difference = _norm(ours.double() - theirs.double())
+    scale = max(_norm(theirs), floor)
+    # What is not a number must not slip through `max`.
+    counted = max(0.0, difference - forgiven) if math.isfinite(difference - forgiven) else math.inf
+    return _Errors(_relative(difference, scale), _relative(counted, scale))
+
+
+def _beyond_tolerance(loss_error: float, errors: Mapping[str, _Errors], tolerance: float) -> list[str]:
+    """In words, the worst of them only: one mistake is often in hundreds of parameters."""
+    failures = []
+    if not loss_error <= tolerance:
+        failures.append(f"the loss has a relative error of {loss_error:.2e}, the tolerance is {tolerance:.0e}")
+    beyond = sorted((e.counted, name) for name, e in errors.items() if not e.counted <= tolerance)
+    if beyond:
+        error, name = beyond[-1]
+        others = f", and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+        failures.append(f"{name} has a relative error of {error:.2e}, the tolerance is {tolerance:.0e}{others}")
+    return failures
+
+
+def _relative(difference: float, scale: float) -> float:
+    if not (math.isfinite(difference) and math.isfinite(scale)):
+        return math.inf
+    if scale:
+        return difference / scale
+    return math.inf if difference else 0.0
+
+
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor.double()).item()
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.partition(".")[0]

@@ -1,0 +1,164 @@
+"""Stages that sleep for as long as a cost model says instead of computing, for the unmodified executor.
+
+More ranks than a machine has cores can then run a plan in real time: program, messages, reductions and their waiting
+are real; only the computation is not. Tensors between stages and summed gradients have their real sizes, their values
+are zeros. Gradients of parameters are left out of the backward pass: a reduction zero-fills them and sends as many
+bytes as ever. A layer that nobody else holds keeps a parameter of one element, because no one sends it.
+
+A process is woken up late, by some tens of microseconds; what a stage has slept too long it takes off its next sleep.
+
+Limits: no tied parameters, no sequence parallelism, no cross-attention; loss and gradients mean nothing.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.costs.iteration import IterationCosts
+from motet.data.sample import Sample
+from motet.models.merge import layout_of
+from motet.plan import ModulePlan, Stage
+from motet.runtime.local_model import StageMaker
+from motet.runtime.tensor_parallel import TensorParallel
+from motet.schedule.action import Compute, Kind
+from motet.workload import ModuleWorkload
+
+SampleIds = tuple[str, ...]
+
+
+class Sleeper:
+    """Sleeps that are right on average: lateness is taken off the next one."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        started = time.perf_counter()
+        time.sleep(max(0.0, seconds - self._late_s))
+        self._late_s += time.perf_counter() - started - seconds
+
+
+class _Sleep(torch.autograd.Function):
+    """Zeros of a shape after some seconds; its backward takes other seconds and returns zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sleeper: Sleeper, shape: tuple[int, ...], forward_s: float, backward_s: float, *inputs: Tensor
+    ) -> Tensor:
+        ctx.sleeper, ctx.backward_s = sleeper, backward_s
+        ctx.shapes = [None if isinstance(tensor, nn.Parameter) else tensor.shape for tensor in inputs]
+        sleeper.sleep(forward_s)
+        return torch.zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.sleeper.sleep(ctx.backward_s)
+        of_inputs = [
+            torch.zeros(shape) if needed and shape is not None else None
+            for needed, shape in zip(ctx.needs_input_grad[4:], ctx.shapes, strict=True)
+        ]
+        return (None, None, None, None, *of_inputs)
+
+
+class EmulatedStage(nn.Module):
+    """A run of layers of one module, as `motet.models.stage.StageModule`.
+
+    Args:
+        name: the module whose layouts are read.
+        seconds: for each microbatch, by the ids of its samples: of forward and of backward.
+        parameter_sizes: for each trainable layer, the elements of its parameter.
+    """
+
+    needs_features = False
+
+    def __init__(
+        self,
+        name: str,
+        workload: ModuleWorkload,
+        layers: tuple[int, int],
+        seconds: Mapping[SampleIds, tuple[float, float]],
+        parameter_sizes: Mapping[int, int],
+    ) -> None:
+        super().__init__()
+        if workload.tied or workload.cross_attends:
+            raise ValueError(f"{name}: modules with tied parameters or cross-attention cannot be emulated")
+        self.name, self.layers, self._workload, self._seconds = name, layers, workload, seconds
+        self.hidden_size = workload.boundary(layers[0])[1]
+        self.output_size = workload.boundary(layers[1])[1]
+        self.weights = nn.ParameterDict(
+            {str(layer): nn.Parameter(torch.zeros(size)) for layer, size in parameter_sizes.items()}
+        )
+        self._sleeper = Sleeper()
+
+    def canonical_name(self, local_name: str) -> str:
+        return local_name
+
+    def layers_of(self, local_name: str) -> tuple[int, ...]:
+        return (int(local_name.rpartition(".")[2]),)
+
+    def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
+        return self._boundary_shape(self.layers[0], samples)
+
+    def output_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
+        return self._boundary_shape(self.layers[1], samples)
+
+    def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, ...]:
+        rows, width = self._workload.boundary(layer)
+        if self._workload.kind == "language_model":
+            sequences = layout_of(samples, self.name, packed=self._workload.arrangement == "packed")
+            return (*sequences.shape, width)
+        counts = (s.num_outputs(self.name) if rows == "outputs" else s.num_tokens(self.name) for s in samples)
+        return (sum(counts), width)
+
+    def forward(
+        self,
+        hidden: Tensor | None,
+        incoming: Mapping[str, Tensor],
+        features: Sequence[Mapping[str, Tensor]],
+        samples: Sequence[Sample],
+    ) -> Tensor:
+        forward_s, backward_s = self._seconds[tuple(sample.id for sample in samples)]
+        is_loss = self._workload.kind == "language_model" and self.layers[1] == self._workload.num_layers
+        inputs = [*([] if hidden is None else [hidden]), *incoming.values(), *self.parameters()]
+        shape = () if is_loss else self.output_shape(samples)
+        return _Sleep.apply(self._sleeper, shape, forward_s, backward_s, *inputs)
+
+
+def emulated_stage_maker(costs: IterationCosts) -> StageMaker:
+    """Makes stages that take as long as `costs` says. The engine may then run the batch of `costs` and no other."""
+
+    def make(name: str, module: ModulePlan, stage: Stage, tp: TensorParallel) -> EmulatedStage:
+        if module.sequence_parallel:
+            raise ValueError(f"{name}: sequence parallelism cannot be emulated")
+        replica = next(r for r, replica in enumerate(module.replicas) if stage in replica.stages)
+        owner = module.data_module(name)
+        workload = costs.workloads[owner]
+        return EmulatedStage(
+            owner,
+            workload,
+            stage.layers,
+            dict(_seconds(costs, name, replica, module.replicas[replica].stages.index(stage))),
+            {
+                layer: workload.layers[layer].num_parameters_per_rank(tp.size) if len(module.replicas) > 1 else 1
+                for layer in range(*stage.layers)
+                if module.is_trainable((layer, layer + 1))
+            },
+        )
+
+    return make
+
+
+def _seconds(
+    costs: IterationCosts, module: str, replica: int, stage: int
+) -> Iterator[tuple[SampleIds, tuple[float, float]]]:
+    """For each microbatch of a stage: its samples, and the seconds of forward and backward."""
+    for cell in costs.routes.cells:
+        if cell[:3] == (module, replica, stage):
+            backward_s = 0.0
+            if cell in costs.routes.with_backward:
+                backward_s = costs.compute_s(Compute(Kind.BACKWARD, cell))
+            ids = tuple(costs.samples[i].id for i in costs.routes.samples(cell))
+            yield ids, (costs.compute_s(Compute(Kind.FORWARD, cell)), backward_s)

@@ -1,0 +1,172 @@
+"""One iteration: batch -> assignment -> routes -> schedule -> program -> execution -> loss and gradients."""
+
+import hashlib
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from motet.data.assignment import BatchAssignment, contiguous_assignment
+from motet.data.batch import Batch
+from motet.data.sample import Sample
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.runtime.deadline import StepFailedError
+from motet.runtime.executor import Executor
+from motet.runtime.local_model import LocalModel, StageMaker
+from motet.runtime.local_program import LocalProgram, local_program
+from motet.runtime.mesh import build_mesh
+from motet.runtime.stage_runner import StageRunner
+from motet.schedule.dependencies import Dependencies, reductions
+from motet.schedule.generators import GENERATORS
+from motet.schedule.lower import Program, lower
+from motet.schedule.routes import Routes, derive_routes
+from motet.timeline import Span, Timeline
+
+MAX_PROGRAMS = 64
+"""That are kept; batches whose microbatches have the same modalities share one."""
+
+Assign = Callable[[Plan, Sequence[Sample]], BatchAssignment]
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """The same on every rank."""
+
+    loss: float
+    """Of each module, the token losses of the global batch over its loss tokens; their weighted sum."""
+    num_loss_tokens: int
+    gradient_norm: float
+    """Of the whole model; 0 for a forward-only iteration."""
+
+
+class Engine:
+    """A plan at work on this rank. Collective: every rank makes one with the same arguments."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        make_stage: StageMaker,
+        *,
+        device: torch.device,
+        boundary_dtype: torch.dtype = torch.float32,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        timeout: timedelta = timedelta(minutes=5),
+        assign: Assign = contiguous_assignment,
+    ) -> None:
+        _check_losses(plan)
+        self.plan, self.device, self._assign = plan, device, assign
+        mesh = build_mesh(plan, timeout)
+        self.model = LocalModel(plan, mesh, make_stage)
+        runners = {
+            key: StageRunner(
+                key[0],
+                plan.modules[key[0]],
+                plan.modules[key[0]].replicas[key[1]].stages[key[2]],
+                stage,
+                boundary_dtype=boundary_dtype,
+                device=device,
+                autocast=autocast,
+            )
+            for key, stage in self.model.stages.items()
+        }
+        self.executor = Executor(mesh, runners, self.model.reducers, reductions(plan), device)
+        self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
+        """By the form of their routes; the last used at the end."""
+        self._compared: set[bool] = set()
+
+    def _local_program(self, routes: Routes, samples: Sequence[Sample]) -> LocalProgram:
+        """What this rank executes. The first of each kind is compared between ranks."""
+        form = _form(routes)
+        if form in self._programs:
+            self._programs.move_to_end(form)
+            return self._programs[form]
+        program = lower(GENERATORS[self.plan.schedule](routes), Dependencies(routes))
+        if routes.forward_only not in self._compared:
+            self._compared.add(routes.forward_only)
+            with self.executor.doing("the comparison of the ranks' programs"):
+                _compare(program, samples, self.device)
+        self._programs[form] = local_program(program, self.model.mesh.rank)
+        if len(self._programs) > MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        return self._programs[form]
+
+    def run(self, batch: Batch, *, forward_only: bool = False, seed: tuple[int, ...] | None = None) -> IterationResult:
+        """One iteration. Gradients are *added* to `.grad` of the local parameters, unless `forward_only`.
+
+        `seed`: what dropout depends on, beside stage and microbatch; None: the state of torch's generator.
+        Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
+        assignment = self._assign(self.plan, batch.samples)
+        routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
+        program = self._local_program(routes, batch.samples)
+        losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
+        tokens = {
+            name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
+            for name, module in losses.items()
+        }
+        self.executor.run(program, routes, batch, tokens, seed)
+        totals = torch.zeros(len(losses) + 1, dtype=torch.float64, device=self.device)
+        for (name, _, _), runner in self.executor.runners.items():
+            if name in losses and runner.reports_loss(self.model.mesh.rank):
+                totals[list(losses).index(name)] += runner.loss_sum
+        if not forward_only:
+            with self.executor.doing("the sums inside tensor-parallel groups"):
+                self.model.finish_gradients()
+            totals[-1] = self.model.counted_squared_norm()
+        self.executor.sum_over_ranks(totals, "of losses")
+        values = totals.tolist()
+        loss = sum(
+            module.loss_weight * value / max(1, tokens[name])
+            for (name, module), value in zip(losses.items(), values[:-1], strict=True)
+        )
+        return IterationResult(loss, sum(tokens.values()), values[-1] ** 0.5)
+
+    def timeline(self) -> Timeline:
+        """The measured timeline of the last iteration, of all ranks. Collective."""
+        mine = (socket.gethostname(), self.executor.started_s, self.executor.spans)
+        everyone: list[tuple[str, float, list[Span]] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        known = [entry for entry in everyone if entry is not None]
+        # The monotonic clock is one per machine: between machines, iterations are taken to begin together.
+        one_clock = len({host for host, _, _ in known}) == 1
+        origin = min(start for _, start, _ in known)
+        spans = []
+        for _, start, rank_spans in known:
+            shift = start - origin if one_clock else 0.0
+            spans += [replace(span, start=span.start + shift, end=span.end + shift) for span in rank_spans]
+        return Timeline(tuple(spans), self.plan.num_ranks)
+
+
+def _form(routes: Routes) -> Hashable:
+    """All of routes that a program depends on: which cells there are and what flows, whichever samples they hold."""
+    return routes.forward_only, tuple(
+        (cell, tuple((route.target, route.carries_gradient) for route in routes.outgoing[cell]))
+        for cell in routes.cells
+    )
+
+
+def _check_losses(plan: Plan) -> None:
+    for edge in plan.edges:
+        if plan.modules[edge.source].loss_weight:
+            raise UserError(
+                f"plan: modules.{edge.source}.loss_weight: is {plan.modules[edge.source].loss_weight}, but its output "
+                f"enters {edge.target}; set it to 0, or take the edge out"
+            )
+
+
+def _compare(program: Program, samples: Sequence[Sample], device: torch.device) -> None:
+    """Raises `StepFailedError` unless all ranks have derived the same program from the same samples."""
+    text = f"{program.digest()} {list(samples)}"
+    digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    if bounds[0].item() != digest or -bounds[1].item() != digest:
+        raise StepFailedError(
+            f"rank {dist.get_rank()}: the ranks derived different programs from plan and batch; "
+            "do all processes read the same plan, data and version of motet?"
+        )

@@ -1,0 +1,221 @@
+"""Runs a rank's projection of the program on torch.distributed and measures it.
+
+Every step stands in the total order (motet.schedule.lower), so running them in order cannot deadlock.
+
+A step that does not end in time, or whose peer has died, raises `StepFailedError`, which says what this rank was doing
+and for which message of which rank it waited.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from motet.data.batch import Batch
+from motet.plan import Stage
+from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
+from motet.runtime.gradients import GradientReducer
+from motet.runtime.local_program import LocalProgram
+from motet.runtime.mesh import Mesh
+from motet.runtime.messages import Mailbox
+from motet.runtime.stage_runner import StageRunner
+from motet.schedule.action import Compute, Kind, Reduce
+from motet.schedule.dependencies import Activation, Gradient, Holder
+from motet.schedule.lower import Message, Step
+from motet.schedule.routes import Cell, Route, Routes
+from motet.timeline import Span
+
+Doing = Step | str | None
+"""What a rank is busy with: a step of its program, or something around them."""
+
+
+class Executor:
+    """Executes programs on this rank's stages.
+
+    `runners`: by (module, replica, stage). `reducers`: this rank's reductions, `holders`: who takes part in them.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        runners: Mapping[tuple[str, int, int], StageRunner],
+        reducers: Mapping[Reduce, GradientReducer],
+        holders: Mapping[Reduce, tuple[Holder, ...]],
+        device: torch.device,
+    ) -> None:
+        self.mesh, self.runners, self.reducers, self.device = mesh, runners, reducers, device
+        self._overlapping = _overlapping(mesh.rank, reducers, holders)
+        self._deadline = Deadline(mesh.timeout, device)
+        self._doing: Doing = None
+        self.started_s = 0.0
+        """Begin of the last iteration, by `time.perf_counter`."""
+        self.spans: list[Span] = []
+        """Of the last iteration, in seconds from its start on this rank."""
+
+    def run(
+        self,
+        program: LocalProgram,
+        routes: Routes,
+        batch: Batch,
+        loss_tokens: Mapping[str, int],
+        seed: tuple[int, ...] | None = None,
+    ) -> None:
+        """One iteration. Afterwards `.grad` of every trainable parameter is the gradient of the global loss, but for
+        the sums inside tensor-parallel groups, and each runner's `loss_sum` is its own share of the loss.
+
+        Args:
+            routes: of this batch; the program is one for routes of their form.
+            loss_tokens: for each module with a loss, the loss tokens of the global batch.
+            seed: what dropout depends on, beside stage and microbatch; None: the state of torch's generator.
+        """
+        self._program, self._routes, self._seed = program, routes, seed
+        self._deadline.start()
+        self._mailbox = Mailbox(program, self._deadline)
+        self.spans = []
+        self.started_s = time.perf_counter()
+        for runner in self.runners.values():
+            runner.begin_iteration(routes, batch, loss_tokens)
+        for step in program.steps:
+            with self.doing(step):
+                self._run_step(step)
+        with self.doing("the end of the iteration"):
+            self._mailbox.finish()
+            if not routes.forward_only:
+                for reduce, reducer in self.reducers.items():
+                    reducer.finish(self._deadline, reduce)
+
+    def _run_step(self, step: Step) -> None:
+        if isinstance(step, Message):
+            self._exchange(step)
+        elif isinstance(step, Reduce):
+            self.reducers[step].start()
+        elif step.kind is Kind.FORWARD:
+            self._forward(step)
+        else:
+            self._backward(step)
+
+    def _forward(self, action: Compute) -> None:
+        cell = action.cell
+        runner = self.runners[cell[:3]]
+        inputs = {route: self._take(route, Activation) for route in self._routes.incoming[cell]}
+        if self._seed is not None:
+            self._seed_dropout(cell)
+        with self.measured(str(action), action.kind.value):
+            runner.forward(cell, inputs)
+            for route in self._routes.outgoing[cell]:
+                value = Activation(route.source, route.target)
+                if self._mailbox.is_needed(value):
+                    self._mailbox.put(value, runner.output(route))
+        runner.forget_output(cell)
+
+    def _backward(self, action: Compute) -> None:
+        assert action.kind is Kind.BACKWARD, f"{action}: the executor runs whole backwards only"
+        cell = action.cell
+        runner = self.runners[cell[:3]]
+        gradients = {
+            route: self._take(route, Gradient) for route in self._routes.outgoing[cell] if route.carries_gradient
+        }
+        is_final = self._program.final_backwards.get(cell[:3]) == action
+        reducers = self._overlapping.get(cell[:3], ()) if is_final else ()
+        with self.measured(str(action), action.kind.value):
+            for reducer in reducers:
+                reducer.arm()
+            returned = runner.backward(cell, gradients)
+            for reducer in reducers:
+                reducer.disarm()
+        for route, gradient in returned.items():
+            self._mailbox.put(Gradient(route.source, route.target), gradient)
+        self._mailbox.release(cell)
+
+    def _take(self, route: Route, kind: type[Activation] | type[Gradient]) -> torch.Tensor:
+        value = kind(route.source, route.target)
+        message = self._mailbox.awaited(value)
+        if message is None:
+            return self._mailbox.take(value)
+        with self.measured(str(message), "wait"):
+            return self._mailbox.take(value)
+
+    def _exchange(self, message: Message) -> None:
+        route = next(r for r in self._routes.outgoing[message.source] if r.target == message.target)
+        if message.sender == self.mesh.rank:
+            self._mailbox.send(message, answered=route.carries_gradient and not message.gradient)
+            return
+        here = self.runners[(message.source if message.gradient else message.target)[:3]]
+        shape = here.output_shape(route) if message.gradient else here.input_shape(route)
+        self._mailbox.receive(message, shape, here.boundary_dtype, self.device)
+
+    def _seed_dropout(self, cell: Cell) -> None:
+        """The same on all ranks of a stage, whatever else they computed before, and the same again when resumed."""
+        digest = hashlib.blake2b(repr((self._seed, cell)).encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little", signed=True)
+        # torch.manual_seed would visit every kind of device, at ten times the cost.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
+        """In place, before the deadline of the last iteration."""
+        with self.doing("the end of the iteration"):
+            work = dist.all_reduce(values, async_op=True)
+            assert work is not None
+            self._deadline.wait(work, what, range(self.mesh.world_size))
+
+    @contextmanager
+    def measured(self, name: str, kind: str) -> Iterator[None]:
+        """Records a span."""
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self.spans.append(Span(self.mesh.rank, name, kind, start - self.started_s, end - self.started_s))
+
+    @contextmanager
+    def doing(self, what: Doing) -> Iterator[None]:
+        """Whatever goes wrong in torch.distributed or a stage is told as something that went wrong in `what`."""
+        self._doing = what
+        try:
+            yield
+        except StepFailedError:
+            raise
+        except RuntimeError as error:
+            kind = StepTimeoutError if self._deadline.has_passed else StepFailedError
+            raise kind(f"{self.describe()}: {error}") from error
+        self._doing = None
+
+    def overrun(self, seconds: float) -> StepTimeoutError:
+        """What to raise when a step has taken so long."""
+        kind = StepOverrunError if self._deadline.waiting_for is None else StepTimeoutError
+        return kind(f"{self.describe()} after {seconds:g} s (train.step_timeout_s)")
+
+    def describe(self) -> str:
+        """What this rank is doing, and what it waits for."""
+        text = f"rank {self.mesh.rank} is at {self._doing}"
+        if isinstance(self._doing, Compute) and len(group := self._stage(self._doing.cell).ranks) > 1:
+            text += f" (together with ranks {_listed(group)})"
+        if self._deadline.waiting_for is None:
+            return text
+        what, peers = self._deadline.waiting_for
+        kind = "message" if isinstance(what, Message) else "the sum"
+        others = [rank for rank in peers if rank != self.mesh.rank]
+        return f"{text} and waits for {kind} {what} with rank{'s' * (len(others) > 1)} {_listed(others)}"
+
+    def _stage(self, cell: Cell) -> Stage:
+        return self.runners[cell[:3]].stage
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _overlapping(
+    rank: int, reducers: Mapping[Reduce, GradientReducer], holders: Mapping[Reduce, tuple[Holder, ...]]
+) -> dict[tuple[str, int, int], tuple[GradientReducer, ...]]:
+    """By stage of this rank: the reductions whose gradients are all final within the stage's last backward."""
+    result: dict[tuple[str, int, int], tuple[GradientReducer, ...]] = {}
+    for reduce, reducer in reducers.items():
+        here = [(h.module, h.replica, h.stage) for h in holders[reduce] if rank in h.ranks]
+        if len(here) == 1 and reducer.can_overlap:
+            result[here[0]] = (*result.get(here[0], ()), reducer)
+    return result

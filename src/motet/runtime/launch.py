@@ -1,0 +1,240 @@
+"""Runs a worker on every rank: joins the processes that torchrun started, or starts its own by torchelastic.
+
+Processes of one machine are forked with everything imported (spawned on CUDA, which does not survive a fork), never
+restarted, and end together: when one fails or the user interrupts, torchelastic ends the others. The cause is the
+failure that came first, as far as processes could still write it down; of a process that was killed, the signal.
+
+Limits: without torchrun, one machine.
+"""
+
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from motet.cluster import available_cores
+from motet.errors import UserError
+
+Device = Literal["cpu", "cuda"]
+Worker = Callable[..., Any]
+"""Runs on every rank, inside the process group. What it returns on rank 0 is the result."""
+
+SHUTDOWN_TIMEOUT_S = 5
+"""After it, a process that does not end is killed."""
+
+
+class WorkerFailedError(RuntimeError):
+    """A rank failed through no fault of the user's input."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a failing rank leaves in the launcher's folder."""
+
+    rank: int
+    failed_at: float
+    """`time.monotonic()`, which the processes of a machine share."""
+    is_user_error: bool
+    message: str
+    trace: str
+
+
+def started_by_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_world_size(num_ranks: int, num_processes: int, num_nodes: int = 1) -> None:
+    """Raises `UserError` unless the plan's ranks are as many as the processes that there are or will be."""
+    if started_by_torchrun():
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size != num_ranks:
+            raise UserError(
+                f"the plan has {num_ranks} ranks, but torchrun started {world_size} processes; "
+                f"start {num_ranks} (nnodes x nproc-per-node), or plan for cluster.num_devices={world_size}"
+            )
+        return
+    if num_processes != num_ranks:
+        raise UserError(
+            f"cluster.num_devices: is {num_processes}, but the plan has {num_ranks} ranks; "
+            f"give cluster.num_devices={num_ranks}, or a layout that fills {num_processes}"
+        )
+    if num_nodes > 1:
+        raise UserError(
+            f"cluster.num_nodes: is {num_nodes}; processes on several machines are started by torchrun, see "
+            "docs/launching.md"
+        )
+
+
+def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu", timeout_s: float = 300.0) -> Any:
+    """`worker(*args)` on every rank of one process group. Returns what it returns on rank 0 (elsewhere: None).
+
+    Args:
+        worker, args: on CUDA they are pickled; elsewhere anything will do.
+        num_processes: to start; under torchrun, those that it started are taken.
+        timeout_s: of the process group.
+
+    Raises `UserError` if the worker did on some rank, `WorkerFailedError` for another failure, with the rank and its
+    traceback, and `KeyboardInterrupt` if the user interrupted.
+    """
+    if started_by_torchrun():
+        result = _join(worker, args, device, timeout_s)
+        return result if int(os.environ["RANK"]) == 0 else None
+    with tempfile.TemporaryDirectory(prefix="motet-") as folder, _signal_handlers_restored(), _FirstDeath() as death:
+        config = _launch_config(num_processes, device)
+        _silence_torchelastic()
+        try:
+            elastic_launch(config, _work)(Path(folder), worker, args, device, timeout_s)
+        except ChildFailedError:
+            raise _explain(Path(folder), death) from None
+        except SignalException as interruption:
+            _show_cursor()
+            if interruption.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + interruption.sigval) from None
+        return pickle.loads((Path(folder) / "result").read_bytes())
+
+
+def _launch_config(num_processes: int, device: Device) -> LaunchConfig:
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id="motet",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method="spawn" if device == "cuda" else "fork",
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+    )
+
+
+def _silence_torchelastic() -> None:
+    """It reports each ended process in its own words; its loggers have levels of their own."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, timeout_s: float) -> None:
+    """A started process: like `_join`, but result and failure go to files."""
+    # Inherited handlers would only run when a blocking call returns; the default action ends the process at once.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    rank = int(os.environ["RANK"])
+    (folder / f"pid_{os.getpid()}").write_text(str(rank))
+    try:
+        result = _join(worker, args, device, timeout_s)
+        if rank == 0:
+            (folder / "result").write_bytes(pickle.dumps(result))
+    except BaseException as error:
+        failure = _Failure(
+            rank=rank,
+            failed_at=time.monotonic(),
+            is_user_error=isinstance(error, UserError),
+            message=str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}",
+            trace=traceback.format_exc(),
+        )
+        (folder / f"failure_{rank}.json").write_text(json.dumps(vars(failure)))
+        raise SystemExit(2 if failure.is_user_error else 1) from None
+
+
+def _join(worker: Worker, args: tuple[Any, ...], device: Device, timeout_s: float) -> Any:
+    """Runs the worker inside the process group that the environment describes."""
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    torch.set_num_threads(max(1, available_cores() // local_size))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    result = worker(*args)
+    # A rank that leaves while others still talk to it makes gloo abort them.
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _explain(folder: Path, death: "_FirstDeath") -> Exception:
+    """The failure that came first, as the exception that the user shall see."""
+    ranks = {int(path.name.removeprefix("pid_")): int(path.read_text()) for path in folder.glob("pid_*")}
+    written = [_Failure(**json.loads(path.read_text())) for path in folder.glob("failure_*.json")]
+    failures = {failure.rank: failure for failure in sorted(written, key=lambda f: f.failed_at)}
+    rank = ranks.get(death.pid) if death.pid is not None else None
+    if rank is not None and rank not in failures:
+        return WorkerFailedError(f"rank {rank} {death.how}")
+    if not failures:
+        return WorkerFailedError("a process ended before it could do anything")
+    cause = next(iter(failures.values()))
+    if cause.is_user_error:
+        return UserError(cause.message)
+    return WorkerFailedError(f"rank {cause.rank}: {cause.message}\n{cause.trace}".rstrip())
+
+
+class _FirstDeath:
+    """Notes which child process failed first, and how, before torchelastic ends the others."""
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        self.how = ""
+
+    def __enter__(self) -> "_FirstDeath":
+        signal.signal(signal.SIGCHLD, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def _note(self, *_: object) -> None:
+        if self.pid is not None:
+            return
+        try:
+            # WNOWAIT: torchelastic still has to learn of it.
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return
+        if info is None or info.si_status == 0:
+            return
+        self.pid = info.si_pid
+        if info.si_code == os.CLD_EXITED:
+            self.how = f"exited with code {info.si_status}, without a word"
+        else:
+            hint = "; was the machine out of memory?" if info.si_status == signal.SIGKILL else ""
+            self.how = f"was ended by {signal.Signals(info.si_status).name}{hint}"
+
+
+@contextmanager
+def _signal_handlers_restored() -> Iterator[None]:
+    """Torchelastic replaces handlers and leaves its own behind."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _show_cursor() -> None:
+    """A progress display that was ended had hidden it."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\n")

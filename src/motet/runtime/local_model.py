@@ -1,0 +1,167 @@
+"""What this rank holds of the model: its stages, and each parameter's name in the whole model and who shares it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from motet.models.shards import Shard
+from motet.models.stage import StageModule
+from motet.plan import ModulePlan, Plan, Stage
+from motet.runtime.gradients import GradientReducer, squared_norm
+from motet.runtime.mesh import Mesh
+from motet.runtime.sharding import gather_full, shard_parameter
+from motet.runtime.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
+from motet.schedule.action import Reduce
+from motet.schedule.dependencies import reductions
+
+StageKey = tuple[str, int, int]
+"""(module, replica, stage)."""
+
+StageMaker = Callable[[str, ModulePlan, Stage, TensorParallel], StageModule]
+"""(module name, its plan, stage, this rank's place in the stage's group) -> the stage, already cut for the group."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalParameter:
+    name: str
+    """Its name in the whole model, the same under every plan; copies of a module share it."""
+    part: str
+    """`<module>.module` or `<module>.projector`."""
+    parameter: nn.Parameter
+    shard: Shard | None
+    """How it is cut over the tensor-parallel group; None: it is whole on every rank."""
+    tp: TensorParallel
+    reduce: Reduce | None
+    """What sums its gradient; None if it is frozen."""
+    reduce_group: dist.ProcessGroup | None
+    is_first: bool
+    """Of all replicas and copies that hold it, the first."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts it in norms: one rank does for each shard."""
+        return self.is_first and (self.shard is not None or self.tp.rank == 0)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank writes the whole parameter into checkpoints."""
+        return self.is_first and self.tp.rank == 0
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The whole of a tensor that is cut as the parameter is. Collective over the tensor-parallel group."""
+        return gather_full(tensor, self.shard, self.tp)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        return shard_parameter(full, self.shard, self.tp.rank, self.tp.size)
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        shape = list(self.parameter.shape)
+        if self.shard is not None:
+            shape[self.shard.dim] *= self.tp.size
+        return tuple(shape)
+
+
+class LocalModel:
+    """This rank's stages. Every rank of the mesh makes its own, from the same plan."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, make_stage: StageMaker) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.stages: dict[StageKey, StageModule] = {}
+        self._tp: dict[StageKey, TensorParallel] = {}
+        for name, r, s, stage in plan.stages_of_rank(mesh.rank):
+            module = plan.modules[name]
+            tp = mesh.tensor_parallel(stage, sequence_parallel=module.sequence_parallel)
+            self.stages[name, r, s] = make_stage(name, module, stage, tp)
+            self._tp[name, r, s] = tp
+        self._reduce_of_layer = _reduce_of_layer(plan)
+        self.parameters: list[LocalParameter] = []
+        for key in self.stages:
+            self.parameters += self._parameters_of(key)
+        self.reducers = self._make_reducers()
+
+    def _parameters_of(self, key: StageKey) -> Iterator[LocalParameter]:
+        stage, tp = self.stages[key], self._tp[key]
+        owner = self.plan.modules[key[0]].data_module(key[0])
+        layout = tensor_parallel_layout(cast(nn.Module, stage))
+        held = {p.name for p in self.parameters}
+        for local_name, parameter in stage.named_parameters():
+            name = stage.canonical_name(local_name)
+            shard = layout.shards.get(local_name) if layout else None
+            layers = stage.layers_of(local_name)
+            reduce = self._reduce_of(owner, layers) if parameter.requires_grad else None
+            group = self.mesh.reduce[reduce] if reduce else None
+            is_first = self.mesh.rank == min(group.ranks) if group else self._is_first_of_frozen(key, layers)
+            yield LocalParameter(
+                name=f"{owner}.{name}",
+                part=f"{owner}.{'projector' if name.startswith('projector.') else 'module'}",
+                parameter=parameter,
+                shard=shard,
+                tp=tp,
+                reduce=reduce,
+                reduce_group=group.group if group else None,
+                is_first=is_first and f"{owner}.{name}" not in held,
+            )
+
+    def _reduce_of(self, owner: str, layers: tuple[int, ...]) -> Reduce:
+        """`layers`: the one that the parameter belongs to, or the two that share it."""
+        if len(layers) == 2:
+            return Reduce(owner, layers[0], layers[1], tied=True)
+        return self._reduce_of_layer[owner, layers[0]]
+
+    def _is_first_of_frozen(self, key: StageKey, layers: tuple[int, ...]) -> bool:
+        """A frozen parameter has no reduction; the first replica of the module itself stands for it."""
+        module = self.plan.modules[key[0]]
+        first, last = module.replicas[key[1]].stages[key[2]].layers
+        return module.copy_of is None and key[1] == 0 and first <= layers[0] < last
+
+    def _make_reducers(self) -> dict[Reduce, GradientReducer]:
+        grouped: dict[Reduce, dict[str, list[nn.Parameter]]] = {reduce: {} for reduce in self.mesh.reduce}
+        for p in self.parameters:
+            if p.reduce is not None:
+                grouped[p.reduce].setdefault(p.name, []).append(p.parameter)
+        return {
+            reduce: GradientReducer([tuple(copies) for copies in by_name.values()], self.mesh.reduce[reduce])
+            for reduce, by_name in grouped.items()
+        }
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Sums, inside tensor-parallel groups, the gradients of which each member has a share."""
+        for stage in self.stages.values():
+            tp_reduce_gradients(cast(nn.Module, stage))
+
+    def counted_squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of all gradients; the sum over all ranks counts each element once."""
+        return squared_norm(p.parameter.grad for p in self.parameters if p.is_counted and p.parameter.grad is not None)
+
+    def modules(self) -> list[nn.Module]:
+        """This rank's stages."""
+        return [cast(nn.Module, stage) for stage in self.stages.values()]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        for parameter in self.trainable():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p.parameter for p in self.parameters if p.parameter.requires_grad]
+
+    def zero_gradients(self) -> None:
+        for parameter in self.trainable():
+            parameter.grad = None
+
+
+def _reduce_of_layer(plan: Plan) -> Mapping[tuple[str, int], Reduce]:
+    return {
+        (reduce.module, layer): reduce
+        for reduce in reductions(plan)
+        if not reduce.tied
+        for layer in range(reduce.first, reduce.last)
+    }

@@ -1,0 +1,104 @@
+"""Process groups of a plan: tensor-parallel groups of stages and the groups that sum gradients.
+
+Every rank creates every group, in the same order (a rule of torch.distributed). Each reduction has a group of its own:
+its buckets start when the rank's own backward reaches them, so two reductions over the same ranks may start in
+different orders on different ranks, and must not meet in one group.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from motet.errors import UserError
+from motet.plan import Plan, Stage
+from motet.runtime.tensor_parallel import TensorParallel
+from motet.schedule.action import Reduce
+from motet.schedule.dependencies import Holder, reductions
+
+
+@dataclass(frozen=True)
+class ReduceGroup:
+    """The ranks that sum one shard of a run of layers."""
+
+    group: dist.ProcessGroup | None
+    """None: this rank alone."""
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's view of the plan's groups."""
+
+    rank: int
+    world_size: int
+    stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
+    """By their ranks: the groups of stages that this rank belongs to."""
+    reduce: dict[Reduce, ReduceGroup]
+    """Only the reductions that this rank takes part in."""
+    timeout: timedelta
+
+    def tensor_parallel(self, stage: Stage, *, sequence_parallel: bool) -> TensorParallel:
+        """This rank's place in the group of one of its stages."""
+        return TensorParallel(
+            group=self.stage_groups[stage.ranks],
+            rank=_places(stage.ranks).index(self.rank),
+            size=stage.tp_size,
+            sequence_parallel=sequence_parallel,
+        )
+
+
+def check_world_size(plan: Plan, world_size: int) -> None:
+    if plan.num_ranks != world_size:
+        raise UserError(
+            f"parallel: the plan uses {plan.num_ranks} ranks, but {world_size} processes run; start {plan.num_ranks}"
+        )
+
+
+def build_mesh(plan: Plan, timeout: timedelta) -> Mesh:
+    """Collective: every rank of the default group calls it with the same plan.
+
+    Raises `UserError` if the world is not as large as the plan, or holders of a layer differ in tensor parallelism."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    check_world_size(plan, world_size)
+    dist.barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
+    stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for ranks in dict.fromkeys(stage.ranks for *_, stage in plan.stages()):
+        group = _new_group(ranks, timeout)
+        if rank in ranks:
+            stage_groups[ranks] = group
+    reduce: dict[Reduce, ReduceGroup] = {}
+    for reduction, holders in reductions(plan).items():
+        for ranks in _shard_groups(reduction, holders):
+            group = _new_group(ranks, timeout)
+            if rank in ranks:
+                reduce[reduction] = ReduceGroup(group, ranks)
+    return Mesh(rank, world_size, stage_groups, reduce, timeout)
+
+
+def _places(ranks: tuple[int, ...]) -> list[int]:
+    """torch.distributed numbers the members of a group by their ranks, in whatever order they are given."""
+    return sorted(ranks)
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup | None:
+    return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+
+
+def _shard_groups(reduction: Reduce, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
+    """The ranks that hold the same shard, for each place in the tensor-parallel group."""
+    sizes = {len(holder.ranks) for holder in holders}
+    if len(sizes) > 1:
+        raise UserError(
+            f"plan: the replicas of {reduction.module} hold layers {reduction.first}..{reduction.last - 1} with "
+            f"different tp_size {sorted(sizes)}; give them the same"
+        )
+    groups = [tuple(sorted({_places(holder.ranks)[i] for holder in holders})) for i in range(sizes.pop())]
+    places = [rank for group in groups for rank in group]
+    if len(places) > len(set(places)):
+        twice = next(rank for rank in places if places.count(rank) > 1)
+        raise UserError(
+            f"plan: rank {twice} stands at different places of the groups that hold layers {reduction.first}.."
+            f"{reduction.last - 1} of {reduction.module}; give groups that have all their ranks in common, or none"
+        )
+    return groups

@@ -1,0 +1,107 @@
+"""Values between stages on this rank: those that stay here, those that arrive, those that are being sent.
+
+Buffers have the shapes that the samples' metadata gives, so nothing is negotiated. Receives are posted when the
+program reaches them and waited for when their value is read. Each message has a tag of its own (gloo honours it; NCCL
+does not, and relies on the total order of the program).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.runtime.deadline import Deadline
+from motet.runtime.local_program import Carried, LocalProgram
+from motet.schedule.lower import Message
+from motet.schedule.routes import Cell
+
+MAX_UNANSWERED_SENDS = 16
+"""Sends that no gradient will answer; beyond it the oldest is waited for, so that its buffer can go."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Under way, from or into `buffer`."""
+
+    buffer: Tensor
+    work: dist.Work
+    message: Message
+
+
+class Mailbox:
+    """The values of one iteration on one rank. Waiting raises `RuntimeError` at the deadline or if a peer died."""
+
+    def __init__(self, program: LocalProgram, deadline: Deadline) -> None:
+        self._rank, self._tags, self._deadline = program.rank, program.tags, deadline
+        self._uses = dict(program.uses)
+        self._here: dict[Carried, Tensor] = {}
+        self._receives: dict[Carried, _Transfer] = {}
+        self._answered: dict[Cell, list[_Transfer]] = {}
+        """Sends by the cell that made them."""
+        self._unanswered: deque[_Transfer] = deque()
+
+    def is_needed(self, value: Carried) -> bool:
+        """Whether a value that is made here is sent or read by this rank."""
+        return self._uses.get(value, 0) > 0
+
+    def put(self, value: Carried, tensor: Tensor) -> None:
+        """Keeps a value that was made here, if it is needed."""
+        if self.is_needed(value):
+            self._here[value] = tensor
+
+    def awaited(self, value: Carried) -> Message | None:
+        """The message that brings a value from another rank, unless it has been taken."""
+        receive = self._receives.get(value)
+        return receive.message if receive else None
+
+    def take(self, value: Carried) -> Tensor:
+        """The value, when it is there."""
+        if value not in self._receives:
+            return self._use(value)
+        receive = self._receives.pop(value)
+        self._wait(receive)
+        return receive.buffer
+
+    def _use(self, value: Carried) -> Tensor:
+        self._uses[value] -= 1
+        return self._here[value] if self._uses[value] else self._here.pop(value)
+
+    def send(self, message: Message, *, answered: bool) -> None:
+        """`answered`: a gradient will come back for it, which shows that it arrived."""
+        tensor = self._use(message.value)
+        work = dist.isend(tensor, message.receiver, tag=self._tags[message])
+        assert work is not None
+        send = _Transfer(tensor, work, message)
+        if answered:
+            self._answered.setdefault(message.source, []).append(send)
+            return
+        self._unanswered.append(send)
+        if len(self._unanswered) > MAX_UNANSWERED_SENDS:
+            self._wait(self._unanswered.popleft())
+
+    def receive(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        work = dist.irecv(buffer, message.sender, tag=self._tags[message])
+        assert work is not None
+        self._receives[message.value] = _Transfer(buffer, work, message)
+
+    def release(self, cell: Cell) -> None:
+        """Called after a cell's backward: what it sent forward has been answered, so it has arrived."""
+        for send in self._answered.pop(cell, ()):
+            self._wait(send)
+
+    def finish(self) -> None:
+        """Waits for all sends."""
+        for cell in list(self._answered):
+            self.release(cell)
+        while self._unanswered:
+            self._wait(self._unanswered.popleft())
+        assert not self._receives, f"received but never read: {list(self._receives)}"
+        assert not self._here, f"made but never used: {list(self._here)}"
+
+    def _wait(self, transfer: _Transfer) -> None:
+        message = transfer.message
+        peer = message.sender if message.receiver == self._rank else message.receiver
+        self._deadline.wait(transfer.work, message, (peer,))

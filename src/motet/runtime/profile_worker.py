@@ -1,0 +1,78 @@
+"""What `motet profile` runs on every process: the profiler, on the stages and the data of a run file."""
+
+import os
+import sys
+
+import torch.distributed as dist
+
+from motet.config import LANGUAGE_MODEL, RunConfig
+from motet.costs.cost_model import CostTable
+from motet.costs.profiler import ProfiledModule, ProfileOptions, profile
+from motet.data.batch import Batch
+from motet.models.stage import StageModule
+from motet.plan import LayerRange
+from motet.planner.from_run_file import edges_between, read_workloads
+from motet.runtime.assembly import autocast_for, build_stage, pick_device
+from motet.runtime.tensor_parallel import TensorParallel
+
+
+def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp_size: int) -> CostTable:
+    """Collective over all processes, which are a multiple of `tp_size`. `batch`: where microbatches are drawn from."""
+    device = pick_device(config, int(os.environ["LOCAL_RANK"]))
+    tp = _my_group(tp_size)
+    workloads = read_workloads(config)
+    edges = edges_between(config, workloads[LANGUAGE_MODEL])
+
+    def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
+        stage = build_stage(_all_trainable(config), name, layers, tp, device, recompute=False)
+        return stage
+
+    described = {}
+    for name in modules:
+        entering = [edge for edge in edges if edge.target == name]
+        described[name] = ProfiledModule(
+            workload=workloads[name],
+            sources={edge.source: workloads[edge.source].output_size for edge in entering},
+            entry_layers=entering[0].layers if entering else (0,),
+        )
+    return profile(
+        described,
+        make_stage,
+        batch,
+        options=ProfileOptions(tp_sizes=(tp_size,), microbatch_sizes=_sizes(config)),
+        device=device,
+        autocast=autocast_for(config, device),
+        on_progress=_show if dist.get_rank() == 0 else lambda text: None,
+    )
+
+
+def _my_group(tp_size: int) -> TensorParallel:
+    """Neighbouring ranks form the groups."""
+    rank = dist.get_rank()
+    if tp_size == 1:
+        return TensorParallel(group=None, rank=0, size=1)
+    mine = None
+    for first in range(0, dist.get_world_size(), tp_size):
+        group = dist.new_group(list(range(first, first + tp_size)))
+        mine = group if first <= rank < first + tp_size else mine
+    return TensorParallel(group=mine, rank=rank % tp_size, size=tp_size)
+
+
+def _all_trainable(config: RunConfig) -> RunConfig:
+    """The profiler itself says what is frozen in each measurement."""
+    values = config.model_dump()
+    values["model"]["language_model"]["train"]["module"] = True
+    for encoder in values["model"]["encoders"].values():
+        encoder["train"] = {"module": True, "projector": True}
+    return RunConfig.model_validate(values)
+
+
+def _sizes(config: RunConfig) -> tuple[int, ...]:
+    """Samples per microbatch: about as many as the run will have, fewer and more."""
+    replicas = max((module.dp for module in config.parallel.explicit.values()), default=1)
+    usual = max(1, round(config.train.global_batch_size / replicas / config.parallel.num_microbatches))
+    return tuple(sorted({max(1, usual // 2), usual, 2 * usual}))
+
+
+def _show(text: str) -> None:
+    print(f"profiling {text}", file=sys.stderr, flush=True)

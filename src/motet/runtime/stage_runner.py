@@ -1,0 +1,184 @@
+"""Runs forward and backward of one stage, one microbatch at a time, and keeps the graphs in between."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from motet.data.batch import Batch
+from motet.models.stage import StageModule
+from motet.plan import ModulePlan, Stage
+from motet.runtime.tokens import merge_order, rows_of
+from motet.schedule.routes import Cell, Route, Routes
+
+
+@dataclass
+class _Saved:
+    """What a forward leaves for its backward and for the routes that carry its output on."""
+
+    inputs: dict[Route, Tensor]
+    output: Tensor
+    loss: Tensor | None
+
+
+class StageRunner:
+    """One stage on this rank.
+
+    `boundary_dtype`: dtype of activations and gradients between stages. `autocast`: context in which forwards run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module_plan: ModulePlan,
+        stage: Stage,
+        module: StageModule,
+        *,
+        boundary_dtype: torch.dtype,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.name = name
+        self.data_module = module_plan.data_module(name)
+        self.stage = stage
+        self.module = module
+        self.boundary_dtype = boundary_dtype
+        self.device = device
+        self._autocast = autocast
+        self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
+        self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
+        self._saved: dict[Cell, _Saved] = {}
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        """Sum of the token losses of the iteration so far, unweighted."""
+
+    def begin_iteration(self, routes: Routes, batch: Batch, loss_tokens: Mapping[str, int]) -> None:
+        """`loss_tokens`: for each module with a loss, the loss tokens of the whole global batch."""
+        self._routes, self._batch = routes, batch
+        self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
+        self._saved.clear()
+        self.loss_sum.zero_()
+
+    def reports_loss(self, rank: int) -> bool:
+        """Whether `rank` is the one of the stage's group whose `loss_sum` counts: all members have the same."""
+        return self._loss_weight != 0 and rank == self.stage.ranks[0]
+
+    def input_shape(self, route: Route) -> tuple[int, ...]:
+        """The shape of what a route brings to this stage (and of the gradient that goes back)."""
+        samples = self._batch.samples
+        if route.source.module == self.name:
+            return self.module.input_shape([samples[i] for i in route.samples])
+        source = self._data_module_of(route.source.module)
+        return (sum(samples[i].num_outputs(source) for i in route.samples), self.module.hidden_size)
+
+    def output_shape(self, route: Route) -> tuple[int, ...]:
+        """The shape of what a route takes from this stage."""
+        samples = self._batch.samples
+        if route.target.module == self.name:
+            return self.module.output_shape([samples[i] for i in route.samples])
+        return (sum(samples[i].num_outputs(self.data_module) for i in route.samples), self.module.output_size)
+
+    def forward(self, cell: Cell, inputs: Mapping[Route, Tensor]) -> None:
+        """`inputs`: what each incoming route brought. The output waits for `output` and `backward`."""
+        members = self._routes.samples(cell)
+        keeps_graph = cell in self._routes.with_backward
+        leaves = {
+            route: tensor.requires_grad_(route.carries_gradient and keeps_graph) for route, tensor in inputs.items()
+        }
+        # Outside of autocast: processors may compute when they are asked.
+        features = self._features(members)
+        with torch.set_grad_enabled(keeps_graph), self._autocast():
+            output = self.module(
+                self._hidden(leaves),
+                self._incoming(leaves, members),
+                features,
+                [self._batch.samples[i] for i in members],
+            )
+            loss = None
+            if self._loss_weight:
+                self.loss_sum += output.detach()
+                loss = output * self._loss_scale
+        self._saved[cell] = _Saved(leaves, output, loss)
+        if not keeps_graph and not self._routes.outgoing[cell]:
+            del self._saved[cell]
+
+    def output(self, route: Route) -> Tensor:
+        """The rows of `route.source`'s output that the route carries, without graph."""
+        output = self._saved[route.source].output.detach().to(self.boundary_dtype)
+        rows = self._rows(route)
+        carried = output if rows is None else output.index_select(0, rows.to(output.device))
+        # A receiver takes whatever comes: a message of another size would go unnoticed.
+        assert tuple(carried.shape) == self.output_shape(route), (route, tuple(carried.shape))
+        return carried.contiguous()
+
+    def forget_output(self, cell: Cell) -> None:
+        """Called when all routes have taken what they carry from a cell that has no backward."""
+        if cell not in self._routes.with_backward:
+            self._saved.pop(cell, None)
+
+    def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
+        """Accumulates into the parameters' `.grad`; returns the gradient of each input that carries one back.
+
+        `gradients`: for each outgoing route that carries a gradient, what came back."""
+        saved = self._saved.pop(cell)
+        roots: list[Tensor] = []
+        root_gradients: list[Tensor | None] = []
+        if gradients:
+            roots.append(saved.output)
+            root_gradients.append(self._output_gradient(saved.output, gradients))
+        if saved.loss is not None:
+            roots.append(saved.loss)
+            root_gradients.append(None)
+        torch.autograd.backward(roots, root_gradients)
+        result = {}
+        for route, leaf in saved.inputs.items():
+            if route.carries_gradient:
+                # A sample whose tokens reach no loss token leaves no gradient behind: that is zero, not absent.
+                result[route] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+        return result
+
+    def _output_gradient(self, output: Tensor, gradients: Mapping[Route, Tensor]) -> Tensor:
+        total: Tensor | None = None
+        for route, gradient in gradients.items():
+            rows = self._rows(route)
+            gradient = gradient.to(output.dtype)
+            if rows is not None:
+                gradient = torch.zeros_like(output).index_add_(0, rows.to(output.device), gradient)
+            total = gradient if total is None else total + gradient
+        assert total is not None
+        return total
+
+    def _rows(self, route: Route) -> Tensor | None:
+        if route.target.module == self.name:
+            return None
+        return rows_of(route.samples, self._routes.samples(route.source), self._batch.samples, self.data_module)
+
+    def _hidden(self, leaves: Mapping[Route, Tensor]) -> Tensor | None:
+        return next((leaf for route, leaf in leaves.items() if route.source.module == self.name), None)
+
+    def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
+        """For each source module, its tokens in the order of this microbatch's samples."""
+        parts: dict[str, list[Route]] = {}
+        for route in leaves:
+            if route.source.module != self.name:
+                parts.setdefault(self._data_module_of(route.source.module), []).append(route)
+        incoming = {}
+        for source, routes in parts.items():
+            tokens = torch.cat([leaves[route] for route in routes])
+            order = merge_order([route.samples for route in routes], members, self._batch.samples, source)
+            incoming[source] = tokens if order is None else tokens.index_select(0, order.to(tokens.device))
+        return incoming
+
+    def _features(self, members: Sequence[int]) -> list[dict[str, Tensor]]:
+        if not self.module.needs_features:
+            return [{} for _ in members]
+        features = [self._batch.features(self.data_module, i) for i in members]
+        return [{key: self._prepared(value) for key, value in sample.items()} for sample in features]
+
+    def _prepared(self, feature: Tensor) -> Tensor:
+        dtype = self._parameter_dtype if feature.is_floating_point() else feature.dtype
+        return feature.to(self.device, dtype)
+
+    def _data_module_of(self, module: str) -> str:
+        return self._routes.plan.modules[module].data_module(module)

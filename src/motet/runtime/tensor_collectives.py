@@ -1,0 +1,120 @@
+"""The collectives of tensor parallelism as differentiable functions: each one's backward is its conjugate.
+
+The sequence dimension is the last but one: [..., T, H]. A shard of the sequence has ceil(T / tp) rows on every rank;
+the last ones end in padding (at most tp - 1 rows in all), so that T need not divide and all shapes are alike. Padding
+is cut off whenever the sequence is gathered, and takes no part in any gradient.
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+SEQUENCE_DIM = -2
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The group that shares every layer of a stage, as one of its members sees it."""
+
+    group: dist.ProcessGroup | None
+    """None: all processes."""
+    rank: int
+    """Within the group."""
+    size: int
+    sequence_parallel: bool = False
+    """Norms, residuals and dropout between the parallel regions hold a share of the sequence each."""
+
+
+def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The entry of a parallel region: identity, gradients are summed."""
+    return _collective(x, lambda x: x.view_as(x), lambda grad: all_reduce(grad, tp))
+
+
+def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The exit of a parallel region: partial results are summed, gradients pass."""
+    return _collective(x, lambda x: all_reduce(x, tp), lambda grad: grad)
+
+
+def scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[..., T, H], alike on all ranks -> this rank's shard. Gradients of the shards are gathered."""
+    length = x.shape[SEQUENCE_DIM]
+    return _collective(x, lambda x: sequence_shard(x, tp), lambda grad: all_gather_sequence(grad, length, tp))
+
+
+def gather_sequence(x: Tensor, length: int, tp: TensorParallel) -> Tensor:
+    """Shards -> [..., length, H] for what all ranks compute alike: each takes its share of the (equal) gradients."""
+    return _collective(x, lambda x: all_gather_sequence(x, length, tp), lambda grad: sequence_shard(grad, tp))
+
+
+def gather_to_group(x: Tensor, length: int, tp: TensorParallel) -> Tensor:
+    """The entry of a parallel region under sequence parallelism: gather; gradients are summed and scattered."""
+    return _collective(x, lambda x: all_gather_sequence(x, length, tp), lambda grad: reduce_scatter_sequence(grad, tp))
+
+
+def reduce_scatter_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The exit of a parallel region under sequence parallelism: sum and scatter; gradients are gathered."""
+    length = x.shape[SEQUENCE_DIM]
+    return _collective(x, lambda x: reduce_scatter_sequence(x, tp), lambda grad: all_gather_sequence(grad, length, tp))
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.conjugate = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.conjugate(grad), None, None
+
+
+def _collective(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    return _Collective.apply(x, forward, backward)
+
+
+def all_reduce(x: Tensor, tp: TensorParallel, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Out of place: autograd may hand the same gradient tensor to several consumers."""
+    result = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, op=op, group=tp.group)
+    return result
+
+
+def shard_length(length: int, tp: TensorParallel) -> int:
+    return -(-length // tp.size)
+
+
+def sequence_shard(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[..., T, H] -> [..., ceil(T / tp), H]: this rank's rows, padded with zeros."""
+    size = shard_length(x.shape[SEQUENCE_DIM], tp)
+    start = min(tp.rank * size, x.shape[SEQUENCE_DIM])
+    rows = x.narrow(SEQUENCE_DIM, start, min(size, x.shape[SEQUENCE_DIM] - start))
+    return pad(rows, (0, 0, 0, size - rows.shape[SEQUENCE_DIM])).contiguous()
+
+
+def all_gather_sequence(x: Tensor, length: int, tp: TensorParallel) -> Tensor:
+    """[..., ceil(length / tp), H] -> [..., length, H]"""
+    assert x.shape[SEQUENCE_DIM] == shard_length(length, tp), f"{tuple(x.shape)} is no shard of a sequence of {length}"
+    shards = x.new_empty((tp.size, *x.shape))
+    dist.all_gather_single(shards.flatten(0, 1), x.contiguous(), group=tp.group)
+    return shards.movedim(0, SEQUENCE_DIM - 1).flatten(SEQUENCE_DIM - 1, SEQUENCE_DIM).narrow(SEQUENCE_DIM, 0, length)
+
+
+def reduce_scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[..., T, H], partial sums -> [..., ceil(T / tp), H]: this rank's rows of the sum, padded with zeros."""
+    length = x.shape[SEQUENCE_DIM]
+    size = shard_length(length, tp)
+    padded = pad(x, (0, 0, 0, tp.size * size - length))
+    shards = padded.unflatten(SEQUENCE_DIM, (tp.size, size)).movedim(SEQUENCE_DIM - 1, 0).contiguous()
+    result = torch.empty_like(shards[0])
+    dist.reduce_scatter_single(result, shards.flatten(0, 1), group=tp.group)
+    return result

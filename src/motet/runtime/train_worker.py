@@ -1,0 +1,121 @@
+"""What every process runs for `motet train`, inside the process group that the launcher made."""
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from motet.config import RunConfig
+from motet.data.loader import Loader, held_out_batches
+from motet.data.run_file import open_data
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.runtime.assembly import build_engine, build_optimizer, pick_device
+from motet.runtime.checkpoint import read_latest, read_training_state
+from motet.runtime.checkpoint_folder import TrainingState
+from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
+from motet.runtime.preflight import check_memory, try_links
+from motet.runtime.trainer import Trainer, TrainingSummary, settled_median
+
+REPORT_S = 2.0
+"""For which a rank that waited in vain lives on, so that the one that did not come is the first to fail, and all others
+can say what they were doing."""
+
+
+def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = ()) -> dict[str, Any]:
+    """Trains and returns what `motet train --json` prints, on every rank.
+
+    `forecast_bytes`: by rank, the peak memory that the planner expects."""
+    try:
+        return _train(config, plan, forecast_bytes)
+    except StepFailedError as error:
+        if not isinstance(error, StepTimeoutError):
+            time.sleep(REPORT_S)  # A rank that died has a better cause to tell, and the launcher ends this one.
+        print(f"motet: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, StepOverrunError):
+            time.sleep(REPORT_S)
+        raise
+
+
+def _train(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int]) -> dict[str, Any]:
+    train = config.train
+    if not any(module.trainable for module in plan.modules.values()):
+        raise UserError("model: everything is frozen, so there is nothing to train; set a part's train.module: true")
+    device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    check_memory(forecast_bytes, device, config.cluster.memory_bytes)
+    data = open_data(config)
+    engine = build_engine(config, plan, device)
+    loader = Loader(data.train, train.global_batch_size, seed=train.seed)
+    held_out = (
+        held_out_batches(data.held_out, train.global_batch_size, train.eval_samples)
+        if data.held_out is not None and train.eval_every
+        else None
+    )
+    trainer = Trainer(engine, build_optimizer(config, engine.model), loader, held_out, train)
+    found = _checkpoint_to_resume(config)
+    if found is not None:
+        trainer.resume(*found)
+    if train.resume is not None and dist.get_rank() == 0:
+        print(_told_of(found, plan), file=sys.stderr, flush=True)
+    dist.barrier()  # What follows has little patience with a rank that is late.
+    try_links(plan, engine.model.mesh, device)
+    return _result(config, trainer.train(), device)
+
+
+def _checkpoint_to_resume(config: RunConfig) -> tuple[Path, TrainingState] | None:
+    """`latest` is the newest of the run's own output that is whole, if it has one. Collective."""
+    resume = config.train.resume
+    if resume is None:
+        return None
+    if resume == "latest":
+        return read_latest(Path(config.train.output) / "checkpoints")
+    folder = Path(resume).resolve()
+    if not folder.is_dir():
+        raise UserError(f"train.resume: {resume} is not a folder; give a checkpoint's, such as .../step_00000100")
+    return folder, read_training_state(folder)
+
+
+def _told_of(resumed: tuple[Path, TrainingState] | None, plan: Plan) -> str:
+    if resumed is None:
+        return "no checkpoint yet: beginning with step 1"
+    checkpoint, state = resumed
+    other = "" if state.plan == plan.to_json() else ", which was written under another plan"
+    return f"going on from {checkpoint}{other}"
+
+
+def _result(config: RunConfig, summary: TrainingSummary, device: torch.device) -> dict[str, Any]:
+    peaks: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak_memory_bytes(device))
+    iteration_s = settled_median(summary.iteration_s)
+    return {
+        "steps": summary.steps,
+        "losses": [loss if math.isfinite(loss) else None for loss in summary.losses],
+        "evaluations": {step: loss if math.isfinite(loss) else None for step, loss in summary.evaluations.items()},
+        "skipped_steps": summary.skipped_steps,
+        "steps_per_s": 1 / settled_median(summary.step_s),
+        "world_size": dist.get_world_size(),
+        "measured": {
+            "iteration_time_s": iteration_s,
+            "throughput_samples_per_s": config.train.global_batch_size / iteration_s,
+            "bubble_fraction": summary.timeline.bubble_fraction,
+            "peak_memory_bytes": peaks,
+            "num_devices": dist.get_world_size(),
+            "mfu": None,
+            "timeline": summary.timeline.to_json(),
+        },
+        "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """CUDA: of the allocator. CPU: the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

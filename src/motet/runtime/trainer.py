@@ -1,0 +1,268 @@
+"""The training loop: steps, evaluation, metrics, checkpoints, and what to do when numbers are no longer finite.
+
+Dropout depends on seed, step, stage and microbatch alone, so a resumed run draws what the undisturbed one would have.
+"""
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from motet.config import TrainConfig
+from motet.data.batch import Batch
+from motet.data.loader import Loader
+from motet.errors import UserError
+from motet.runtime.agreement import on_first_rank
+from motet.runtime.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
+from motet.runtime.checkpoint_folder import TrainingState, check_free_space
+from motet.runtime.deadline import interrupted_after
+from motet.runtime.engine import Engine, IterationResult
+from motet.runtime.metrics import Sink, keep_lines, open_sinks
+from motet.runtime.optimizer import Optimizer
+from motet.runtime.progress import Progress
+from motet.timeline import Timeline
+
+WARM_UP_STEPS = 3
+"""Steps whose time is not counted: allocators, caches and connections settle."""
+
+
+NON_FINITE = "non_finite.jsonl"
+"""File in the output folder: a line for each step whose loss or gradient is not finite, with its samples' ids."""
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is no longer a finite number."""
+
+
+@dataclass
+class TrainingSummary:
+    """The same on every rank, but for the times, which are its own."""
+
+    steps: int = 0
+    """Finished ones, those before a resumed checkpoint included."""
+    losses: list[float] = field(default_factory=list)
+    """Of every step of this run."""
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Held-out loss by finished steps."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Those without update; the first step is 1."""
+    step_s: list[float] = field(default_factory=list)
+    """Of every step of this run, the wait for its data included."""
+    iteration_s: list[float] = field(default_factory=list)
+    """The same without that wait."""
+    timeline: Timeline = field(default_factory=lambda: Timeline(()))
+    """Measured, of the last step."""
+    checkpoint: Path | None = None
+    """The last one."""
+
+
+def settled_median(seconds: Sequence[float]) -> float:
+    """Without the first steps, as far as there are others."""
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds or [math.nan])
+
+
+class Trainer:
+    """Collective: every rank makes one with the same arguments. Rank 0 writes metrics and shows progress."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        loader: Loader,
+        held_out: Sequence[Batch] | None,
+        settings: TrainConfig,
+    ) -> None:
+        self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
+        self.settings = settings
+        self.output = Path(settings.output)
+        self.is_first = dist.get_rank() == 0
+        self._summary = TrainingSummary()
+        self._best_loss = math.inf
+        self._sinks: list[Sink] = []
+
+    @property
+    def finished_steps(self) -> int:
+        return self._summary.steps
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished_steps >= self.settings.steps
+
+    def resume(self, checkpoint: Path, state: TrainingState) -> None:
+        """Goes on where the checkpoint was written; under the same plan with the same losses to the last bit."""
+        if state.step >= self.settings.steps:
+            raise UserError(
+                f"train.steps: is {self.settings.steps}, but {checkpoint} has finished {state.step} steps; give more"
+            )
+        self.loader.load_state(state.data)
+        load_checkpoint(checkpoint, self.engine.model, self.optimizer)
+        self._summary.steps = state.step
+        self._summary.checkpoint = checkpoint
+        self._best_loss = state.metrics.get("best_loss", math.inf)
+
+    def train(self) -> TrainingSummary:
+        """The steps that are left. Call it once."""
+        self._make_output()
+        self._sinks = self._open_sinks()
+        progress = Progress(self.settings.steps, self.finished_steps, visible=self.is_first)
+        try:
+            while not self.is_done:
+                values = self._timed_step()
+                progress.advance(self.finished_steps, values)
+                self._write(values)
+                if self.is_done:
+                    self._summary.timeline = self.engine.timeline()
+                self._evaluate_and_save(progress)
+        finally:
+            progress.close()
+            for sink in self._sinks:
+                sink.close()
+        return self._summary
+
+    def _timed_step(self) -> dict[str, float]:
+        """One step; what metrics tell of it."""
+        summary = self._summary
+        started = time.perf_counter()
+        timeout_s = self.settings.step_timeout_s
+        with interrupted_after(timeout_s, lambda: self.engine.executor.overrun(timeout_s)):
+            with self.engine.executor.doing("waiting for its data"):
+                batch = next(self.loader)
+            loaded = time.perf_counter()
+            result, learning_rate_factor = self._step(batch)
+        ended = time.perf_counter()
+        summary.losses.append(result.loss)
+        summary.step_s.append(ended - started)
+        summary.iteration_s.append(ended - loaded)
+        return {
+            "loss": result.loss,
+            "gradient_norm": result.gradient_norm,
+            "learning_rate": self.settings.learning_rate * learning_rate_factor,
+            "step_s": ended - started,
+            "data_s": loaded - started,
+            "samples_per_s": len(batch.samples) / (ended - started),
+        }
+
+    def _step(self, batch: Batch) -> tuple[IterationResult, float]:
+        """One update, unless numbers are not finite. Returns the factor on the learning rate too."""
+        engine, finished_steps = self.engine, self.finished_steps
+        engine.model.zero_gradients()
+        result = engine.run(batch, seed=(self.settings.seed, finished_steps))
+        factor = self.optimizer.factor(finished_steps)
+        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
+            with engine.executor.doing("the optimizer's step"), engine.executor.measured("optimizer", "optimizer"):
+                clip = self.settings.clip_grad_norm
+                # As torch.nn.utils.clip_grad_norm_ does.
+                if clip and result.gradient_norm + 1e-6 > clip:
+                    engine.model.scale_gradients(clip / (result.gradient_norm + 1e-6))
+                self.optimizer.step(finished_steps)
+        else:
+            self._report_non_finite(batch, result)
+            self._summary.skipped_steps.append(finished_steps + 1)
+        self._summary.steps += 1
+        return result, factor
+
+    def _report_non_finite(self, batch: Batch, result: IterationResult) -> None:
+        """Writes the batch's sample ids down; raises unless such steps are to be skipped. Collective."""
+        step = self.finished_steps + 1
+        path = self.output / NON_FINITE
+        what = {
+            "step": step,
+            "loss": repr(result.loss),
+            "gradient_norm": repr(result.gradient_norm),
+            "samples": [sample.id for sample in batch.samples],
+        }
+        on_first_rank(lambda: _append_line(path, json.dumps(what)))
+        if self.settings.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: loss {result.loss}, gradient norm {result.gradient_norm}; the batch's "
+                f"sample ids are in {path}; train.on_nonfinite: skip would leave such steps out"
+            )
+
+    def _evaluate_and_save(self, progress: Progress) -> None:
+        is_best = False
+        if self.held_out is not None and self._is_due(self.settings.eval_every):
+            loss = self._summary.evaluations[self.finished_steps] = self.evaluate()
+            progress.note(f"step {self.finished_steps}: held-out loss {loss:.4f}")
+            self._write({"held_out_loss": loss})
+            is_best = loss < self._best_loss
+            if is_best:
+                self._best_loss = loss
+        every = self.settings.checkpoint_every
+        if every and (is_best or self._is_due(every)):
+            self._save(is_best)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.finished_steps % every == 0 or self.is_done)
+
+    def evaluate(self) -> float:
+        """Mean loss per loss token over the held-out samples, forward only and without dropout."""
+        assert self.held_out is not None
+        stages = self.engine.model.modules()
+        was_training = [stage.training for stage in stages]
+        for stage in stages:
+            stage.eval()
+        total, tokens = 0.0, 0
+        for batch in self.held_out:
+            result = self.engine.run(batch, forward_only=True)
+            total += result.loss * result.num_loss_tokens
+            tokens += result.num_loss_tokens
+        for stage, mode in zip(stages, was_training, strict=True):
+            stage.train(mode)
+        return total / max(1, tokens)
+
+    def _save(self, is_best: bool) -> None:
+        metrics = {} if math.isinf(self._best_loss) else {"best_loss": self._best_loss}
+        self._summary.checkpoint = save_checkpoint(
+            self.output / "checkpoints",
+            self.engine.model,
+            self.optimizer,
+            TrainingState(self.finished_steps, self.loader.state(), self.engine.plan.to_json(), metrics),
+            keep=self.settings.keep_checkpoints,
+            is_best=is_best,
+        )
+
+    def _make_output(self) -> None:
+        """The folder, with room for the checkpoints that this run will keep, one that is written, and the best."""
+        num_bytes = 0
+        if self.settings.checkpoint_every:
+            keeps_best = self.held_out is not None and self.settings.eval_every > 0
+            num_checkpoints = self.settings.keep_checkpoints + 1 + keeps_best
+            num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model)
+        on_first_rank(lambda: _make_folder(self.output, num_bytes))
+
+    def _open_sinks(self) -> list[Sink]:
+        if not self.is_first:
+            return []
+        if not self.finished_steps and (self.output / "checkpoints").exists():
+            print(
+                f"{self.output} has checkpoints of an earlier run, which this one will replace "
+                "(train.resume: latest goes on from them)",
+                file=sys.stderr,
+            )
+        keep_lines(self.output / NON_FINITE, until_step=self.finished_steps)
+        return open_sinks(self.settings.metrics, self.output, keep_until_step=self.finished_steps)
+
+    def _write(self, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(self.finished_steps, values)
+
+
+def _append_line(path: Path, line: str) -> None:
+    with path.open("a") as file:
+        file.write(line + "\n")
+
+
+def _make_folder(folder: Path, num_bytes: int) -> None:
+    """Raises `UserError` if there is no room for so many bytes, beside what is there, or nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    except OSError as error:
+        raise UserError(f"train.output: {folder} cannot be used ({error.strerror}); give another folder") from None
+    check_free_space(folder, num_bytes - there)

@@ -1,0 +1,102 @@
+"""What every process runs for `motet verify`, inside the process group that the launcher made."""
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from motet.config import LANGUAGE_MODEL, RunConfig
+from motet.data.loader import Loader
+from motet.data.run_file import RunData, open_data
+from motet.models.families import model_class_of
+from motet.models.materialize import default_dtype, read_part_config
+from motet.models.multimodal import ModalityModule
+from motet.plan import Plan
+from motet.runtime.assembly import (
+    PARAMETER_DTYPES,
+    autocast_for,
+    build_engine,
+    part_of,
+    pick_device,
+    where_of,
+)
+from motet.runtime.engine import Engine
+from motet.runtime.float64 import float64_throughout
+from motet.runtime.verify import verify_batch
+
+
+def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """One batch of the run's own data against plain transformers; what `motet verify --json` prints, on rank 0."""
+    torch.backends.cudnn.allow_tf32 = False  # Convolutions in float32 are to be just that.
+    with float64_throughout() if config.train.dtype == "float64" else nullcontext():
+        engine, data = _prepare(config, plan)
+        loader = Loader(data.train, config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
+        for stage in engine.model.modules():
+            _without_dropout(stage)
+        comparison = verify_batch(
+            engine,
+            _InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]),
+            lambda: plainly_built(config),
+            dtype=config.train.dtype,
+            merge=config.model.merge,
+            placeholder_token_ids={name: data.preparation.placeholder_id(name) for name in config.model.encoders},
+            autocast=autocast_for(config, engine.device),
+        )
+    return comparison.to_json() if comparison is not None else {}
+
+
+def plainly_built(config: RunConfig) -> tuple[Mapping[str, ModalityModule], nn.Module]:
+    """Encoders and language model of the run file by transformers' own constructors, on the CPU, without dropout."""
+    dtype = PARAMETER_DTYPES[config.train.dtype]
+
+    def build(name: str) -> Any:
+        part = part_of(config, name)
+        kind: Literal["encoder", "language_model"] = "encoder" if name in config.model.encoders else "language_model"
+        hf_config = read_part_config(part, kind, where=where_of(name))
+        with default_dtype(dtype):  # Some families compute constants when they are built.
+            model = model_class_of(hf_config.model_type, kind)(hf_config)
+        _without_dropout(model)
+        return model
+
+    language_model = build(LANGUAGE_MODEL).requires_grad_(config.model.language_model.train.module)
+    hidden_size = language_model.get_input_embeddings().weight.shape[1]
+    encoders = {}
+    for name, part in config.model.encoders.items():
+        encoder = build(name).requires_grad_(part.train.module)
+        encoders[name] = ModalityModule(encoder, part.projector, feature_layer=part.feature_layer)
+        encoders[name].build_projector(hidden_size)
+        projector = encoders[name].projector
+        if projector is not None:
+            projector.to(dtype).requires_grad_(part.train.projector)
+    return encoders, language_model
+
+
+class _InDtype:
+    """A batch whose pixels and sounds are of the model's dtype."""
+
+    def __init__(self, batch: Any, dtype: torch.dtype) -> None:
+        self._batch, self._dtype = batch, dtype
+        self.samples = batch.samples
+
+    def features(self, module: str, sample: int) -> dict[str, torch.Tensor]:
+        values = self._batch.features(module, sample)
+        return {key: v.to(self._dtype) if v.is_floating_point() else v for key, v in values.items()}
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Random numbers differ between stages and one process; transformers keeps rates as modules and as attributes."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _prepare(config: RunConfig, plan: Plan) -> tuple[Engine, RunData]:
+    device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    data = open_data(config)
+    return build_engine(config, plan, device), data

@@ -1,0 +1,26 @@
+"""One file per schedule. A generator orders compute actions; it knows nothing of messages or of time.
+
+A new one is a file here, an entry in `GENERATORS` and a test.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from motet.schedule.action import Durations
+from motet.schedule.generators.gpipe import gpipe
+from motet.schedule.generators.list_schedule import MemoryLimit
+from motet.schedule.generators.one_f_one_b import one_f_one_b
+from motet.schedule.routes import Routes
+from motet.schedule.schedule import Schedule
+
+
+class Generator(Protocol):
+    def __call__(
+        self, routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None
+    ) -> Schedule: ...
+
+
+GENERATORS: Mapping[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}

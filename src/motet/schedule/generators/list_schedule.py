@@ -1,0 +1,236 @@
+"""List scheduling: valid for any plan and assignment, where the closed forms do not hold.
+
+Ranks that several stages share, modules that cut the batch differently, unequal numbers of replicas and replicas that
+do not look alike have no closed form. Here a virtual clock runs, and whenever the ranks of a stage are free the most
+urgent action that is ready begins. "Forward first under a limit": a forward precedes a backward as long as its stage
+has fewer microbatches in flight than it needs, and its ranks hold fewer bytes than they may. On a chain of stages this
+*is* 1F1B; backward first is not.
+
+Valid by construction: an action begins only when all that it reads is written, so the order in which actions begin is
+a witness. Limits cannot deadlock it either: when nothing runs, all ranks are free and every ready backward would have
+begun, so if work is left, some forward is ready and held back by a limit alone; the most urgent one is let through.
+
+Limits: greedy, hence not optimal; backwards are not split.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from motet.schedule.action import Compute, Durations, Kind, unit_duration
+from motet.schedule.dependencies import Dependencies, Value
+from motet.schedule.routes import Cell, Routes
+from motet.schedule.schedule import Schedule
+from motet.schedule.stage_graph import StageKey, due_microbatches, stage_of
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on the bytes that forwards have saved and backwards have not yet freed."""
+
+    saved_bytes: Callable[[Cell], int]
+    """What each rank of the cell's stage keeps between its forward and its backward."""
+    limit_bytes: Callable[[int], int]
+    """For each rank."""
+
+
+class Urgency(NamedTuple):
+    """Smaller goes first."""
+
+    turn: int
+    """0: forwards that someone waits for; 1: backwards; 2: forwards that nobody waits for."""
+    due: int
+    """The first microbatch of a last stage that waits for this cell."""
+    remaining: float
+    """Minus the longest time from the action's start to the end of the iteration."""
+    order: int
+
+
+def list_schedule(
+    routes: Routes,
+    costs: Durations | None = None,
+    *,
+    in_flight: Mapping[StageKey, int] | None = None,
+    memory: MemoryLimit | None = None,
+    all_forwards_first: bool = False,
+) -> Schedule:
+    """Orders the actions of an iteration by simulating them.
+
+    `in_flight`: how many microbatches a stage may have begun and not finished; None: any number. A microbatch that has
+    no backward is finished when its output is consumed. `all_forwards_first`: no backward before the last forward.
+    """
+    clock = _Clock(routes, costs or unit_duration, in_flight or {}, memory, all_forwards_first)
+    return clock.run()
+
+
+class _Clock:
+    def __init__(
+        self,
+        routes: Routes,
+        duration_s: Durations,
+        in_flight: Mapping[StageKey, int],
+        memory: MemoryLimit | None,
+        all_forwards_first: bool,
+    ) -> None:
+        self.routes, self.duration_s, self.memory = routes, duration_s, memory
+        self.all_forwards_first = all_forwards_first
+        self.dependencies = Dependencies(routes)
+        self.actions = self.dependencies.required()
+        self.ranks: dict[StageKey, tuple[int, ...]] = {}
+        self.stages_of_rank: list[list[StageKey]] = [[] for _ in range(routes.plan.num_ranks)]
+        self.limit: dict[StageKey, float] = {}
+        for module, replica, s, stage in routes.plan.stages():
+            key = StageKey(module, replica, s)
+            self.ranks[key] = stage.ranks
+            self.limit[key] = in_flight.get(key, float("inf"))
+            for rank in stage.ranks:
+                self.stages_of_rank[rank].append(key)
+
+        self.urgency = self._urgencies()
+        self.reads_missing: dict[Compute, int] = {}
+        self.readers: dict[Value, list[Compute]] = defaultdict(list)
+        self.ready: dict[tuple[StageKey, Kind], list[tuple[Urgency, Compute]]] = defaultdict(list)
+        self.forwards_left = [0] * routes.plan.num_ranks
+        for action in self.actions:
+            if action.kind is Kind.FORWARD:
+                for rank in self.ranks[stage_of(action.cell)]:
+                    self.forwards_left[rank] += 1
+            reads = self.dependencies.reads(action)
+            self.reads_missing[action] = len(reads)
+            for value in reads:
+                self.readers[value].append(action)
+
+        self.busy = [False] * routes.plan.num_ranks
+        self.begun: dict[StageKey, int] = defaultdict(int)
+        self.consumers_left = {cell: len(routes.outgoing[cell]) for cell in routes.cells}
+        self.bytes_held = [0] * routes.plan.num_ranks
+        self.lists: list[list[Compute]] = [[] for _ in range(routes.plan.num_ranks)]
+        self.running: list[tuple[float, int, Compute]] = []
+        self.num_started = 0
+
+    def _urgencies(self) -> dict[Compute, Urgency]:
+        due = due_microbatches(self.routes)
+        readers: dict[Value, list[Compute]] = defaultdict(list)
+        for action in self.actions:
+            for value in self.dependencies.reads(action):
+                readers[value].append(action)
+        urgency: dict[Compute, Urgency] = {}
+        for order, action in reversed(list(enumerate(self.actions))):
+            after = [-urgency[r].remaining for value in self.dependencies.writes(action) for r in readers[value]]
+            waited_for = action.cell in self.routes.with_backward or bool(self.routes.outgoing[action.cell])
+            turn = 1 if action.kind is Kind.BACKWARD else 0 if waited_for else 2
+            urgency[action] = Urgency(turn, due[action.cell], -max(after, default=0.0) - self.duration_s(action), order)
+        return urgency
+
+    def run(self) -> Schedule:
+        for action in self.actions:
+            if self.reads_missing[action] == 0:
+                self._push(action)
+        now, idle = 0.0, set(range(len(self.busy)))
+        while True:
+            self._dispatch(now, idle)
+            if not self.running and not self._let_one_through(now):
+                break
+            now = self.running[0][0]
+            idle = set()
+            while self.running and self.running[0][0] == now:
+                idle |= self._finish(heapq.heappop(self.running)[2])
+        assert self.num_started == len(self.actions), "work is left, but nothing is ready"
+        return Schedule(tuple(map(tuple, self.lists)))
+
+    def _push(self, action: Compute) -> None:
+        heapq.heappush(self.ready[stage_of(action.cell), action.kind], (self.urgency[action], action))
+
+    def _dispatch(self, now: float, idle: set[int]) -> None:
+        """Starts the most urgent actions on the idle ranks."""
+        for rank in sorted(idle):
+            while not self.busy[rank]:
+                action = min(
+                    (a for key in self.stages_of_rank[rank] if (a := self._candidate(key))),
+                    key=self.urgency.__getitem__,
+                    default=None,
+                )
+                if action is None:
+                    break
+                self._start(now, action)
+
+    def _candidate(self, stage: StageKey) -> Compute | None:
+        """The stage's most urgent action that may start now."""
+        ranks = self.ranks[stage]
+        if any(self.busy[rank] for rank in ranks):
+            return None
+        forwards, backwards = self.ready[stage, Kind.FORWARD], self.ready[stage, Kind.BACKWARD]
+        if self.all_forwards_first and any(self.forwards_left[rank] for rank in ranks):
+            backwards = []
+        candidates = [backwards[0]] if backwards else []
+        if forwards and self._within_limits(stage, forwards[0][1].cell):
+            candidates.append(forwards[0])
+        return min(candidates)[1] if candidates else None
+
+    def _within_limits(self, stage: StageKey, cell: Cell) -> bool:
+        if self.begun[stage] >= self.limit[stage]:
+            return False
+        if self.memory is None or cell not in self.routes.with_backward:
+            return True
+        size = self.memory.saved_bytes(cell)
+        return all(self.bytes_held[rank] + size <= self.memory.limit_bytes(rank) for rank in self.ranks[stage])
+
+    def _let_one_through(self, now: float) -> bool:
+        """Starts the most urgent forward in spite of the limits; False if there is none."""
+        held_back = [queue[0] for (_, kind), queue in self.ready.items() if kind is Kind.FORWARD and queue]
+        if held_back:
+            self._start(now, min(held_back)[1])
+        return bool(held_back)
+
+    def _start(self, now: float, action: Compute) -> None:
+        stage = stage_of(action.cell)
+        _, started = heapq.heappop(self.ready[stage, action.kind])
+        assert started == action
+        for rank in self.ranks[stage]:
+            self.busy[rank] = True
+            self.lists[rank].append(action)
+        if action.kind is Kind.FORWARD:
+            self._begin_cell(action.cell, +1)
+        self.num_started += 1
+        heapq.heappush(self.running, (now + self.duration_s(action), self.num_started, action))
+
+    def _begin_cell(self, cell: Cell, sign: int) -> None:
+        """Counts a cell as in flight (+1), or as finished (-1)."""
+        stage = stage_of(cell)
+        self.begun[stage] += sign
+        if self.memory is not None and cell in self.routes.with_backward:
+            size = self.memory.saved_bytes(cell)
+            for rank in self.ranks[stage]:
+                self.bytes_held[rank] += sign * size
+
+    def _finish(self, action: Compute) -> set[int]:
+        """Frees the action's ranks, hands on what it wrote; returns the ranks that may have something to start."""
+        stage = stage_of(action.cell)
+        touched = set(self.ranks[stage])
+        for rank in self.ranks[stage]:
+            self.busy[rank] = False
+            self.forwards_left[rank] -= action.kind is Kind.FORWARD
+        for value in self.dependencies.writes(action):
+            for reader in self.readers[value]:
+                self.reads_missing[reader] -= 1
+                if self.reads_missing[reader] == 0:
+                    self._push(reader)
+                    touched.update(self.ranks[stage_of(reader.cell)])
+        for cell in self._finished_cells(action):
+            self._begin_cell(cell, -1)
+            touched.update(self.ranks[stage_of(cell)])
+        return touched
+
+    def _finished_cells(self, action: Compute) -> list[Cell]:
+        if action.kind is Kind.BACKWARD:
+            return [action.cell]
+        finished = []
+        if action.cell not in self.routes.with_backward and not self.routes.outgoing[action.cell]:
+            finished.append(action.cell)
+        for route in self.routes.incoming[action.cell]:
+            self.consumers_left[route.source] -= 1
+            if self.consumers_left[route.source] == 0 and route.source not in self.routes.with_backward:
+                finished.append(route.source)
+        return finished

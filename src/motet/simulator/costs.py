@@ -1,0 +1,74 @@
+"""What the simulator asks of a cost model. Seconds and bytes; `motet.costs` answers for real models and clusters."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from motet.schedule.action import Compute, Kind, Reduce
+from motet.schedule.lower import Message
+from motet.schedule.routes import Cell
+
+
+class Costs(Protocol):
+    """Durations and sizes of one iteration. Every answer is a pure function of its argument."""
+
+    @property
+    def fixed_s(self) -> float:
+        """What each iteration takes beside its actions: the optimizer step and the like."""
+
+    def compute_s(self, action: Compute) -> float:
+        """How long the stage's ranks are busy with the action when nothing disturbs them."""
+
+    def message_s(self, message: Message) -> float:
+        """How long the message occupies its link: latency included, waiting for its turn not."""
+
+    def message_bytes(self, message: Message) -> int:
+        """Size of the message, which is also the size of the buffers at both of its ends."""
+
+    def reduce_s(self, reduce: Reduce) -> float:
+        """How long the reduction takes from the moment when its last participant joins."""
+
+    def saved_bytes(self, cell: Cell, half: bool) -> int:
+        """What *each* rank of the stage keeps for the cell's backward.
+
+        `half`: what it still keeps after the input half, until the weight half has run.
+        """
+
+    def static_bytes(self, rank: int) -> int:
+        """Parameters, gradients, optimizer state and whatever else stays for the whole iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformCosts:
+    """The same for every stage: for schedules drawn on paper, and for tests.
+
+    The two halves of a backward share its time equally."""
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    message_seconds: float = 0.0
+    reduce_seconds: float = 0.0
+    fixed_s: float = 0.0
+    saved_bytes_per_cell: int = 1
+    half_bytes_per_cell: int = 1
+    bytes_per_message: int = 0
+    static_bytes_per_rank: int = 0
+
+    def compute_s(self, action: Compute) -> float:
+        if action.kind is Kind.FORWARD:
+            return self.forward_s
+        return self.backward_s if action.kind is Kind.BACKWARD else self.backward_s / 2
+
+    def message_s(self, message: Message) -> float:
+        return self.message_seconds
+
+    def message_bytes(self, message: Message) -> int:
+        return self.bytes_per_message
+
+    def reduce_s(self, reduce: Reduce) -> float:
+        return self.reduce_seconds
+
+    def saved_bytes(self, cell: Cell, half: bool) -> int:
+        return self.half_bytes_per_cell if half else self.saved_bytes_per_cell
+
+    def static_bytes(self, rank: int) -> int:
+        return self.static_bytes_per_rank

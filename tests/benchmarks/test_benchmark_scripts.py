@@ -1,0 +1,82 @@
+"""Every benchmark runs at a tiny size. What it measures there means nothing; that it compares like with like does."""
+
+import re
+
+import against_ddp_and_fsdp
+import frozen_aware
+import pipeline_against_torch
+import prediction
+import pytest
+from measuring import Spread, ratio, seconds
+from reporting import Report
+
+from motet.runtime import launch
+
+TINY = ["--blocks", "1", "--steps", "1", "--layers", "2", "--width", "64"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_after_a_launch(monkeypatch):
+    """The number of ranks of a launch is the benchmark's own, whatever started the tests."""
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(key, raising=False)
+    assert not launch.started_by_torchrun()
+
+
+def text_of(report: Report, folder) -> str:
+    return report.write(folder).read_text()
+
+
+def test_pipeline_and_torch_compute_the_same(tmp_path):
+    report = pipeline_against_torch.main([*TINY, "--microbatches", "2", "--samples", "1", "--tokens", "8"])
+    numbers = re.search(r"motet \((.*), (.*)\), torch \((.*), (.*)\)", text_of(report, tmp_path))
+    assert numbers is not None
+    loss, norm, torch_loss, torch_norm = map(float, numbers.groups())
+    assert loss == pytest.approx(torch_loss, rel=1e-5)
+    assert norm == pytest.approx(torch_norm, rel=1e-5)
+
+
+def test_pipeline_ddp_and_fsdp_learn_the_same(tmp_path):
+    report = against_ddp_and_fsdp.main([*TINY, "--microbatches", "4", "--image-size", "32"])
+    text = text_of(report, tmp_path)
+    trained = re.findall(r"motet, pipeline ([\d.]+), DDP ([\d.]+), FSDP2 (\d+\.\d+)", text)
+    assert len(trained) == 2
+    for pipeline, ddp, fsdp in trained:
+        assert float(ddp) == pytest.approx(float(pipeline), rel=1e-4)
+        assert float(fsdp) == pytest.approx(float(pipeline), rel=1e-4)
+    first = [float(loss) for loss in re.findall(r"first step ([\d.]+);", text)]
+    assert all(float(after[0]) < before for after, before in zip(trained, first, strict=True))
+
+
+def test_frozen_aware_and_unaware_plans_compute_the_same(tmp_path):
+    arguments = [*TINY, "--microbatches", "2", "--image-size", "32", "--repetitions", "3"]
+    # Six ranks of one module each need six layers: two blocks make five of the encoder and four of the language model.
+    report = frozen_aware.main([*arguments, "--costs", str(tmp_path / "costs.json")])
+    text = text_of(report, tmp_path)
+    results = re.search(r"'frozen-aware': \((.*), (.*)\), 'frozen-unaware': \((.*), (.*)\)", text)
+    assert results is not None
+    loss, norm, other_loss, other_norm = map(float, results.groups())
+    assert loss == pytest.approx(other_loss, rel=1e-5)
+    assert norm == pytest.approx(other_norm, rel=1e-4)
+    assert text.count("Gain: measured") == 2
+
+
+def test_predictions_are_made_and_measured(tmp_path):
+    arguments = [*TINY, "--image-size", "32", "--repetitions", "3", "--cases", "1"]
+    report = prediction.main([*arguments, "--costs", str(tmp_path / "costs.json")])
+    text = text_of(report, tmp_path)
+    assert len(re.findall(r"\| (?:computed|emulated) \|", text)) == 2
+    assert "Error of the prediction: median" in text
+
+
+def test_cases_of_the_prediction_differ():
+    cases = prediction.COMPUTED + prediction.EMULATED
+    assert len(cases) >= 10
+    assert len({(c.name, c.num_ranks, c.num_microbatches, c.schedule) for c in cases}) == len(cases)
+    assert {c.schedule for c in cases} == {"1f1b", "gpipe"}
+
+
+def test_ratios_are_of_the_same_round():
+    blocks = {"a": [[1.0, 3.0, 2.0], [20.0]], "b": [[1.0], [10.0]]}
+    assert ratio(blocks, "a", "b") == Spread(2.0, 2.0, 2.0)
+    assert seconds(blocks, "b") == Spread(5.5, 3.25, 7.75)

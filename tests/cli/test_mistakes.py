@@ -1,0 +1,162 @@
+"""What is wrong in the user's input gets exit code 2 and one clear line: which key or file, and what would be right."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mistakes import expect_mistake
+from tiny_run import write_tiny_run
+
+from motet.cli.main import main
+
+EXPLICIT = "parallel={planner: explicit, explicit: {vision: {%s}, audio: {%s}, language_model: {%s}}}"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_tiny_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND; see motet --help"),
+        (["plam", "run.yaml"], "invalid choice: 'plam' .*'plan'"),
+        (["plan"], "required: RUN.yaml; see motet plan --help"),
+        (["plan", "run.yaml", "--ouput", "x"], "unrecognized arguments: --ouput x"),
+        (["plan", "nothing.yaml"], r"nothing.yaml: cannot be read \(No such file or directory\)"),
+        (["verify", "run.yaml", "--dtype", "float8"], "invalid choice: 'float8'"),
+    ],
+)
+def test_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    expect_mistake(capsys, arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "line 1, column 9: .*mend the YAML"),
+        ("train: {}\ntrain: {}\n", "line 2, column 1: key 'train' stands twice"),
+        ("just words", "holds no mapping; a run file has the keys model, data, cluster, parallel, train"),
+    ],
+)
+def test_files_that_are_no_run_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    expect_mistake(capsys, ["plan", path], f"run.yaml: {message}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trian.steps=3", "trian: is not a known key; did you mean 'train'?"),
+        ("train.steps=soon", 'train.steps: is "soon"; give a whole number at least 1'),
+        ("train.lr_schedule=cosin", "train.lr_schedule: is \"cosin\"; did you mean 'cosine'?"),
+        ("steps=", "steps: is not a known key; known are model, data"),
+        ("train.steps", "--set train.steps: is not of the form a.b.c=value"),
+        # The model.
+        (
+            "model.language_model.config=LamaConfig",
+            "model.language_model.config: LamaConfig is not known; .*LlamaConfig",
+        ),
+        ("model.language_model.config=WhisperConfig", "model.language_model: whisper is an encoder"),
+        ("model.encoders.vision.config=LlamaConfig", "model.encoders.vision: llama is a language model"),
+        ("model.encoders.vision.projector=conv", 'projector: is "conv"; give one of linear, mlp, null'),
+        ("model.encoders.vision={path: /nowhere}", "model.encoders.vision.path: /nowhere"),
+        (
+            "model.merge=cross_attention",
+            "model.merge: llama has no cross-attention layers; give placeholder or prepend",
+        ),
+        ("model.language_model.values.vocab_size=20", "vocabulary has 20 tokens, but the tokenizer has .*vocab_size"),
+        (
+            "model.encoders.vision.values.hidden_size=big",
+            "model.encoders.vision: .*hidden_size is .big.; give a whole number",
+        ),
+        ("model.placeholder_tokens={vision: <picture>}", "placeholder_tokens.vision: .*does not know '<picture>'"),
+        ("model.encoders.audio.values.max_source_positions=26", "max_source_positions: 26 does not divide"),
+        # The layout.
+        ("parallel.planner=cornstrach", "parallel.planner: 'cornstrach' is not known; give one of .*cornstarch"),
+        ("parallel.schedule=1f1c", "schedule '?1f1c'?.* known are gpipe, 1f1b"),
+        (EXPLICIT % ("pp: 9", "", ""), "vision.pp is 9, but it has 5 layers; give at most 5"),
+        (EXPLICIT % ("", "", "tp: 8"), "language_model.*8.*(divide|heads)"),
+        (EXPLICIT % ("dp: 2", "", ""), "dp is 2 for vision but 1 for audio"),
+        (EXPLICIT % ("", "", "pp: 3"), "plan uses 5 ranks but cluster has 4; set cluster.num_devices to 5"),
+        (
+            EXPLICIT % ("", "", "pp: 2, layers_per_stage: [1, 2]"),
+            "language_model.layers_per_stage: .* adds up to 3; .*add up to 5",
+        ),
+        ("parallel={planner: explicit, explicit: {vision: {}}}", "parallel.explicit: has no audio, language_model"),
+        ("parallel.recompute=[video]", "parallel.recompute: there is no module 'video'; the model has vision, audio"),
+        ("cluster.num_devices=1", "cluster.num_devices: is 1, but vision and audio and language_model need at least 2"),
+        ("cluster.accelerator=h1000", "cluster: device 'h1000' is not known; give one of cpu, a40"),
+        ("cluster.costs=nothing.json", r"costs: nothing.json: cannot be read .*motet profile. writes one"),
+        ("cluster.costs=/dev/null", "costs: /dev/null is no cost table"),
+        # The data.
+        ("train.global_batch_size=100", "train.global_batch_size: is 100, but there are 64 training samples"),
+        ("data.max_digits=12", "data.max_digits: is 12; give a whole number at least 1 and at most 8"),
+        ("data={kind: conversation, files: a}", "data.kind: is 'conversation'; did you mean 'conversations'?"),
+    ],
+)
+def test_values_of_the_run_file(
+    capsys: pytest.CaptureFixture[str], run_file: Path, override: str, message: str
+) -> None:
+    expect_mistake(capsys, ["plan", run_file, "--set", override], message)
+
+
+def test_nothing_to_train(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    frozen = ["encoders.vision.train={module: false, projector: false}", "language_model.train.module=false"]
+    frozen.append("encoders.audio.train={module: false, projector: false}")
+    overrides = [argument for override in frozen for argument in ("--set", f"model.{override}")]
+    expect_mistake(capsys, ["plan", run_file, *overrides], "model: nothing is trainable; set train.module or")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["modules", "vision", "num_layers"], 6, r"\[0\]: its stages end at layer 5, but the module has 6 layers"),
+        (["num_microbatch"], 2, "num_microbatch: is not a known key; did you mean 'num_microbatches'?"),
+        (["schedule"], "2f2b", "schedule '2f2b' is not known; known are gpipe, 1f1b"),
+        (["modules", "vision", "trainable"], [[0, 4]], r"vision.trainable: is \[\[0, 4\]\], but in the model it is"),
+        (["edges"], [], "edges: vision must enter language_model at layers .0., as in the model"),
+        (
+            ["modules", "vision", "replicas", 0, "stages", 0, "ranks"],
+            [7],
+            "of 0..7 have no stage; number the ranks without gaps",
+        ),
+    ],
+)
+def test_plans(
+    capsys: pytest.CaptureFixture[str], run_file: Path, path: list[str | int], value: object, message: str
+) -> None:
+    plan_file = run_file.with_name("plan.json")
+    assert main(["plan", str(run_file), "--out", str(plan_file)]) == 0
+    capsys.readouterr()
+    document = at = json.loads(plan_file.read_text())
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    plan_file.write_text(json.dumps(document))
+    expect_mistake(capsys, ["simulate", run_file, "--plan", plan_file], message)
+
+
+def test_files_that_are_no_plans(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    expect_mistake(capsys, ["simulate", run_file, "--plan", "nothing.json"], "--plan nothing.json: cannot be read")
+    expect_mistake(capsys, ["simulate", run_file, "--plan", run_file], "--plan .*run.yaml: plan: is not JSON")
+
+
+def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    plan_file = run_file.with_name("plan.json")
+    assert main(["plan", str(run_file), "--out", str(plan_file)]) == 0
+    capsys.readouterr()
+    deeper = ["--set", "model.language_model.values.num_hidden_layers=4"]
+    arguments = ["simulate", run_file, "--plan", plan_file, *deeper]
+    expect_mistake(capsys, arguments, "language_model.num_layers: is 5, but the model has 6")
+
+
+def test_places_that_cannot_be_written(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    inside_a_file = run_file / "plan.json"
+    assert main(["plan", str(run_file), "--out", str(inside_a_file)]) == 2
+    assert "--out" in (error := capsys.readouterr().err)
+    assert "cannot be written" in error.splitlines()[-1]

@@ -1,0 +1,135 @@
+"""Mistakes that show when training begins: in one line too, and no process is left behind."""
+
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from mistakes import expect_mistake
+from tiny_run import write_tiny_run
+
+from motet.cli.main import main
+
+EXPLICIT = "parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_tiny_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tiny run after two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_file = write_tiny_run(folder)
+    options = [EXPLICIT, "cluster.num_devices=3", "train.steps=2", "train.checkpoint_every=2"]
+    assert main(["train", str(run_file), *(part for option in options for part in ("--set", option))]) == 0
+    return folder / "output" / "checkpoints" / "step_00000002"
+
+
+def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: list[str], message: str) -> None:
+    three = [EXPLICIT, "cluster.num_devices=3"]
+    options = [part for override in (*three, *overrides) for part in ("--set", override)]
+    expect_mistake(capsys, ["train", run_file, *options], message, says_more=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.resume=/nowhere"], "train.resume: /nowhere is not a folder; give a checkpoint's"),
+        (["train.resume=/"], "train.resume: / is not a checkpoint: checkpoint.json is missing"),
+        (["cluster.memory_bytes=1e5"], "does not fit: rank [0-2] needs .* more stages or tensor parallelism"),
+        (["cluster.num_nodes=3"], "cluster.num_nodes: is 3; processes on several machines are started by torchrun"),
+        (["model.encoders.vision.values.num_attention_heads=5"], "model.encoders.vision.*heads"),
+        (["model.encoders.vision.path=/nowhere", "model.encoders.vision.config=null"], "vision.path: /nowhere"),
+    ],
+)
+def test_values(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: list[str], message: str) -> None:
+    expect_refusal(capsys, run_file, overrides, message)
+
+
+def test_no_space_for_a_checkpoint(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    expect_refusal(
+        capsys, run_file, ["train.checkpoint_every=2"], "train.output: no space for a checkpoint in .*; choose another"
+    )
+
+
+def test_an_output_folder_that_cannot_be(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    expect_refusal(capsys, run_file, [f"train.output={run_file}/inside"], "train.output: .*run.yaml/inside")
+
+
+def test_a_finished_run_is_not_resumed(capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path) -> None:
+    overrides = [f"train.resume={checkpoint}", "train.steps=2"]
+    expect_refusal(capsys, run_file, overrides, "train.steps: is 2, but .* has finished 2 steps; give more")
+
+
+def test_a_checkpoint_of_another_model(capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path) -> None:
+    overrides = [f"train.resume={checkpoint}", "model.language_model.values.intermediate_size=96"]
+    expect_refusal(
+        capsys, run_file, overrides, "train.resume: .*step_00000002 is of another model: .*mlp.gate_proj.weight is"
+    )
+
+
+def test_a_checkpoint_cut_short(
+    capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "step_00000002"
+    shutil.copytree(checkpoint, copy)
+    shard = max(copy.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    os.truncate(shard, shard.stat().st_size // 2)
+    expect_refusal(capsys, run_file, [f"train.resume={copy}"], "train.resume: .*is cut short: .* bytes; use another")
+
+
+def test_a_checkpoint_with_a_flipped_bit(
+    capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "step_00000002"
+    shutil.copytree(checkpoint, copy)
+    shard = max(copy.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    expect_refusal(capsys, run_file, [f"train.resume={copy}"], "train.resume: .* has changed since it was written")
+
+
+def test_a_damaged_manifest(
+    capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "step_00000002"
+    shutil.copytree(checkpoint, copy)
+    (copy / "checkpoint.json").write_text("{")
+    expect_refusal(capsys, run_file, [f"train.resume={copy}"], "checkpoint.json is damaged")
+
+
+def test_a_world_that_the_plan_does_not_fill(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    plan_file = run_file.with_name("plan.json")
+    options = ["--set", EXPLICIT, "--set", "cluster.num_devices=3"]
+    assert main(["plan", str(run_file), *options, "--out", str(plan_file)]) == 0
+    capsys.readouterr()
+    arguments = ["train", run_file, "--plan", plan_file]
+    expect_mistake(capsys, arguments, "cluster.num_devices: is 4, but the plan has 3 ranks; give cluster.num_devices=3")
+
+
+def test_torchrun_with_another_number_of_processes(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expect_mistake(capsys, ["train", run_file], "the plan has 4 ranks, but torchrun started 2 processes; start 4")
+
+
+def test_a_plan_of_another_model_is_not_verified(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    plan_file = run_file.with_name("plan.json")
+    assert main(["plan", str(run_file), "--out", str(plan_file)]) == 0
+    capsys.readouterr()
+    plan = json.loads(plan_file.read_text())
+    plan["modules"]["vision"]["trainable"] = []
+    plan_file.write_text(json.dumps(plan))
+    expect_mistake(capsys, ["verify", run_file, "--plan", plan_file], "vision.trainable: is .*, but in the model it is")

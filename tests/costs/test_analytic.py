@@ -1,0 +1,200 @@
+"""FLOPs by formula against torch's FlopCounterMode on the real transformers modules."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny_configs import EVERY_MODEL
+from torch.utils.flop_counter import FlopCounterMode
+
+from motet.cluster import LINKS, cpu_cluster
+from motet.costs.analytic import analytic_module_costs, analytic_table, layer_flops
+from motet.costs.load import Load
+from motet.models.projector import build_projector
+from motet.workload import module_workload, projector_layer
+
+TOKENS = 128
+
+
+def eager_model(name):
+    config, model_class = EVERY_MODEL[name]
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return model_class(config)
+
+
+def run_language_model(model, hidden):
+    return model(inputs_embeds=hidden).logits
+
+
+def run_block_of(name, model, index, hidden):
+    """One block on [1, TOKENS, width], with what it takes beside it."""
+    width = model.config.hidden_size if hasattr(model.config, "hidden_size") else model.config.d_model
+    if name == "qwen2_5_vl":
+        rotary = (torch.ones(TOKENS, width // 4), torch.zeros(TOKENS, width // 4))
+        window = TOKENS if index in model.config.fullatt_block_indexes else 64
+        bounds = torch.arange(0, TOKENS + 1, window, dtype=torch.int32)
+        return model.blocks[index](hidden[0], cu_seqlens=bounds, position_embeddings=rotary)
+    if name == "pixtral":
+        rotary = (torch.ones(1, TOKENS, width // 4), torch.zeros(1, TOKENS, width // 4))
+        return model.transformer.layers[index](hidden, attention_mask=None, position_embeddings=rotary)
+    blocks = {"dinov2": "encoder.layer", "dinov2-swiglu": "encoder.layer"}.get(name, "encoder.layers")
+    blocks = "layers" if name in ("whisper", "qwen2_audio") else blocks
+    block = model.get_submodule(blocks)[index]
+    output = block(hidden, **({} if name.startswith("dinov2") else {"attention_mask": None}))
+    return output[0] if isinstance(output, tuple) else output
+
+
+def counted(function):
+    with FlopCounterMode(display=False) as counter:
+        result = function()
+    return counter.get_total_flops(), result
+
+
+def count_parts(run, hidden, parameters):
+    """FLOPs of forward, and of backward for: input only, input and weights, weights only."""
+    backward = []
+    for input_gradient, weight_gradient in ((True, False), (True, True), (False, True)):
+        for parameter in parameters:
+            parameter.requires_grad_(weight_gradient)
+        hidden = hidden.detach().requires_grad_(input_gradient)
+        forward, output = counted(lambda hidden=hidden: run(hidden))
+        flops, _ = counted(lambda output=output: output.sum().backward())
+        backward.append(flops)
+    return forward, *backward
+
+
+def assert_equal_parts(cost, load, parts, tolerance=0.01):
+    forward, input_only, both, weights_only = parts
+    assert cost.forward.seconds(load) == pytest.approx(forward, rel=tolerance)
+    assert cost.input_gradient.seconds(load) == pytest.approx(input_only, rel=tolerance)
+    full = cost.backward(input_gradient=True, weight_gradient=True)
+    assert full.seconds(load) == pytest.approx(both, rel=tolerance)
+    assert cost.weight_gradient_alone.seconds(load) == pytest.approx(weights_only, rel=tolerance)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    "name", ["siglip", "clip", "dinov2", "dinov2-swiglu", "pixtral", "qwen2_5_vl", "whisper", "qwen2_audio"]
+)
+def test_encoder_blocks(name, index):
+    model = eager_model(name)
+    workload = module_workload(EVERY_MODEL[name][0])
+    hidden = torch.randn(1, TOKENS, workload.hidden_size)
+    parts = count_parts(lambda x: run_block_of(name, model, index, x), hidden, list(model.parameters()))
+    load = Load(tokens=TOKENS, pairs=TOKENS**2, sequences=1)
+    assert_equal_parts(layer_flops(workload.layers[1 + index]), load, parts)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "phi3"])
+def test_language_models(name):
+    """Blocks and head together, of two sequences."""
+    model = eager_model(name)
+    workload = module_workload(EVERY_MODEL[name][0])
+    hidden = torch.randn(2, TOKENS, workload.hidden_size)
+    parts = count_parts(lambda x: run_language_model(model, x), hidden, list(model.parameters()))
+    load = Load(tokens=2 * TOKENS, pairs=2 * TOKENS**2, sequences=2, outputs=2 * TOKENS)
+    costs = [layer_flops(layer) for layer in workload.layers[1:]]
+    assert sum(c.forward.seconds(load) for c in costs) == pytest.approx(parts[0], rel=0.01)
+    assert sum(c.input_gradient.seconds(load) for c in costs) == pytest.approx(parts[1], rel=0.01)
+    both = sum(c.backward(input_gradient=True, weight_gradient=True).seconds(load) for c in costs)
+    assert both == pytest.approx(parts[2], rel=0.01)
+    first, *rest = costs
+    alone = first.weight_gradient_alone.seconds(load) + sum(
+        c.backward(input_gradient=True, weight_gradient=True).seconds(load) for c in rest
+    )
+    assert alone == pytest.approx(parts[3], rel=0.01)
+
+
+def test_cross_attention_block():
+    model = eager_model("mllama")
+    workload = module_workload(EVERY_MODEL["mllama"][0])
+    num_encoder_tokens = 96
+    encoder = torch.randn(1, num_encoder_tokens, 64)
+    block = model.model.layers[1]
+    mask = torch.ones(1, 1, TOKENS, 1)
+
+    def run(hidden):
+        output = block(
+            hidden,
+            cross_attention_states=encoder,
+            cross_attention_mask=None,
+            attention_mask=None,
+            full_text_row_masked_out_mask=mask[:, 0][:, None],
+            position_embeddings=None,
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+    block.cross_attn_attn_gate.data.fill_(1.0)
+    block.cross_attn_mlp_gate.data.fill_(1.0)
+    hidden = torch.randn(1, TOKENS, 64)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    forward, output = counted(lambda: run(hidden.requires_grad_(True)))
+    encoder.requires_grad_(True)
+    _, output = counted(lambda: run(hidden))
+    backward, _ = counted(lambda: output.sum().backward())
+    load = Load(
+        tokens=TOKENS,
+        pairs=TOKENS**2,
+        sequences=1,
+        incoming=num_encoder_tokens,
+        incoming_pairs=TOKENS * num_encoder_tokens,
+    )
+    cost = layer_flops(workload.layers[2])
+    assert cost.forward.seconds(load) == pytest.approx(forward, rel=0.01)
+    full = cost.backward(input_gradient=True, weight_gradient=True)
+    assert full.seconds(load) == pytest.approx(backward, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip", "dinov2", "pixtral", "qwen2_5_vl", "whisper", "qwen2_audio"])
+def test_embeddings_and_heads_of_encoders(name):
+    """The whole encoder's forward, with 144 patches to a class token."""
+    model = eager_model(name).eval()
+    workload = module_workload(EVERY_MODEL[name][0])
+    if name == "qwen2_5_vl":
+        num_tokens, windows = 16 * 16, 4
+        features = {"hidden_states": torch.randn(256, 3 * 2 * 4 * 4), "grid_thw": torch.tensor([[1, 16, 16]])}
+        assert windows * 64 == num_tokens
+    elif name in ("whisper", "qwen2_audio"):
+        num_tokens, features = 50, {"input_features": torch.randn(1, 16, 100)}
+    else:
+        num_tokens = 144 + (name in ("clip", "dinov2"))
+        features = {"pixel_values": torch.randn(1, 3, 96, 96)}
+    with torch.no_grad():
+        forward, _ = counted(lambda: model(**features))
+    load = Load(tokens=num_tokens, pairs=num_tokens**2, sequences=1)
+    predicted = sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers)
+    if name == "siglip":  # The pooler is computed by the whole model, not by our head.
+        pooler = model.vision_model.head if hasattr(model, "vision_model") else model.head
+        forward -= counted(lambda: pooler(torch.randn(1, num_tokens, 64)))[0]
+    assert forward == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("projector", ["linear", "mlp"])
+def test_projectors(projector):
+    built = build_projector(projector, 24, 40)
+    parts = count_parts(built, torch.randn(TOKENS, 24), list(built.parameters()))
+    assert_equal_parts(layer_flops(projector_layer(projector, 24, 40)), Load(outputs=TOKENS), parts)
+
+
+def test_seconds_are_flops_over_speed_and_tensor_parallelism_halves_blocks():
+    workload = module_workload(EVERY_MODEL["llama"][0])
+    load = Load(tokens=64, pairs=64**2, sequences=1)
+    link = LINKS["loopback"]
+    one = analytic_module_costs(workload, flops_per_s=1e9, dtype_bytes=4, tp_size=1, link=link)
+    two = analytic_module_costs(workload, flops_per_s=1e9, dtype_bytes=4, tp_size=2, link=link)
+    flops = layer_flops(workload.layers[1]).forward.seconds(load)
+    assert one.layers[1].forward.seconds(load) == pytest.approx(flops / 1e9)
+    # Two all-reduces, each two steps with half of the bytes.
+    collectives = 2 * (2 * link.latency_s + 64 * 64 * 4 / link.bytes_per_s)
+    assert two.layers[1].forward.seconds(load) == pytest.approx(flops / 2e9 + collectives)
+
+
+def test_table_of_a_cluster():
+    workload = module_workload(EVERY_MODEL["llama"][0])
+    table = analytic_table({"language_model": workload}, cpu_cluster(4), tp_sizes=(1, 2))
+    assert table.source == "analytic"
+    assert len(table.of("language_model", 2).layers) == workload.num_layers
+    with nullcontext(), pytest.raises(ValueError, match="was not measured with tp_size 4, only 1, 2"):
+        table.of("language_model", 4)

@@ -1,0 +1,70 @@
+"""Cost tables: arithmetic, files, and what is wrong with files."""
+
+import pytest
+
+from motet.costs.cost_model import ZERO, CostTable, LayerCost, LinkCost, ModuleCosts, Quadratic, total
+from motet.costs.load import Load
+
+LAYER = LayerCost(
+    forward=Quadratic(constant=1.0, per_token=2.0, per_pair=3.0),
+    forward_without_graph=Quadratic(constant=1.0),
+    input_gradient=Quadratic(per_token=5.0),
+    weight_gradient=Quadratic(per_token=7.0),
+    weight_gradient_alone=Quadratic(per_token=11.0),
+)
+OTHER = LayerCost(
+    forward=ZERO, forward_without_graph=ZERO, input_gradient=ZERO, weight_gradient=ZERO, weight_gradient_alone=ZERO
+)
+TABLE = CostTable(
+    modules={"m": {1: ModuleCosts(layers=(OTHER, LAYER, LAYER), stage_forward=Quadratic(constant=0.5))}},
+    source="profiled",
+    hardware="a machine",
+    date="2026-01-02",
+    message=LinkCost(latency_s=1e-5, bytes_per_s=1e9),
+    optimizer_s_per_parameter=1e-9,
+    notes={"ranks": 2},
+)
+
+
+def test_seconds_of_a_load():
+    load = Load(tokens=10, pairs=100, sequences=1)
+    assert LAYER.forward.seconds(load) == 1 + 20 + 300
+    assert total([LAYER.forward, LAYER.input_gradient]).seconds(load) == 321 + 50
+    assert LAYER.forward.times(2).seconds(load) == 642
+
+
+@pytest.mark.parametrize(
+    ("input_gradient", "weight_gradient", "expected"),
+    [(True, True, 12), (True, False, 5), (False, True, 11), (False, False, 0)],
+)
+def test_backward_of_every_combination(input_gradient, weight_gradient, expected):
+    cost = LAYER.backward(input_gradient=input_gradient, weight_gradient=weight_gradient)
+    assert cost.seconds(Load(tokens=1)) == expected
+
+
+def test_file_round_trip(tmp_path):
+    path = tmp_path / "costs.json"
+    TABLE.save(path)
+    assert CostTable.load(path) == TABLE
+    # Layers of equal cost stand in the file once.
+    assert path.read_text().count('"per_pair"') == 1
+
+
+def test_what_the_table_does_not_have():
+    with pytest.raises(ValueError, match="there is no module 'n'; the table has m"):
+        TABLE.of("n", 1)
+    with pytest.raises(ValueError, match="m was not measured with tp_size 2, only 1"):
+        TABLE.of("m", 2)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"modules": {}}', '{"modules": {"m": {"1": {}}}}'])
+def test_broken_files(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"costs\.json is no cost table"):
+        CostTable.load(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.json: cannot be read"):
+        CostTable.load(tmp_path / "nothing.json")

@@ -1,0 +1,232 @@
+"""The costs of actions and messages: by hand on a small problem, frozen and trainable, packed into stages at will."""
+
+from dataclasses import replace
+
+import pytest
+from tiny_configs import EVERY_MODEL
+
+from motet.cluster import cpu_cluster
+from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
+from motet.costs.iteration import IterationCosts
+from motet.costs.load import Load, microbatch_load
+from motet.costs.memory import MemoryOptions
+from motet.data.assignment import contiguous_assignment
+from motet.data.sample import Sample, Segment
+from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.schedule.action import Compute, Kind, Reduce
+from motet.schedule.dependencies import Dependencies
+from motet.schedule.generators import GENERATORS
+from motet.schedule.lower import Message, lower
+from motet.schedule.routes import Cell, derive_routes
+from motet.workload import module_workload, with_projector
+
+VISION = with_projector(module_workload(EVERY_MODEL["siglip"][0]), "mlp", 64)
+TEXT = module_workload(EVERY_MODEL["llama"][0])
+PARTS = {"forward": 1.0, "forward_without_graph": 0.5, "input_gradient": 10.0, "weight_gradient": 100.0}
+
+
+def layer_cost(scale):
+    parts = {name: Quadratic(constant=scale * value) for name, value in PARTS.items()}
+    return LayerCost(**parts, weight_gradient_alone=Quadratic(constant=1000.0 * scale))
+
+
+def costs_of(num_layers, stage=0.0):
+    return ModuleCosts(
+        layers=(layer_cost(1),) * num_layers,
+        stage_forward=Quadratic(constant=stage),
+        stage_backward=Quadratic(constant=2 * stage),
+    )
+
+
+TABLE = CostTable(
+    modules={"vision": {1: costs_of(5)}, "text": {1: costs_of(4, 0.25), 2: costs_of(4)}},
+    source="profiled",
+    hardware="",
+    date="",
+    optimizer_constant_s=1.0,
+    optimizer_s_per_parameter=1e-6,
+)
+SAMPLES = [
+    Sample(
+        str(i),
+        {"text": (Segment(144, source="vision"), Segment(6 + i)), "vision": (Segment(144, grid=(12, 12)),)}
+        if i != 3
+        else {"text": (Segment(10),)},
+        {"text": 3},
+    )
+    for i in range(4)
+]
+
+
+def stage(layers, *ranks):
+    return Stage(layers=layers, ranks=ranks, tp_size=len(ranks))
+
+
+def small_plan(*, vision_trainable=((4, 5),), text_trainable=(), tp=False, recompute=(), tied=()):
+    text = [stage((0, 2), 1, 2), stage((2, 4), 3, 4)] if tp else [stage((0, 2), 1), stage((2, 4), 2)]
+    return Plan(
+        modules={
+            "vision": ModulePlan(
+                kind="encoder",
+                num_layers=5,
+                replicas=(Replica(stages=(stage((0, 5), 0),)),),
+                trainable=vision_trainable,
+            ),
+            "text": ModulePlan(
+                kind="language_model",
+                num_layers=4,
+                replicas=(Replica(stages=tuple(text)),),
+                trainable=text_trainable,
+                loss_weight=1.0,
+                tied=tied,
+            ),
+        },
+        edges=(Edge(source="vision", target="text"),),
+        num_microbatches=4,
+        recompute=recompute,
+    )
+
+
+def bind(plan, samples=SAMPLES, **options):
+    routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
+    given = {"workloads": {"vision": VISION, "text": TEXT}, "table": TABLE, "cluster": cpu_cluster(8), **options}
+    return IterationCosts(routes, samples, **given)
+
+
+def seconds(costs, kind, *cell):
+    return costs.compute_s(Compute(kind, Cell(*cell)))
+
+
+def test_frozen_encoder_and_language_model_with_trainable_projector():
+    costs = bind(small_plan())
+    # Four frozen layers without a graph, the projector with one and its weight gradient alone.
+    assert seconds(costs, Kind.FORWARD, "vision", 0, 0, 0) == 4 * 0.5 + 1
+    assert seconds(costs, Kind.BACKWARD, "vision", 0, 0, 0) == 1000
+    # Frozen, but gradients pass through to the projector; a stage costs something too.
+    assert seconds(costs, Kind.FORWARD, "text", 0, 1, 0) == 0.25 + 2
+    assert seconds(costs, Kind.BACKWARD, "text", 0, 1, 0) == 0.5 + 2 * 10
+
+
+def test_a_microbatch_without_images_has_no_backward():
+    costs = bind(small_plan())
+    assert Cell("text", 0, 0, 3) not in costs.routes.with_backward
+    assert seconds(costs, Kind.FORWARD, "text", 0, 0, 3) == 0.25 + 2 * 0.5
+
+
+def test_everything_trainable():
+    costs = bind(small_plan(vision_trainable=((0, 5),), text_trainable=((0, 4),)))
+    assert seconds(costs, Kind.BACKWARD, "vision", 0, 0, 0) == 1000 + 4 * 110
+    assert seconds(costs, Kind.BACKWARD, "text", 0, 0, 0) == 0.5 + 2 * 110
+    # Without images nothing lies before the first layer.
+    assert seconds(costs, Kind.BACKWARD, "text", 0, 0, 3) == 0.5 + 1000 + 110
+
+
+def test_halves_add_up_to_the_backward():
+    costs = bind(small_plan(vision_trainable=((2, 5),), text_trainable=((1, 3),)))
+    for cell in costs.routes.with_backward:
+        halves = costs.compute_s(Compute(Kind.INPUT, cell)) + costs.compute_s(Compute(Kind.WEIGHT, cell))
+        assert halves == costs.compute_s(Compute(Kind.BACKWARD, cell))
+
+
+def test_recomputation_is_paid_by_blocks_with_a_gradient():
+    plan = small_plan(vision_trainable=((2, 5),), recompute=("vision",))
+    costs = bind(plan)
+    # Block 2, head and projector are trainable: only block 2 is run again, and keeps no graph before.
+    assert seconds(costs, Kind.FORWARD, "vision", 0, 0, 0) == 2 * 0.5 + 0.5 + 2
+    assert seconds(costs, Kind.BACKWARD, "vision", 0, 0, 0) == 1 + 1000 + 2 * 110
+
+
+def test_bytes_of_messages():
+    costs = bind(small_plan(), memory=MemoryOptions(activation_bytes=2))
+    routes = costs.routes
+    into_text = Message(Cell("vision", 0, 0, 0), Cell("text", 0, 0, 0), False, 0, 1)
+    assert routes.outgoing[into_text.source][0].target == into_text.target
+    assert costs.message_bytes(into_text) == 144 * 64 * 2
+    between = Message(Cell("text", 0, 0, 1), Cell("text", 0, 1, 1), True, 2, 1)
+    assert costs.message_bytes(between) == 151 * 64 * 2
+    assert costs.message_s(between) > costs.cluster.within_node.latency_s
+
+
+def test_reductions_and_the_optimizer():
+    def replicated(**options):
+        plan = small_plan(text_trainable=((1, 4),), **options)
+        text = plan.modules["text"]
+        second = Replica(stages=(stage((0, 2), 4), stage((2, 4), 5)))
+        vision = plan.modules["vision"]
+        both = {
+            "vision": replace(vision, replicas=(*vision.replicas, Replica(stages=(stage((0, 5), 3),)))),
+            "text": replace(text, replicas=(*text.replicas, second)),
+        }
+        return replace(plan, modules=both, num_microbatches=2)
+
+    costs = bind(replicated())
+    block, head = TEXT.layers[1].num_parameters, TEXT.layers[3].num_parameters
+    link = costs.cluster.within_node
+    # Two ranks, two steps of half of the bytes; layer 0 of the first stage is frozen.
+    assert costs.reduce_s(Reduce("text", 0, 2)) == pytest.approx(2 * link.latency_s + 4 * block / link.bytes_per_s)
+    assert costs.fixed_s == pytest.approx(1.0 + 1e-6 * (block + head))
+    shared = bind(replicated(), memory=MemoryOptions(zero1=True))
+    assert shared.fixed_s == pytest.approx(1.0 + 1e-6 * (block + head) / 2)
+    assert shared.static_bytes(2) == costs.static_bytes(2) - 4 * (block + head)
+
+
+def test_tensor_parallelism_uses_its_own_costs_and_holds_a_share():
+    costs = bind(small_plan(tp=True))
+    assert seconds(costs, Kind.FORWARD, "text", 0, 1, 0) == 2
+    whole = bind(small_plan())
+    assert costs.static_bytes(3) == pytest.approx(whole.static_bytes(2) / 2, rel=0.02)
+    table = replace(TABLE, modules={"vision": TABLE.modules["vision"], "text": {1: costs_of(4)}})
+    unknown = bind(small_plan(tp=True), table=table)
+    with pytest.raises(ValueError, match="text was not measured with tp_size 2"):
+        seconds(unknown, Kind.FORWARD, "text", 0, 0, 0)
+
+
+def test_saved_bytes_follow_the_gradients():
+    frozen, trained = bind(small_plan()), bind(small_plan(vision_trainable=((0, 5),)))
+    cell = Cell("vision", 0, 0, 0)
+    assert 0 < frozen.saved_bytes(cell, False) < trained.saved_bytes(cell, False) / 4
+    assert bind(small_plan(text_trainable=())).saved_bytes(Cell("text", 0, 0, 3), False) == 0
+    again = bind(small_plan(vision_trainable=((0, 5),), recompute=("vision",)))
+    assert again.saved_bytes(cell, False) < trained.saved_bytes(cell, False)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_every_step_of_a_program_has_its_costs(schedule):
+    costs = bind(small_plan(text_trainable=((0, 4),), tied=((0, 3),)))
+    dependencies = Dependencies(costs.routes)
+    program = lower(GENERATORS[schedule](costs.routes), dependencies)
+    for step in program.steps:
+        if isinstance(step, Compute):
+            assert costs.compute_s(step) > 0
+        elif isinstance(step, Message):
+            assert costs.message_s(step) > 0
+        else:
+            # One rank holds each layer, but the tied ones' holders are two.
+            assert (costs.reduce_s(step) > 0) == step.tied
+
+
+def test_loads_of_padded_and_packed_sequences():
+    text = {"m": (Segment(4),)}, {"m": (Segment(6),)}
+    samples = [Sample(str(i), layout, {"m": 2}) for i, layout in enumerate(text)]
+    padded = module_workload(EVERY_MODEL["llama"][0])
+    packed = module_workload(EVERY_MODEL["llama"][0], packing=True)
+    assert microbatch_load(padded, "m", samples) == Load(
+        tokens=12, pairs=72, sequences=2, outputs=4, tokens_squared=144
+    )
+    assert microbatch_load(packed, "m", samples) == Load(
+        tokens=10, pairs=100, sequences=2, outputs=4, tokens_squared=100
+    )
+
+
+def test_loads_of_encoders_count_items_and_tiles():
+    samples = [Sample("a", {"v": (Segment(144, grid=(12, 12)), Segment(288, item=1, num_outputs=7, grid=(12, 12)))})]
+    load = microbatch_load(VISION, "v", samples)
+    assert load == Load(tokens=432, pairs=3 * 144**2, sequences=3, outputs=151, tokens_squared=432**2)
+
+
+def test_loads_of_cross_attention():
+    workload = module_workload(EVERY_MODEL["mllama"][0])
+    samples = [Sample(str(i), {"m": (Segment(5),), "v": (Segment(9, num_outputs=4),)}) for i in range(2)]
+    load = microbatch_load(workload, "m", samples, ("v",))
+    # Both rows see the tokens of both images.
+    assert (load.incoming, load.incoming_pairs) == (2 * 8, 10 * 8)

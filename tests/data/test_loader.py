@@ -1,0 +1,117 @@
+"""The order of batches, exact resumption, and that only what is asked for is loaded."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+from motet.data.loader import Loader, held_out_batches
+from motet.data.sample import Sample, Segment
+from motet.errors import UserError
+
+
+class Numbers:
+    """Sample i's only feature is i. Notes what is loaded. Odd samples have no image."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self.loaded: list[tuple[int, str]] = []
+        self.broken: int | None = None
+
+    def __len__(self) -> int:
+        return self.num
+
+    def sample(self, index: int) -> Sample:
+        vision = (Segment(2),) if index % 2 == 0 else ()
+        return Sample(str(index), {"language_model": (Segment(3),), "vision": vision})
+
+    def features(self, index: int, module: str) -> dict[str, Tensor]:
+        if index == self.broken:
+            raise UserError(f"sample {index} is broken")
+        self.loaded.append((index, module))
+        return {"value": torch.tensor(index)}
+
+
+def ids(loader: Iterator, num: int) -> list[list[str]]:
+    return [[sample.id for sample in batch.samples] for batch in islice(loader, num)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_order_is_a_function_of_seed_and_epoch(ahead: int) -> None:
+    first = ids(Loader(Numbers(11), 4, seed=0, batches_ahead=ahead), 6)
+    assert ids(Loader(Numbers(11), 4, seed=0, batches_ahead=1 - ahead), 6) == first
+    assert ids(Loader(Numbers(11), 4, seed=1, batches_ahead=ahead), 6) != first
+    epochs = [[i for batch in first[e : e + 2] for i in batch] for e in (0, 2, 4)]
+    assert all(len(set(epoch)) == 8 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("num_before", range(6))
+def test_a_resumed_loader_goes_on_exactly(num_before: int) -> None:
+    undisturbed = ids(Loader(Numbers(11), 4, seed=0), 9)
+    before = Loader(Numbers(11), 4, seed=0)
+    ids(before, num_before)
+    after = Loader(Numbers(11), 4, seed=0)
+    ids(after, 3)
+    after.load_state(before.state())
+    assert ids(after, 3) == undisturbed[num_before : num_before + 3]
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = Loader(Numbers(11), 4, seed=0).state()
+    for other, key in (
+        (Loader(Numbers(12), 4, seed=0), "num_samples"),
+        (Loader(Numbers(11), 3, seed=0), "batch_size"),
+        (Loader(Numbers(11), 4, seed=1), "seed"),
+    ):
+        with pytest.raises(UserError, match=key):
+            other.load_state(state)
+
+
+def test_peeking_moves_nothing() -> None:
+    loader = Loader(Numbers(11), 4, seed=0)
+    peeked = [sample.id for sample in loader.peek().samples]
+    assert ids(loader, 1) == [peeked]
+
+
+def test_only_what_is_asked_for_is_loaded_and_once() -> None:
+    data = Numbers(8)
+    batch = next(Loader(data, 4, seed=0, batches_ahead=0))
+    assert data.loaded == []
+    index = batch.indices()[2]
+    assert batch.features("language_model", 2)["value"] == index
+    batch.features("language_model", 2)
+    assert data.loaded == [(index, "language_model")]
+
+
+def test_the_thread_loads_what_was_asked_for_before_where_a_sample_has_it() -> None:
+    data = Numbers(400)
+    loader = Loader(data, 4, seed=0)
+    for _ in range(50):
+        batch = next(loader)
+        for place, sample in enumerate(batch.samples[:2]):
+            if sample.has("vision"):
+                assert batch.features("vision", place)["value"] == batch.indices()[place]
+    last = next(loader)
+    next(loader)
+    assert last.asked_for() == {("vision", p) for p in range(2) if last.samples[p].has("vision")}
+    assert all(index % 2 == 0 and module == "vision" for index, module in data.loaded)
+
+
+def test_what_fails_ahead_is_told_when_its_turn_comes() -> None:
+    data = Numbers(400)
+    third = list(islice(Loader(data, 4, seed=0, batches_ahead=0), 3))[2]
+    data.broken = third.indices()[0]
+    loader = Loader(data, 4, seed=0)
+    for _ in range(2):
+        next(loader).features("language_model", 0)
+    with pytest.raises(UserError, match=f"sample {data.broken} is broken"):
+        next(loader)
+
+
+def test_held_out_batches_keep_the_last_samples() -> None:
+    batches = held_out_batches(Numbers(10), 4, 7)
+    assert [batch.indices() for batch in batches] == [(0, 1, 2, 3), (4, 5, 6)]
+    assert [len(batch.samples) for batch in held_out_batches(Numbers(3), 4, 100)] == [3]

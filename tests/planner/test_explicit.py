@@ -1,0 +1,101 @@
+"""Degrees to plans: where ranks go, and what no plan can have."""
+
+import pytest
+from small_problem import small_problem
+
+from motet.plan import Plan
+from motet.planner import make_plan
+from motet.planner.evaluate import evaluate
+from motet.planner.explicit import build_plan
+from motet.planner.problem import Degrees
+
+
+def ranks(plan, name):
+    return [[stage.ranks for stage in replica.stages] for replica in plan.modules[name].replicas]
+
+
+def test_ranks_tensor_parallel_fastest_then_stages_then_modules_then_replicas():
+    degrees = {"vision": Degrees(tp=2, dp=2), "audio": Degrees(dp=2), "language_model": Degrees(pp=2, dp=2)}
+    plan = make_plan(small_problem(num_devices=10), "explicit", degrees=degrees)
+    assert ranks(plan, "vision") == [[(0, 1)], [(5, 6)]]
+    assert ranks(plan, "audio") == [[(2,)], [(7,)]]
+    assert ranks(plan, "language_model") == [[(3,), (4,)], [(8,), (9,)]]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_colocated_encoders_share_their_ranks():
+    degrees = {"vision": Degrees(pp=2), "audio": Degrees(pp=2), "language_model": Degrees(pp=2)}
+    plan = make_plan(small_problem(), "explicit", degrees=degrees, placement="colocated")
+    assert ranks(plan, "vision") == ranks(plan, "audio") == [[(0,), (1,)]]
+    assert ranks(plan, "language_model") == [[(2,), (3,)]]
+
+
+def test_replicated_encoders_are_copied_to_each_stage():
+    degrees = {"vision": Degrees(), "audio": Degrees(), "language_model": Degrees(pp=2)}
+    plan = make_plan(small_problem(num_devices=2), "explicit", degrees=degrees, placement="replicated")
+    assert list(plan.modules) == ["vision", "vision@1", "audio", "audio@1", "language_model"]
+    assert plan.modules["vision@1"].copy_of == "vision"
+    assert ranks(plan, "vision@1") == [[(1,)]]
+    # Tokens are merged at layer 0: only the first stage's encoders are used.
+    assert {(e.source, e.layers) for e in plan.edges} == {("vision", (0,)), ("audio", (0,))}
+
+
+def test_layers_per_stage():
+    degrees = {
+        "vision": Degrees(),
+        "audio": Degrees(),
+        "language_model": Degrees(pp=2, layers_per_stage=(1, 9), sequence_parallel=True),
+    }
+    module = make_plan(small_problem(), "explicit", degrees=degrees).modules["language_model"]
+    assert [stage.layers for stage in module.replicas[0].stages] == [(0, 1), (1, 10)]
+    assert module.sequence_parallel
+
+
+@pytest.mark.parametrize("placement", ["parallel", "colocated", "replicated"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_every_placement_can_be_scheduled_and_simulated(placement, schedule):
+    problem = small_problem(schedule=schedule)
+    degrees = {
+        "vision": Degrees(dp=2),
+        "audio": Degrees(dp=2),
+        "language_model": Degrees(pp=2, dp=2),
+    }
+    evaluation = evaluate(problem, build_plan(problem, degrees, placement=placement))
+    assert evaluation.iteration_time_s >= evaluation.lower_bound_s * (1 - 1e-9) > 0
+    assert evaluation.fits
+
+
+ONE = Degrees()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "placement", "message"),
+    [
+        (
+            {"language_model": Degrees(pp=11)},
+            "parallel",
+            "language_model.pp is 11, but it has 10 layers; give at most 10",
+        ),
+        ({"language_model": Degrees(tp=3)}, "parallel", "language_model.tp_size: 3 does not divide"),
+        ({"vision": Degrees(dp=2)}, "parallel", "dp is 2 for vision but 1 for audio"),
+        ({"vision": Degrees(pp=0)}, "parallel", "vision.pp is 0; give at least 1"),
+        ({"vision": Degrees(pp=2)}, "colocated", "vision and audio on the same ranks; give them the same tp and pp"),
+        ({"vision": Degrees(pp=2)}, "replicated", "give it pp 1 and tp 1"),
+        ({}, "parallel", "the plan uses 3 ranks but cluster has 4"),
+        ({"speech": ONE}, "parallel", "there is no module 'speech'"),
+        ({"language_model": Degrees(pp=2, layers_per_stage=(5, 6))}, "parallel", "add up to 10"),
+    ],
+)
+def test_what_no_plan_can_have(degrees, placement, message):
+    given = {"vision": ONE, "audio": ONE, "language_model": ONE, **degrees}
+    with pytest.raises(ValueError, match=message):
+        make_plan(small_problem(), "explicit", degrees=given, placement=placement)
+
+
+def test_degrees_of_every_module_are_needed():
+    with pytest.raises(ValueError, match="audio has no degrees"):
+        make_plan(small_problem(), "explicit", degrees={"vision": ONE, "language_model": ONE})
+    with pytest.raises(ValueError, match="explicit: is empty"):
+        make_plan(small_problem(), "explicit")
+    with pytest.raises(ValueError, match="'magic' is not known; give one of explicit, cornstarch"):
+        make_plan(small_problem(), "magic")

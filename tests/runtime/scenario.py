@@ -1,0 +1,283 @@
+"""A whole multimodal model under one layout, drawn from tiny families, as `motet verify` would see it."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from tiny_encoders import ENCODERS, GRIDS, features_of
+from tiny_language_models import SIZES, TINY
+from torch import Tensor, nn
+
+from motet.config import RunConfig
+from motet.data.sample import Sample, Segment
+from motet.models.encoder_stage import num_encoder_layers
+from motet.models.families import model_class_of
+from motet.models.language_model_stage import cross_attention_layers, is_tied, num_language_model_layers
+from motet.models.materialize import read_part_config
+from motet.models.token_counts import encoder_segment
+from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.runtime.assembly import autocast_for, build_engine
+from motet.runtime.engine import Engine
+from motet.runtime.float64 import float64_throughout
+from motet.runtime.verify import Comparison, verify_batch
+from motet.runtime.verify_worker import plainly_built
+
+PLACEHOLDERS = {"vision": 3, "audio": 4}
+FROZEN = {
+    "nothing": (),
+    "all but projectors": ("vision", "audio", "language_model"),
+    "all but language model": ("vision", "vision projector", "audio", "audio projector"),
+    "all but encoders": ("vision projector", "audio projector", "language_model"),
+    "audio": ("audio", "audio projector"),
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    llm: str = "llama"
+    vision: str = "siglip"
+    audio: str = "whisper"
+    encoder_pp: int = 1
+    llm_pp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    dp: int = 1
+    num_microbatches: int = 2
+    placement: str = "parallel"
+    merge: str = "placeholder"
+    schedule: str = "1f1b"
+    frozen: str = "nothing"
+    items: str = "mixed"
+    """mixed: none, one and three images and clips; none: no sample has any; half: the last half has none."""
+    packing: bool = False
+    recompute: bool = False
+    dtype: str = "float64"
+
+    @property
+    def uses_cross_attention(self) -> bool:
+        return self.merge == "cross_attention"
+
+    def consistent(self) -> "Scenario":
+        """Cross-attention is Mllama's, and Mllama's is cross-attention."""
+        if self.uses_cross_attention:
+            return replace(self, llm="mllama")
+        return self
+
+    def config(self) -> RunConfig:
+        frozen = FROZEN[self.frozen]
+
+        def encoder(name: str, family: str) -> dict:
+            _, config_class, values = ENCODERS[family]
+            train = {"module": name not in frozen, "projector": f"{name} projector" not in frozen}
+            return {"config": config_class.__name__, "values": values, "projector": "mlp", "train": train}
+
+        _, llm_class, llm_values = TINY[self.llm]
+        return RunConfig.model_validate(
+            {
+                "model": {
+                    "encoders": {"vision": encoder("vision", self.vision), "audio": encoder("audio", self.audio)},
+                    "language_model": {
+                        "config": llm_class.__name__,
+                        "values": {**SIZES, **llm_values},
+                        "train": {"module": "language_model" not in frozen},
+                    },
+                    "merge": self.merge,
+                },
+                "data": {"kind": "dial-a-digit"},
+                "parallel": {"packing": self.packing},
+                "train": {"dtype": self.dtype, "step_timeout_s": 60.0},
+            }
+        )
+
+    def plan(self, config: RunConfig) -> Plan:
+        """Layers split evenly; ranks: each replica's encoders, then its language model, tensor parallelism fastest."""
+        families = {"vision": self.vision, "audio": self.audio}
+        models = {name: _on_meta(config.model.encoders[name], "encoder") for name in families}
+        llm = _on_meta(config.model.language_model, "language_model")
+        num_layers = {name: num_encoder_layers(model, nn.Identity()) for name, model in models.items()}
+        num_layers["language_model"] = num_language_model_layers(llm)
+
+        def module(name: str) -> ModulePlan:
+            is_llm = name == "language_model"
+            bounds = even_bounds(num_layers[name], self.llm_pp if is_llm else self.encoder_pp)
+            return ModulePlan(
+                kind="language_model" if is_llm else "encoder",
+                num_layers=num_layers[name],
+                replicas=tuple(
+                    Replica(
+                        stages=tuple(
+                            Stage(layers=layers, ranks=self._ranks(r, self._places[name] + s), tp_size=self.tp)
+                            for s, layers in enumerate(bounds)
+                        )
+                    )
+                    for r in range(self.dp)
+                ),
+                trainable=self._trainable(name, num_layers[name]),
+                tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
+                sequence_parallel=self.sequence_parallel and self.tp > 1,
+                loss_weight=1.0 if is_llm else 0.0,
+            )
+
+        enters = cross_attention_layers(llm) if self.uses_cross_attention else (0,)
+        plan = Plan(
+            modules={name: module(name) for name in ("vision", "audio", "language_model")},
+            edges=tuple(Edge(source=name, target="language_model", layers=enters) for name in families),
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            recompute=("vision", "audio", "language_model") if self.recompute else (),
+        )
+        return _replicated(plan) if self.placement == "replicated" else plan
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.dp * (self._places["language_model"] + self.llm_pp)
+
+    @property
+    def _places(self) -> dict[str, int]:
+        """Each module's first stage among those of a replica of the whole model."""
+        audio, llm = {
+            "parallel": (self.encoder_pp, 2 * self.encoder_pp),
+            "colocated": (0, self.encoder_pp),
+            "replicated": (0, 0),
+        }[self.placement]
+        return {"vision": 0, "audio": audio, "language_model": llm}
+
+    def _ranks(self, replica: int, place: int) -> tuple[int, ...]:
+        first = replica * (self.num_ranks // self.dp) + place * self.tp
+        return tuple(range(first, first + self.tp))
+
+    def _trainable(self, name: str, num_layers: int) -> tuple[tuple[int, int], ...]:
+        frozen = FROZEN[self.frozen]
+        if name == "language_model":
+            return () if name in frozen else ((0, num_layers),)
+        body = () if name in frozen else ((0, num_layers - 1),)
+        return body if f"{name} projector" in frozen else (*body, (num_layers - 1, num_layers))
+
+
+def _replicated(plan: Plan) -> Plan:
+    """Copies of the encoders on every later stage of the language model; each feeds the layers of that stage."""
+    llm = plan.modules["language_model"]
+    modules: dict[str, ModulePlan] = {}
+    edges = []
+    for edge in plan.edges:
+        original = plan.modules[edge.source]
+        whole = (0, original.num_layers)
+        for s, (first, last) in enumerate(stage.layers for stage in llm.replicas[0].stages):
+            name = f"{edge.source}@{s}" if s else edge.source
+            held_by = [replica.stages[s] for replica in llm.replicas]
+            modules[name] = replace(
+                original,
+                replicas=tuple(Replica(stages=(replace(stage, layers=whole),)) for stage in held_by),
+                copy_of=edge.source if s else None,
+            )
+            layers = tuple(layer for layer in edge.layers if first <= layer < last)
+            if layers:
+                edges.append(Edge(source=name, target="language_model", layers=layers))
+    return replace(plan, modules={**modules, "language_model": llm}, edges=tuple(edges))
+
+
+def even_bounds(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
+    bounds = [num_layers * s // num_stages for s in range(num_stages + 1)]
+    return list(pairwise(bounds))
+
+
+def _on_meta(part, kind: str) -> nn.Module:
+    config = read_part_config(part, kind, where="model")
+    with torch.device("meta"):
+        return model_class_of(config.model_type, kind)(config)
+
+
+class ScenarioBatch:
+    """Random pixels, sounds and words; different in every sample."""
+
+    def __init__(self, scenario: Scenario, config: RunConfig) -> None:
+        self._scenario = scenario
+        self._dtype = torch.float64 if scenario.dtype == "float64" else torch.float32
+        self._families = {"vision": scenario.vision, "audio": scenario.audio}
+        configs = {
+            name: read_part_config(config.model.encoders[name], "encoder", where="model") for name in self._families
+        }
+        num_samples = max(4, scenario.dp * scenario.num_microbatches + 1)
+        self.samples = tuple(self._sample(i, num_samples, configs) for i in range(num_samples))
+
+    def _num_items(self, name: str, i: int, num_samples: int) -> int:
+        kind = self._scenario.items
+        if kind == "none" or (kind == "half" and i >= num_samples // 2):
+            return 0
+        return {"vision": (3, 0, 1, 2), "audio": (1, 0, 0, 3)}[name][i % 4]
+
+    def _sample(self, i: int, num_samples: int, configs: Mapping[str, object]) -> Sample:
+        layouts: dict[str, tuple[Segment, ...]] = {}
+        own = [Segment(2 + i % 3)]
+        inserted: list[Segment] = []
+        for name, family in self._families.items():
+            grids = [grid for sample in GRIDS[family] for grid in sample]
+            count = self._num_items(name, i, num_samples)
+            step = 0 if family == "dinov2" else 1  # its processor stacks a sample's images: they are of one size
+            segments = [
+                encoder_segment(configs[name], item=k, grid=grids[(i + k * step) % len(grids)]) for k in range(count)
+            ]
+            if segments:
+                layouts[name] = tuple(segments)
+            inserted += [Segment(segment.outputs, name, k) for k, segment in enumerate(segments)]
+        merge = self._scenario.merge
+        if merge == "placeholder":  # an image first, text between, the rest later
+            sequence = [own[0], *inserted[:1], Segment(1), *inserted[1:], Segment(4)]
+        elif merge == "prepend":
+            sequence = [*inserted, Segment(5 + i % 3)]
+        else:
+            sequence = [Segment(7 + i % 3)]
+        layouts["language_model"] = tuple(sequence)
+        labels = self._features(layouts["language_model"], i)["labels"]
+        return Sample(f"s{i}", layouts, {"language_model": int((labels[1:] != -100).sum())})
+
+    def _features(self, sequence: Sequence[Segment], i: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(i)
+        ids, labels = [], []
+        for segment in sequence:
+            if segment.source:
+                ids.append(torch.full((segment.num_tokens,), PLACEHOLDERS[segment.source]))
+                labels.append(torch.full((segment.num_tokens,), -100))
+            else:
+                words = torch.randint(5, SIZES["vocab_size"], (segment.num_tokens,), generator=generator)
+                ids.append(words)
+                labels.append(torch.where(torch.arange(len(words)) % 3 == 2, -100, words))
+        return {"input_ids": torch.cat(ids), "labels": torch.cat(labels)}
+
+    def features(self, module: str, sample: int) -> dict[str, Tensor]:
+        layout = self.samples[sample].layouts[module]
+        if module == "language_model":
+            return self._features(layout, sample)
+        return features_of(self._families[module], layout, seed=100 + sample, dtype=self._dtype)
+
+
+@torch.no_grad()
+def _perturb(engine: Engine) -> None:
+    """Fresh norms, biases and gates (of one, zero and zero) would hide mistakes."""
+    for p in engine.model.parameters:
+        generator = torch.Generator().manual_seed(len(p.name) * 1009 + sum(map(ord, p.name)))
+        noise = 0.15 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
+        is_gate = noise.numel() == 1
+        p.parameter.add_(p.cut((noise + 0.7 * is_gate).to(p.parameter.dtype)))
+
+
+def verify(scenario: Scenario) -> Comparison | None:
+    """Collective: called on every rank of the plan."""
+    config = scenario.config()
+    plan = scenario.plan(config)
+    assert dist.get_world_size() == plan.num_ranks
+    with float64_throughout() if scenario.dtype == "float64" else nullcontext():
+        engine: Engine = build_engine(config, plan, torch.device("cpu"))
+        _perturb(engine)
+        return verify_batch(
+            engine,
+            ScenarioBatch(scenario, config),
+            lambda: plainly_built(config),
+            dtype=scenario.dtype,
+            merge=scenario.merge,
+            placeholder_token_ids=PLACEHOLDERS,
+            autocast=autocast_for(config, torch.device("cpu")),
+        )

@@ -1,0 +1,311 @@
+"""Steps that do not end say who waits for what; programs are kept; dropout depends on the seed alone."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from torch import Tensor
+from toy_model import ToyBatch, ToyStage, reference
+
+from motet.data.sample import Sample, Segment
+from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.runtime import engine as engine_module
+from motet.runtime.deadline import StepFailedError, StepOverrunError, interrupted_after
+from motet.runtime.engine import Engine
+from motet.runtime.local_model import StageMaker
+from motet.runtime.tensor_parallel import TensorParallel
+
+TIMEOUT_S = 1.5
+TOO_LONG_S = 4.0
+
+
+def llm(*stages: tuple[int, ...], replicas: int = 1) -> ModulePlan:
+    """Two layers per stage; `stages`: the ranks of the first replica's."""
+    size = len({rank for ranks in stages for rank in ranks})
+
+    def replica(r: int) -> Replica:
+        return Replica(
+            stages=tuple(
+                Stage(
+                    layers=(2 * s, 2 * s + 2),
+                    ranks=tuple(rank + r * size for rank in ranks),
+                    tp_size=len(ranks),
+                )
+                for s, ranks in enumerate(stages)
+            )
+        )
+
+    num_layers = 2 * len(stages)
+    return ModulePlan(
+        kind="language_model",
+        num_layers=num_layers,
+        replicas=tuple(replica(r) for r in range(replicas)),
+        trainable=((0, num_layers),),
+        loss_weight=1.0,
+    )
+
+
+def plan_of(module: ModulePlan, schedule: str = "1f1b") -> Plan:
+    return Plan(modules={"llm": module}, edges=(), num_microbatches=2, schedule=schedule)
+
+
+BATCH = ToyBatch([Sample(str(i), {"llm": (Segment(3),)}, {"llm": 3}) for i in range(4)])
+
+
+class Disturbed(ToyStage):
+    """`disturb(stage, x)` is called with the first layer's input, and returns what goes on."""
+
+    disturb: Callable[["Disturbed", Tensor], Tensor]
+    tp: TensorParallel
+
+    def forward(self, hidden, incoming, features, samples):  # type: ignore[no-untyped-def]
+        if hidden is None:
+            features = [{"x": self.disturb(self, feature["x"])} for feature in features]
+        else:
+            hidden = self.disturb(self, hidden)
+        return super().forward(hidden, incoming, features, samples)
+
+
+def disturbed_maker(plan: Plan, disturb: Callable[[Disturbed, Tensor], Tensor]) -> StageMaker:
+    def make(name: str, module: ModulePlan, stage: Stage, tp: TensorParallel) -> Disturbed:
+        made = Disturbed(plan, name, module, stage)
+        made.disturb, made.tp = disturb, tp  # type: ignore[method-assign]
+        return made
+
+    return make
+
+
+def failures(
+    folder: Path, plan: Plan, disturb: Callable[[Disturbed, Tensor], Tensor], batch: ToyBatch = BATCH
+) -> list[str]:
+    """What each rank says; "" if nothing. Groups are broken afterwards, so it goes by files."""
+
+    def work(rank: int) -> None:
+        engine = Engine(
+            plan,
+            disturbed_maker(plan, disturb),
+            device=torch.device("cpu"),
+            boundary_dtype=torch.float64,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        dist.barrier()
+        started = time.monotonic()
+        try:
+            engine.run(batch)
+        except StepFailedError as error:
+            (folder / str(rank)).write_text(f"{time.monotonic() - started:.1f} {error}")
+            time.sleep(0.5)  # Whoever leaves disturbs the others.
+
+    with suppress(AssertionError):
+        run_distributed(work, plan.num_ranks)
+    return [(folder / str(rank)).read_text() if (folder / str(rank)).exists() else "" for rank in range(plan.num_ranks)]
+
+
+def assert_said_in_time(said: str, expected: str) -> None:
+    seconds, _, text = said.partition(" ")
+    assert expected in text
+    assert float(seconds) < TOO_LONG_S - 0.5
+
+
+def sleep_on(rank: int) -> Callable[[Disturbed, Tensor], Tensor]:
+    """Once."""
+    slept: list[Tensor] = []
+
+    def disturb(stage: Disturbed, x: Tensor) -> Tensor:
+        if dist.get_rank() == rank and not slept:
+            slept.append(x)
+            time.sleep(TOO_LONG_S)
+        return x
+
+    return disturb
+
+
+def test_a_message_that_does_not_come(tmp_path: Path) -> None:
+    said = failures(tmp_path, plan_of(llm((0,), (1,), (2,))), sleep_on(1))
+    waits = "rank 0 is at llm[0].0B0 and waits for message llm[0].0:0<-llm[0].1:0 1>0 with rank 1: "
+    assert_said_in_time(said[0], waits)
+    assert_said_in_time(
+        said[2], "rank 2 is at llm[0].2F0 and waits for message llm[0].1:0->llm[0].2:0 1>2 with rank 1: "
+    )
+
+
+def test_a_tensor_parallel_member_that_does_not_come(tmp_path: Path) -> None:
+    sleep = sleep_on(1)
+
+    def disturb(stage: Disturbed, x: Tensor) -> Tensor:
+        dist.all_reduce(sleep(stage, x).clone(), group=stage.tp.group)
+        return x
+
+    said = failures(tmp_path, plan_of(llm((0, 1))), disturb)
+    assert_said_in_time(said[0], "rank 0 is at llm[0].0F0 (together with ranks 0, 1): ")
+
+
+class SleepInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        time.sleep(TOO_LONG_S / 2)  # In each of two microbatches.
+        return gradient
+
+
+def test_a_sum_that_does_not_come(tmp_path: Path) -> None:
+    def disturb(stage: Disturbed, x: Tensor) -> Tensor:
+        return SleepInBackward.apply(x.requires_grad_()) if dist.get_rank() == 1 else x
+
+    said = failures(tmp_path, plan_of(llm((0,), replicas=2)), disturb)
+    assert_said_in_time(said[0], "rank 0 is at the end of the iteration and waits for the sum llm.R[0:2) with rank 1: ")
+
+
+def test_losses_that_do_not_come(tmp_path: Path) -> None:
+    """Two towers that have nothing to do with each other but the sum of their losses."""
+    towers = {name: llm((rank,)) for rank, name in enumerate(("llm", "other"))}
+    plan = Plan(modules=towers, edges=(), num_microbatches=2)
+    layouts = {name: (Segment(3),) for name in towers}
+    batch = ToyBatch([Sample(str(i), layouts, dict.fromkeys(towers, 3)) for i in range(2)])
+    said = failures(tmp_path, plan, sleep_on(1), batch)
+    assert_said_in_time(said[0], "rank 0 is at the end of the iteration and waits for the sum of losses with rank 1: ")
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    def disturb(stage: Disturbed, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            os._exit(3)
+        return x
+
+    said = failures(tmp_path, plan_of(llm((0,), (1,))), disturb)
+    assert float(said[1].split()[0]) < TIMEOUT_S, "it does not take the timeout to notice"
+    assert "rank 1 is at llm[0].1F0 and waits for message llm[0].0:0->llm[0].1:0 0>1 with rank 0: " in said[1]
+
+
+def test_own_computation_is_interrupted() -> None:
+    started = time.monotonic()
+    with (
+        pytest.raises(StepOverrunError, match="rank 7 is late"),
+        interrupted_after(0.2, lambda: StepOverrunError("rank 7 is late")),
+    ):
+        time.sleep(5)
+    assert time.monotonic() - started < 2
+    with interrupted_after(0.1, lambda: StepOverrunError("never")):
+        pass
+    time.sleep(0.15)  # The timer is off.
+
+
+def with_images(*has_image: bool) -> ToyBatch:
+    return ToyBatch(
+        [
+            Sample(str(i), {**({"vision": (Segment(2),)} if has else {}), "llm": (Segment(3 + i),)}, {"llm": 3 + i})
+            for i, has in enumerate(has_image)
+        ]
+    )
+
+
+def test_batches_of_one_form_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever samples have images, as long as the same microbatches have some."""
+    vision = ModulePlan(
+        kind="encoder",
+        num_layers=2,
+        replicas=(Replica(stages=(Stage(layers=(0, 2), ranks=(0,), tp_size=1),)),),
+        trainable=((0, 2),),
+    )
+    plan = Plan(
+        modules={"vision": vision, "llm": llm((1,))},
+        edges=(Edge(source="vision", target="llm"),),
+        num_microbatches=2,
+    )
+    batches = [
+        with_images(True, False, True, True),
+        with_images(False, True, True, False),
+        with_images(True, True, False, False),
+        with_images(True, True, True, True),
+    ]
+    expected = [reference(plan, batch) for batch in batches]
+    lowered = []
+
+    def counting(*args, **kwargs):  # type: ignore[no-untyped-def]
+        lowered.append(args)
+        return original(*args, **kwargs)
+
+    original = engine_module.lower
+    monkeypatch.setattr(engine_module, "lower", counting)
+
+    def work(rank: int) -> int:
+        engine = Engine(
+            plan, disturbed_maker(plan, lambda stage, x: x), device=torch.device("cpu"), boundary_dtype=torch.float64
+        )
+        for batch, (loss, gradients) in zip(batches, expected, strict=True):
+            engine.model.zero_gradients()
+            assert engine.run(batch).loss == pytest.approx(loss, rel=1e-12)
+            for p in engine.model.parameters:
+                torch.testing.assert_close(p.parameter.grad, gradients[p.name], rtol=1e-11, atol=1e-13)
+            engine.run(batch, forward_only=True)
+        return len(lowered)
+
+    assert run_distributed(work, 2) == [4, 4], "two forms, forward and backward, and forward only"
+
+
+def test_only_the_last_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "MAX_PROGRAMS", 1)
+    plan = plan_of(llm((0,)))
+
+    def work(rank: int) -> list[float]:
+        engine = Engine(
+            plan, disturbed_maker(plan, lambda stage, x: x), device=torch.device("cpu"), boundary_dtype=torch.float64
+        )
+        losses = [engine.run(BATCH, forward_only=i % 2 == 0).loss for i in range(4)]
+        assert len(engine._programs) == 1
+        return losses
+
+    losses = run_distributed(work, 1)[0]
+    assert losses == [losses[0]] * 4
+
+
+def test_ranks_with_different_data_are_found_out() -> None:
+    plan = plan_of(llm((0,), (1,)))
+
+    def work(rank: int) -> str:
+        engine = Engine(plan, disturbed_maker(plan, lambda stage, x: x), device=torch.device("cpu"))
+        batch = ToyBatch([Sample(str(i), {"llm": (Segment(3 + rank),)}, {"llm": 3}) for i in range(4)])
+        with pytest.raises(StepFailedError) as failure:
+            engine.run(batch)
+        return str(failure.value)
+
+    for rank, said in enumerate(run_distributed(work, 2)):
+        assert said.startswith(f"rank {rank}: the ranks derived different programs from plan and batch")
+
+
+def test_dropout_depends_on_the_seed_and_nothing_else() -> None:
+    """Neither on what was drawn before nor on the order of the schedule; members of a group draw alike."""
+
+    def disturb(stage: Disturbed, x: Tensor) -> Tensor:
+        dropped = torch.nn.functional.dropout(x, 0.5)
+        drawn.append(dropped.sum().item())
+        return dropped
+
+    drawn: list[float] = []
+
+    def work(rank: int) -> tuple[list[float], list[float]]:
+        losses = []
+        for schedule in ("1f1b", "gpipe"):
+            plan = plan_of(llm((0, 1), (2,)), schedule)
+            maker = disturbed_maker(plan, disturb)
+            engine = Engine(plan, maker, device=torch.device("cpu"), boundary_dtype=torch.float64)
+            for seed in ((0, 1), (0, 1), (0, 2)):
+                torch.rand(rank + 1)
+                losses.append(engine.run(BATCH, seed=seed).loss)
+        return losses, drawn
+
+    (losses, first), (_, second), _ = run_distributed(work, 3)
+    once, again, other, *gpipe = losses
+    assert once == again != other
+    assert gpipe == [once, again, other]
+    assert first == second

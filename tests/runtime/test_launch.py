@@ -1,0 +1,111 @@
+"""A failure on any rank ends all of them, with the cause; interrupts and kills leave no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from motet.errors import UserError
+from motet.runtime.launch import WorkerFailedError, check_world_size, launch
+
+HANGING = r"""
+import os, time, torch
+import torch.distributed as dist
+from motet.runtime.launch import launch
+
+def worker():
+    dist.barrier()
+    os.write(1, f"{os.getpid()}\n".encode())
+    if dist.get_rank() == 0:
+        time.sleep(100)
+    dist.barrier()
+
+torch.set_num_threads(1)
+launch(worker, num_processes=3)
+"""
+
+
+def test_returns_what_rank_0_returns() -> None:
+    def worker(offset: int) -> dict[str, float]:
+        total = torch.tensor([float(dist.get_rank() + offset)])
+        dist.all_reduce(total)
+        return {"sum": total.item(), "rank": dist.get_rank()}
+
+    assert launch(worker, 10, num_processes=3) == {"sum": 33.0, "rank": 0}
+
+
+def test_keeps_the_signal_handlers() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    launch(int, num_processes=1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == before
+
+
+def fail_on_rank_1(how: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "user":
+            raise UserError("data.files: nothing.jsonl is missing; give another")
+        if how == "crash":
+            raise RuntimeError("out of luck")
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("user", UserError, r"^data\.files: nothing\.jsonl is missing; give another$"),
+        ("crash", WorkerFailedError, r"^rank 1: RuntimeError: out of luck\n(.|\n)*fail_on_rank_1"),
+        ("exit", WorkerFailedError, "^rank 1 exited with code 7, without a word$"),
+        ("kill", WorkerFailedError, "^rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_a_failure_ends_all_with_its_cause(how: str, error: type[Exception], message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(error, match=message):
+        launch(fail_on_rank_1, how, num_processes=3)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(HANGING)
+    launcher = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline()) for _ in range(3)]
+    launcher.send_signal(number)
+    started = time.monotonic()
+    launcher.wait(timeout=10)
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() - started < 10
+        time.sleep(0.05)
+    assert launcher.returncode != 0
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_refuses_a_world_that_the_plan_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_world_size(3, num_processes=3)
+    with pytest.raises(UserError, match=r"cluster.num_devices: is 4, but the plan has 3 ranks"):
+        check_world_size(3, num_processes=4)
+    with pytest.raises(UserError, match="torchrun"):
+        check_world_size(4, num_processes=4, num_nodes=2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="torchrun started 2 processes"):
+        check_world_size(4, num_processes=4)

@@ -1,0 +1,112 @@
+from dataclasses import replace
+from random import Random
+
+import pytest
+from drawing import Limits, draw_problem
+from plans import chain, language_model, module, replica, vision_audio_llm
+
+from motet.plan import Edge, ModulePlan, Plan, Replica, Stage, module_order
+
+PLAN = vision_audio_llm(4)
+
+
+def test_ranks_and_stages() -> None:
+    assert PLAN.num_ranks == 6
+    assert [(name, s, stage.ranks) for name, _, s, stage in PLAN.stages()] == [
+        ("vision", 0, (0,)),
+        ("vision", 1, (1,)),
+        ("audio", 0, (2,)),
+        ("llm", 0, (3,)),
+        ("llm", 1, (4,)),
+        ("llm", 2, (5,)),
+    ]
+    assert [entry[0] for entry in PLAN.stages_of_rank(2)] == ["audio"]
+
+
+def test_trainable_runs() -> None:
+    plan = ModulePlan(kind="encoder", num_layers=6, replicas=(), trainable=((1, 2), (4, 6)))
+    assert [plan.is_trainable((i, i + 1)) for i in range(6)] == [False, True, False, False, True, True]
+    assert plan.is_trainable((0, 2))
+    assert not plan.is_trainable((2, 4))
+
+
+def test_modules_come_in_topological_order_and_else_in_that_of_the_file() -> None:
+    assert module_order(PLAN) == ["vision", "audio", "llm"]
+    turned = replace(PLAN, modules={name: PLAN.modules[name] for name in ("llm", "audio", "vision")})
+    assert module_order(turned) == ["audio", "vision", "llm"]
+
+
+@pytest.mark.parametrize(
+    "plan", [PLAN, chain(3, 2), *(draw_problem(Random(i), Limits(tied=True)).plan for i in range(20))]
+)
+def test_json_round_trips(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def stage(layers: tuple[int, int], ranks: tuple[int, ...], **sizes: int) -> Stage:
+    return Stage(layers=layers, ranks=ranks, **sizes)
+
+
+def llm(*stages: Stage, num_layers: int = 2, **values: object) -> dict[str, ModulePlan]:
+    return {
+        "llm": ModulePlan(
+            kind="language_model",
+            num_layers=num_layers,
+            replicas=(Replica(stages=stages),),
+            **values,  # type: ignore[arg-type]
+        )
+    }
+
+
+def encoder_and(**other: ModulePlan) -> dict[str, ModulePlan]:
+    return {"vision": module(replica(0, 1)), **other}
+
+
+WITH_LLM = encoder_and(llm=language_model(replica(0)))
+
+
+@pytest.mark.parametrize(
+    ("modules", "edges", "fault"),
+    [
+        ({}, (), "modules: is empty"),
+        ({"llm": ModulePlan(kind="language_model", num_layers=1, replicas=())}, (), r"modules.llm.replicas: is empty"),
+        (llm(stage((0, 1), (0,)), stage((2, 3), (1,)), num_layers=3), (), r"layers: is \[2, 3\]; .* begins at 1"),
+        (llm(stage((0, 0), (0,)), stage((0, 2), (1,))), (), r"stages\[0\].layers: is \[0, 0\]"),
+        (llm(stage((0, 1), (0,))), (), "its stages end at layer 1, but the module has 2 layers"),
+        (llm(stage((0, 2), (0, 1))), (), r"ranks: \[0, 1\] is not 1 x 1 \(tp_size x cp_size\) different ranks"),
+        (llm(stage((0, 2), (0, 0), tp_size=2)), (), r"ranks: \[0, 0\] is not 2 x 1"),
+        (llm(stage((0, 2), (), tp_size=0)), (), r"ranks: \[\] is not 0 x 1"),
+        (llm(stage((0, 2), (0, -1), tp_size=2)), (), r"ranks: \[0, -1\] is not 2 x 1"),
+        (llm(stage((0, 1), (0,)), stage((1, 2), (1, 2), cp_size=2)), (), "stages 0 and 1 differ in cp_size"),
+        (llm(stage((0, 2), (1,))), (), r"ranks: \[0\] of 0..1 have no stage"),
+        (llm(stage((0, 2), (0,)), trainable=((1, 3),)), (), r"llm.trainable: \[1, 3\) is not within the 2 layers"),
+        (llm(stage((0, 2), (0,)), tied=((0, 2),)), (), "modules.llm.tied: 0 and 2 are not two layers"),
+        (llm(stage((0, 2), (0,)), copy_of="vision"), (), "modules.llm.copy_of: there is no module 'vision'"),
+        (encoder_and(copy=module(replica(0, 1), copy_of="copy")), (), "modules.copy.copy_of: copy is itself a copy"),
+        (encoder_and(copy=module(replica(0), copy_of="vision")), (), "copy: its num_layers and trainable differ"),
+        (encoder_and(copy=module(replica(0, 1), copy_of="vision", trainable=())), (), "copy: its num_layers"),
+        (encoder_and(), (Edge(source="vision", target="llm"),), "edges: there is no module 'llm'"),
+        (WITH_LLM, (Edge(source="vision", target="llm", layers=(1,)),), r"enters llm at layers \[1\]"),
+        (WITH_LLM, (Edge(source="vision", target="llm", layers=()),), r"enters llm at layers \[\]"),
+        (WITH_LLM, (Edge(source="vision", target="llm"),) * 2, "vision -> llm stands twice"),
+        (
+            WITH_LLM,
+            (Edge(source="vision", target="llm"), Edge(source="llm", target="vision")),
+            "vision, llm form a cycle",
+        ),
+    ],
+)  # fmt: skip
+def test_plans_that_cannot_be_executed_are_refused(
+    modules: dict[str, ModulePlan], edges: tuple[Edge, ...], fault: str
+) -> None:
+    with pytest.raises(ValueError, match=fault) as caught:
+        Plan(modules=modules, edges=edges, num_microbatches=1)
+    assert str(caught.value).startswith("plan: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_microbatches_and_recomputation_are_checked() -> None:
+    with pytest.raises(ValueError, match="num_microbatches: is 0; give at least 1"):
+        replace(PLAN, num_microbatches=0)
+    with pytest.raises(ValueError, match="recompute: there is no module 'text'"):
+        replace(PLAN, recompute=("text",))

@@ -1,0 +1,69 @@
+"""What decides imports no torch: a laptop without it can plan, and `motet plan --help` is quick."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import motet
+
+PURE = (
+    "motet.plan",
+    "motet.config",
+    "motet.cluster",
+    "motet.workload",
+    "motet.timeline",
+    "motet.errors",
+    "motet.data.sample",
+    "motet.data.assignment",
+    "motet.schedule",
+    "motet.simulator",
+    "motet.planner",
+    "motet.plots",
+    "motet.costs",
+)
+"""Modules, and packages with all that they hold."""
+
+IMPURE = "motet.costs.profiler"
+"""What begins so measures on real devices."""
+
+SCRIPT = """
+import importlib, json, sys
+guilty = []
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    if not guilty and {"torch", "transformers"} & sys.modules.keys():
+        guilty.append(name)
+print(json.dumps(guilty))
+"""
+
+
+def pure_modules() -> list[str]:
+    every = [module.name for module in pkgutil.walk_packages(motet.__path__, "motet.", onerror=lambda name: None)]
+    return [
+        name
+        for name in every
+        if any(name == pure or name.startswith(f"{pure}.") for pure in PURE) and not name.startswith(IMPURE)
+    ]
+
+
+def first_to_import_torch(names: list[str]) -> list[str]:
+    command = [sys.executable, "-c", SCRIPT, json.dumps(names)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_what_decides_imports_no_torch() -> None:
+    assert first_to_import_torch(pure_modules()) == []
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_every_pure_name_exists(name: str) -> None:
+    assert name in pure_modules()
+
+
+def test_the_test_can_fail() -> None:
+    assert first_to_import_torch(["motet.plan", "motet.runtime.executor"]) == ["motet.runtime.executor"]
