@@ -70,5 +70,5 @@ def _commit() -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
 
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src", ".")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src", ".", ":!reports")
     return f"{commit}, with uncommitted changes" if changed else commit
