@@ -23,6 +23,7 @@ PURE = (
     "motet.planner",
     "motet.plots",
     "motet.costs",
+    "motet.reproduce",
 )
 """Modules, and packages with all that they hold."""
 
