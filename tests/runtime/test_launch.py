@@ -1,16 +1,19 @@
 """A failure on any rank ends all of them, with the cause; interrupts and kills leave no process behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import motet.runtime.launch as launching
 from motet.errors import UserError
 from motet.runtime.launch import WorkerFailedError, check_world_size, launch
 
@@ -38,6 +41,23 @@ def test_returns_what_rank_0_returns() -> None:
         return {"sum": total.item(), "rank": dist.get_rank()}
 
     assert launch(worker, 10, num_processes=3) == {"sum": 33.0, "rank": 0}
+
+
+def test_no_process_connects_before_all_are_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The store's server would hold the resolver's lock in the middle of a fork."""
+    join = launching._join
+
+    def count_and_join(*args: Any) -> Any:
+        launcher = os.getppid()
+        shutil.copy(f"/proc/{launcher}/task/{launcher}/children", tmp_path / str(os.getpid()))
+        return join(*args)
+
+    monkeypatch.setattr(launching, "_join", count_and_join)
+    launch(int, num_processes=6)
+    workers = {path.name for path in tmp_path.iterdir()}
+    assert len(workers) == 6
+    for path in tmp_path.iterdir():
+        assert workers <= set(path.read_text().split())
 
 
 def test_keeps_the_signal_handlers() -> None:

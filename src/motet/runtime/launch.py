@@ -144,6 +144,7 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
         signal.signal(number, signal.SIG_DFL)
     rank = int(os.environ["RANK"])
     (folder / f"pid_{os.getpid()}").write_text(str(rank))
+    _wait_until_all_are_started(folder)
     try:
         result = _join(worker, args, device, timeout_s)
         if rank == 0:
@@ -158,6 +159,16 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
         )
         (folder / f"failure_{rank}.json").write_text(json.dumps(vars(failure)))
         raise SystemExit(2 if failure.is_user_error else 1) from None
+
+
+def _wait_until_all_are_started(folder: Path) -> None:
+    """No process may connect to the store of the launching process while that still forks others.
+
+    Its server names whoever connects and holds the resolver's lock meanwhile (getnameinfo); a process forked in that
+    moment inherits the lock for good, and hangs as soon as it connects itself.
+    """
+    while len(list(folder.glob("pid_*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        time.sleep(0.001)
 
 
 def _join(worker: Worker, args: tuple[Any, ...], device: Device, timeout_s: float) -> Any:
