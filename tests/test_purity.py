@@ -12,7 +12,9 @@ import motet
 PURE = (
     "motet.plan",
     "motet.config",
+    "motet.catalogue",
     "motet.cluster",
+    "motet.device",
     "motet.workload",
     "motet.timeline",
     "motet.errors",

@@ -90,7 +90,7 @@ def test_files_that_are_no_run_files(
         ("parallel={planner: explicit, explicit: {vision: {}}}", "parallel.explicit: has no audio, language_model"),
         ("parallel.recompute=[video]", "parallel.recompute: there is no module 'video'; the model has vision, audio"),
         ("cluster.num_devices=1", "cluster.num_devices: is 1, but vision and audio and language_model need at least 2"),
-        ("cluster.accelerator=h1000", "cluster: device 'h1000' is not known; give one of cpu, a40"),
+        ("cluster.accelerator=h1000", "cluster: device 'h1000' is not known; give one of cpu, v100-16, a40"),
         ("cluster.costs=nothing.json", r"costs: nothing.json: cannot be read .*motet profile. writes one"),
         ("cluster.costs=/dev/null", "costs: /dev/null is no cost table"),
         # The data.

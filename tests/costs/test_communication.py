@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from motet.cluster import LINKS, cluster_from_dict, cpu_cluster
+from motet.cluster import LINKS, cpu_cluster
 from motet.costs.communication import BUCKET_BYTES, all_reduce_seconds, fit_link, message_seconds
 from motet.costs.cost_model import CostTable, LinkCost
 
@@ -22,20 +22,6 @@ def test_messages():
         LINK.latency_s + 3e6 / LINK.bytes_per_s
     )
     assert message_seconds(MEASURED, cpu_cluster(2), 0, 1, 1e6) == pytest.approx(1.001)
-
-
-def test_links_between_nodes_are_slower():
-    cluster = cluster_from_dict(
-        {
-            "num_devices": 4,
-            "devices_per_node": 2,
-            "device": "a40",
-            "within_node": "pcie4",
-            "between_nodes": "ethernet100",
-        }
-    )
-    assert cluster.link(0, 1).name == "pcie4"
-    assert cluster.link(1, 2).name == cluster.slowest_link((0, 1, 2)).name == "ethernet100"
 
 
 def test_ring_all_reduce():
@@ -62,26 +48,3 @@ def test_fitting_a_link():
     assert fitted.bytes_per_s == pytest.approx(2e9)
     with pytest.raises(ValueError, match="two sizes"):
         fit_link([4, 4], [1, 1])
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, "num_devices is None; give at least 1"),
-        ({"num_devices": 2, "speed": 1}, "speed is not known; known are num_devices"),
-        ({"num_devices": 2, "device": "abacus"}, "device 'abacus' is not known; give one of cpu, a40"),
-        ({"num_devices": 2, "within_node": {"latency": 1}}, "within_node needs name, latency_s, bytes_per_s"),
-        ({"num_devices": 2, "devices_per_node": 0}, "devices_per_node is 0"),
-    ],
-)
-def test_wrong_clusters(values, message):
-    with pytest.raises(ValueError, match=message):
-        cluster_from_dict(values)
-
-
-def test_a_device_of_the_users_own():
-    device = {"peak_flops": {"bfloat16": 1e15}, "memory_bytes": 1e11, "memory_bytes_per_s": 4e12, "name": "mine"}
-    cluster = cluster_from_dict({"num_devices": 8, "device": device})
-    assert cluster.device.flops_per_s("bfloat16") == 0.5e15
-    with pytest.raises(ValueError, match="device mine has no peak_flops for float32"):
-        cluster.device.flops_per_s("float32")

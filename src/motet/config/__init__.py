@@ -1,8 +1,9 @@
 """The run file and how it is read. Pure: no torch."""
 
-from motet.config.reading import load_run_config, parse_strictly
+from motet.config.reading import load_catalogue, load_run_config, parse_strictly
 from motet.config.schema import (
     LANGUAGE_MODEL,
+    CatalogueConfig,
     ClusterConfig,
     ConversationsConfig,
     DialADigitConfig,
@@ -18,6 +19,7 @@ from motet.config.schema import (
 
 __all__ = [
     "LANGUAGE_MODEL",
+    "CatalogueConfig",
     "ClusterConfig",
     "ConversationsConfig",
     "DialADigitConfig",
@@ -29,6 +31,7 @@ __all__ = [
     "PartConfig",
     "RunConfig",
     "TrainConfig",
+    "load_catalogue",
     "load_run_config",
     "parse_strictly",
 ]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from motet.config.schema import RunConfig
+from motet.config.schema import CatalogueConfig, RunConfig
 from motet.errors import UserError
 
 T = TypeVar("T")
@@ -36,17 +36,23 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     return parse_strictly(RunConfig, json.dumps(values, default=str), what=str(path))
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def load_catalogue(path: str | Path) -> CatalogueConfig:
+    """Devices and links of the user's. Raises `UserError` naming the file or key that is wrong."""
+    values = read_yaml(path, kind=CatalogueConfig, name="catalogue")
+    return parse_strictly(CatalogueConfig, json.dumps(values, default=str), what=str(path))
+
+
+def read_yaml(path: str | Path, kind: type[BaseModel] = RunConfig, name: str = "run file") -> dict[str, Any]:
     """The mapping in a YAML file. Raises `UserError`."""
     try:
         text = Path(path).read_text()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a run file") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a {name}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is not a text file; give the path of a run file") from None
+        raise UserError(f"{path}: is not a text file; give the path of a {name}") from None
     values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise UserError(f"{path}: holds no mapping; a run file has the keys {', '.join(RunConfig.model_fields)}")
+        raise UserError(f"{path}: holds no mapping; a {name} has the keys {', '.join(kind.model_fields)}")
     return values
 
 

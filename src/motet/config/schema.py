@@ -158,6 +158,43 @@ class ConversationsConfig(_Section):
     """Of the order of the conversations."""
 
 
+class DeviceConfig(_Section):
+    """A device of the user's; docs/costs.md says where to find the numbers."""
+
+    peak_flops: Annotated[dict[str, PositiveNumber], Field(min_length=1)]
+    """Dense FLOP/s by dtype: bfloat16, float32, ..."""
+    memory_bytes: PositiveNumber
+    """Of one device."""
+    memory_bytes_per_s: PositiveNumber
+    """Bandwidth of its memory."""
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the peak that large matrix products reach."""
+    within_node: str = "pcie4"
+    """The link that joins such devices in a node."""
+    source: str = "the user"
+    """Where the numbers are from."""
+
+
+class LinkConfig(_Section):
+    """A link of the user's."""
+
+    latency_s: Annotated[float, Field(ge=0)]
+    """Of one message."""
+    bytes_per_s: PositiveNumber
+    """In one direction."""
+    source: str = "the user"
+    """Where the numbers are from."""
+
+
+class CatalogueConfig(_Section):
+    """What a catalogue file may hold."""
+
+    devices: dict[str, DeviceConfig] = {}
+    """By name."""
+    links: dict[str, LinkConfig] = {}
+    """By name."""
+
+
 class ClusterConfig(_Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """What the processes compute on."""
@@ -170,11 +207,21 @@ class ClusterConfig(_Section):
     num_cores: Count | None = None
     """CPU cores of one node that its processes share; null: what the machine has."""
     accelerator: str | None = None
-    """A device of motet's catalogue (a40, a100, h100, ...) for computed costs; null: a CPU core, or an H100."""
+    """A device of motet's catalogue (a40, a100-80, h100, ...) or of `devices`, for computed costs; null: a CPU core, or
+    an H100."""
     within_node: str | None = None
-    """A link of motet's catalogue (loopback, pcie4, nvlink4, ...)."""
+    """A link of motet's catalogue (loopback, pcie4, nvlink4, ...) or of `links`; null: the device's usual one."""
     between_nodes: str | None = None
-    """A link of motet's catalogue (infiniband400, ethernet100, ...)."""
+    """A link of motet's catalogue (infiniband400, roce200, ethernet100, ...) or of `links`, through one network
+    card."""
+    nics_per_node: Count | None = None
+    """Network cards of a node, shared by its devices; null: one for each device."""
+    devices: dict[str, DeviceConfig] = {}
+    """Devices that motet's catalogue does not have, by name."""
+    links: dict[str, LinkConfig] = {}
+    """Links that motet's catalogue does not have, by name."""
+    catalogue: str | None = None
+    """YAML file with more `devices` and `links`, to be shared by run files; null: none."""
     costs: str | None = None
     """File of measured costs that `motet profile` wrote; null: they are computed."""
 

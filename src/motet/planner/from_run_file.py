@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.cluster import Cluster, available_cores, cluster_from_dict
-from motet.config import LANGUAGE_MODEL, EncoderConfig, PartConfig, RunConfig
+from motet.config import LANGUAGE_MODEL, CatalogueConfig, EncoderConfig, PartConfig, RunConfig, load_catalogue
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.memory import MemoryOptions
@@ -169,16 +169,20 @@ def edges_between(config: RunConfig, language_model: ModuleWorkload) -> tuple[Ed
 def describe_cluster(config: RunConfig) -> Cluster:
     cluster = config.cluster
     is_cpu = cluster.device == "cpu"
-    within = cluster.within_node or ("loopback" if is_cpu else "nvlink4")
-    device: Any = cluster.accelerator or ("cpu" if is_cpu else "h100")
+    values: dict[str, Any] = {
+        "num_devices": cluster.num_devices,
+        "devices_per_node": cluster.num_devices // cluster.num_nodes,
+        "device": cluster.accelerator or ("cpu" if is_cpu else "h100"),
+        "between_nodes": cluster.between_nodes or ("ethernet100" if is_cpu else "infiniband400"),
+        "nics_per_node": cluster.nics_per_node,
+    }
+    if cluster.within_node is not None:
+        values["within_node"] = cluster.within_node
+    shared = load_catalogue(cluster.catalogue) if cluster.catalogue is not None else CatalogueConfig()
     described = cluster_from_dict(
-        {
-            "num_devices": cluster.num_devices,
-            "devices_per_node": cluster.num_devices // cluster.num_nodes,
-            "device": device,
-            "within_node": within,
-            "between_nodes": cluster.between_nodes or ("ethernet100" if is_cpu else "infiniband400"),
-        }
+        values,
+        devices={name: own.model_dump() for name, own in {**shared.devices, **cluster.devices}.items()},
+        links={name: own.model_dump() for name, own in {**shared.links, **cluster.links}.items()},
     )
     if cluster.memory_bytes is None:
         return described
