@@ -10,9 +10,9 @@ from motet.data.assignment import contiguous_assignment
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.problem import PlanningProblem
-from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
-from motet.schedule.lower import Program, lower
+from motet.schedule.lower import Program
+from motet.schedule.program import make_program
 from motet.schedule.routes import derive_routes
 from motet.simulator.lower_bound import lower_bound_s
 from motet.simulator.simulate import SimulationResult, simulate
@@ -96,8 +96,6 @@ def evaluate(problem: PlanningProblem, plan: Plan) -> Evaluation:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
     samples = problem.samples
     routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
-    dependencies = Dependencies(routes)
-    program = lower(GENERATORS[plan.schedule](routes), dependencies)
     costs = IterationCosts(
         routes,
         samples,
@@ -106,6 +104,7 @@ def evaluate(problem: PlanningProblem, plan: Plan) -> Evaluation:
         cluster=problem.cluster,
         memory=problem.memory,
     )
+    program = make_program(plan.schedule, routes, costs.compute_s)
     return Evaluation(problem, plan, program, costs, simulate(program, costs, num_cores=problem.num_cores))
 
 

@@ -1,0 +1,17 @@
+"""From a schedule's name to the program of an iteration: the one way in which planners, simulator and engine get it.
+
+What is simulated is what runs only if both order the same actions by the same expected times.
+"""
+
+from motet.schedule.action import Durations, unit_duration
+from motet.schedule.dependencies import Dependencies
+from motet.schedule.generators import GENERATORS
+from motet.schedule.lower import Program, lower
+from motet.schedule.routes import Routes
+
+
+def make_program(schedule: str, routes: Routes, duration_s: Durations | None = None) -> Program:
+    """`schedule`: a key of `GENERATORS`. `duration_s`: seconds of each compute action, as far as they are known
+    (`Costs.compute_s`); None: all alike."""
+    ordered = GENERATORS[schedule](routes, duration_s)
+    return lower(ordered, Dependencies(routes), duration_s or unit_duration)

@@ -1,0 +1,26 @@
+from plans import chain, routes_of
+
+from motet.schedule.action import Compute
+from motet.schedule.dependencies import Dependencies
+from motet.schedule.generators import GENERATORS
+from motet.schedule.lower import lower
+from motet.schedule.program import make_program
+
+
+def test_durations_reach_both_the_generator_and_the_order() -> None:
+    routes = routes_of(chain(3, 4))
+    asked: list[Compute] = []
+
+    def duration_s(action: Compute) -> float:
+        asked.append(action)
+        return 1.0 + action.cell.stage
+
+    program = make_program("1f1b", routes, duration_s)
+    expected = lower(GENERATORS["1f1b"](routes, duration_s), Dependencies(routes), duration_s)
+    assert asked
+    assert program.digest() == expected.digest()
+
+
+def test_without_durations_all_actions_count_alike() -> None:
+    routes = routes_of(chain(2, 3))
+    assert make_program("gpipe", routes).digest() == lower(GENERATORS["gpipe"](routes), Dependencies(routes)).digest()
