@@ -34,10 +34,16 @@ PLAN = Plan(
 
 
 def test_replicas_get_contiguous_shares() -> None:
-    assignment = contiguous_assignment(PLAN, samples(8, ["vision", "llm"]))
+    plan = Plan(modules={"llm": language_model(replica(0), replica(1))}, edges=(), num_microbatches=2)
+    assignment = contiguous_assignment(plan, samples(8, ["llm"]))
     assert assignment.microbatches["llm"] == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
-    assert assignment.microbatches["vision"] == (((0, 1, 2, 3), (4, 5, 6, 7)),)
     assert assignment.samples_of("llm", 1, 0) == (4, 5)
+
+
+def test_unequal_numbers_of_replicas_take_turns_and_need_only_microbatches_of_their_own_number() -> None:
+    assignment = contiguous_assignment(PLAN, samples(8, ["vision", "llm"]))
+    assert assignment.microbatches["llm"] == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
+    assert assignment.microbatches["vision"] == (((0, 1, 2, 3), (4, 5, 6, 7)),)
 
 
 def test_samples_without_a_modality_are_left_out_and_leave_the_others_where_they_are() -> None:
@@ -46,7 +52,7 @@ def test_samples_without_a_modality_are_left_out_and_leave_the_others_where_they
     )
     assert assignment.microbatches["vision"] == (((1,), ()),)
     assert assignment.microbatches["vision@1"] == (((1,), ()),)
-    assert assignment.microbatches["llm"] == (((0,), (1,)), ((2,), (3,)))
+    assert assignment.microbatches["llm"] == (((0,), (2,)), ((1,), (3,)))
 
 
 def test_fewer_samples_than_microbatches_leave_some_empty() -> None:

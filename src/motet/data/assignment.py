@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import gcd
 
 from motet.data.sample import Sample
 from motet.plan import Plan
@@ -32,20 +33,27 @@ def split_evenly(items: Sequence[int], num_parts: int) -> tuple[Microbatch, ...]
 
 
 def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignment:
-    """Cuts the batch in the order in which it comes, the same way for every module with the same number of replicas.
+    """Cuts the batch in the order in which it comes, so that microbatch i of every module needs microbatch i of others.
 
-    Replicas get contiguous shares, and a replica's share is cut into its module's `num_microbatches`. A sample without
-    a modality is left out of that modality's microbatch.
+    The batch is cut into as many contiguous shares as all numbers of replicas can be divided by, and a share into
+    `num_microbatches`. Where a module has several replicas for a share, each microbatch's samples are dealt to them in
+    turn (DistTrain's broker between units of unequal data parallelism). A sample without a modality is left out of
+    that modality's microbatch.
     """
-    everyone = range(len(samples))
+    shares = split_evenly(range(len(samples)), gcd(*(len(module.replicas) for module in plan.modules.values())))
     cut = {}
     for name, module in plan.modules.items():
-        shares = split_evenly(everyone, len(module.replicas))
+        per_share = len(module.replicas) // len(shares)
         cut[name] = tuple(
             tuple(
-                tuple(i for i in microbatch if samples[i].has(module.data_module(name)))
+                tuple(
+                    i
+                    for i in microbatch
+                    if (i - share[0]) % per_share == place and samples[i].has(module.data_module(name))
+                )
                 for microbatch in split_evenly(share, plan.num_microbatches)
             )
             for share in shares
+            for place in range(per_share)
         )
     return BatchAssignment(cut)
