@@ -66,6 +66,18 @@ def chain(num_stages: int, num_microbatches: int) -> Plan:
     )
 
 
+def interleaved(num_groups: int, num_chunks: int, num_microbatches: int, *, num_encoder_stages: int = 0) -> Plan:
+    """A language model whose stages go round its ranks; an encoder before it on ranks of its own, if it has stages."""
+    llm = language_model(replica(*list(range(num_groups)) * num_chunks))
+    if not num_encoder_stages:
+        return Plan(modules={"llm": llm}, edges=(), num_microbatches=num_microbatches)
+    return Plan(
+        modules={"vision": module(replica(*range(num_groups, num_groups + num_encoder_stages))), "llm": llm},
+        edges=(Edge(source="vision", target="llm"),),
+        num_microbatches=num_microbatches,
+    )
+
+
 def vision_audio_llm(num_microbatches: int, *, vision_trainable: tuple[tuple[int, int], ...] | None = None) -> Plan:
     """Modality parallelism: 2 stages of vision, 1 of audio, 3 of the language model, each on a rank of its own."""
     return Plan(

@@ -33,5 +33,5 @@ def test_a_stage_without_actions_leaves_its_ranks_empty() -> None:
 def test_stages_that_share_ranks_have_no_one_list() -> None:
     routes = routes_of(Plan(modules={"llm": language_model(replica(0, 0))}, edges=(), num_microbatches=1))
     action = parse_action("llm[0].0F0")
-    with pytest.raises(AssertionError, match="rank 0 holds two stages"):
-        schedule_of_stages(routes, {("llm", 0, 0): [action]})  # type: ignore[dict-item, list-item]
+    with pytest.raises(AssertionError, match="rank 0 is in two groups"):
+        schedule_of_stages(routes, {("llm", 0, 0): [action], ("llm", 0, 1): [action]})  # type: ignore[dict-item, list-item]

@@ -266,7 +266,7 @@ class ParallelConfig(_Section):
     """Encoders on ranks of their own, on one chain of ranks in turns, or copied to each stage of the language model;
     null: as the planner finds best."""
     schedule: str = "1f1b"
-    """`1f1b` or `gpipe`."""
+    """In which order stages compute: `1f1b`, `gpipe`, `interleaved_1f1b` or `interleaved_1f1b_adjusted`."""
     num_microbatches: Count = 4
     """Per replica."""
     packing: bool = False

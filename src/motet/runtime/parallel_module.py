@@ -110,7 +110,7 @@ class MultimodalParallelModule(nn.Module):
         encoder_specs: by encoder.
         num_microbatches: of each replica in one iteration.
         microbatch_size: samples of one microbatch.
-        schedule: "1f1b" or "gpipe".
+        schedule: a key of `motet.schedule.generators.GENERATORS`.
         packing: a microbatch's samples stand in one row without padding.
         recompute: the modules whose activations are computed again in the backward pass.
         device: of this rank's stages; None: the current CUDA device, or the CPU if the process group is gloo's.

@@ -6,6 +6,7 @@ Generators write schedules of compute actions only; `motet.schedule.lower` adds 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from motet.plan import Plan
 from motet.schedule.action import Compute, parse_action
 from motet.schedule.routes import Routes
 from motet.schedule.stage_graph import StageKey
@@ -38,12 +39,18 @@ def schedule_of_stages(routes: Routes, order: Mapping[StageKey, Iterable[Compute
 
     For plans in which no rank holds two stages. `order`: what each stage executes.
     """
-    ranks: list[tuple[Compute, ...]] = [()] * routes.plan.num_ranks
-    for name, r, s, stage in routes.plan.stages():
-        actions = tuple(order.get(StageKey(name, r, s), ()))
-        for rank in stage.ranks:
-            assert not ranks[rank], f"rank {rank} holds two stages"
-            ranks[rank] = actions
+    groups = {StageKey(name, r, s): stage.ranks for name, r, s, stage in routes.plan.stages()}
+    return schedule_of_groups(routes.plan, [(groups[stage], actions) for stage, actions in order.items()])
+
+
+def schedule_of_groups(plan: Plan, order: Iterable[tuple[tuple[int, ...], Iterable[Compute]]]) -> Schedule:
+    """The schedule in which each group of ranks executes its list. No rank is in two groups."""
+    ranks: list[tuple[Compute, ...]] = [()] * plan.num_ranks
+    for group, actions in order:
+        in_order = tuple(actions)
+        for rank in group:
+            assert not ranks[rank], f"rank {rank} is in two groups"
+            ranks[rank] = in_order
     return Schedule(tuple(ranks))
 
 

@@ -6,8 +6,10 @@ A stage here is one replica's: (module, replica, stage). Stages that have nothin
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
+from motet.plan import Plan
 from motet.schedule.routes import Cell, Routes
 
 
@@ -23,12 +25,12 @@ def stage_of(cell: Cell) -> StageKey:
 
 def cells_of_stages(routes: Routes) -> dict[StageKey, list[Cell]]:
     """The cells of each stage by microbatch; the stages in topological order."""
-    cells: dict[StageKey, list[Cell]] = defaultdict(list)
+    cells: dict[tuple[str, int, int], list[Cell]] = defaultdict(list)
     for cell in routes.cells:
-        cells[stage_of(cell)].append(cell)
+        cells[cell[:3]].append(cell)
     for stage in cells.values():
-        stage.sort(key=lambda cell: cell.microbatch)
-    return dict(cells)
+        stage.sort(key=itemgetter(3))
+    return {StageKey(*key): stage for key, stage in cells.items()}
 
 
 def successors(routes: Routes) -> dict[StageKey, dict[StageKey, list[tuple[Cell, Cell]]]]:
@@ -42,10 +44,18 @@ def successors(routes: Routes) -> dict[StageKey, dict[StageKey, list[tuple[Cell,
     return result
 
 
+def stages_after(routes: Routes) -> dict[StageKey, set[StageKey]]:
+    """For each stage, the stages that its output goes to; the stages in topological order."""
+    result: dict[StageKey, set[StageKey]] = {stage: set() for stage in cells_of_stages(routes)}
+    for source, target in {(route.source[:3], route.target[:3]) for out in routes.outgoing.values() for route in out}:
+        result[StageKey(*source)].add(StageKey(*target))
+    return result
+
+
 def distances_to_sink(routes: Routes) -> dict[StageKey, int]:
     """The largest number of stages after this one on a way to a stage that hands nothing on."""
     distances: dict[StageKey, int] = {}
-    for stage, targets in reversed(successors(routes).items()):
+    for stage, targets in reversed(stages_after(routes).items()):
         distances[stage] = max((1 + distances[target] for target in targets), default=0)
     return distances
 
@@ -60,11 +70,28 @@ def shares_ranks(routes: Routes) -> bool:
     return False
 
 
+def groups_in_rounds(plan: Plan) -> dict[tuple[str, int], list[tuple[int, ...]]] | None:
+    """For each (module, replica) its P groups of ranks, if stage s stands on group s mod P and no other replica there.
+
+    None if some replica is placed otherwise."""
+    result: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
+    seen: set[int] = set()
+    for module, replica, s, stage in plan.stages():
+        groups = result[module, replica]
+        if stage.ranks in groups:
+            if groups[s % len(groups)] != stage.ranks:
+                return None
+        elif s > len(groups) or not seen.isdisjoint(stage.ranks):
+            return None
+        else:
+            groups.append(stage.ranks)
+            seen.update(stage.ranks)
+    return result
+
+
 def cuts_alike(routes: Routes) -> bool:
     """Whether every microbatch hands its tokens on to microbatches of the same number only."""
-    return all(
-        route.source.microbatch == route.target.microbatch for cell in routes.cells for route in routes.outgoing[cell]
-    )
+    return all(route.source[3] == route.target[3] for out in routes.outgoing.values() for route in out)
 
 
 def due_microbatches(routes: Routes) -> dict[Cell, int]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from motet.schedule.action import Durations
 from motet.schedule.generators.gpipe import gpipe
+from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interleaved_1f1b_adjusted
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.routes import Routes
@@ -23,4 +24,6 @@ class Generator(Protocol):
 GENERATORS: Mapping[str, Generator] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_1f1b_adjusted": interleaved_1f1b_adjusted,
 }
