@@ -1,0 +1,222 @@
+"""What Optimus sees of a language model's iteration: when each pipeline stage computes, and what lies idle in between.
+
+The pipeline runs interleaved 1F1B (Narayanan et al. 2021, section 2.2). Its iteration begins with an all-gather of
+parameters and ends with a reduce-scatter of gradients (ZeRO-1). A stage's idle time (Optimus, section 4.2, Figure 8) is
+one big bubble before its first computation, one after its last, pipeline bubbles in between, and a tensor-parallel
+bubble wherever one of its own kernels communicates.
+
+The dependency points (section 4.3, Figure 12) are when the first stage begins a microbatch's forward on its first chunk
+and when it ends that microbatch's backward. With the adjusted warm-up the forwards come later in the same time; it is
+taken only where the iteration is no longer for it.
+
+Limits: kernels take the same time in every iteration, and the stages of a pipeline do not disturb one another's links.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    seconds: float
+    is_communication: bool = False
+    """It occupies the links between tensor-parallel ranks, and leaves the device's own units idle."""
+
+
+Kernels = tuple[Kernel, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmPipeline:
+    """One data-parallel replica of the language model."""
+
+    num_places: int
+    """Groups of ranks; each holds every `num_places`-th stage."""
+    forward: Sequence[Kernels]
+    """Of each stage, for one microbatch: as many as places times chunks."""
+    backward: Sequence[Kernels]
+    num_microbatches: int
+    all_gather_s: float = 0.0
+    reduce_scatter_s: float = 0.0
+    message_s: float = 0.0
+    """From one stage to the next."""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.forward) // self.num_places
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A bubble of one place."""
+
+    start_s: float
+    end_s: float
+    is_tensor_parallel: bool = False
+    """The links are busy: only kernels that compute may run."""
+    window_s: float = 0.0
+    """How long the language model computes, and leaves the links idle, from the bubble's end on."""
+
+
+@dataclass(frozen=True)
+class LlmTimeline:
+    """Seconds count from the iteration's beginning."""
+
+    slots: tuple[tuple[Slot, ...], ...]
+    """Of each place, in order. The first begins at 0, the last one ends with the iteration."""
+    forward_points: tuple[float, ...]
+    """When the language model first needs each microbatch."""
+    backward_points: tuple[float, ...]
+    """When its gradient is there."""
+    iteration_s: float
+    adjusted: bool
+    """Whether the warm-up is the adjusted one."""
+
+    def coarse(self) -> "LlmTimeline":
+        """With the big bubbles only, before and after all computation of a place."""
+        return LlmTimeline(
+            tuple((slots[0], slots[-1]) for slots in self.slots),
+            self.forward_points,
+            self.backward_points,
+            self.iteration_s,
+            self.adjusted,
+        )
+
+
+def llm_timeline(pipeline: LlmPipeline, *, adjust_warm_up: bool = True) -> LlmTimeline:
+    """Raises `ValueError` if the stages do not fill the places alike."""
+    if len(pipeline.forward) % pipeline.num_places or len(pipeline.backward) != len(pipeline.forward):
+        raise ValueError(
+            f"{len(pipeline.forward)} forward and {len(pipeline.backward)} backward stages for {pipeline.num_places} "
+            "places; give equally many, a multiple of the places"
+        )
+    usual = _run(pipeline, forwards_per_place=2)
+    if adjust_warm_up:
+        adjusted = _run(pipeline, forwards_per_place=1)
+        if adjusted.end_s <= usual.end_s * (1 + 1e-9):
+            return _timeline(pipeline, adjusted, adjusted=True)
+    return _timeline(pipeline, usual, adjusted=False)
+
+
+Pass = tuple[int, int, int]
+"""(stage of the replica, microbatch, 0 for forward or 1 for backward)."""
+
+
+def passes_in_order(
+    num_places: int, num_chunks: int, num_microbatches: int, place: int, forwards_per_place: int
+) -> list[Pass]:
+    """What one place computes, as `motet.schedule.generators.interleaved_1f1b` has it for plans.
+
+    `forwards_per_place`: by how many forwards the warm-up grows from one place to the one before; 2 is Megatron-LM's,
+    1 the adjusted one. With one chunk it is 1F1B. A last round that is not full keeps its empty turns.
+    """
+    rounds = range(0, num_microbatches, num_places)
+    forwards, backwards = (
+        [
+            (chunk * num_places + place, microbatch, kind)
+            for first in rounds
+            for chunk in chunks
+            for microbatch in range(first, first + num_places)
+        ]
+        for kind, chunks in enumerate((range(num_chunks), range(num_chunks - 1, -1, -1)))
+    )
+    per_place = forwards_per_place if num_chunks > 1 else 1
+    warm_up = min(len(forwards), (num_chunks - 1) * num_places + per_place * (num_places - 1 - place))
+    steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    every = [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
+    return [this for this in every if this[1] < num_microbatches]
+
+
+@dataclass(frozen=True)
+class _Run:
+    passes: list[list[tuple[float, Pass]]]
+    """For each place, (start, pass) in order."""
+    ends: dict[Pass, float]
+    end_s: float
+
+
+def _run(pipeline: LlmPipeline, forwards_per_place: int) -> _Run:
+    """Each place computes its passes in order, each as soon as what it reads is there."""
+    places, num_stages = pipeline.num_places, len(pipeline.forward)
+    durations = [
+        [sum(kernel.seconds for kernel in kernels) for kernels in way] for way in (pipeline.forward, pipeline.backward)
+    ]
+    waiting = [
+        passes_in_order(places, pipeline.num_chunks, pipeline.num_microbatches, place, forwards_per_place)[::-1]
+        for place in range(places)
+    ]
+    free = [pipeline.all_gather_s] * places
+    ends: dict[Pass, float] = {}
+    passes: list[list[tuple[float, Pass]]] = [[] for _ in range(places)]
+    active = set(range(places))
+    while active:
+        place = active.pop()
+        while waiting[place]:
+            stage, microbatch, kind = this = waiting[place][-1]
+            start = free[place]
+            if kind == 0 and stage > 0:
+                source: Pass | None = (stage - 1, microbatch, 0)
+            elif kind == 1:
+                source = (stage, microbatch, 0) if stage == num_stages - 1 else (stage + 1, microbatch, 1)
+            else:
+                source = None
+            if source is not None:
+                if source not in ends:
+                    break
+                message_s = pipeline.message_s if source[0] != stage and places > 1 else 0.0
+                start = max(start, ends[source] + message_s)
+            waiting[place].pop()
+            passes[place].append((start, this))
+            free[place] = ends[this] = start + durations[kind][stage]
+            # The places that may have waited for it.
+            active.add((place + 1) % places)
+            active.add((place - 1) % places)
+    assert not any(waiting), "the order of the passes is cyclic"
+    return _Run(passes, ends, max(free) + pipeline.reduce_scatter_s)
+
+
+def _timeline(pipeline: LlmPipeline, run: _Run, *, adjusted: bool) -> LlmTimeline:
+    patterns = [[_bubble_pattern(kernels) for kernels in way] for way in (pipeline.forward, pipeline.backward)]
+    slots = []
+    for passes in run.passes:
+        of_place: list[Slot] = []
+        idle_from = 0.0
+        for start, this in passes:
+            stage, _, kind = this
+            bubbles, leading_s = patterns[kind][stage]
+            if start > idle_from + 1e-12 or not of_place:
+                of_place.append(Slot(idle_from, start, window_s=leading_s))
+            of_place += [Slot(start + a, start + b, True, window) for a, b, window in bubbles]
+            idle_from = run.ends[this]
+        of_place.append(Slot(idle_from, run.end_s))
+        slots.append(tuple(of_place))
+    starts = {this: start for start, this in run.passes[0]}
+    return LlmTimeline(
+        slots=tuple(slots),
+        forward_points=tuple(starts[0, i, 0] for i in range(pipeline.num_microbatches)),
+        backward_points=tuple(run.ends[0, i, 1] for i in range(pipeline.num_microbatches)),
+        iteration_s=run.end_s,
+        adjusted=adjusted,
+    )
+
+
+def _bubble_pattern(kernels: Kernels) -> tuple[list[tuple[float, float, float]], float]:
+    """The tensor-parallel bubbles of a pass as (start, end, computation after it), and the computation before them.
+
+    Communication kernels that follow one another are one bubble."""
+    bubbles: list[list[float]] = []
+    leading_s = now = 0.0
+    for kernel in kernels:
+        end = now + kernel.seconds
+        if kernel.is_communication:
+            if bubbles and bubbles[-1][1] == now:
+                bubbles[-1][1] = end
+            else:
+                bubbles.append([now, end, 0.0])
+        elif bubbles:
+            bubbles[-1][2] += kernel.seconds
+        else:
+            leading_s += kernel.seconds
+        now = end
+    return [(start, end, window) for start, end, window in bubbles], leading_s
