@@ -91,6 +91,38 @@ def test_buckets_start_inside_the_last_backward(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("two_per_bucket")
+def test_what_is_final_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Armed for a weight half, whose norms had their last gradients before: buckets wait for its own parameters only."""
+
+    def work(rank: int) -> tuple[list[list[int]], list[list[float]]]:
+        weights = parameters(6)  # Buckets: 5 and 4, 3 and 2, 1 and 0.
+        reducer = GradientReducer([(weight,) for weight in weights], everyone())
+        started: list[int] = []
+        seen = []
+        start = Bucket.start
+
+        def start_and_tell(bucket: Bucket, group: dist.ProcessGroup) -> None:
+            started.append(next(i for i, w in enumerate(weights) if w is bucket.parameters[0][0]))
+            start(bucket, group)
+
+        monkeypatch.setattr(Bucket, "start", start_and_tell)
+        for i in (5, 4, 2, 0):
+            weights[i].backward(torch.ones(SIZE))
+        reducer.arm({weights[3], weights[1], torch.ones(1)})
+        seen.append(list(started))
+        for i in (3, 1):
+            weights[i].backward(torch.ones(SIZE))
+            seen.append(list(started))
+        reducer.disarm()
+        finish(reducer)
+        return seen, [weight.grad.tolist() for weight in weights if weight.grad is not None]
+
+    for seen, summed in run_distributed(work, 2):
+        assert seen == [[5], [5, 3], [5, 3, 1]]
+        assert summed == [[2.0] * SIZE] * 6
+
+
+@pytest.mark.usefixtures("two_per_bucket")
 def test_what_no_backward_reached_counts_as_zero() -> None:
     """Buckets start in the same order on all ranks, although on one the last parameters never get a gradient."""
 

@@ -1,9 +1,11 @@
 """What follows from a program for one rank: tags, uses and final backwards."""
 
 from plans import chain, language_model, module, replica, routes_of
+from split_backwards import split_at_random
 
 from motet.plan import Edge, Plan
 from motet.runtime.local_program import LocalProgram, local_program
+from motet.schedule.action import Kind
 from motet.schedule.dependencies import Activation, Dependencies, Gradient
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, lower
@@ -49,6 +51,19 @@ def test_a_value_is_used_once_for_each_send_and_once_if_it_is_read_here() -> Non
 def test_the_final_backward_is_the_last_with_a_weight_gradient() -> None:
     for program in local_programs(chain(2, 4)):
         assert [str(action) for action in program.final_backwards.values()] == [f"llm[0].{program.rank}B3"]
+
+
+def test_of_halves_the_last_weight_half_is_final() -> None:
+    """Wherever it stands; an input half never is."""
+    plan = chain(2, 4)
+    routes = routes_of(plan)
+    for seed in range(5):
+        schedule = split_at_random(GENERATORS["1f1b"], str(seed), share=1.0)(routes)
+        for rank, actions in enumerate(schedule.ranks):
+            program = local_program(lower(schedule, Dependencies(routes)), rank)
+            last = [action for action in actions if action.kind is Kind.WEIGHT][-1]
+            assert list(program.final_backwards.values()) == [last]
+            assert program.split == {action.cell for action in actions}
 
 
 def test_a_frozen_stage_has_no_final_backward() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from motet.data.sample import Sample
 from motet.plan import ModulePlan, Plan, Stage
@@ -84,7 +85,7 @@ class ToyStage(nn.Module):
             for source, layers in self.enters.items():
                 if layer in layers and source_data(self.plan, source) in incoming:
                     x = x + self._spread(incoming[source_data(self.plan, source)], source, samples, lengths)
-            x = torch.tanh(x @ self.weights[str(layer)])
+            x = torch.tanh(linear(x, self.weights[str(layer)]))
         if self.module_plan.loss_weight and self.last == self.module_plan.num_layers:
             return (x @ read_out(self.data_name)).sin().sum()
         return x
@@ -127,7 +128,7 @@ def reference(plan: Plan, batch: ToyBatch) -> tuple[float, dict[str, Tensor]]:
                 for edge in plan.edges:
                     if edge.target == name and layer in edge.layers and edge.source in outputs:
                         x = x + influence(outputs[edge.source])
-                x = torch.tanh(x @ weights[data, layer])
+                x = torch.tanh(x @ weights[data, layer].T)
             outputs[name] = x
             if module.loss_weight:
                 tokens = sum(s.num_loss_tokens.get(data, 0) for s in batch.samples)

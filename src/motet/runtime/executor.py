@@ -8,7 +8,7 @@ and for which message of which rank it waited.
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -94,6 +94,8 @@ class Executor:
             self.reducers[step].start()
         elif step.kind is Kind.FORWARD:
             self._forward(step)
+        elif step.kind is Kind.WEIGHT:
+            self._weight_half(step)
         else:
             self._backward(step)
 
@@ -104,7 +106,7 @@ class Executor:
         if self._seed is not None:
             self._seed_dropout(cell)
         with self.measured(str(action), action.kind.value):
-            runner.forward(cell, inputs)
+            runner.forward(cell, inputs, is_split=cell in self._program.split)
             for route in self._routes.outgoing[cell]:
                 value = Activation(route.source, route.target)
                 if self._mailbox.is_needed(value):
@@ -112,23 +114,37 @@ class Executor:
         runner.forget_output(cell)
 
     def _backward(self, action: Compute) -> None:
-        assert action.kind is Kind.BACKWARD, f"{action}: the executor runs whole backwards only"
+        """A whole backward, or its input half."""
         cell = action.cell
         runner = self.runners[cell[:3]]
         gradients = {
             route: self._take(route, Gradient) for route in self._routes.outgoing[cell] if route.carries_gradient
         }
-        is_final = self._program.final_backwards.get(cell[:3]) == action
-        reducers = self._overlapping.get(cell[:3], ()) if is_final else ()
-        with self.measured(str(action), action.kind.value):
-            for reducer in reducers:
-                reducer.arm()
+        with self.measured(str(action), action.kind.value), self._overlapped(action):
             returned = runner.backward(cell, gradients)
-            for reducer in reducers:
-                reducer.disarm()
         for route, gradient in returned.items():
             self._mailbox.put(Gradient(route.source, route.target), gradient)
         self._mailbox.release(cell)
+
+    def _weight_half(self, action: Compute) -> None:
+        runner = self.runners[action.cell[:3]]
+        with (
+            self.measured(str(action), action.kind.value),
+            self._overlapped(action, runner.parameters_left(action.cell)),
+        ):
+            runner.backward_weight(action.cell)
+
+    @contextmanager
+    def _overlapped(self, action: Compute, parameters: Set[torch.Tensor] | None = None) -> Iterator[None]:
+        """Sums begin in the block if gradients become final in it. `parameters`: that get one; None: any may."""
+        stage = action.cell[:3]
+        is_final = self._program.final_backwards.get(stage) == action
+        reducers = self._overlapping.get(stage, ()) if is_final else ()
+        for reducer in reducers:
+            reducer.arm(parameters)
+        yield
+        for reducer in reducers:
+            reducer.disarm()
 
     def _take(self, route: Route, kind: type[Activation] | type[Gradient]) -> torch.Tensor:
         value = kind(route.source, route.target)

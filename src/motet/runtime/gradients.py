@@ -6,7 +6,7 @@ reduction. A parameter that no microbatch reached takes part with zeros. Sums, n
 divided by the loss tokens of the global batch. (Li et al. 2020, "PyTorch Distributed", section 3.2.3.)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -64,16 +64,27 @@ class GradientReducer:
         """Whether every parameter has one local copy, so that its gradient is final in one backward."""
         return self._group is not None and all(len(c) == 1 for bucket in self._buckets for c in bucket.parameters)
 
-    def arm(self) -> None:
-        """Called before this rank's last backward of the layers: buckets may start within it."""
+    def arm(self, parameters: Set[Tensor] | None = None) -> None:
+        """Called before this rank's last backward of the layers: buckets may start within it.
+
+        `parameters`: that will get a gradient in it, those of other reductions among them; None: any may."""
         for bucket in self._buckets:
-            bucket.missing = {parameter for copies in bucket.parameters for parameter in copies}
+            bucket.missing = {
+                parameter
+                for copies in bucket.parameters
+                for parameter in copies
+                if parameters is None or parameter in parameters
+            }
         for parameter in self._bucket_of:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+        self._start_final()
 
     def _accumulated(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         self._bucket_of[parameter].missing.discard(parameter)
+        self._start_final()
+
+    def _start_final(self) -> None:
         while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
             self._start_next()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Stage
+from motet.runtime.split_backward import SplitBackward
 from motet.runtime.tokens import merge_order, rows_of
 from motet.schedule.routes import Cell, Route, Routes
 
@@ -21,6 +22,8 @@ class _Saved:
     inputs: dict[Route, Tensor]
     output: Tensor
     loss: Tensor | None
+    split: SplitBackward | None
+    """None: the backward is whole."""
 
 
 class StageRunner:
@@ -50,6 +53,8 @@ class StageRunner:
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
         self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
         self._saved: dict[Cell, _Saved] = {}
+        self._half_done: dict[Cell, SplitBackward] = {}
+        """Of the cells whose input half has run."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Sum of the token losses of the iteration so far, unweighted."""
 
@@ -58,6 +63,7 @@ class StageRunner:
         self._routes, self._batch = routes, batch
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
         self._saved.clear()
+        self._half_done.clear()
         self.loss_sum.zero_()
 
     def reports_loss(self, rank: int) -> bool:
@@ -79,8 +85,10 @@ class StageRunner:
             return self.module.output_shape([samples[i] for i in route.samples])
         return (sum(samples[i].num_outputs(self.data_module) for i in route.samples), self.module.output_size)
 
-    def forward(self, cell: Cell, inputs: Mapping[Route, Tensor]) -> None:
-        """`inputs`: what each incoming route brought. The output waits for `output` and `backward`."""
+    def forward(self, cell: Cell, inputs: Mapping[Route, Tensor], *, is_split: bool = False) -> None:
+        """`inputs`: what each incoming route brought. The output waits for `output` and `backward`.
+
+        `is_split`: the backward will be split into its halves."""
         members = self._routes.samples(cell)
         keeps_graph = cell in self._routes.with_backward
         leaves = {
@@ -88,7 +96,8 @@ class StageRunner:
         }
         # Outside of autocast: processors may compute when they are asked.
         features = self._features(members)
-        with torch.set_grad_enabled(keeps_graph), self._autocast():
+        split = SplitBackward() if is_split else None
+        with torch.set_grad_enabled(keeps_graph), self._autocast(), split or nullcontext():
             output = self.module(
                 self._hidden(leaves),
                 self._incoming(leaves, members),
@@ -99,7 +108,7 @@ class StageRunner:
             if self._loss_weight:
                 self.loss_sum += output.detach()
                 loss = output * self._loss_scale
-        self._saved[cell] = _Saved(leaves, output, loss)
+        self._saved[cell] = _Saved(leaves, output, loss, split)
         if not keeps_graph and not self._routes.outgoing[cell]:
             del self._saved[cell]
 
@@ -120,6 +129,7 @@ class StageRunner:
     def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         """Accumulates into the parameters' `.grad`; returns the gradient of each input that carries one back.
 
+        Where the backward is split this is its input half, and `backward_weight` has to follow.
         `gradients`: for each outgoing route that carries a gradient, what came back."""
         saved = self._saved.pop(cell)
         roots: list[Tensor] = []
@@ -130,13 +140,25 @@ class StageRunner:
         if saved.loss is not None:
             roots.append(saved.loss)
             root_gradients.append(None)
-        torch.autograd.backward(roots, root_gradients)
+        if saved.split is None:
+            torch.autograd.backward(roots, root_gradients)
+        else:
+            saved.split.input_half(roots, root_gradients)
+            self._half_done[cell] = saved.split
         result = {}
         for route, leaf in saved.inputs.items():
             if route.carries_gradient:
                 # A sample whose tokens reach no loss token leaves no gradient behind: that is zero, not absent.
                 result[route] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
         return result
+
+    def backward_weight(self, cell: Cell) -> None:
+        """The weight half: accumulates what the input half has left."""
+        self._half_done.pop(cell).weight_half()
+
+    def parameters_left(self, cell: Cell) -> set[Tensor]:
+        """Those that get a gradient in the cell's weight half."""
+        return self._half_done[cell].parameters
 
     def _output_gradient(self, output: Tensor, gradients: Mapping[Route, Tensor]) -> Tensor:
         total: Tensor | None = None
