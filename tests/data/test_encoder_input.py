@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tiny_configs import ENCODERS, VISION
 from transformers import SiglipVisionConfig, WhisperConfig
 
-from motet.data.encoder_input import EncoderInput, resample, resampled_length
+from motet.data.encoder_input import EncoderInput, resample
+from motet.data.encoder_layout import resampled_length
 from motet.errors import UserError
 
 

@@ -11,8 +11,10 @@ from feeding import SOUND, SQUARE
 from tiny_configs import AUDIO, DINO, VISION
 
 from motet.config import RunConfig, parse_strictly
+from motet.data.dataset import ExampleDataset
 from motet.data.loader import Loader
 from motet.data.run_file import open_data
+from motet.data.run_file_samples import LaidOutExamples, open_samples
 from motet.data.tokenizer import word_level_tokenizer
 from motet.errors import UserError
 
@@ -49,6 +51,15 @@ def test_dial_a_digit_feeds_every_encoder_family(family: str) -> None:
         expected = sample.num_tokens("encoder") if family == "qwen2_5_vl" else len(sample.layouts["encoder"])
         assert len(values) == expected
         assert len(batch.features("language_model", place)["input_ids"]) == sample.num_tokens("language_model")
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_metadata_read_without_torch_is_the_same(family: str) -> None:
+    task = {"kind": "dial-a-digit", "max_images": 2, "max_clips": 2, "num_train": 16, "num_held_out": 5}
+    run = config({"encoder": ENCODERS[family]}, {**task, "no_image": 0.0, "no_sound": 0.0} | denied(family))
+    plain, whole = open_samples(run), open_data(run).train
+    assert isinstance(plain, LaidOutExamples)
+    assert [plain.sample(i) for i in range(len(plain))] == [whole.sample(i) for i in range(len(whole))]
 
 
 def denied(family: str) -> dict[str, float]:
@@ -112,6 +123,25 @@ def test_conversations_are_read_with_saved_processors(folder: Path) -> None:
     assert data.train.features(1, "vision")["pixel_values"].shape == (2, 3, 96, 96)
 
 
+def test_conversations_metadata_read_without_torch_is_the_same(folder: Path) -> None:
+    run = config({"vision": SIGLIP, "audio": WHISPER}, conversations(folder))
+    plain, whole = open_samples(run), open_data(run).train
+    assert isinstance(plain, LaidOutExamples)
+    assert [plain.sample(i) for i in range(len(plain))] == [whole.sample(i) for i in range(len(whole))]
+
+
+def test_a_processor_without_a_rule_is_asked_itself(folder: Path) -> None:
+    values = json.loads((folder / "vision" / "preprocessor_config.json").read_text())
+    (folder / "vision" / "preprocessor_config.json").write_text(
+        json.dumps({**values, "image_processor_type": "DeiTImageProcessor", "crop_size": values["size"]})
+    )
+    run = config({"vision": SIGLIP, "audio": WHISPER}, conversations(folder))
+    asked = open_samples(run)
+    assert isinstance(asked, ExampleDataset)
+    assert not asked.preparation.encoders["vision"].has_rule
+    assert asked.sample(0).layouts["vision"][0].num_tokens == 144
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer": ({"tokenizer": None}, r"data\.tokenizer: is missing, and the model has random weights"),
     "tokenizer elsewhere": ({"tokenizer": "nowhere"}, r"data\.tokenizer: nowhere cannot be loaded"),
@@ -128,8 +158,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_names_its_key_or_file(folder: Path, name: str) -> None:
     changes, message = WRONG[name]
-    with pytest.raises(UserError, match=message):
-        open_data(config({"vision": SIGLIP, "audio": WHISPER}, conversations(folder, **changes)))
+    for opened in (open_data, open_samples):
+        with pytest.raises(UserError, match=message):
+            opened(config({"vision": SIGLIP, "audio": WHISPER}, conversations(folder, **changes)))
 
 
 def test_media_that_cannot_be_decoded_are_told_with_file_and_line(folder: Path) -> None:

@@ -7,25 +7,28 @@ by a thread while the current batch is trained on.
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
-from motet.data.dataset import Dataset
 from motet.data.sample import Sample
 from motet.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from motet.data.dataset import Dataset
 
 
 class LoadedBatch:
     """One global batch of a dataset. Tensors are read when first asked for."""
 
-    def __init__(self, dataset: Dataset, indices: tuple[int, ...]) -> None:
+    def __init__(self, dataset: "Dataset", indices: tuple[int, ...]) -> None:
         self._dataset, self._indices = dataset, indices
         self.samples: tuple[Sample, ...] = tuple(dataset.sample(i) for i in indices)
         self._features: dict[tuple[str, int], dict[str, Tensor]] = {}
 
-    def features(self, module: str, sample: int) -> dict[str, Tensor]:
+    def features(self, module: str, sample: int) -> "dict[str, Tensor]":
         key = (module, sample)
         if key not in self._features:
             self._features[key] = self._dataset.features(self._indices[sample], module)
@@ -40,13 +43,18 @@ class LoadedBatch:
         return self._indices
 
 
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The samples' places in the dataset, in the order in which the epoch takes them."""
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
 class Loader:
     """An endless iterator over global batches; the last samples of an epoch that do not fill a batch are left out.
 
     `batches_ahead`: 0 or 1, whether a thread prepares the next batch.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, *, seed: int, batches_ahead: int = 1) -> None:
+    def __init__(self, dataset: "Dataset", batch_size: int, *, seed: int, batches_ahead: int = 1) -> None:
         assert 1 <= batch_size <= len(dataset)
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
         self._epoch = self._step = 0
@@ -57,7 +65,7 @@ class Loader:
         self._wanted: set[tuple[str, int]] = set()
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._dataset))
+        return epoch_order(len(self._dataset), self._seed, epoch)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -112,7 +120,7 @@ class Loader:
         return batch
 
 
-def held_out_batches(dataset: Dataset, batch_size: int, num_samples: int) -> list[LoadedBatch]:
+def held_out_batches(dataset: "Dataset", batch_size: int, num_samples: int) -> list[LoadedBatch]:
     """The first samples of a held-out set in batches of at most `batch_size`, for evaluation."""
     indices = range(min(num_samples, len(dataset)))
     return [

@@ -1,18 +1,25 @@
 """A small word-level tokenizer, built locally: for *dial a digit*, for tests and for models with random weights.
 
 It is a real `PreTrainedTokenizerFast` with special tokens, placeholders and a chat template, and is saved to and loaded
-from a folder like any other. Every digit is a token of its own.
+from a folder like any other; `plain_word_level_tokenizer` is the same one without torch. Every digit is a token of its
+own.
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from motet.data.example import PLACEHOLDERS
+from motet.data.plain_tokenizer import PlainTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = "<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+SPECIAL_TOKENS = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END}
+OTHER_SPECIAL_TOKENS = [USER, ASSISTANT, SYSTEM, *PLACEHOLDERS.values()]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -24,8 +31,29 @@ CHAT_TEMPLATE = (
 )
 
 
-def word_level_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def word_level_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     """A tokenizer that knows the digits and the words and signs of `texts`; anything else becomes `<unk>`."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_word_level(texts),
+        **SPECIAL_TOKENS,
+        additional_special_tokens=OTHER_SPECIAL_TOKENS,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="right",
+    )
+
+
+def plain_word_level_tokenizer(texts: Iterable[str]) -> PlainTokenizer:
+    return PlainTokenizer(
+        _word_level(texts),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens=SPECIAL_TOKENS,
+        others=OTHER_SPECIAL_TOKENS,
+    )
+
+
+def _word_level(texts: Iterable[str]) -> Tokenizer:
     special = [PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END, *PLACEHOLDERS.values()]
     splitter = pre_tokenizers.Sequence(
         [
@@ -37,12 +65,4 @@ def word_level_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     vocabulary = [*special, *"0123456789", *sorted(words)]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = splitter
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        eos_token=END,
-        additional_special_tokens=[USER, ASSISTANT, SYSTEM, *PLACEHOLDERS.values()],
-        chat_template=CHAT_TEMPLATE,
-        padding_side="right",
-    )
+    return tokenizer

@@ -129,7 +129,8 @@ def selection_of(config: Config, segment: Segment) -> Selection:
     return Selection(num_tiles, counts.num_full, counts.first_patch, counts.num_patch)
 
 
-def _value(config: Config, key: str) -> Any:
+def config_value(config: Config, key: str) -> Any:
+    """Raises `UserError` if it is missing."""
     value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
     if value is None:
         raise UserError(f"encoder configuration: {key} is missing")
@@ -137,20 +138,22 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _model_type(config: Config) -> str:
-    model_type = _value(config, "model_type")
+    model_type = config_value(config, "model_type")
     if model_type not in _COUNTERS:
         raise UserError(f"encoder: model_type {model_type!r} is not known; known are {', '.join(_COUNTERS)}")
     return model_type
 
 
 def _pair(config: Config, key: str) -> tuple[int, int]:
-    value = _value(config, key)
+    value = config_value(config, key)
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 def _check_grid(config: Config, grid: tuple[int, ...], names: str) -> None:
     if len(grid) != len(names.split(", ")) or any(size < 1 for size in grid):
-        raise UserError(f"layout: {_value(config, 'model_type')} needs a grid ({names}) of at least 1 each, not {grid}")
+        raise UserError(
+            f"layout: {config_value(config, 'model_type')} needs a grid ({names}) of at least 1 each, not {grid}"
+        )
 
 
 def _patches(config: Config, grid: tuple[int, ...]) -> int:
@@ -180,7 +183,7 @@ def _count_ragged_patches(config: Config, grid: tuple[int, ...]) -> TokenCounts:
 def _count_merged_patches(config: Config, grid: tuple[int, ...]) -> TokenCounts:
     _check_grid(config, grid, "frames, patch rows, patch columns")
     frames, rows, columns = grid
-    merge = _value(config, "spatial_merge_size")
+    merge = config_value(config, "spatial_merge_size")
     if rows % merge or columns % merge:
         raise UserError(f"layout: grid {grid}: rows and columns must be multiples of spatial_merge_size ({merge})")
     merged = frames * (rows // merge) * (columns // merge)
@@ -188,23 +191,23 @@ def _count_merged_patches(config: Config, grid: tuple[int, ...]) -> TokenCounts:
 
 
 def _valid_frames(config: Config, grid: tuple[int, ...], minimum: int) -> int:
-    all_frames = 2 * _value(config, "max_source_positions")
+    all_frames = 2 * config_value(config, "max_source_positions")
     grid = grid or (all_frames,)
     if len(grid) != 1 or not minimum <= grid[0] <= all_frames:
         raise UserError(
-            f"layout: {_value(config, 'model_type')} needs a grid (valid mel frames,) of {minimum} to {all_frames}, "
+            f"layout: {_model_type(config)} needs a grid (valid mel frames,) of {minimum} to {all_frames}, "
             f"not {grid}; shorten or lengthen the clip"
         )
     return grid[0]
 
 
 def _count_whisper(config: Config, grid: tuple[int, ...]) -> TokenCounts:
-    positions = _value(config, "max_source_positions")
+    positions = config_value(config, "max_source_positions")
     return TokenCounts(positions, (_valid_frames(config, grid, minimum=1) + 1) // 2, positions)
 
 
 def _count_qwen2_audio(config: Config, grid: tuple[int, ...]) -> TokenCounts:
-    positions = _value(config, "max_source_positions")
+    positions = config_value(config, "max_source_positions")
     # A second convolution of stride 2, then a pooling of width and stride 2 that drops an odd last one.
     convolved = (_valid_frames(config, grid, minimum=3) + 1) // 2
     return TokenCounts(positions, convolved // 2, positions // 2)
@@ -216,6 +219,12 @@ _GRID_FROM = {
     "qwen2_audio_encoder": "num_mel_frames",
 }
 """Of the families whose grid does not come from the image's size: which argument of `grid_of` it comes from."""
+
+
+def modality_of(config: Config) -> Literal["image", "audio"]:
+    """What the encoder takes."""
+    return "audio" if _GRID_FROM.get(_model_type(config)) == "num_mel_frames" else "image"
+
 
 _COUNTERS: dict[str, Callable[[Config, tuple[int, ...]], TokenCounts]] = {
     "siglip_vision_model": _count_patches,

@@ -1,0 +1,132 @@
+"""`motet plan` and `motet simulate` where torch and transformers cannot be imported, for every supported family."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+from tiny_configs import AUDIO, DINO, TEXT, VISION
+from transformers import WhisperFeatureExtractor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from motet.data.tokenizer import word_level_tokenizer
+from motet.planner.from_run_file import MODEL_TYPES
+
+SCRIPT = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+from motet.cli.main import main
+sys.exit(main(sys.argv[1:]) or main(["simulate", *sys.argv[2:]]))
+"""
+"""Plans, then simulates."""
+
+QWEN = {"depth": 2, "hidden_size": 64, "num_heads": 4, "patch_size": 4, "out_hidden_size": 48}
+ENCODERS = {
+    "SiglipVisionConfig": VISION,
+    "CLIPVisionConfig": VISION,
+    "Dinov2Config": DINO,
+    "PixtralVisionConfig": VISION,
+    "Qwen2_5_VLVisionConfig": QWEN,
+    "WhisperConfig": AUDIO,
+    "Qwen2AudioEncoderConfig": AUDIO,
+}
+LANGUAGE_MODELS = {
+    "LlamaConfig": TEXT,
+    "MistralConfig": TEXT,
+    "Qwen3Config": TEXT,
+    "Gemma3TextConfig": TEXT,
+    "Phi3Config": TEXT,
+    "MllamaTextConfig": {**TEXT, "cross_attention_layers": [1]},
+}
+PAIRS = [(encoder, list(LANGUAGE_MODELS)[i % len(LANGUAGE_MODELS)]) for i, encoder in enumerate(ENCODERS)]
+
+
+def run_blocked(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SCRIPT, *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def plan_and_simulate(run_file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    result = run_blocked("plan", run_file, "--json")
+    assert result.returncode == 0, result.stderr
+    planned, simulated = result.stdout.splitlines()
+    return json.loads(planned), json.loads(simulated)
+
+
+def test_every_family_is_among_the_pairs() -> None:
+    assert {*ENCODERS, *LANGUAGE_MODELS} == set(MODEL_TYPES)
+    assert {name for pair in PAIRS for name in pair} == set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize(("encoder", "language_model"), PAIRS)
+def test_no_family_needs_torch(tmp_path: Path, encoder: str, language_model: str) -> None:
+    hears = encoder in ("WhisperConfig", "Qwen2AudioEncoderConfig")
+    run = {
+        "model": {
+            "encoders": {"encoder": {"config": encoder, "values": ENCODERS[encoder]}},
+            "language_model": {"config": language_model, "values": LANGUAGE_MODELS[language_model]},
+        },
+        "data": {"kind": "dial-a-digit", "num_train": 16, "no_image": float(hears), "no_sound": float(not hears)},
+        "cluster": {"num_devices": 2},
+        "parallel": {"num_microbatches": 2},
+        "train": {"global_batch_size": 4},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
+    assert {stage["module"] for stage in planned["stages"]} == {"encoder", "language_model"}
+    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+
+
+def test_conversations_and_folders_need_no_torch(tmp_path: Path) -> None:
+    """A stored model whose parts' configurations are nested, its tokenizer and its processors."""
+    Image.new("RGB", (60, 40)).save(tmp_path / "cat.png")
+    turns = [{"from": "human", "value": "<image> What is it?"}, {"from": "gpt", "value": "A cat."}]
+    record = json.dumps({"image": "cat.png", "conversations": turns})
+    (tmp_path / "data.jsonl").write_text(f"{record}\n" * 4)
+    model = tmp_path / "model"
+    word_level_tokenizer(["What is it? A cat."]).save_pretrained(model)
+    CLIPImageProcessorPil(size={"shortest_edge": 110}, crop_size={"height": 96, "width": 96}).save_pretrained(model)
+    stored = {
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **VISION},
+    }
+    (model / "config.json").write_text(json.dumps(stored))
+    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(tmp_path / "audio")
+    run = {
+        "model": {
+            "encoders": {
+                "vision": {"path": str(model)},
+                "audio": {"config": "WhisperConfig", "values": AUDIO},
+            },
+            "language_model": {"path": str(model)},
+        },
+        "data": {
+            "kind": "conversations",
+            "files": str(tmp_path / "data.jsonl"),
+            "image_folder": str(tmp_path),
+            "processors": {"audio": str(tmp_path / "audio")},
+        },
+        "cluster": {"num_devices": 3},
+        "parallel": {"num_microbatches": 2},
+        "train": {"global_batch_size": 4},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    planned, _ = plan_and_simulate(tmp_path / "run.yaml")
+    assert {stage["module"] for stage in planned["stages"]} == {"vision", "audio", "language_model"}
+
+
+def test_the_blocker_blocks() -> None:
+    result = run_blocked("profile", Path(__file__).parents[2] / "examples" / "tiny.yaml")
+    assert result.returncode == 1
+    assert "is blocked" in result.stderr
