@@ -21,13 +21,29 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[LayerRange, ...]
     Raises `ValueError` if there are fewer layers than stages.
     """
     num_layers = len(costs)
+    _, boundaries = _solve(costs, num_stages)
+    cuts = [num_layers]
+    for boundary in reversed(boundaries):
+        cuts.append(int(boundary[cuts[-1]]))
+    cuts.append(0)
+    return tuple(pairwise(reversed(cuts)))
+
+
+def bottlenecks(costs: Sequence[float], max_stages: int) -> np.ndarray:
+    """[num_stages - 1]: the slowest stage's cost in the best cut into 1, 2, ... `max_stages` stages, all at once."""
+    return np.array(_solve(costs, max_stages)[0])
+
+
+def _solve(costs: Sequence[float], num_stages: int) -> tuple[list[float], list[np.ndarray]]:
+    """D(number of layers, s) for each s up to `num_stages`; for each s from 2, where stage s of the first i layers begins."""
+    num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
         raise UserError(f"pp: is {num_stages}, but there are {num_layers} layers; give 1 to {num_layers}")
     prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
     assert (np.diff(prefix) >= 0).all(), "costs must not be negative"
 
     best = prefix.copy()  # D(i, 1)
-    boundaries = []
+    slowest, boundaries = [float(best[-1])], []
     for s in range(2, num_stages + 1):
         ends = np.arange(s, num_layers + 1)
         starts = np.arange(s - 1, num_layers)
@@ -42,11 +58,8 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[LayerRange, ...]
         chosen = np.minimum(chosen, np.maximum(s - 1, np.searchsorted(prefix, prefix[ends] - bottleneck)))
         best = np.concatenate([np.full(s, np.inf), bottleneck])
         boundaries.append(np.concatenate([np.zeros(s, dtype=int), chosen]))
-    cuts = [num_layers]
-    for boundary in reversed(boundaries):
-        cuts.append(int(boundary[cuts[-1]]))
-    cuts.append(0)
-    return tuple(pairwise(reversed(cuts)))
+        slowest.append(float(best[-1]))
+    return slowest, boundaries
 
 
 def stage_costs(costs: Sequence[float], stages: Sequence[LayerRange]) -> list[float]:
