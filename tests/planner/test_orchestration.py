@@ -1,4 +1,4 @@
-"""DistTrain's orchestration against exhaustive search, written out in plain loops from the formulas of the docstring."""
+"""DistTrain's orchestration against exhaustive search, in plain loops over the formulas of the docstring."""
 
 from itertools import product
 from math import ceil, inf
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.planner.orchestration import OrchestrationProblem, Unit, UnitDegrees, evaluate_degrees, orchestrate
+from motet.planner.orchestration import _Rows, evaluate_degrees, orchestrate
 from motet.planner.partition import partition, stage_costs
+from motet.planner.units import OrchestrationProblem, Unit, UnitDegrees
 
 
 def exhaustive(problem):
@@ -53,7 +54,7 @@ def iteration_s(problem, degrees):
         if d.vpp > 1 and (d.pp == 1 or d.pp * d.vpp > num_layers or count % d.pp):
             return None
         samples = ceil(problem.global_batch_size * unit.items_per_sample / d.dp / count) / unit.items_per_sample
-        whole_s = unit.seconds[d.tp] * samples + unit.microbatch_s
+        whole_s = unit.seconds[d.tp] * samples + unit.microbatch_s.get(d.tp, 0.0)
         share = max(stage_costs(unit.layer_costs, partition(unit.layer_costs, d.pp))) / sum(unit.layer_costs)
         slowest = max(slowest, whole_s * share)
         of_layers = ceil(num_layers / d.pp) / num_layers
@@ -79,7 +80,7 @@ def units(draw, role):
         role=role,
         layer_costs=(1.0,) * num_layers if equal else tuple(draw(st.integers(1, 5)) for _ in range(num_layers)),
         seconds=seconds,
-        microbatch_s=draw(st.sampled_from((0.0, 0.25))),
+        microbatch_s=draw(st.sampled_from(({}, {1: 0.25, 2: 0.5}))),
         items_per_sample=1 if role == "language_model" else draw(st.sampled_from((1, 1, 3))),
         state_bytes=draw(st.integers(0, 40)),
         optimizer_bytes=draw(st.integers(0, 80)),
@@ -128,3 +129,66 @@ def test_is_the_best_of_exhaustive_search(problem):
     assert iteration_s(problem, found.degrees) == pytest.approx(best[0], rel=1e-9)
     assert found.num_devices == best[1]
     assert evaluate_degrees(problem, found.degrees).iteration_s == pytest.approx(best[0], rel=1e-9)
+
+
+def large_problem(num_devices, global_batch_size):
+    """A model of about 72B: the shape of DistTrain's Table 2."""
+    flops_per_s = 0.6 * 312e12
+
+    def unit(role, num_layers, flops, parameters, activation_bytes, efficiency, items=1):
+        return Unit(
+            role=role,
+            layer_costs=(1.0,) * num_layers,
+            seconds={tp: flops / flops_per_s / tp / efficiency ** (tp - 1) for tp in (1, 2, 4, 8)},
+            items_per_sample=items,
+            state_bytes=4 * parameters,
+            optimizer_bytes=12 * parameters,
+            activation_bytes=activation_bytes,
+            boundary_s=0.01,
+            reduce_s=2 * parameters / 12e9,
+        )
+
+    return OrchestrationProblem(
+        units={
+            "vision": unit("encoder", 32, 3e13, 0.63e9, 11e9, 0.9, items=8),
+            "language_model": unit("language_model", 80, 3.4e15, 70e9, 180e9, 0.98),
+            "image": unit("generator", 25, 1e14, 1e9, 16e9, 0.9, items=8),
+        },
+        num_devices=num_devices,
+        global_batch_size=global_batch_size,
+        device_bytes=72e9,
+    )
+
+
+def test_prunes_large_clusters(monkeypatch):
+    """1296 devices: of all numbers of microbatches few are looked at closely, of all layouts a small share."""
+    combined = []
+    beside = _Rows.beside
+    monkeypatch.setattr(_Rows, "beside", lambda a, b: combined.append(len(a) * len(b)) or beside(a, b))
+    found = orchestrate(large_problem(1296, 1920))
+    assert found.num_devices <= 1296
+    assert len(combined) <= 20
+    assert sum(combined) <= 2e5
+    # No layout does all the work in less than what all devices together need for it.
+    work = sum(min(tp * s for tp, s in unit.seconds.items()) for unit in large_problem(1296, 1920).units.values())
+    assert 1920 * work / 1296 <= found.iteration_s <= 1.5 * 1920 * work / 1296
+
+
+def test_a_generator_counts_for_the_memory_of_all_before_it():
+    """Memory for the activations of two microbatches: two stages fit, with a generator behind it is three."""
+    backbone = Unit(role="language_model", layer_costs=(1.0, 1.0), seconds={1: 1.0}, activation_bytes=10.0)
+    generator = Unit(role="generator", layer_costs=(1.0,), seconds={1: 1.0})
+    degrees = {"language_model": UnitDegrees(1, 2, 1), "generator": UnitDegrees(1, 1, 1)}
+
+    def problem(**units):
+        return OrchestrationProblem(units=units, num_devices=3, global_batch_size=4, device_bytes=12.0)
+
+    alone = evaluate_degrees(problem(language_model=backbone), {"language_model": degrees["language_model"]})
+    assert alone.iteration_s == 1 + 3 * 0.5
+    with pytest.raises(ValueError, match="does not fit into devices and memory"):
+        evaluate_degrees(problem(language_model=backbone, generator=generator), degrees)
+
+
+def test_exactly_one_language_model():
+    with pytest.raises(ValueError, match="exactly one language model"):
+        OrchestrationProblem(units={}, num_devices=1, global_batch_size=1)

@@ -7,6 +7,7 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.baselines import even, frozen_unaware
 from motet.planner.cornstarch import cornstarch
+from motet.planner.disttrain import disttrain
 from motet.planner.explicit import Placement, explicit_plan
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -18,6 +19,7 @@ class Planner(Protocol):
 
 PLANNERS: Mapping[str, Planner] = {
     "cornstarch": cornstarch,
+    "disttrain": disttrain,
     "frozen_unaware": frozen_unaware,
     "even": even,
 }

@@ -16,9 +16,9 @@ paper solves a convex relaxation in the numbers of devices; several encoders (ge
 longest of them counts; in flight are the microbatches of all stages behind as well (the paper leaves the generator
 out); interleaving costs the activations that it costs (Narayanan et al. 2021, 2.2).
 
-Exactness: for each number of microbatches every choice of every module is a row (devices, t, w, stages, room for stages
-behind). Rows that another row beats in every column are never needed, neither alone nor in a sum or maximum with others;
-what is left is combined, in the order of a lower bound, until the bound reaches the best found.
+Exactness: for each number of microbatches every choice of every module is a row (devices, t, w, stages, room for
+stages behind). Rows that another row beats in every column are never needed, neither alone nor in a sum or maximum with
+others; what is left is combined, in the order of a lower bound, until the bound reaches the best found.
 
 Limits: samples cost alike; reductions are taken to follow each other; tensor-parallel and data-parallel groups meet
 the same bandwidth wherever they lie.
@@ -26,102 +26,15 @@ the same bandwidth wherever they lie.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from math import inf
-from typing import Literal, NamedTuple
 
 import numpy as np
 
 from motet.errors import UserError
-from motet.planner.partition import bottlenecks
+from motet.planner.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
 
-Role = Literal["encoder", "language_model", "generator"]
 SLACK = 1 + 1e-9
 """Rounding alone must not decide whether something fits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """One module: costs of the whole of it, and the degrees that it may have."""
-
-    role: Role
-    layer_costs: tuple[float, ...]
-    """Of each layer, in any measure: it says how evenly stages can be cut."""
-    seconds: Mapping[int, float]
-    """C(tp), by the tensor-parallel sizes that are allowed: forward and backward of one sample, as frozen as it is."""
-    microbatch_s: float = 0.0
-    """What each microbatch takes beside."""
-    items_per_sample: int = 1
-    """A microbatch is cut between items (images, clips); C is that of a sample with so many."""
-    state_bytes: float = 0.0
-    """Parameters and gradients."""
-    optimizer_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    """Of one sample."""
-    boundary_s: float = 0.0
-    """One sample's message to the next stage, and its gradient's way back."""
-    reduce_s: float = 0.0
-    """All gradients' bytes over the bandwidth of one device."""
-    dp_sizes: tuple[int, ...] | None = None
-    """None: whatever divides the items of the global batch."""
-    max_stages: int | None = None
-    vpp_sizes: tuple[int, ...] = (1,)
-    """Stages of the module that a rank may hold (interleaved 1F1B)."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layer_costs)
-
-    @cached_property
-    def slowest_shares(self) -> np.ndarray:
-        """[pp - 1]: the share of the slowest of so many stages in the module's time."""
-        limit = min(self.num_layers, self.max_stages or self.num_layers)
-        return bottlenecks(self.layer_costs, limit) / sum(self.layer_costs)
-
-
-class UnitDegrees(NamedTuple):
-    tp: int
-    pp: int
-    dp: int
-    vpp: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        return self.tp * self.pp * self.dp
-
-
-@dataclass(frozen=True, kw_only=True)
-class OrchestrationProblem:
-    units: Mapping[str, Unit]
-    """Exactly one is the language model."""
-    num_devices: int
-    global_batch_size: int
-    microbatch_size: int = 1
-    """Samples in the language model's microbatch."""
-    num_microbatches: int | None = None
-    """Per replica, for all modules; None: what `microbatch_size` leaves of the global batch."""
-    device_bytes: float = inf
-    zero1: bool = True
-    """Optimizer state is sharded over the module's replicas."""
-
-    def __post_init__(self) -> None:
-        if [unit.role for unit in self.units.values()].count("language_model") != 1:
-            raise UserError("parallel.planner: disttrain needs exactly one language model")
-
-    @property
-    def language_model(self) -> Unit:
-        return next(unit for unit in self.units.values() if unit.role == "language_model")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Orchestration:
-    degrees: Mapping[str, UnitDegrees]
-    num_microbatches: int
-    iteration_s: float
-
-    @property
-    def num_devices(self) -> int:
-        return sum(degrees.num_devices for degrees in self.degrees.values())
 
 
 @dataclass(frozen=True)
@@ -142,8 +55,14 @@ class _Rows:
         return len(self.devices)
 
     def take(self, index: np.ndarray) -> "_Rows":
-        columns = (self.devices, self.stage_s, self.fill_s, self.stages, self.room)
-        return _Rows(*(column[index] for column in columns), {name: d[index] for name, d in self.degrees.items()})
+        return _Rows(
+            self.devices[index],
+            self.stage_s[index],
+            self.fill_s[index],
+            self.stages[index],
+            self.room[index],
+            {name: sizes[index] for name, sizes in self.degrees.items()},
+        )
 
     def undominated(self, *, counts_stages: bool = True) -> "_Rows":
         """`counts_stages`: somebody stands before whose memory depends on them."""
@@ -170,7 +89,7 @@ class _Rows:
         )
 
 
-NOTHING = _Rows(*(np.array([value], dtype=float) for value in (0, 0, 0, 0, inf)), {})
+NOTHING = _Rows(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, inf), {})
 
 
 def orchestrate(problem: OrchestrationProblem) -> Orchestration:
@@ -203,7 +122,7 @@ def orchestrate(problem: OrchestrationProblem) -> Orchestration:
 
 
 def evaluate_degrees(problem: OrchestrationProblem, degrees: Mapping[str, UnitDegrees]) -> Orchestration:
-    """T_iter of a given choice, for comparisons. Raises `ValueError` if it is not among the allowed, or does not fit."""
+    """T_iter of a given choice, for comparisons. Raises `ValueError` if it is not allowed, or does not fit."""
     fixed = {
         name: replace(
             unit,
@@ -236,9 +155,7 @@ def _microbatch_counts(problem: OrchestrationProblem) -> Iterator[tuple[int, tup
             yield problem.global_batch_size // (dp * problem.microbatch_size), (dp,)
 
 
-def _floor_s(
-    problem: OrchestrationProblem, num_microbatches: int, name: str, rows: Mapping[str, _Rows]
-) -> np.ndarray:
+def _floor_s(problem: OrchestrationProblem, num_microbatches: int, name: str, rows: Mapping[str, _Rows]) -> np.ndarray:
     """For each choice of one module, a time below which no combination with it can come; infinite if there is none: the
     others have their shortest fills, and share the devices that are left without remainder."""
     mine, unit = rows[name], problem.units[name]
@@ -270,6 +187,7 @@ class _Grid:
     pp: np.ndarray
     vpp: np.ndarray
     sample_s: np.ndarray
+    microbatch_s: np.ndarray
     layer_share: np.ndarray
     """Of the stage with the most layers."""
     reduce_s: np.ndarray
@@ -301,6 +219,7 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
         num_items,
         *(tp, dp, pp_, vpp),
         sample_s=np.array([unit.seconds[size] for size in tp.tolist()]),
+        microbatch_s=np.array([unit.microbatch_s.get(size, 0.0) for size in tp.tolist()]),
         layer_share=layer_share,
         reduce_s=unit.reduce_s * layer_share / tp * 2 * (dp - 1) / dp,
         free_bytes=problem.device_bytes * SLACK - state * layer_share / tp,
@@ -324,7 +243,7 @@ def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> 
     if unit.role == "language_model":
         grid = grid.with_dp(lm_dp_sizes)
     samples = -(-grid.num_items // (grid.dp * num_microbatches)) / unit.items_per_sample
-    seconds = grid.sample_s * samples + unit.microbatch_s
+    seconds = grid.sample_s * samples + grid.microbatch_s
     fill_s = seconds / grid.vpp + grid.pp * unit.boundary_s * samples + grid.reduce_s
     per_microbatch = unit.activation_bytes * samples * grid.layer_share / grid.tp
     in_flight = grid.pp + np.where(grid.vpp > 1, (grid.pp - 1) / grid.vpp, 0.0)

@@ -35,7 +35,8 @@ def bottlenecks(costs: Sequence[float], max_stages: int) -> np.ndarray:
 
 
 def _solve(costs: Sequence[float], num_stages: int) -> tuple[list[float], list[np.ndarray]]:
-    """D(number of layers, s) for each s up to `num_stages`; for each s from 2, where stage s of the first i layers begins."""
+    """D(number of layers, s) for each s up to `num_stages`; for each s from 2, where the last stage of layers 0 to i
+    begins."""
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
         raise UserError(f"pp: is {num_stages}, but there are {num_layers} layers; give 1 to {num_layers}")

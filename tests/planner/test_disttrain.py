@@ -1,0 +1,103 @@
+"""DistTrain's plans: what they look like, that they simulate, and that the simulation's choice is no worse than any."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_problem import small_problem, with_memory
+
+from motet.costs.memory import RESERVE
+from motet.plan import Edge, Plan, check_plan
+from motet.planner import make_plan
+from motet.planner.disttrain import disttrain, orchestrated_plan, orchestration_problem
+from motet.planner.evaluate import evaluate
+from motet.planner.units import Orchestration, UnitDegrees
+
+
+def with_tp(problem, sizes):
+    return replace(problem, modules={name: replace(m, tp_sizes=sizes) for name, m in problem.modules.items()})
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    num_devices=st.integers(3, 9),
+    tp_sizes=st.sampled_from(((1,), (1, 2))),
+    dp_sizes=st.sampled_from(((1,), (1, 2), (1, 2, 4))),
+    frozen=st.sampled_from(((), ("vision",), ("vision", "audio"), ("language_model",))),
+    num_microbatches=st.sampled_from((2, 4)),
+)
+def test_every_plan_is_one_and_simulates(num_devices, tp_sizes, dp_sizes, frozen, num_microbatches):
+    problem = small_problem(
+        num_devices=num_devices, frozen=frozen, dp_sizes=dp_sizes, num_microbatches=num_microbatches
+    )
+    problem = with_tp(problem, tp_sizes)
+    plan = make_plan(problem, "disttrain")
+    check_plan(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.planner == "disttrain"
+    assert plan.num_ranks <= num_devices
+    held = [rank for *_, stage in plan.stages() for rank in stage.ranks]
+    assert len(held) == len(set(held)), "units share no rank"
+    evaluation = evaluate(problem, plan)
+    assert evaluation.fits
+    assert evaluation.iteration_time_s >= evaluation.lower_bound_s * (1 - 1e-9) > 0
+
+
+def test_units_have_degrees_of_their_own():
+    """Frozen encoders beside a trained language model: replicas go where the work is."""
+    plan = disttrain(small_problem(num_devices=8, dp_sizes=(1, 2, 4)))
+    replicas = {name: len(module.replicas) for name, module in plan.modules.items()}
+    assert replicas["language_model"] > replicas["audio"]
+    assert evaluate(small_problem(num_devices=8, dp_sizes=(1, 2, 4)), plan).fits
+
+
+def every_layout(problem, stage_counts=(1, 2, 3), dp_sizes=(1, 2)):
+    """Every simulated layout, written out."""
+    for choice in product(product(stage_counts, dp_sizes), repeat=len(problem.modules)):
+        degrees = {name: UnitDegrees(1, pp, dp) for name, (pp, dp) in zip(problem.modules, choice, strict=True)}
+        if sum(d.num_devices for d in degrees.values()) <= problem.num_devices:
+            layout = Orchestration(degrees=degrees, num_microbatches=4, iteration_s=0.0)
+            yield evaluate(problem, orchestrated_plan(problem, layout))
+
+
+def test_no_layout_simulates_much_faster():
+    """The closed form leaves messages out, so it need not be first; but among all layouts it must be among the best."""
+    problem = small_problem(num_devices=5, dp_sizes=(1, 2), frozen=())
+    times = [evaluation.iteration_time_s for evaluation in every_layout(problem)]
+    assert len(times) > 10
+    assert evaluate(problem, disttrain(problem)).iteration_time_s <= 1.05 * min(times)
+
+
+def test_a_generator_comes_behind_the_language_model():
+    problem = small_problem(num_devices=4, encoders=("vision", "audio"))
+    turned = replace(
+        problem, edges=(Edge(source="vision", target="language_model"), Edge(source="language_model", target="audio"))
+    )
+    roles = {name: unit.role for name, unit in orchestration_problem(turned).units.items()}
+    assert roles == {"vision": "encoder", "audio": "generator", "language_model": "language_model"}
+
+
+def test_what_does_not_fit_is_said():
+    problem = with_memory(small_problem(num_devices=3, frozen=()), 2**20)
+    assert evaluate(problem, disttrain(problem)).overflows
+
+
+def test_memory_decides():
+    """With memory for little more than the leanest layout needs, one that fits."""
+    roomy = small_problem(num_devices=6, encoders=("vision",), frozen=(), dp_sizes=(1, 2, 4))
+    fastest = max(evaluate(roomy, disttrain(roomy)).result.peak_memory_bytes)
+    leanest = min(
+        max(evaluation.result.peak_memory_bytes) for evaluation in every_layout(roomy, (1, 2, 3, 4), (1, 2, 4))
+    )
+    assert 1.1 * leanest < fastest
+    tight = with_memory(roomy, 1.03 * leanest / (1 - RESERVE))
+    assert evaluate(tight, disttrain(tight)).fits
+
+
+def test_mistakes_are_told():
+    with pytest.raises(ValueError, match="disttrain gives every module its own ranks"):
+        disttrain(small_problem(), placement="colocated")
+    with pytest.raises(ValueError, match=r"cluster.num_devices: is 2, but vision and audio and language_model need"):
+        disttrain(small_problem(num_devices=2))
