@@ -5,10 +5,19 @@ from typing import Protocol
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.baselines import even, frozen_unaware
+from motet.planner.alpa import alpa
+from motet.planner.baselines import (
+    encoders_colocated,
+    encoders_replicated,
+    even,
+    frozen_unaware,
+    fsdp,
+    proportional,
+)
 from motet.planner.cornstarch import cornstarch
 from motet.planner.disttrain import disttrain
 from motet.planner.explicit import Placement, explicit_plan
+from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
 from motet.planner.problem import Degrees, PlanningProblem
 
 
@@ -22,6 +31,14 @@ PLANNERS: Mapping[str, Planner] = {
     "disttrain": disttrain,
     "frozen_unaware": frozen_unaware,
     "even": even,
+    "encoders_colocated": encoders_colocated,
+    "encoders_replicated": encoders_replicated,
+    "megatron": megatron,
+    "megatron_extra_stages": megatron_extra_stages,
+    "megatron_balanced": megatron_balanced,
+    "alpa": alpa,
+    "fsdp": fsdp,
+    "proportional": proportional,
 }
 """Those that choose the degrees themselves; `explicit` takes them from the user."""
 

@@ -1,20 +1,104 @@
-"""What planners are compared with: the same search over stage counts, with stages cut in simpler ways."""
+"""What planners are compared with: simpler ways to cut and to place, over the same degrees.
 
+* `frozen_unaware` (Cornstarch 6.3), `even`: Cornstarch's search, with stages cut in simpler ways.
+* `encoders_colocated` (Cornstarch 6.1, baseline 1): one chain, stage s of every encoder on the same group; all cut, and
+  devices shared out, by forward time as if every backward took twice as long.
+* `encoders_replicated` (Cornstarch 6.1, baseline 2): the language model over all stages, every encoder whole in each.
+* `proportional` (DistTrain 8.2's ratio-based strategy): devices in proportion to the modules' FLOPs.
+* `fsdp` (Zhao et al. 2023): each device its own samples. A plan has no way to say that parameters are sharded and
+  gathered, so it says data parallelism, and whether it fits is judged with whole parameters; `fsdp_iteration_s` and
+  `fsdp_memory_bytes` are closed forms of what sharding costs and saves.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from motet.costs.analytic import layer_flops
+from motet.costs.communication import all_reduce_seconds
+from motet.errors import UserError
 from motet.plan import Plan
+from motet.planner.degrees import best_plan, dp_sizes, tp_sizes, uniform_degrees
 from motet.planner.explicit import Placement, cut_module
-from motet.planner.partition import even_partition
+from motet.planner.layout import Chunk, Layout, layout_of_degrees
+from motet.planner.partition import even_partition, partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.search import search
 
 
 def frozen_unaware(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """The exact partition, but as if every layer were trainable (Cornstarch 6.3's baseline)."""
+    """The exact partition, but as if every layer were trainable."""
     return search(problem, _frozen_unaware_cut, planner="frozen_unaware", placements=(placement or "parallel",))
 
 
 def even(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
     """Stages with equal numbers of layers."""
     return search(problem, _even_cut, planner="even", placements=(placement or "parallel",))
+
+
+def encoders_replicated(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    _require_encoders(problem, "encoders_replicated", placement, "replicated")
+    return search(problem, _frozen_unaware_cut, planner="encoders_replicated", placements=("replicated",))
+
+
+def encoders_colocated(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    _require_encoders(problem, "encoders_colocated", placement, "colocated")
+    return best_plan(problem, list(_colocated_chains(problem)), "encoders_colocated", None)
+
+
+def proportional(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    return best_plan(problem, list(_proportional_layouts(problem)), "proportional", placement)
+
+
+def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    """On all devices, whatever the limits on degrees: FSDP has no others."""
+    if problem.num_devices > len(problem.samples):
+        raise UserError(
+            f"parallel.planner: fsdp needs a sample for each of {problem.num_devices} devices, the batch has "
+            f"{len(problem.samples)}; raise train.global_batch_size"
+        )
+    chunks = tuple(Chunk(name, (0, module.workload.num_layers), 0) for name, module in problem.modules.items())
+    layout = Layout(planner="fsdp", chunks=chunks, group_sizes=(1,), dp=problem.num_devices)
+    return best_plan(problem, [layout], "fsdp", placement)
+
+
+def fsdp_iteration_s(problem: PlanningProblem, compute_s: float) -> float:
+    """The iteration with sharded parameters: `compute_s` of a device, or gathering all parameters for the forward and
+    again for the backward and scattering all gradients, whichever is longer; neither ever waits for the other.
+
+    A gather and a scatter each take half of an all-reduce (a ring passes as many bytes once)."""
+    ranks = range(problem.num_devices)
+    trainable, frozen = _parameters(problem)
+    options = problem.memory
+    gather_s = all_reduce_seconds(
+        problem.table, problem.cluster, ranks, (trainable + frozen) * options.activation_bytes
+    )
+    scatter_s = all_reduce_seconds(problem.table, problem.cluster, ranks, trainable * options.parameter_bytes) / 2
+    return max(compute_s, gather_s + scatter_s) + gather_s / 2 / max(1, _num_layers(problem))
+
+
+def fsdp_memory_bytes(problem: PlanningProblem) -> float:
+    """Parameters, gradients and moments of one device; activations come on top."""
+    trainable, frozen = _parameters(problem)
+    return (4 * trainable + frozen) * problem.memory.parameter_bytes / problem.num_devices
+
+
+def _parameters(problem: PlanningProblem) -> tuple[int, int]:
+    """Trainable and frozen ones."""
+    counts = [0, 0]
+    for module in problem.modules.values():
+        for index, layer in enumerate(module.workload.layers):
+            counts[0 if module.is_trainable(index) else 1] += layer.num_parameters
+    return counts[0], counts[1]
+
+
+def _num_layers(problem: PlanningProblem) -> int:
+    return sum(module.workload.num_layers for module in problem.modules.values())
+
+
+def _require_encoders(problem: PlanningProblem, planner: str, placement: Placement | None, own: Placement) -> None:
+    if not problem.sources:
+        raise UserError(f"parallel.planner: {planner} needs an encoder; the model has none")
+    if placement not in (None, own):
+        raise UserError(f"parallel.placement: is {placement}, but planner {planner} is {own}; leave placement out")
 
 
 def _frozen_unaware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
@@ -24,3 +108,85 @@ def _frozen_unaware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -
 def _even_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
     num_layers = problem.modules[name].workload.num_layers
     return tuple(last - first for first, last in even_partition(num_layers, degrees.pp))
+
+
+def _colocated_chains(problem: PlanningProblem) -> Iterator[Layout]:
+    """For each choice of degrees, the shares of encoders and the rest that seem fastest by forward times alone."""
+    for dp, tp, num_groups in uniform_degrees(problem):
+        forward = {name: [time.forward_s for time in problem.layer_times(name, tp, dp)] for name in problem.modules}
+        best: tuple[float, dict[str, int]] | None = None
+        for num_encoder_stages in range(1, num_groups):
+            counts = _stage_counts(problem, num_encoder_stages, num_groups - num_encoder_stages)
+            if counts is None:
+                continue
+            stages = {name: stage_costs(f, partition(f, counts[name])) for name, f in forward.items()}
+            encoders = [sum(costs) for costs in zip(*(stages[name] for name in problem.sources), strict=True)]
+            slowest = max(*encoders, *(cost for name in problem.sinks for cost in stages[name]))
+            if best is None or slowest < best[0]:
+                best = slowest, counts
+        if best is not None:
+            yield layout_of_degrees(
+                problem,
+                {name: Degrees(tp=tp, pp=pp, dp=dp) for name, pp in best[1].items()},
+                {name: partition(f, best[1][name]) for name, f in forward.items()},
+                colocated=True,
+                planner="encoders_colocated",
+            )
+
+
+def _stage_counts(problem: PlanningProblem, for_encoders: int, for_the_rest: int) -> dict[str, int] | None:
+    """None if some module cannot be cut so. Several sinks share what is left evenly."""
+    num_sinks = len(problem.sinks)
+    counts = dict.fromkeys(problem.sources, for_encoders)
+    counts |= {name: for_the_rest // num_sinks + (i < for_the_rest % num_sinks) for i, name in enumerate(problem.sinks)}
+    possible = all(1 <= counts[name] <= _most_stages(problem, name) for name in problem.modules)
+    return counts if possible else None
+
+
+def _most_stages(problem: PlanningProblem, name: str) -> int:
+    num_layers = problem.modules[name].workload.num_layers
+    return min(num_layers, problem.modules[name].max_stages or num_layers)
+
+
+def _proportional_layouts(problem: PlanningProblem) -> Iterator[Layout]:
+    """For each choice of degrees, stages in proportion to FLOPs, at least one each, rounded by largest remainder."""
+    flops = _module_flops(problem)
+    sizes = {name: tp_sizes(problem, name) for name in problem.modules}
+    for dp in dp_sizes(problem):
+        for tp in sorted(set.intersection(*map(set, sizes.values()))):
+            if problem.num_devices % (dp * tp):
+                continue
+            counts = shares(flops, problem.num_devices // (dp * tp))
+            if counts is None or any(count > _most_stages(problem, name) for name, count in counts.items()):
+                continue
+            degrees = {name: Degrees(tp=tp, pp=pp, dp=dp) for name, pp in counts.items()}
+            cuts = {name: cut_module(problem, name, degrees[name]) for name in problem.modules}
+            yield layout_of_degrees(problem, degrees, cuts, colocated=False, planner="proportional")
+
+
+def shares(weights: Mapping[str, float], total: int) -> dict[str, int] | None:
+    """Whole numbers of at least 1 that add up to `total`, as near to the weights' proportions as largest remainders
+    come; None if there are more names than that."""
+    if len(weights) > total:
+        return None
+    whole = sum(weights.values())
+    exact = {name: total * weight / whole for name, weight in weights.items()}
+    result = {name: max(1, int(value)) for name, value in exact.items()}
+    while sum(result.values()) > total:
+        result[max((n for n in result if result[n] > 1), key=lambda n: result[n] - exact[n])] -= 1
+    while sum(result.values()) < total:
+        result[max(result, key=lambda n: exact[n] - result[n])] += 1
+    return result
+
+
+def _module_flops(problem: PlanningProblem) -> dict[str, float]:
+    """Forward and the backward that the trainable layers need, of a typical microbatch."""
+    result = {}
+    for name, module in problem.modules.items():
+        load = problem.typical_load(name)
+        result[name] = sum(
+            flops.forward.seconds(load)
+            + flops.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient).seconds(load)
+            for flops, needs in zip(map(layer_flops, module.workload.layers), problem.gradients[name], strict=True)
+        )
+    return result

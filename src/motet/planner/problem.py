@@ -1,11 +1,12 @@
 """What a planner is given: the model's shape and trainability, its costs, the devices, and a typical global batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from motet.cluster import Cluster
-from motet.costs.cost_model import CostTable, LayerCost
+from motet.costs.cost_model import ZERO, CostTable, LayerCost
 from motet.costs.iteration import LayerGradients
 from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
@@ -43,12 +44,14 @@ class ModuleProblem:
         return any(first <= layer < last for first, last in self.trainable)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerTime:
     """Seconds of one layer for a typical microbatch."""
 
     forward_s: float
     backward_s: float
+    weight_s: float = 0.0
+    """The part of the backward that nothing waits for."""
 
     @property
     def total_s(self) -> float:
@@ -75,7 +78,8 @@ class PlanningProblem:
     """That all devices share (processes on one machine); None: each has its own."""
     program_s: float = 0.0
     """What it takes to derive an iteration's program, if that is not hidden behind the iteration before."""
-    _loads: dict[tuple[str, int], Load] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _loads: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What has been computed from the samples and is asked for often."""
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -108,58 +112,96 @@ class PlanningProblem:
         anything in a module whose output has entered by then (thesis 3.3.1, eq. 3.2 and 3.3, read strictly).
         """
         result: dict[str, tuple[LayerGradients, ...]] = {}
-        brings_gradient: dict[str, bool] = {}
         remaining = list(self.modules)
         while remaining:
             name = next(m for m in remaining if not any(e.target == m and e.source in remaining for e in self.edges))
             remaining.remove(name)
-            entries = {
-                layer
-                for edge in self.edges
-                if edge.target == name and brings_gradient[edge.source]
-                for layer in edge.layers
-            }
-            layers, reached = [], False
-            for layer in range(self.modules[name].workload.num_layers):
-                reached = reached or layer in entries
-                trainable = self.modules[name].is_trainable(layer)
-                layers.append(LayerGradients(reached, trainable))
-                reached = reached or trainable
-            result[name], brings_gradient[name] = tuple(layers), reached
+            sources = {source for source in result if any(needs.any for needs in result[source])}
+            result[name] = self._gradients_with(name, sources)
         return result
 
+    def _gradients_with(self, name: str, sources: Set[str]) -> tuple[LayerGradients, ...]:
+        """For a microbatch to which these modules bring something that needs a gradient."""
+        entries = {
+            layer for edge in self.edges if edge.target == name and edge.source in sources for layer in edge.layers
+        }
+        layers, reached = [], False
+        for layer in range(self.modules[name].workload.num_layers):
+            reached = reached or layer in entries
+            trainable = self.modules[name].is_trainable(layer)
+            layers.append(LayerGradients(reached, trainable))
+            reached = reached or trainable
+        return tuple(layers)
+
+    def has_backward(self, name: str, layers: LayerRange) -> bool:
+        return any(needs.any for needs in self.gradients[name][slice(*layers)])
+
+    def loads(self, name: str, dp: int = 1) -> Sequence[tuple[Load, frozenset[str]]]:
+        """For each microbatch of a batch that is cut in the order in which it comes, empty ones included: its load, and
+        which of the modules that bring a gradient enter it."""
+        key = ("loads", name, dp)
+        if key not in self._loads:
+            sources = tuple(edge.source for edge in self.edges if edge.target == name)
+            bringing = [source for source in sources if any(needs.any for needs in self.gradients[source])]
+            self._loads[key] = []
+            for share in split_evenly(range(len(self.samples)), dp):
+                for members in split_evenly(share, self.num_microbatches):
+                    able = [self.samples[i] for i in members if self.samples[i].has(name)]
+                    load = microbatch_load(self.modules[name].workload, name, able, sources)
+                    entering = frozenset(source for source in bringing if any(sample.has(source) for sample in able))
+                    self._loads[key].append((load, entering))
+        loads: Sequence[tuple[Load, frozenset[str]]] = self._loads[key]
+        return loads
+
     def typical_load(self, name: str, dp: int = 1) -> Load:
-        """The mean over the microbatches of a batch that is cut in the order in which it comes, empty ones included."""
-        if (name, dp) not in self._loads:
-            self._loads[name, dp] = self._mean_load(name, dp)
-        return self._loads[name, dp]
+        """The mean over the microbatches."""
+        key = ("mean", name, dp)
+        if key not in self._loads:
+            self._loads[key] = _mean([load for load, _ in self.loads(name, dp)])
+        load: Load = self._loads[key]
+        return load
 
-    def _mean_load(self, name: str, dp: int) -> Load:
-        sources = tuple(edge.source for edge in self.edges if edge.target == name)
-        loads = []
-        for share in split_evenly(range(len(self.samples)), dp):
-            for members in split_evenly(share, self.num_microbatches):
-                able = [self.samples[i] for i in members if self.samples[i].has(name)]
-                loads.append(microbatch_load(self.modules[name].workload, name, able, sources))
-        return Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
+    def layer_times(
+        self, name: str, tp: int = 1, dp: int = 1, *, frozen_aware: bool = True, lightest: bool = False
+    ) -> list[LayerTime]:
+        """T_l = F_l + B_l of thesis 3.3.1 for each layer, the mean over the microbatches. Unaware of what is frozen,
+        every layer pays its whole backward for each of them. `lightest`: no microbatch takes less.
 
-    def layer_times(self, name: str, tp: int = 1, dp: int = 1, *, frozen_aware: bool = True) -> list[LayerTime]:
-        """T_l = F_l + B_l of thesis 3.3.1 for each layer. Unaware of what is frozen, every layer pays its whole
-        backward. Raises `ValueError` if the table has no costs at this tensor-parallel size."""
-        load = self.typical_load(name, dp)
-        costs = self.table.of(name, tp).layers
-        workload = self.modules[name].workload
+        Raises `ValueError` if the table has no costs at this tensor-parallel size."""
+        key = ("times", name, tp, dp, frozen_aware, lightest)
+        if key not in self._loads:
+            self._loads[key] = self._layer_times(name, tp, dp, frozen_aware, lightest)
+        times: list[LayerTime] = self._loads[key]
+        return times
+
+    def _layer_times(self, name: str, tp: int, dp: int, frozen_aware: bool, lightest: bool) -> list[LayerTime]:
+        costs, workload, loads = self.table.of(name, tp).layers, self.modules[name].workload, self.loads(name, dp)
         assert len(costs) == workload.num_layers, (
             f"{name}: {len(costs)} layers in the table, {workload.num_layers} here"
         )
-        if frozen_aware:
-            gradients: Sequence[LayerGradients] = self.gradients[name]
-        else:
-            gradients = [LayerGradients(True, True)] * workload.num_layers
-        return [
-            _layer_time(cost, needs, load, recompute=name in self.recompute and workload.has_block((index, index + 1)))
-            for index, (cost, needs) in enumerate(zip(costs, gradients, strict=True))
-        ]
+        # Microbatches that lack a modality may have no backward in a frozen module: each kind by itself.
+        kinds = []
+        for kind in sorted({entering for _, entering in loads}, key=sorted):
+            members = [load if entering == kind else Load() for load, entering in loads]
+            gradients = self._gradients_with(name, kind) if frozen_aware else None
+            # An empty microbatch is no action: it does not pay what every action pays.
+            busy = [any(load) for load in members]
+            if lightest:
+                kinds.append(
+                    (gradients, Load(*map(min, *members)) if len(members) > 1 else members[0], float(all(busy)))
+                )
+            else:
+                kinds.append((gradients, _mean(members), sum(busy) / len(busy)))
+        everything = LayerGradients(True, True)
+        times = []
+        for i, cost in enumerate(costs):
+            recompute = name in self.recompute and workload.has_block((i, i + 1))
+            parts = [
+                _layer_time(cost, gradients[i] if gradients else everything, load, share, recompute=recompute)
+                for gradients, load, share in kinds
+            ]
+            times.append(LayerTime(*(sum(values) for values in zip(*parts, strict=True))))
+        return times
 
     def check_degrees(self, name: str, degrees: Degrees) -> None:
         """Raises `ValueError` naming what is wrong with a module's degrees."""
@@ -178,10 +220,19 @@ class PlanningProblem:
             raise UserError(f"parallel: {name}.{error}") from None
 
 
-def _layer_time(cost: LayerCost, needs: LayerGradients, load: Load, *, recompute: bool) -> LayerTime:
+def _mean(loads: Sequence[Load]) -> Load:
+    return Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
+
+
+def _layer_time(
+    cost: LayerCost, needs: LayerGradients, load: Load, share: float, *, recompute: bool
+) -> tuple[float, float, float]:
+    """Seconds of forward, backward and the backward's weight half. `share`: of the constants."""
     recomputed = needs.any and recompute
     forward = cost.forward if needs.any and not recomputed else cost.forward_without_graph
     backward = cost.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
+    weight = ZERO if not needs.weight_gradient else cost.weight_gradient if needs.input_gradient else backward
     if recomputed:
         backward = backward.plus(cost.forward)
-    return LayerTime(forward_s=forward.seconds(load), backward_s=backward.seconds(load))
+    seconds = [q.seconds(load) - (1 - share) * q.constant for q in (forward, backward, weight)]
+    return seconds[0], seconds[1], seconds[2]

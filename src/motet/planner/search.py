@@ -11,6 +11,7 @@ from math import comb
 
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.planner.degrees import dp_sizes, tp_sizes
 from motet.planner.estimate import Cut, Estimates
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
@@ -90,11 +91,9 @@ def _layouts(estimates: Estimates, num_devices: int, placement: Placement) -> It
     """Every way to use exactly so many devices, or Algorithm 1's if those are too many."""
     problem = estimates.problem
     names = list(problem.modules)
-    tp_choices = [_fitting_tp_sizes(problem, name) for name in names]
-    for dp, tp_sizes in product(problem.dp_sizes, product(*tp_choices)):
-        tp = dict(zip(names, tp_sizes, strict=True))
-        if num_devices % dp or len(problem.samples) < dp:
-            continue
+    tp_choices = [tp_sizes(problem, name) for name in names]
+    for dp, sizes in product(dp_sizes(problem, num_devices), product(*tp_choices)):
+        tp = dict(zip(names, sizes, strict=True))
         units = _units(problem, tp, placement)
         if units is None:
             continue
@@ -104,18 +103,6 @@ def _layouts(estimates: Estimates, num_devices: int, placement: Placement) -> It
                 for unit, pp in zip(units, counts, strict=True)
                 for name in unit.names
             } | {name: Degrees(tp=tp[name], pp=1, dp=dp) for name in names if not any(name in u.names for u in units)}
-
-
-def _fitting_tp_sizes(problem: PlanningProblem, name: str) -> list[int]:
-    """Of those allowed, the ones that divide the module's heads."""
-    fitting = []
-    for size in problem.modules[name].tp_sizes:
-        try:
-            problem.check_degrees(name, Degrees(tp=size))
-        except UserError:
-            continue
-        fitting.append(size)
-    return fitting
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""Chooses among layouts: a cheap lower bound orders and prunes them, simulation decides."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.layout import Layout, layout_plan
+from motet.planner.layout_costs import LayoutCosts
+from motet.planner.problem import PlanningProblem
+
+WHOLE_BACKWARDS = ("gpipe", "1f1b")
+"""Schedules that never split a backward: their layouts have a tighter bound."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    layout: Layout
+    excess_bytes: float
+    """An estimate."""
+    bound_s: float
+
+
+def candidates(problem: PlanningProblem, layouts: Iterable[Layout], costs: LayoutCosts) -> list[Candidate]:
+    """Those that seem to fit first, then by their bounds."""
+    splits = problem.schedule not in WHOLE_BACKWARDS
+    found = [
+        Candidate(layout, costs.excess_bytes(layout), costs.bound_s(layout, split_backward=splits) + problem.program_s)
+        for layout in dict.fromkeys(layouts)
+    ]
+    return sorted(found, key=lambda candidate: (candidate.excess_bytes, candidate.bound_s))
+
+
+def rank(evaluation: Evaluation) -> tuple[int, float]:
+    """Less is better: what fits goes before what does not, then time decides."""
+    excess = evaluation.overflows[0].needed_bytes if evaluation.overflows else 0
+    return excess, evaluation.iteration_time_s
+
+
+def best_layout(
+    problem: PlanningProblem,
+    layouts: Iterable[Layout],
+    *,
+    max_simulated: int = 8,
+    costs: LayoutCosts | None = None,
+    known: Sequence[Evaluation] = (),
+) -> list[Evaluation]:
+    """Simulations, the best first; none if there is no layout.
+
+    A candidate is simulated unless its bound is above the best simulation that fits (`known` ones among them), and
+    while fewer than `max_simulated` have been, or nothing fits (then up to four times as many).
+    """
+    costs = costs or LayoutCosts(problem)
+    evaluations: list[Evaluation] = []
+    fastest = min((e.iteration_time_s for e in known if e.fits), default=float("inf"))
+    for candidate in candidates(problem, layouts, costs):
+        if len(evaluations) >= max_simulated * (1 if fastest < float("inf") else 4):
+            break
+        if candidate.bound_s >= fastest:
+            continue
+        evaluation = evaluate(problem, layout_plan(problem, candidate.layout))
+        evaluations.append(evaluation)
+        if evaluation.fits:
+            fastest = min(fastest, evaluation.iteration_time_s)
+    return sorted(evaluations, key=rank)
+
+
+def with_schedule(evaluation: Evaluation, schedule: str) -> Evaluation:
+    """The same plan under another schedule."""
+    return evaluate(evaluation.problem, replace(evaluation.plan, schedule=schedule))

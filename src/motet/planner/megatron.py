@@ -1,0 +1,125 @@
+"""Megatron-LM, extended to multimodal models in the three ways that its rivals compare themselves with.
+
+* `megatron` (Optimus 5.1): the language model's blocks evenly over the stages, all encoders inside the first stage.
+* `megatron_extra_stages` (DistTrain 2.1, 8.1): a stage more for each encoder (and generator), all with the language
+  model's TP and DP; the module is not cut but replicated over the ranks of its TP group, which take turns at the
+  samples. A plan says that with replicas: as many, of one rank each, as the group has ranks (`Layout.split`).
+* `megatron_balanced` (Optimus appendix B): all layers in a row, cut into V x PP virtual stages so that the slowest is
+  fastest, virtual stage i on group i mod PP; V and the degrees by simulation.
+
+Deviations: DP, TP and V are searched within the user's limits (the papers set them by hand). The papers' images of one
+sample are shared out over the TP group; here whole samples are. Several encoders stand one after another in the row,
+where appendix B has no answer. Stages need not divide the blocks; the first ones then get one more.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from motet.plan import LayerRange, Plan
+from motet.planner.degrees import best_plan, uniform_degrees
+from motet.planner.explicit import Placement
+from motet.planner.layout import Chunk, Layout, cut_chain
+from motet.planner.partition import even_partition
+from motet.planner.problem import PlanningProblem
+
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 12)
+"""Numbers of model chunks per group that are tried (Optimus tables 11 and 12 use 6 and 12)."""
+
+
+def megatron(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    return best_plan(problem, list(_first_stage(problem)), "megatron", placement)
+
+
+def megatron_extra_stages(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    return best_plan(problem, list(_extra_stages(problem)), "megatron_extra_stages", placement)
+
+
+def megatron_balanced(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    layouts = [layout for v in VIRTUAL_STAGES for layout in balanced_chains(problem, v, planner="megatron_balanced")]
+    return best_plan(problem, layouts, "megatron_balanced", placement)
+
+
+def _first_stage(problem: PlanningProblem) -> Iterator[Layout]:
+    backbone = language_model(problem)
+    for dp, tp, num_groups in uniform_degrees(problem):
+        if not _can_cut(problem, backbone, num_groups):
+            continue
+        stages = _even_blocks(problem, backbone, num_groups)
+        chunks = []
+        for name in problem.modules:
+            if name == backbone:
+                chunks += [Chunk(name, layers, s) for s, layers in enumerate(stages)]
+            else:
+                is_encoder = name in problem.sources
+                chunks.append(Chunk(name, (0, _num_layers(problem, name)), 0 if is_encoder else num_groups - 1))
+        yield Layout(planner="megatron", chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
+
+
+def _extra_stages(problem: PlanningProblem) -> Iterator[Layout]:
+    backbone = language_model(problem)
+    others = [name for name in problem.modules if name != backbone]
+    for dp, tp, num_groups in uniform_degrees(problem, (backbone,)):
+        if not _can_cut(problem, backbone, num_groups - len(others)):
+            continue
+        stages = _even_blocks(problem, backbone, num_groups - len(others))
+        chunks: list[Chunk] = []
+        group = 0
+        for name in problem.modules:
+            runs = stages if name == backbone else ((0, _num_layers(problem, name)),)
+            chunks += [Chunk(name, layers, group + s) for s, layers in enumerate(runs)]
+            group += len(runs)
+        yield Layout(
+            planner="megatron_extra_stages",
+            chunks=tuple(chunks),
+            group_sizes=(tp,) * num_groups,
+            dp=dp,
+            split=frozenset(others if tp > 1 else ()),
+        )
+
+
+def balanced_chains(
+    problem: PlanningProblem, num_chunks: int, *, planner: str, frozen_aware: bool = False
+) -> Iterator[Layout]:
+    """All layers in a row over V x PP virtual stages. As in appendix B layers count as if all were trainable, unless
+    `frozen_aware`."""
+    total = sum(_num_layers(problem, name) for name in problem.modules)
+    for dp, tp, num_groups in uniform_degrees(problem):
+        if num_chunks * num_groups > total or (num_chunks > 1 and num_groups == 1):
+            continue
+        chunks = cut_chain(
+            problem,
+            tuple(problem.modules),
+            layer_seconds(problem, tp, dp, frozen_aware=frozen_aware),
+            [v % num_groups for v in range(num_chunks * num_groups)],
+        )
+        yield Layout(planner=planner, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
+
+
+def layer_seconds(
+    problem: PlanningProblem, tp: int, dp: int, *, frozen_aware: bool = True
+) -> Mapping[str, Sequence[float]]:
+    return {
+        name: [time.total_s for time in problem.layer_times(name, tp, dp, frozen_aware=frozen_aware)]
+        for name in problem.modules
+    }
+
+
+def language_model(problem: PlanningProblem) -> str:
+    """The module that Megatron's pipeline is made for."""
+    kinds = [name for name in problem.modules if problem.modules[name].workload.kind == "language_model"]
+    return kinds[-1] if kinds else list(problem.modules)[-1]
+
+
+def _num_layers(problem: PlanningProblem, name: str) -> int:
+    return problem.modules[name].workload.num_layers
+
+
+def _can_cut(problem: PlanningProblem, name: str, num_stages: int) -> bool:
+    limit = problem.modules[name].max_stages or num_stages
+    return 1 <= num_stages <= min(limit, problem.modules[name].workload.num_blocks)
+
+
+def _even_blocks(problem: PlanningProblem, name: str, num_stages: int) -> tuple[LayerRange, ...]:
+    """The embedding goes with the first blocks, the head with the last."""
+    blocks = even_partition(problem.modules[name].workload.num_blocks, num_stages)
+    bounds = [0, *(last + 1 for _, last in blocks[:-1]), _num_layers(problem, name)]
+    return tuple((bounds[s], bounds[s + 1]) for s in range(num_stages))
