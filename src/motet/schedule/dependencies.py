@@ -3,6 +3,17 @@
 Dependencies are values, never pairs of actions: an action may start when all values that it reads have been written.
 Values are dataclasses because named tuples with equal fields are equal whatever their class: an activation would pass
 for the gradient that comes back on its route.
+
+Actions and values are numbered, and the rules stand as tables of numbers; `reads` and `writes` look them up. An action
+reads and writes any number of values that routes carry, and at most one that stays where it is.
+
+| number | action | | number | value |
+|---|---|---|---|---|
+| 0 .. | forward of each cell | | 0 .. | activation of each route |
+| C .. | its backward | | R .. | gradient of each route |
+| 2 C .. | the input half | | 2 R .. | saved graph of each cell |
+| 3 C .. | the weight half | | 2 R + C .. | what the input half leaves of it |
+| | | | 2 R + 2 C .. | weight gradient of each cell |
 """
 
 from collections import defaultdict
@@ -10,9 +21,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
+from motet.arrays import Ints, Rows, stacked
 from motet.plan import Plan
 from motet.schedule.action import Action, Compute, Kind, Reduce
-from motet.schedule.routes import Cell, Routes
+from motet.schedule.routes import Cell, Routes, StageCells
+
+KINDS = tuple(Kind)
+"""In the order in which actions are numbered."""
+NOTHING = -1
+"""Stands for the value that an action does not read or write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +97,14 @@ def reductions(plan: Plan) -> dict[Reduce, tuple[Holder, ...]]:
     for name, stages in stages_of.items():
         module = plan.modules[name]
         bounds = sorted({bound for layers, _ in stages for bound in layers})
-        for first, last in pairwise(bounds):
+        place = {bound: i for i, bound in enumerate(bounds)}
+        holders: list[list[Holder]] = [[] for _ in bounds]
+        for (first, last), holder in stages:
+            for i in range(place[first], place[last]):
+                holders[i].append(holder)
+        for i, (first, last) in enumerate(pairwise(bounds)):
             if module.is_trainable((first, last)):
-                result[Reduce(name, first, last)] = tuple(
-                    holder for layers, holder in stages if layers[0] <= first and last <= layers[1]
-                )
+                result[Reduce(name, first, last)] = tuple(holders[i])
         for a, b in module.tied:
             if module.is_trainable((a, a + 1)) or module.is_trainable((b, b + 1)):
                 result[Reduce(name, a, b, tied=True)] = tuple(
@@ -99,12 +121,79 @@ class Dependencies:
     def reductions(self) -> dict[Reduce, tuple[Holder, ...]]:
         return {} if self.routes.forward_only else reductions(self.routes.plan)
 
+    @property
+    def num_actions(self) -> int:
+        """Of the numbers that compute actions have; a schedule needs fewer."""
+        return len(KINDS) * self.routes.num_cells
+
+    def number(self, action: Compute) -> int:
+        """Raises `KeyError` if the iteration has no such cell."""
+        return KINDS.index(action.kind) * self.routes.num_cells + self.routes.number_of_cell[action.cell]
+
+    def actions(self, numbers: Ints) -> list[Compute]:
+        cells, num_cells = self.routes.cells, self.routes.num_cells
+        return [Compute(KINDS[number // num_cells], cells[number % num_cells]) for number in numbers.tolist()]
+
+    def value(self, number: int) -> Value:
+        num_routes, num_cells = self.routes.num_routes, self.routes.num_cells
+        if number < 2 * num_routes:
+            route = self.routes.routes[number % num_routes]
+            return (Activation if number < num_routes else Gradient)(route.source, route.target)
+        which, cell = divmod(number - 2 * num_routes, num_cells)
+        if which == 2:
+            return WeightGradient(self.routes.cells[cell])
+        return SavedGraph(self.routes.cells[cell], half=which == 1)
+
     @cached_property
-    def _cells_of_stage(self) -> dict[tuple[str, int, int], list[Cell]]:
-        cells = defaultdict(list)
-        for cell in self.routes.cells:
-            cells[cell[:3]].append(cell)
-        return cells
+    def carried_reads(self) -> Rows:
+        """For each action, the values that it reads of those that routes carry."""
+        gradients = self._gradients(self.routes.routes_out)
+        return stacked([self.routes.routes_in, gradients, gradients, self._none])
+
+    @cached_property
+    def carried_writes(self) -> Rows:
+        """For each action, the values that it writes of those that routes carry."""
+        gradients = self._gradients(self.routes.routes_in)
+        return stacked([self.routes.routes_out, gradients, gradients, self._none])
+
+    @cached_property
+    def kept_read(self) -> Ints:
+        """For each action, the value that it reads of those that stay, or `NOTHING`."""
+        saved, half, _ = self._kept
+        return np.concatenate([np.full_like(saved, NOTHING), saved, saved, half])
+
+    @cached_property
+    def kept_write(self) -> Ints:
+        """For each action, the value that it writes of those that stay, or `NOTHING`."""
+        saved, half, weight = self._kept
+        saved = np.where(self.routes.cell_has_backward, saved, NOTHING)
+        weight = np.where(self.routes.cell_has_weight_gradient, weight, NOTHING)
+        return np.concatenate([saved, weight, half, weight])
+
+    @cached_property
+    def _kept(self) -> Ints:
+        """The numbers of each cell's saved graph, the half of it, and its weight gradient."""
+        return 2 * self.routes.num_routes + np.arange(3 * self.routes.num_cells).reshape(3, -1)
+
+    @cached_property
+    def _none(self) -> Rows:
+        return Rows(np.zeros(self.routes.num_cells + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+    def _gradients(self, routes: Rows) -> Rows:
+        carrying = routes.where(self.routes.route_has_gradient)
+        return Rows(carrying.starts, carrying.values + self.routes.num_routes)
+
+    @cached_property
+    def stage_cells(self) -> dict[tuple[str, int, int], StageCells]:
+        """By module, replica and stage, of those that have cells."""
+        return {stage[:3]: stage for stage in self.routes.stages}
+
+    def summed_cells(self, reduce: Reduce) -> Ints:
+        """The cells whose weight gradients it reads."""
+        stages = [self.stage_cells.get((h.module, h.replica, h.stage)) for h in self.reductions[reduce]]
+        cells = [np.arange(stage.first, stage.last) for stage in stages if stage]
+        every = np.concatenate(cells) if cells else np.zeros(0, dtype=np.int64)
+        return every[self.routes.cell_has_weight_gradient[every]]
 
     def ranks(self, action: Action) -> tuple[int, ...]:
         """Who executes it, together."""
@@ -114,40 +203,34 @@ class Dependencies:
 
     def reads(self, action: Action) -> list[Value]:
         if isinstance(action, Reduce):
-            return [
-                WeightGradient(cell)
-                for holder in self.reductions[action]
-                for cell in self._cells_of_stage[holder.module, holder.replica, holder.stage]
-                if cell in self.routes.with_weight_gradient
-            ]
-        kind, cell = action
-        if kind is Kind.FORWARD:
-            return [Activation(route.source, route.target) for route in self.routes.incoming[cell]]
-        if kind is Kind.WEIGHT:
-            return [SavedGraph(cell, half=True)]
-        gradients: list[Value] = [
-            Gradient(route.source, route.target) for route in self.routes.outgoing[cell] if route.carries_gradient
-        ]
-        return [*gradients, SavedGraph(cell)]
+            return [WeightGradient(self.routes.cells[cell]) for cell in self.summed_cells(action).tolist()]
+        return self._values(action, self._carried_read_lists, self._kept_read_list)
 
     def writes(self, action: Action) -> list[Value]:
         if isinstance(action, Reduce):
             return [ReducedGradient(action)]
-        kind, cell = action
-        values: list[Value] = []
-        if kind is Kind.FORWARD:
-            values += [Activation(route.source, route.target) for route in self.routes.outgoing[cell]]
-            if cell in self.routes.with_backward:
-                values.append(SavedGraph(cell))
-        if kind in (Kind.BACKWARD, Kind.INPUT):
-            values += [
-                Gradient(route.source, route.target) for route in self.routes.incoming[cell] if route.carries_gradient
-            ]
-        if kind is Kind.INPUT:
-            values.append(SavedGraph(cell, half=True))
-        if kind in (Kind.BACKWARD, Kind.WEIGHT) and cell in self.routes.with_weight_gradient:
-            values.append(WeightGradient(cell))
-        return values
+        return self._values(action, self._carried_write_lists, self._kept_write_list)
+
+    def _values(self, action: Compute, carried: list[list[int]], kept: list[int]) -> list[Value]:
+        number = self.number(action)
+        values = [self.value(i) for i in carried[number]]
+        return values if kept[number] == NOTHING else [*values, self.value(kept[number])]
+
+    @cached_property
+    def _carried_read_lists(self) -> list[list[int]]:
+        return self.carried_reads.to_lists()
+
+    @cached_property
+    def _carried_write_lists(self) -> list[list[int]]:
+        return self.carried_writes.to_lists()
+
+    @cached_property
+    def _kept_read_list(self) -> list[int]:
+        return self.kept_read.tolist()
+
+    @cached_property
+    def _kept_write_list(self) -> list[int]:
+        return self.kept_write.tolist()
 
     def required(self) -> list[Compute]:
         """Every compute action of the iteration with an unsplit backward, in topological order of the forwards."""

@@ -3,13 +3,20 @@
 A route knows cells, not ranks: `motet.schedule.lower` splits it into messages between ranks. Whether a gradient comes
 back, and whether a cell has a backward pass at all, is decided here, once, from the plan: never from what happens to
 arrive at run time. It differs per microbatch (text-only ones bring no gradient to a frozen language model's start).
+
+Cells and routes are numbered, and what is known of them is kept in arrays, so that programs of a million actions are
+handled without a million objects. The objects (`cells`, `incoming`, ...) are views, made when they are asked for.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from motet.arrays import Bools, Ints, Rows, ranges, rows_of
 from motet.data.assignment import BatchAssignment
 from motet.data.sample import Sample
 from motet.plan import Plan, Stage, module_order
@@ -34,22 +41,104 @@ class Route(NamedTuple):
     carries_gradient: bool
 
 
-@dataclass(frozen=True)
+class StageCells(NamedTuple):
+    """The cells of one stage of one replica: the run [first, last) of all cells, by microbatch."""
+
+    module: str
+    replica: int
+    stage: int
+    planned: Stage
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, eq=False)
 class Routes:
     """All cells of one iteration and what flows between them."""
 
     plan: Plan
     assignment: BatchAssignment
-    cells: tuple[Cell, ...]
-    """In topological order."""
-    incoming: Mapping[Cell, tuple[Route, ...]]
-    outgoing: Mapping[Cell, tuple[Route, ...]]
-    with_backward: frozenset[Cell]
-    """Cells with a backward pass: something trainable at or before them, and a loss at or after them."""
-    with_weight_gradient: frozenset[Cell]
-    """Cells whose own layers receive a gradient."""
+    stages: tuple[StageCells, ...]
+    """Those that have cells, in topological order; cells are numbered through them."""
+    cell_stage: Ints
+    """For each cell, its stage as an index into `stages`."""
+    cell_microbatch: Ints
+    route_source: Ints
+    """For each route, the number of the cell that it leaves."""
+    route_target: Ints
+    route_has_gradient: Bools
+    route_samples: Callable[[int], tuple[int, ...]]
+    """Of the route of this number."""
+    cell_has_backward: Bools
+    cell_has_weight_gradient: Bools
     forward_only: bool = False
     """Evaluation: nothing has a backward pass and nothing is reduced."""
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.cell_stage)
+
+    @property
+    def num_routes(self) -> int:
+        return len(self.route_source)
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """In topological order."""
+        microbatches = self.cell_microbatch.tolist()
+        return tuple(
+            Cell(stage.module, stage.replica, stage.stage, microbatch)
+            for stage in self.stages
+            for microbatch in microbatches[stage.first : stage.last]
+        )
+
+    @cached_property
+    def number_of_cell(self) -> Mapping[Cell, int]:
+        return {cell: i for i, cell in enumerate(self.cells)}
+
+    @cached_property
+    def routes_in(self) -> Rows:
+        """For each cell, the numbers of the routes that enter it."""
+        return rows_of(self.route_target, self.num_cells)
+
+    @cached_property
+    def routes_out(self) -> Rows:
+        """For each cell, the numbers of the routes that leave it."""
+        return rows_of(self.route_source, self.num_cells)
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        """By number."""
+        cells = self.cells
+        ends = zip(
+            self.route_source.tolist(), self.route_target.tolist(), self.route_has_gradient.tolist(), strict=True
+        )
+        return tuple(
+            Route(cells[source], cells[target], self.route_samples(i), gradient)
+            for i, (source, target, gradient) in enumerate(ends)
+        )
+
+    @cached_property
+    def incoming(self) -> Mapping[Cell, tuple[Route, ...]]:
+        return self._routes_of_cells(self.routes_in)
+
+    @cached_property
+    def outgoing(self) -> Mapping[Cell, tuple[Route, ...]]:
+        return self._routes_of_cells(self.routes_out)
+
+    def _routes_of_cells(self, rows: Rows) -> Mapping[Cell, tuple[Route, ...]]:
+        routes = self.routes
+        return {cell: tuple(routes[i] for i in row) for cell, row in zip(self.cells, rows.to_lists(), strict=True)}
+
+    @cached_property
+    def with_backward(self) -> frozenset[Cell]:
+        """Cells with a backward pass: something trainable at or before them, and a loss at or after them."""
+        return frozenset(self.cells[i] for i in np.flatnonzero(self.cell_has_backward).tolist())
+
+    @cached_property
+    def with_weight_gradient(self) -> frozenset[Cell]:
+        """Cells whose own layers receive a gradient."""
+        return frozenset(self.cells[i] for i in np.flatnonzero(self.cell_has_weight_gradient).tolist())
 
     def stage(self, cell: Cell) -> Stage:
         return self.plan.modules[cell.module].replicas[cell.replica].stages[cell.stage]
@@ -69,102 +158,154 @@ def derive_routes(
     `forward_only`: evaluation; nothing has a backward pass.
     Raises `ValueError` if the assignment gives a sample's tokens to a consumer but to no producer, or to two.
     """
-    cells = [
-        Cell(name, r, s, m)
-        for name in module_order(plan)
-        for r, replica in enumerate(plan.modules[name].replicas)
-        for m, members in enumerate(assignment.microbatches[name][r])
-        if members
-        for s in range(len(replica.stages))
-    ]
-    cells.sort(key=lambda cell: cell.stage)
-    order = {name: i for i, name in enumerate(module_order(plan))}
-    cells.sort(key=lambda cell: order[cell.module])
+    stages, microbatches = _number_cells(plan, assignment)
+    num_cells = len(microbatches)
+    sizes = np.array([stage.last - stage.first for stage in stages], dtype=np.int64)
+    inside = _flows_inside_modules(stages)
+    between = _flows_between_modules(plan, assignment, samples, stages, microbatches)
+    source = np.concatenate([inside[0], np.array([flow.source for flow in between], dtype=np.int64)])
+    target = np.concatenate([inside[1], np.array([flow.target for flow in between], dtype=np.int64)])
 
-    flows = [*_flows_inside_modules(plan, assignment, cells), *_flows_between_modules(plan, assignment, samples, cells)]
-    sources, targets = defaultdict(list), defaultdict(list)
-    for source, target, _ in flows:
-        sources[target].append(source)
-        targets[source].append(target)
+    def samples_of_route(i: int) -> tuple[int, ...]:
+        if i >= len(inside[0]):
+            return between[i - len(inside[0])].samples
+        cell = int(target[i])
+        stage = stages[cell_stage[cell]]
+        return assignment.samples_of(stage.module, stage.replica, int(microbatches[cell]))
 
-    produces_gradient: dict[Cell, bool] = {}
-    for cell in cells:
-        layers = plan.modules[cell.module].replicas[cell.replica].stages[cell.stage].layers
-        trainable = plan.modules[cell.module].is_trainable(layers)
-        produces_gradient[cell] = not forward_only and (
-            trainable or any(produces_gradient[source] for source in sources[cell])
-        )
-    reaches_loss: dict[Cell, bool] = {}
-    for cell in reversed(cells):
-        module = plan.modules[cell.module]
-        is_last = cell.stage == len(module.replicas[cell.replica].stages) - 1
-        reaches_loss[cell] = (is_last and module.loss_weight != 0) or any(reaches_loss[t] for t in targets[cell])
-
-    incoming: dict[Cell, list[Route]] = {cell: [] for cell in cells}
-    outgoing: dict[Cell, list[Route]] = {cell: [] for cell in cells}
-    for source, target, members in flows:
-        route = Route(source, target, members, produces_gradient[source] and reaches_loss[target])
-        incoming[target].append(route)
-        outgoing[source].append(route)
-    with_backward = frozenset(cell for cell in cells if produces_gradient[cell] and reaches_loss[cell])
+    cell_stage = np.repeat(np.arange(len(stages)), sizes)
+    produces_gradient, reaches_loss = _gradients_and_losses(plan, stages, between, num_cells)
+    has_backward = produces_gradient & reaches_loss
+    if forward_only:
+        has_backward[:] = produces_gradient[:] = False
+    trainable = np.array([_is_trainable(plan, stage) for stage in stages], dtype=bool)
     return Routes(
         plan=plan,
         assignment=assignment,
-        cells=tuple(cells),
-        incoming={cell: tuple(routes) for cell, routes in incoming.items()},
-        outgoing={cell: tuple(routes) for cell, routes in outgoing.items()},
-        with_backward=with_backward,
-        with_weight_gradient=frozenset(
-            cell
-            for cell in with_backward
-            if plan.modules[cell.module].is_trainable(
-                plan.modules[cell.module].replicas[cell.replica].stages[cell.stage].layers
-            )
-        ),
+        stages=tuple(stages),
+        cell_stage=cell_stage,
+        cell_microbatch=microbatches,
+        route_source=source,
+        route_target=target,
+        route_has_gradient=produces_gradient[source] & reaches_loss[target],
+        route_samples=samples_of_route,
+        cell_has_backward=has_backward,
+        cell_has_weight_gradient=has_backward & trainable[cell_stage],
         forward_only=forward_only,
     )
 
 
-Flow = tuple[Cell, Cell, tuple[int, ...]]
+def _number_cells(plan: Plan, assignment: BatchAssignment) -> tuple[list[StageCells], Ints]:
+    """The stages that have cells, in topological order, and each cell's microbatch."""
+    stages: list[StageCells] = []
+    microbatches: list[Ints] = []
+    first = 0
+    for name in module_order(plan):
+        replicas = plan.modules[name].replicas
+        filled = [
+            np.array([i for i, m in enumerate(cut) if m], dtype=np.int64) for cut in assignment.microbatches[name]
+        ]
+        for s in range(max(len(replica.stages) for replica in replicas)):
+            for r, replica in enumerate(replicas):
+                if s < len(replica.stages) and len(filled[r]):
+                    last = first + len(filled[r])
+                    stages.append(StageCells(name, r, s, replica.stages[s], first, last))
+                    microbatches.append(filled[r])
+                    first = last
+    return stages, np.concatenate(microbatches) if microbatches else np.zeros(0, dtype=np.int64)
 
 
-def _flows_inside_modules(plan: Plan, assignment: BatchAssignment, cells: Sequence[Cell]) -> list[Flow]:
-    return [
-        (cell._replace(stage=cell.stage - 1), cell, assignment.samples_of(cell.module, cell.replica, cell.microbatch))
-        for cell in cells
-        if cell.stage > 0
-    ]
+def _is_trainable(plan: Plan, stage: StageCells) -> bool:
+    return plan.modules[stage.module].is_trainable(stage.planned.layers)
+
+
+def _is_last(plan: Plan, stage: StageCells) -> bool:
+    return stage.stage == len(plan.modules[stage.module].replicas[stage.replica].stages) - 1
+
+
+def _flows_inside_modules(stages: Sequence[StageCells]) -> tuple[Ints, Ints]:
+    """(source, target) cells: each microbatch goes on to the next stage."""
+    first = {stage[:3]: stage.first for stage in stages}
+    inner = [stage for stage in stages if stage.stage > 0]
+    sizes = np.array([stage.last - stage.first for stage in inner], dtype=np.int64)
+    before = np.array([first[stage.module, stage.replica, stage.stage - 1] for stage in inner], dtype=np.int64)
+    return ranges(before, sizes), ranges(np.array([stage.first for stage in inner], dtype=np.int64), sizes)
+
+
+class _Flow(NamedTuple):
+    source: int
+    target: int
+    samples: tuple[int, ...]
 
 
 def _flows_between_modules(
-    plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample], cells: Sequence[Cell]
-) -> list[Flow]:
-    producer_of: dict[str, dict[int, Cell]] = defaultdict(dict)
+    plan: Plan,
+    assignment: BatchAssignment,
+    samples: Sequence[Sample],
+    stages: Sequence[StageCells],
+    microbatches: Ints,
+) -> list[_Flow]:
+    producer_of: dict[str, dict[int, tuple[int, int, int, int]]] = defaultdict(dict)
+    """For each module and sample: replica, stage and microbatch of the cell that hands it on, and its number."""
     sources = {edge.source for edge in plan.edges}
-    for cell in cells:
-        if cell.module in sources and cell.stage == len(plan.modules[cell.module].replicas[cell.replica].stages) - 1:
-            for i in assignment.samples_of(cell.module, cell.replica, cell.microbatch):
-                if i in producer_of[cell.module]:
-                    raise ValueError(f"assignment: sample {i} stands in two microbatches of {cell.module}")
-                producer_of[cell.module][i] = cell
+    for stage in stages:
+        if stage.module in sources and _is_last(plan, stage):
+            for cell in range(stage.first, stage.last):
+                microbatch = int(microbatches[cell])
+                for i in assignment.samples_of(stage.module, stage.replica, microbatch):
+                    if i in producer_of[stage.module]:
+                        raise ValueError(f"assignment: sample {i} stands in two microbatches of {stage.module}")
+                    producer_of[stage.module][i] = (stage.replica, stage.stage, microbatch, cell)
 
-    flows: list[Flow] = []
+    flows: list[_Flow] = []
     for edge in plan.edges:
         source_data = plan.modules[edge.source].data_module(edge.source)
-        for cell in cells:
-            if cell.module != edge.target:
+        for stage in stages:
+            first, last = stage.planned.layers
+            if stage.module != edge.target or not any(first <= layer < last for layer in edge.layers):
                 continue
-            first, last = plan.modules[cell.module].replicas[cell.replica].stages[cell.stage].layers
-            if not any(first <= layer < last for layer in edge.layers):
-                continue
-            members: dict[Cell, list[int]] = defaultdict(list)
-            for i in assignment.samples_of(cell.module, cell.replica, cell.microbatch):
-                if samples[i].has(source_data):
-                    if i not in producer_of[edge.source]:
-                        raise ValueError(
-                            f"assignment: sample {i} of {cell.module} needs {edge.source}, "
-                            f"but stands in no microbatch of {edge.source}"
-                        )
-                    members[producer_of[edge.source][i]].append(i)
-            flows += [(producer, cell, tuple(group)) for producer, group in sorted(members.items())]
+            for cell in range(stage.first, stage.last):
+                members: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+                for i in assignment.samples_of(stage.module, stage.replica, int(microbatches[cell])):
+                    if samples[i].has(source_data):
+                        if i not in producer_of[edge.source]:
+                            raise ValueError(
+                                f"assignment: sample {i} of {stage.module} needs {edge.source}, "
+                                f"but stands in no microbatch of {edge.source}"
+                            )
+                        members[producer_of[edge.source][i]].append(i)
+                flows += [_Flow(producer[-1], cell, tuple(group)) for producer, group in sorted(members.items())]
     return flows
+
+
+def _gradients_and_losses(
+    plan: Plan, stages: Sequence[StageCells], between: Sequence[_Flow], num_cells: int
+) -> tuple[Bools, Bools]:
+    """For each cell, whether a gradient is computed at or before it, and whether a loss is computed at or after it."""
+    entering: dict[int, list[int]] = defaultdict(list)
+    leaving: dict[int, list[int]] = defaultdict(list)
+    for flow in between:
+        entering[flow.target].append(flow.source)
+        leaving[flow.source].append(flow.target)
+    run = {stage[:3]: slice(stage.first, stage.last) for stage in stages}
+    produces_gradient, reaches_loss = np.zeros(num_cells, dtype=bool), np.zeros(num_cells, dtype=bool)
+    for stage in stages:
+        here = run[stage[:3]]
+        if _is_trainable(plan, stage):
+            produces_gradient[here] = True
+            continue
+        if stage.stage > 0:
+            produces_gradient[here] = produces_gradient[run[stage.module, stage.replica, stage.stage - 1]]
+        for cell in range(stage.first, stage.last) if entering else ():
+            if entering[cell]:
+                produces_gradient[cell] |= produces_gradient[entering[cell]].any()
+    for stage in reversed(stages):
+        here = run[stage[:3]]
+        if not _is_last(plan, stage):
+            reaches_loss[here] = reaches_loss[run[stage.module, stage.replica, stage.stage + 1]]
+        elif plan.modules[stage.module].loss_weight != 0:
+            reaches_loss[here] = True
+        for cell in range(stage.first, stage.last) if leaving else ():
+            if leaving[cell]:
+                reaches_loss[cell] |= reaches_loss[leaving[cell]].any()
+    return produces_gradient, reaches_loss
