@@ -12,6 +12,7 @@ import motet
 PURE = (
     "motet.plan",
     "motet.config",
+    "motet.arrays",
     "motet.catalogue",
     "motet.cluster",
     "motet.device",

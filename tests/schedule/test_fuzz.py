@@ -17,7 +17,8 @@ from drawing import Limits, Problem, draw_problem
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
 from motet.schedule.generators.list_schedule import MemoryLimit
-from motet.schedule.lower import CyclicScheduleError, lower
+from motet.schedule.lower import lower
+from motet.schedule.order import CyclicScheduleError
 from motet.schedule.queue_rules import QueueRule, can_deadlock, find_deadlock, naive_lists
 from motet.schedule.routes import Cell
 from motet.schedule.schedule import Schedule

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,7 +13,8 @@ from motet.plan import Edge, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Activation, Dependencies, Gradient
 from motet.schedule.generators import GENERATORS
-from motet.schedule.lower import CyclicScheduleError, Message, Program, lower, messages
+from motet.schedule.lower import Message, Program, lower, messages
+from motet.schedule.order import CyclicScheduleError
 from motet.schedule.routes import Cell
 from motet.schedule.schedule import Schedule
 
@@ -85,6 +87,26 @@ def test_each_receiver_has_one_sender_and_none_if_it_has_the_value() -> None:
     assert groups((0, 1), (1, 2)) == ([(1, 2)], [(1, 0)])
     assert groups((0, 1), (0, 1)) == ([], [])
     assert groups((0,), (0, 1)) == ([(0, 1)], [])
+
+
+def test_context_parallel_members_pass_on_what_their_place_holds() -> None:
+    """Ranks are ranks[c * tp_size + t]: 0 and 1 hold the first part of the sequence, 2 and 3 the second."""
+
+    def pairs(first: Stage, second: Stage) -> list[list[tuple[int, int]]]:
+        replica = Replica(stages=(first, second))
+        llm = module(replica, kind="language_model", loss_weight=1.0)
+        dependencies = Dependencies(routes_of(Plan(modules={"llm": llm}, edges=(), num_microbatches=1)))
+        ends = (Cell("llm", 0, 0, 0), Cell("llm", 0, 1, 0))
+        both = (messages(value, dependencies) for value in (Activation(*ends), Gradient(*ends)))
+        return [[(m.sender, m.receiver) for m in one_way] for one_way in both]
+
+    wide = Stage(layers=(0, 1), ranks=(0, 1, 2, 3), tp_size=2, cp_size=2)
+    narrow = Stage(layers=(1, 2), ranks=(4, 5), tp_size=1, cp_size=2)
+    assert pairs(wide, narrow) == [[(0, 4), (2, 5)], [(4, 0), (4, 1), (5, 2), (5, 3)]]
+    crossed = Stage(layers=(1, 2), ranks=(1, 0), tp_size=1, cp_size=2)
+    straight = Stage(layers=(0, 1), ranks=(0, 1), tp_size=1, cp_size=2)
+    assert pairs(straight, crossed) == [[(0, 1), (1, 0)], [(1, 0), (0, 1)]]
+    assert pairs(straight, replace(straight, layers=(1, 2))) == [[], []]
 
 
 def test_other_values_stay_where_they_are() -> None:

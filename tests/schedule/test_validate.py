@@ -6,7 +6,7 @@ from plans import chain, language_model, replica, routes_of
 from motet.plan import Plan
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
-from motet.schedule.lower import CyclicScheduleError
+from motet.schedule.order import CyclicScheduleError
 from motet.schedule.schedule import Schedule
 from motet.schedule.validate import IncompleteScheduleError, Liveness, validate
 

@@ -5,7 +5,8 @@ from itertools import permutations, product
 
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.lower import CyclicScheduleError, lower
+from motet.schedule.lower import lower
+from motet.schedule.order import CyclicScheduleError
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
 from motet.simulator.costs import Costs

@@ -3,20 +3,25 @@
 Every rank runs its projection of the one order in which each message stands right after its producer. That cannot
 deadlock under any rendezvous rule: the first step of the order that has not happened is first in the projection of
 every rank that takes part in it. All ranks derive the same order; `Program.digest` lets them compare it.
+
+A program is arrays of numbers (`motet.schedule.dependencies` numbers actions and values); its steps as objects are a
+view of them.
 """
 
 import hashlib
-import heapq
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from motet.schedule.action import Action, Compute, Durations, Reduce, unit_duration
-from motet.schedule.dependencies import Activation, Dependencies, Gradient, Value, WeightGradient
+import numpy as np
+
+from motet.arrays import Floats, Ints, ranges, starts_of
+from motet.plan import Stage
+from motet.schedule.action import Compute, Durations, Reduce, unit_duration
+from motet.schedule.dependencies import Activation, Dependencies, Gradient, Value
+from motet.schedule.order import Lanes, lanes_of, order_actions
 from motet.schedule.routes import Cell
-from motet.schedule.schedule import Schedule, grid
+from motet.schedule.schedule import Schedule
 
 
 class Message(NamedTuple):
@@ -42,16 +47,63 @@ class Message(NamedTuple):
 Step = Compute | Reduce | Message
 
 
-class CyclicScheduleError(ValueError):
-    """A schedule whose actions wait for each other. The message shows each rank's place."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """All steps of one iteration in one total order."""
+    """All steps of one iteration in one total order: action, its messages, the reductions that waited for it."""
 
-    steps: tuple[Step, ...]
     dependencies: Dependencies
+    lanes: Lanes
+    actions: Ints
+    """The compute actions' numbers, in order."""
+    message_starts: Ints
+    """The messages of action i are those from message_starts[i] to message_starts[i + 1]."""
+    message_value: Ints
+    """The number of the value that each message carries a share of."""
+    message_sender: Ints
+    message_receiver: Ints
+    reductions: tuple[Reduce, ...]
+    reduction_after: Ints
+    """For each reduction, the place of the last action that it waits for; those that wait for none stand at the end."""
+
+    @cached_property
+    def _places(self) -> tuple[Ints, Ints, Ints]:
+        """Where each action, message and reduction stands in the total order."""
+        num_reductions = np.searchsorted(self.reduction_after, np.arange(len(self.actions)))
+        actions = np.arange(len(self.actions)) + self.message_starts[:-1] + num_reductions
+        per_action = np.diff(self.message_starts)
+        messages = ranges(actions + 1, per_action)
+        after = self.reduction_after
+        reductions = after + 1 + self.message_starts[after + 1] + np.arange(len(after))
+        return actions, messages, reductions
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.actions) + len(self.message_value) + len(self.reductions)
+
+    def in_order(self, actions: Floats, messages: Floats, reductions: Floats) -> Floats:
+        """Numbers for each action, message and reduction, put into the total order."""
+        result = np.empty(self.num_steps)
+        for places, values in zip(self._places, (actions, messages, reductions), strict=True):
+            result[places] = values
+        return result
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        num_routes, cells = self.dependencies.routes.num_routes, self.dependencies.routes.cells
+        source = self.dependencies.routes.route_source[self.message_value % num_routes].tolist() if num_routes else []
+        target = self.dependencies.routes.route_target[self.message_value % num_routes].tolist() if num_routes else []
+        gradient = (self.message_value >= num_routes).tolist()
+        ends = zip(self.message_sender.tolist(), self.message_receiver.tolist(), strict=True)
+        return tuple(
+            Message(cells[a], cells[b], back, sender, receiver)
+            for a, b, back, (sender, receiver) in zip(source, target, gradient, ends, strict=True)
+        )
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        result: list[Step] = [*self.dependencies.actions(self.actions), *self.messages, *self.reductions]
+        order = np.argsort(np.concatenate(self._places))
+        return tuple(result[i] for i in order.tolist())
 
     def participants(self, step: Step) -> tuple[int, ...]:
         return (step.sender, step.receiver) if isinstance(step, Message) else self.dependencies.ranks(step)
@@ -73,119 +125,98 @@ def lower(schedule: Schedule, dependencies: Dependencies, duration_s: Durations 
     """The program of a schedule. `duration_s` makes the order follow expected times; every rank must use the same.
 
     Raises `CyclicScheduleError` if actions wait for each other."""
-    ordered = order_actions(schedule, dependencies, duration_s)
-    steps: list[Step] = []
-    for action in add_reductions(ordered, dependencies):
-        steps.append(action)
-        for value in dependencies.writes(action):
-            steps += messages(value, dependencies)
-    return Program(tuple(steps), dependencies)
+    lanes = lanes_of(schedule, dependencies)
+    carriers = _Carriers(dependencies)
+    actions = order_actions(schedule, lanes, dependencies, carriers.num_messages > 0, duration_s)
+    written = dependencies.carried_writes.selected(actions)
+    num_messages = carriers.num_messages[written.values]
+    values = np.repeat(written.values, num_messages)
+    member = ranges(carriers.first_pair[written.values], num_messages)
+    reductions, after = _place_reductions(actions, dependencies)
+    return Program(
+        dependencies=dependencies,
+        lanes=lanes,
+        actions=actions,
+        message_starts=starts_of(num_messages)[written.starts],
+        message_value=values,
+        message_sender=carriers.senders[member],
+        message_receiver=carriers.receivers[member],
+        reductions=reductions,
+        reduction_after=after,
+    )
 
 
-def order_actions(schedule: Schedule, dependencies: Dependencies, duration_s: Durations) -> list[Compute]:
-    """The actions in the order in which they end on a virtual clock; ties by rank.
+def _place_reductions(actions: Ints, dependencies: Dependencies) -> tuple[tuple[Reduce, ...], Ints]:
+    """Each reduction goes right after the last action that writes one of the gradients it sums.
 
-    By their ends and not by their starts, because then a rank posts its receive for what ends while it computes before
-    it begins to compute, and the transfer is hidden. For the same reason every transfer takes time on this clock, less
-    than any difference between durations: moments are (seconds, transfers)."""
-    ranks = schedule.ranks
-    position = [0] * len(ranks)
-    rank_free_at = [(0.0, 0)] * len(ranks)
-    arrived_at: dict[Value, tuple[float, int]] = {}
-    readers: dict[Value, list[Compute]] = defaultdict(list)
-    missing: dict[Compute, int] = {}
-    at_head: dict[Compute, int] = defaultdict(int)
-    produced = {value for actions in ranks for action in actions for value in dependencies.writes(action)}
-    for actions in ranks:
-        for action in actions:
-            if action not in missing:
-                reads = dependencies.reads(action)
-                missing[action] = len(reads)
-                for value in reads:
-                    if value not in produced:
-                        raise CyclicScheduleError(f"{action} reads {value}, which no action writes")
-                    readers[value].append(action)
-
-    running: list[tuple[tuple[float, int], int, Compute]] = []
-
-    def start_if_ready(action: Compute) -> None:
-        group = dependencies.ranks(action)
-        if at_head[action] == len(group) and missing[action] == 0:
-            arrivals = [arrived_at[value] for value in dependencies.reads(action)]
-            start_s, num_transfers = max(*arrivals, *(rank_free_at[rank] for rank in group), (0.0, 0))
-            heapq.heappush(running, ((start_s + duration_s(action), num_transfers), min(group), action))
-
-    def advance(rank: int) -> None:
-        if position[rank] < len(ranks[rank]):
-            action = ranks[rank][position[rank]]
-            at_head[action] += 1
-            start_if_ready(action)
-
-    for rank in range(len(ranks)):
-        advance(rank)
-    ordered: list[Compute] = []
-    while running:
-        end, _, action = heapq.heappop(running)
-        ordered.append(action)
-        group = dependencies.ranks(action)
-        for rank in group:
-            rank_free_at[rank] = end
-            position[rank] += 1
-        for value in dependencies.writes(action):
-            end_s, num_transfers = end
-            arrived_at[value] = (end_s, num_transfers + 1) if messages(value, dependencies) else end
-            for reader in readers[value]:
-                missing[reader] -= 1
-                if missing[reader] == 0:
-                    start_if_ready(reader)
-        for rank in group:
-            advance(rank)
-    if len(ordered) < len(missing):
-        raise CyclicScheduleError(
-            "the schedule's actions wait for each other:\n" + grid(schedule.ranks, dict(enumerate(position)))
-        )
-    return ordered
-
-
-def add_reductions(ordered: Sequence[Compute], dependencies: Dependencies) -> list[Action]:
-    """Puts each reduction right after the last action that writes one of the gradients it sums.
-
-    Of several after one action the last layers' comes first, as their gradients do; shared parameters come last."""
+    Of several after one action the last layers' comes first, as their gradients do; shared parameters come last. A run
+    of layers that no microbatch reached (a batch without images) still takes part at the end, with zeros."""
     in_order = sorted(dependencies.reductions, key=lambda reduce: (reduce.tied, -reduce.first))
-    pending = {reduce: set(dependencies.reads(reduce)) for reduce in in_order}
-    waiting: dict[Value, list[Reduce]] = defaultdict(list)
-    for reduce, values in pending.items():
-        for value in values:
-            waiting[value].append(reduce)
-    result: list[Action] = []
-    for action in ordered:
-        result.append(action)
-        for value in dependencies.writes(action):
-            if isinstance(value, WeightGradient):
-                for reduce in waiting[value]:
-                    pending[reduce].discard(value)
-                    if not pending[reduce]:
-                        result.append(reduce)
-    # A run of layers that no microbatch reached (a batch without images) still takes part, with zeros.
-    result += [reduce for reduce in in_order if not dependencies.reads(reduce)]
-    return result
+    written = dependencies.kept_write[actions]
+    first_weight_gradient = 2 * dependencies.routes.num_routes + 2 * dependencies.routes.num_cells
+    place = np.full(dependencies.routes.num_cells, len(actions) - 1)
+    is_weight_gradient = written >= first_weight_gradient
+    place[written[is_weight_gradient] - first_weight_gradient] = np.flatnonzero(is_weight_gradient)
+    last = [int(place[cells].max()) if len(cells := dependencies.summed_cells(reduce)) else None for reduce in in_order]
+    waiting = sorted((i for i, at in enumerate(last) if at is not None), key=lambda i: last[i])  # type: ignore[arg-type, return-value]
+    waiting += [i for i, at in enumerate(last) if at is None]
+    after = [len(actions) - 1 if (at := last[i]) is None else at for i in waiting]
+    return tuple(in_order[i] for i in waiting), np.array(after, dtype=np.int64)
+
+
+class _Carriers:
+    """Which pairs of ranks carry each value that goes by a route."""
+
+    def __init__(self, dependencies: Dependencies) -> None:
+        routes = dependencies.routes
+        num_stages = len(routes.stages)
+        ends = routes.cell_stage[routes.route_source] * num_stages + routes.cell_stage[routes.route_target]
+        codes, pair = np.unique(ends, return_inverse=True)
+        pairs: list[tuple[int, int]] = []
+        first, count = [], []
+        for gradient in (False, True):
+            for code in codes.tolist():
+                source, target = (routes.stages[i] for i in divmod(code, num_stages))
+                first.append(len(pairs))
+                pairs += _member_pairs(
+                    source.planned, target.planned, gradient=gradient, same_module=source.module == target.module
+                )
+                count.append(len(pairs) - first[-1])
+        which = np.concatenate([pair, len(codes) + pair])
+        self.first_pair = np.array(first, dtype=np.int64)[which]
+        """For each value, where its pairs begin in `senders` and `receivers`."""
+        self.num_messages = np.array(count, dtype=np.int64)[which]
+        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        self.senders, self.receivers = table[:, 0], table[:, 1]
 
 
 def messages(value: Value, dependencies: Dependencies) -> list[Message]:
-    """The messages that carry a value between ranks; none for what stays on a rank.
+    """The messages that carry a value between ranks; none for what stays on a rank."""
+    if not isinstance(value, Activation | Gradient):
+        return []
+    gradient = isinstance(value, Gradient)
+    source, target = (dependencies.routes.stage(cell) for cell in (value.source, value.target))
+    same_module = value.source.module == value.target.module
+    pairs = _member_pairs(source, target, gradient=gradient, same_module=same_module)
+    return [Message(value.source, value.target, gradient, sender, receiver) for sender, receiver in pairs]
+
+
+def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: bool) -> list[tuple[int, int]]:
+    """(sender, receiver) between the groups at the two ends of a route.
 
     Members of a tensor-parallel group all hold the whole tensor, so each receiver needs one sender: itself if it is
     one of them, else the one at its own place in the group, modulo the group's size. Forwards the consumers choose
     among the producers, backwards the producers choose among the consumers.
+
+    Inside a module with context parallelism members hold what their place on that axis says, so each receives from one
+    of the same place; what enters another module is whole on every rank.
     """
-    if not isinstance(value, Activation | Gradient):
-        return []
-    gradient = isinstance(value, Gradient)
-    producers = dependencies.routes.stage(value.source).ranks
-    consumers = dependencies.routes.stage(value.target).ranks
-    senders, receivers = (consumers, producers) if gradient else (producers, consumers)
-    return [
-        Message(value.source, value.target, gradient, senders[i % len(senders)], receiver)
-        for i, receiver in enumerate(receivers)
-        if receiver not in senders
-    ]
+    begin, end = (target, source) if gradient else (source, target)
+    if same_module and source.cp_size > 1:
+        pairs = [
+            (begin.ranks[i // end.tp_size * begin.tp_size + i % end.tp_size % begin.tp_size], receiver)
+            for i, receiver in enumerate(end.ranks)
+        ]
+        return [(sender, receiver) for sender, receiver in pairs if sender != receiver]
+    senders = begin.ranks
+    return [(senders[i % len(senders)], receiver) for i, receiver in enumerate(end.ranks) if receiver not in senders]

@@ -1,20 +1,52 @@
 """For each rank, the ordered list of its compute actions. This one definition is what runs and what is simulated.
 
-Generators write schedules of compute actions only; `motet.schedule.lower` adds reductions and messages.
+Generators write schedules of compute actions only; `motet.schedule.lower` adds reductions and messages. A schedule is
+written with actions, or with their numbers (`motet.schedule.dependencies`), which is quicker; each is made from the
+other when it is asked for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+
+from motet.arrays import Ints
 from motet.plan import Plan
 from motet.schedule.action import Compute, parse_action
+from motet.schedule.dependencies import Dependencies
 from motet.schedule.routes import Routes
 from motet.schedule.stage_graph import StageKey
 
 
-@dataclass(frozen=True)
 class Schedule:
-    ranks: tuple[tuple[Compute, ...], ...]
+    def __init__(self, ranks: Iterable[Iterable[Compute]]) -> None:
+        self.ranks = tuple(tuple(actions) for actions in ranks)
+
+    @staticmethod
+    def of_numbers(dependencies: Dependencies, ranks: Sequence[Ints]) -> "Schedule":
+        """`ranks`: the numbers of each rank's actions; ranks that do the same share one array."""
+        return _NumberedSchedule(dependencies, ranks)
+
+    def numbers(self, dependencies: Dependencies) -> tuple[Ints, ...]:
+        """Each rank's actions by number; ranks that do the same share one array.
+
+        Raises `KeyError` if the iteration has no cell of one of them."""
+        different = {id(actions): actions for actions in self.ranks}
+        shared: dict[tuple[Compute, ...], Ints] = {}
+        for actions in different.values():
+            if actions not in shared:
+                shared[actions] = np.array([dependencies.number(action) for action in actions], dtype=np.int64)
+        numbers = {key: shared[actions] for key, actions in different.items()}
+        return tuple(numbers[id(actions)] for actions in self.ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.ranks!r})"
 
     def text(self) -> str:
         """One line per rank."""
@@ -30,8 +62,21 @@ class Schedule:
             if line.strip() and not line.lstrip().startswith("#"):
                 actions = [parse_action(word) for word in line.partition(":")[2].split()]
                 assert all(isinstance(action, Compute) for action in actions)
-                ranks.append(tuple(actions))
-        return Schedule(tuple(ranks))  # type: ignore[arg-type]
+                ranks.append(actions)
+        return Schedule(ranks)  # type: ignore[arg-type]
+
+
+class _NumberedSchedule(Schedule):
+    def __init__(self, dependencies: Dependencies, ranks: Sequence[Ints]) -> None:
+        self._dependencies, self._numbers = dependencies, tuple(ranks)
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Compute, ...], ...]:  # type: ignore[override]
+        objects = {id(numbers): tuple(self._dependencies.actions(numbers)) for numbers in self._numbers}
+        return tuple(objects[id(numbers)] for numbers in self._numbers)
+
+    def numbers(self, dependencies: Dependencies) -> tuple[Ints, ...]:
+        return self._numbers if dependencies.routes is self._dependencies.routes else super().numbers(dependencies)
 
 
 def schedule_of_stages(routes: Routes, order: Mapping[StageKey, Iterable[Compute]]) -> Schedule:
@@ -51,7 +96,7 @@ def schedule_of_groups(plan: Plan, order: Iterable[tuple[tuple[int, ...], Iterab
         for rank in group:
             assert not ranks[rank], f"rank {rank} is in two groups"
             ranks[rank] = in_order
-    return Schedule(tuple(ranks))
+    return Schedule(ranks)
 
 
 def grid(lists: Sequence[Sequence[object]], marks: Mapping[int, int]) -> str:

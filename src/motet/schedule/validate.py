@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.schedule.action import Compute, Kind, unit_duration
+from motet.schedule.action import Compute, Kind
 from motet.schedule.dependencies import Dependencies, SavedGraph
-from motet.schedule.lower import order_actions
+from motet.schedule.order import check_acyclic
 from motet.schedule.routes import Cell
 from motet.schedule.schedule import Schedule, grid
 
@@ -38,7 +38,7 @@ def validate(
     Raises `IncompleteScheduleError`, or `CyclicScheduleError` if actions wait for each other.
     """
     check_complete(schedule, dependencies)
-    order_actions(schedule, dependencies, unit_duration)
+    check_acyclic(schedule, dependencies)
     return liveness(schedule, dependencies, saved_bytes)
 
 
