@@ -92,7 +92,7 @@ def test_buckets_start_inside_the_last_backward(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("two_per_bucket")
 def test_what_is_final_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Armed for a weight half, whose norms had their last gradients before: buckets wait for its own parameters only."""
+    """Armed for a weight half, whose norms had their last gradients before: buckets wait for its own parameters."""
 
     def work(rank: int) -> tuple[list[list[int]], list[list[float]]]:
         weights = parameters(6)  # Buckets: 5 and 4, 3 and 2, 1 and 0.

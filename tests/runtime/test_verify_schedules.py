@@ -1,4 +1,4 @@
-"""`motet verify` with backwards in halves, on real models: groups, sequence parallelism, tied embeddings, recomputation."""
+"""`motet verify` with backwards in halves, on real models: groups, sequence parallelism, tied heads, recomputation."""
 
 from dataclasses import replace
 
