@@ -18,6 +18,7 @@ from motet.planner.cornstarch import cornstarch
 from motet.planner.disttrain import disttrain
 from motet.planner.explicit import Placement, explicit_plan
 from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
+from motet.planner.optimus import optimus
 from motet.planner.problem import Degrees, PlanningProblem
 
 
@@ -31,6 +32,7 @@ PLANNERS: Mapping[str, Planner] = {
     "disttrain": disttrain,
     "frozen_unaware": frozen_unaware,
     "even": even,
+    "optimus": optimus,
     "encoders_colocated": encoders_colocated,
     "encoders_replicated": encoders_replicated,
     "megatron": megatron,

@@ -335,12 +335,13 @@ class _Scheduler:
         )
 
     def _backward(self, lanes: Sequence[_Lane], point_s: float) -> tuple[Placement, ...]:
+        if not any(run.num_kernels for run in self.encoder.backward_runs):
+            return ()
         release_s = point_s + self.encoder.message_s
         placements: list[Placement] = []
         for lane, run in zip(reversed(lanes), reversed(self.encoder.backward_runs), strict=True):
-            if run.num_kernels:
-                placements.append(lane.place(run, release_s))
-                release_s = placements[-1].end_s + self.encoder.message_s
+            placements.append(lane.place(run, release_s))
+            release_s = placements[-1].end_s + self.encoder.message_s
         return tuple(reversed(placements))
 
     def _improve(self, best: BubbleSchedule) -> BubbleSchedule:

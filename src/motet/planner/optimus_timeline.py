@@ -13,7 +13,7 @@ Limits: kernels take the same time in every iteration, and the stages of a pipel
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 
@@ -25,6 +25,9 @@ class Kernel:
 
 
 Kernels = tuple[Kernel, ...]
+
+Pass = tuple[int, int, int]
+"""(stage of the replica, microbatch, 0 for forward or 1 for backward)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +75,12 @@ class LlmTimeline:
     iteration_s: float
     adjusted: bool
     """Whether the warm-up is the adjusted one."""
+    passes: tuple[tuple[tuple[float, Pass], ...], ...] = ()
+    """For each place, when it begins which pass, in order."""
 
     def coarse(self) -> "LlmTimeline":
         """With the big bubbles only, before and after all computation of a place."""
-        return LlmTimeline(
-            tuple((slots[0], slots[-1]) for slots in self.slots),
-            self.forward_points,
-            self.backward_points,
-            self.iteration_s,
-            self.adjusted,
-        )
+        return replace(self, slots=tuple((slots[0], slots[-1]) for slots in self.slots))
 
 
 def llm_timeline(pipeline: LlmPipeline, *, adjust_warm_up: bool = True) -> LlmTimeline:
@@ -97,10 +96,6 @@ def llm_timeline(pipeline: LlmPipeline, *, adjust_warm_up: bool = True) -> LlmTi
         if adjusted.end_s <= usual.end_s * (1 + 1e-9):
             return _timeline(pipeline, adjusted, adjusted=True)
     return _timeline(pipeline, usual, adjusted=False)
-
-
-Pass = tuple[int, int, int]
-"""(stage of the replica, microbatch, 0 for forward or 1 for backward)."""
 
 
 def passes_in_order(
@@ -198,6 +193,7 @@ def _timeline(pipeline: LlmPipeline, run: _Run, *, adjusted: bool) -> LlmTimelin
         backward_points=tuple(run.ends[0, i, 1] for i in range(pipeline.num_microbatches)),
         iteration_s=run.end_s,
         adjusted=adjusted,
+        passes=tuple(map(tuple, run.passes)),
     )
 
 
