@@ -141,16 +141,20 @@ class PlanningProblem:
         which of the modules that bring a gradient enter it."""
         key = ("loads", name, dp)
         if key not in self._loads:
-            sources = tuple(edge.source for edge in self.edges if edge.target == name)
-            bringing = [source for source in sources if any(needs.any for needs in self.gradients[source])]
-            self._loads[key] = []
-            for share in split_evenly(range(len(self.samples)), dp):
-                for members in split_evenly(share, self.num_microbatches):
-                    able = [self.samples[i] for i in members if self.samples[i].has(name)]
-                    load = microbatch_load(self.modules[name].workload, name, able, sources)
-                    entering = frozenset(source for source in bringing if any(sample.has(source) for sample in able))
-                    self._loads[key].append((load, entering))
+            shares = split_evenly(range(len(self.samples)), dp)
+            cut = [members for share in shares for members in split_evenly(share, self.num_microbatches)]
+            self._loads[key] = self._loads_of(name, cut)
         loads: Sequence[tuple[Load, frozenset[str]]] = self._loads[key]
+        return loads
+
+    def _loads_of(self, name: str, microbatches: Sequence[Sequence[int]]) -> list[tuple[Load, frozenset[str]]]:
+        sources = tuple(edge.source for edge in self.edges if edge.target == name)
+        bringing = [source for source in sources if any(needs.any for needs in self.gradients[source])]
+        loads = []
+        for members in microbatches:
+            able = [self.samples[i] for i in members if self.samples[i].has(name)]
+            entering = frozenset(source for source in bringing if any(sample.has(source) for sample in able))
+            loads.append((microbatch_load(self.modules[name].workload, name, able, sources), entering))
         return loads
 
     def typical_load(self, name: str, dp: int = 1) -> Load:
@@ -174,31 +178,64 @@ class PlanningProblem:
         times: list[LayerTime] = self._loads[key]
         return times
 
+    def sample_times(self, name: str, tp: int = 1) -> tuple[list[LayerTime], list[LayerTime]]:
+        """For each layer: at least what all microbatches together take, and at least what one sample takes, however
+        the batch is cut into microbatches.
+
+        That holds because no sum of a load is less for several samples than the sum of theirs (padding and packing only
+        add to it), and because there are at least as many actions as it takes to hold the samples."""
+        key = ("sample times", name, tp)
+        if key not in self._loads:
+            loads = self._loads_of(name, [(i,) for i in range(len(self.samples))])
+            largest = -(-len(self.samples) // self.num_microbatches)
+            total = [
+                (gradients, Load(*map(sum, zip(*members, strict=True))), float(sum(map(any, members)) // largest))
+                for gradients, members in self._kinds(name, loads, True)
+            ]
+            one = [_lightest(gradients, members) for gradients, members in self._kinds(name, loads, True)]
+            self._loads[key] = (self._times(name, tp, total), self._times(name, tp, one))
+        times: tuple[list[LayerTime], list[LayerTime]] = self._loads[key]
+        return times
+
     def _layer_times(self, name: str, tp: int, dp: int, frozen_aware: bool, lightest: bool) -> list[LayerTime]:
-        costs, workload, loads = self.table.of(name, tp).layers, self.modules[name].workload, self.loads(name, dp)
+        kinds = self._kinds(name, self.loads(name, dp), frozen_aware)
+        if lightest:
+            return self._times(name, tp, [_lightest(gradients, members) for gradients, members in kinds])
+        # An empty microbatch is no action: it does not pay what every action pays.
+        return self._times(
+            name,
+            tp,
+            [(gradients, _mean(members), sum(map(any, members)) / len(members)) for gradients, members in kinds],
+        )
+
+    def _kinds(
+        self, name: str, loads: Sequence[tuple[Load, frozenset[str]]], frozen_aware: bool
+    ) -> list[tuple[Sequence[LayerGradients], list[Load]]]:
+        """Microbatches that lack a modality may have no backward in a frozen module: each kind by itself, with nothing
+        in the place of the others."""
+        everything = (LayerGradients(True, True),) * self.modules[name].workload.num_layers
+        return [
+            (
+                self._gradients_with(name, kind) if frozen_aware else everything,
+                [load if entering == kind else Load() for load, entering in loads],
+            )
+            for kind in sorted({entering for _, entering in loads}, key=sorted)
+        ]
+
+    def _times(
+        self, name: str, tp: int, kinds: Sequence[tuple[Sequence[LayerGradients], Load, float]]
+    ) -> list[LayerTime]:
+        """`kinds`: the gradients of each layer, the load, and how many actions it stands for."""
+        costs, workload = self.table.of(name, tp).layers, self.modules[name].workload
         assert len(costs) == workload.num_layers, (
             f"{name}: {len(costs)} layers in the table, {workload.num_layers} here"
         )
-        # Microbatches that lack a modality may have no backward in a frozen module: each kind by itself.
-        kinds = []
-        for kind in sorted({entering for _, entering in loads}, key=sorted):
-            members = [load if entering == kind else Load() for load, entering in loads]
-            gradients = self._gradients_with(name, kind) if frozen_aware else None
-            # An empty microbatch is no action: it does not pay what every action pays.
-            busy = [any(load) for load in members]
-            if lightest:
-                kinds.append(
-                    (gradients, Load(*map(min, *members)) if len(members) > 1 else members[0], float(all(busy)))
-                )
-            else:
-                kinds.append((gradients, _mean(members), sum(busy) / len(busy)))
-        everything = LayerGradients(True, True)
         times = []
         for i, cost in enumerate(costs):
             recompute = name in self.recompute and workload.has_block((i, i + 1))
             parts = [
-                _layer_time(cost, gradients[i] if gradients else everything, load, share, recompute=recompute)
-                for gradients, load, share in kinds
+                _layer_time(cost, gradients[i], load, num_actions, recompute=recompute)
+                for gradients, load, num_actions in kinds
             ]
             times.append(LayerTime(*(sum(values) for values in zip(*parts, strict=True))))
         return times
@@ -224,15 +261,21 @@ def _mean(loads: Sequence[Load]) -> Load:
     return Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
 
 
+def _lightest(
+    gradients: Sequence[LayerGradients], members: Sequence[Load]
+) -> tuple[Sequence[LayerGradients], Load, float]:
+    return gradients, Load(*(min(values) for values in zip(*members, strict=True))), float(all(map(any, members)))
+
+
 def _layer_time(
-    cost: LayerCost, needs: LayerGradients, load: Load, share: float, *, recompute: bool
+    cost: LayerCost, needs: LayerGradients, load: Load, num_actions: float, *, recompute: bool
 ) -> tuple[float, float, float]:
-    """Seconds of forward, backward and the backward's weight half. `share`: of the constants."""
+    """Seconds of forward, backward and the backward's weight half. The load's sums, and so many times the constants."""
     recomputed = needs.any and recompute
     forward = cost.forward if needs.any and not recomputed else cost.forward_without_graph
     backward = cost.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
     weight = ZERO if not needs.weight_gradient else cost.weight_gradient if needs.input_gradient else backward
     if recomputed:
         backward = backward.plus(cost.forward)
-    seconds = [q.seconds(load) - (1 - share) * q.constant for q in (forward, backward, weight)]
+    seconds = [q.seconds(load) + (num_actions - 1) * q.constant for q in (forward, backward, weight)]
     return seconds[0], seconds[1], seconds[2]

@@ -1,0 +1,209 @@
+"""The bound over all plans against trying them: every cut, every placement, every order of actions."""
+
+import itertools
+from dataclasses import replace
+from math import prod
+from random import Random
+
+import pytest
+import small_problem as small
+from brute_force import best_time_s
+from small_problem import small_problem, with_memory
+
+from motet.costs.analytic import analytic_table
+from motet.costs.cost_model import LinkCost
+from motet.plan import Edge
+from motet.planner import make_plan
+from motet.planner.evaluate import evaluate
+from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.lower_bound import problem_lower_bound_s
+from motet.planner.problem import ModuleProblem, PlanningProblem
+from motet.schedule.action import Compute, Kind
+from motet.schedule.generators import GENERATORS
+from motet.workload import module_workload, with_projector
+
+
+def tiny_problem(rng, *, num_devices, num_microbatches, dp_sizes=(1,), shapes=(1, 1)):
+    """A vision encoder and a language model of `shapes` blocks, some of their layers frozen."""
+    workloads = {
+        "vision": with_projector(module_workload(small.VISION | {"num_hidden_layers": shapes[0]}), "linear", 128),
+        "language_model": module_workload(small.TEXT | {"num_hidden_layers": shapes[1]}),
+    }
+    modules = {}
+    for name, workload in workloads.items():
+        n = workload.num_layers
+        trainable = rng.choice([((0, n),), ((n - 1, n),), ((0, n),) if name == "language_model" else ((n - 1, n),)])
+        modules[name] = ModuleProblem(
+            workload=workload, trainable=trainable, loss_weight=float(name == "language_model"), tp_sizes=(1, 2)
+        )
+    cluster = small.cpu_cluster(num_devices)
+    has_image = [rng.random() < 0.7 for _ in range(4)]
+    return PlanningProblem(
+        modules=modules,
+        edges=(Edge(source="vision", target="language_model"),),
+        cluster=cluster,
+        table=analytic_table(workloads, cluster, tp_sizes=(1, 2)),
+        samples=tuple(
+            small.sample(i, image=image, sound=False, words=rng.randint(5, 60)) for i, image in enumerate(has_image)
+        ),
+        num_microbatches=num_microbatches,
+        dp_sizes=dp_sizes,
+    )
+
+
+def every_layout(problem):
+    """All cuts into runs, each on any group; groups of one or of two ranks."""
+    for dp in problem.dp_sizes:
+        for size in (1, 2):
+            num_groups, left = divmod(problem.num_devices, dp * size)
+            if left or not num_groups:
+                continue
+            for cuts in itertools.product(*(every_cut(m.workload.num_layers, 3) for m in problem.modules.values())):
+                runs = [(name, run) for name, cut in zip(problem.modules, cuts, strict=True) for run in cut]
+                for groups in itertools.product(range(num_groups), repeat=len(runs)):
+                    if set(groups) == set(range(num_groups)):
+                        chunks = tuple(Chunk(*run, group) for run, group in zip(runs, groups, strict=True))
+                        yield Layout(planner="all", chunks=chunks, group_sizes=(size,) * num_groups, dp=dp)
+
+
+def every_cut(num_layers, max_stages):
+    for num_stages in range(1, min(max_stages, num_layers) + 1):
+        for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+            yield list(zip([0, *inner], [*inner, num_layers], strict=True))
+
+
+FREE = LinkCost(latency_s=0.0, bytes_per_s=1e18)
+
+
+@pytest.mark.slow
+def test_the_best_of_all_plans_is_not_faster_and_often_near():
+    """Exhaustive: a language model of five layers, every cut, placement, size and schedule."""
+    ratios = []
+    for seed in range(2):
+        problem = tiny_problem(Random(seed), num_devices=2, num_microbatches=2, dp_sizes=(1, 2), shapes=(1, 3))
+        problem = replace(
+            problem,
+            modules={"language_model": problem.modules["language_model"]},
+            edges=(),
+            samples=tuple(small.sample(i, image=False, sound=False, words=60) for i in range(4)),
+            # What is relaxed costs nothing here, so that the rest can be told apart.
+            table=replace(problem.table, message=FREE, all_reduce=FREE),
+        )
+        bound = problem_lower_bound_s(problem)
+        best = min(
+            evaluate(problem, layout_plan(problem, layout, schedule=schedule)).iteration_time_s
+            for layout in every_layout(problem)
+            for schedule in GENERATORS
+            if applies(problem, layout, schedule)
+        )
+        assert bound <= best * (1 + 1e-9), f"seed {seed}"
+        ratios.append(bound / best)
+    assert max(ratios) > 0.97
+    assert min(ratios) > 0.7
+
+
+def applies(problem, layout, schedule):
+    try:
+        evaluate(problem, layout_plan(problem, layout, schedule=schedule))
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_no_drawn_plan_under_any_schedule_is_faster():
+    num_tried = 0
+    for seed in range(20):
+        rng = Random(seed)
+        problem = tiny_problem(rng, num_devices=4, num_microbatches=rng.choice([2, 4]), dp_sizes=(1, 2))
+        bound = problem_lower_bound_s(problem)
+        for _ in range(2):
+            layout = draw_layout(rng, problem)
+            for schedule in GENERATORS:
+                if applies(problem, layout, schedule):
+                    evaluation = evaluate(problem, layout_plan(problem, layout, schedule=schedule))
+                    assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"seed {seed}: {layout} {schedule}"
+                    num_tried += 1
+    assert num_tried >= 40
+
+
+def draw_layout(rng, problem):
+    dp, size = rng.choice(problem.dp_sizes), rng.choice([1, 2])
+    size = min(size, problem.num_devices // dp)
+    num_groups = problem.num_devices // (dp * size)
+    runs = []
+    for name, module in problem.modules.items():
+        n = module.workload.num_layers
+        inner = sorted(rng.sample(range(1, n), k=rng.randint(0, n - 1)))
+        runs += [(name, run) for run in zip([0, *inner], [*inner, n], strict=True)]
+    groups = [rng.randrange(num_groups) for _ in runs]
+    used = sorted(set(groups))
+    chunks = tuple(Chunk(*run, used.index(group)) for run, group in zip(runs, groups, strict=True))
+    return Layout(planner="drawn", chunks=chunks, group_sizes=(size,) * len(used), dp=dp)
+
+
+def test_no_order_of_actions_and_halves_is_faster():
+    """One replica, few microbatches: all orders of all actions on all ranks, for every layout that is small enough."""
+    num_tried = 0
+    for seed in range(3):
+        rng = Random(seed)
+        problem = tiny_problem(rng, num_devices=2, num_microbatches=2)
+        problem = replace(problem, samples=problem.samples[:2])
+        bound = problem_lower_bound_s(problem)
+        for _ in range(25):
+            layout = draw_layout(rng, problem)
+            evaluation = evaluate(problem, layout_plan(problem, layout))
+            dependencies, routes = evaluation.program.dependencies, evaluation.program.dependencies.routes
+            whole = dependencies.required()
+            forwards = [action for action in whole if action.kind is Kind.FORWARD]
+            halves = [
+                Compute(kind, cell)
+                for kind in (Kind.INPUT, Kind.WEIGHT)
+                for cell in routes.cells
+                if cell in routes.with_backward
+            ]
+            for actions in (whole, [*forwards, *halves]):
+                per_rank = [0] * routes.plan.num_ranks
+                for action in actions:
+                    for rank in dependencies.ranks(action):
+                        per_rank[rank] += 1
+                if max(per_rank) > 6 or prod(2 ** max(0, n - 2) for n in per_rank) > 100:
+                    continue
+                best = best_time_s(routes, evaluation.costs, actions)
+                assert bound <= best * (1 + 1e-9), f"seed {seed}: {layout}"
+                num_tried += 1
+    assert num_tried >= 10
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_one_microbatch_a_replica_and_no_pipeline_is_met_exactly(num_devices):
+    """Data parallelism without messages or unequal samples: what is relaxed costs nothing but the reduction."""
+    problem = small_problem(num_devices=num_devices, encoders=(), frozen=("language_model",), num_microbatches=1)
+    modules = {n: replace(m, trainable=((0, 1),)) for n, m in problem.modules.items()}
+    samples = (small.sample(0, image=False, sound=False),) * 8
+    problem = replace(problem, modules=modules, samples=samples, dp_sizes=(num_devices,))
+    layout = Layout(planner="all", chunks=(Chunk("language_model", (0, 10), 0),), group_sizes=(1,), dp=num_devices)
+    evaluation = evaluate(problem, layout_plan(problem, layout))
+    reduce_s = sum(s.end - s.start for s in evaluation.result.timeline.spans if s.kind == "reduce" and s.rank == 0)
+    assert problem_lower_bound_s(problem) == pytest.approx(evaluation.iteration_time_s - reduce_s, rel=1e-6)
+
+
+def test_pigeonholes_tell_of_one_layer_too_many():
+    """33 equal blocks on 32 devices: some device has two."""
+    problem = small_problem(num_devices=8, encoders=(), frozen=(), num_microbatches=64)
+    problem = replace(problem, samples=(small.sample(0, image=False, sound=False, words=400),) * 64)
+    times = [time.total_s for time in problem.layer_times("language_model")]
+    assert problem_lower_bound_s(problem) >= 64 * (times[0] + times[-1] + min(times[1:-1]) - max(times)) > 0
+    nine = replace(problem, cluster=replace(problem.cluster, num_devices=9))
+    assert problem_lower_bound_s(nine) <= problem_lower_bound_s(problem)
+
+
+def test_what_can_never_fit_has_no_bound():
+    assert problem_lower_bound_s(with_memory(small_problem(), 1000.0)) == float("inf")
+
+
+def test_more_choice_never_raises_it():
+    problem = small_problem(num_devices=4, frozen=())
+    wider = replace(problem, dp_sizes=(1, 2, 4))
+    assert problem_lower_bound_s(wider) <= problem_lower_bound_s(problem)
+    assert problem_lower_bound_s(wider) <= evaluate(wider, make_plan(wider)).iteration_time_s
