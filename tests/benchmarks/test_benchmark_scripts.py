@@ -3,6 +3,7 @@
 import re
 
 import against_ddp_and_fsdp
+import attention_distribution
 import frozen_aware
 import pipeline_against_torch
 import prediction
@@ -80,3 +81,12 @@ def test_ratios_are_of_the_same_round():
     blocks = {"a": [[1.0, 3.0, 2.0], [20.0]], "b": [[1.0], [10.0]]}
     assert ratio(blocks, "a", "b") == Spread(2.0, 2.0, 2.0)
     assert seconds(blocks, "b") == Spread(5.5, 3.25, 7.75)
+
+
+def test_every_policy_is_compared(tmp_path):
+    sizes = ["--short", "5000", "--long", "9000", "--ranks", "4", "--draws", "2", "--repetitions", "2"]
+    text = text_of(attention_distribution.main(sizes), tmp_path)
+    for policy in attention_distribution.POLICIES:
+        assert f" {policy} |" in text
+    assert re.search(r"in every draw: (reached|missed), 1\.\d+\.", text)
+    assert len(re.findall(r"^\| packed documents, causal \|", text, flags=re.MULTILINE)) == 3

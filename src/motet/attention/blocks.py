@@ -52,19 +52,14 @@ def num_blocks(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
 
 def row_pairs(mask: IntervalMask) -> Int64:
     """[T]: how many keys each token sees."""
-    visible = _visible(mask)
-    if visible is None:
-        return _sizes(mask.lo, mask.hi)
-    pairs = _sizes(mask.lo, mask.hi)
-    for keys, rows in _limited(mask, visible):
-        before = _keys_before(mask, keys)
-        pairs[rows] = _sizes(before[mask.lo[rows]], before[mask.hi[rows]])
+    pairs = np.zeros(mask.num_tokens, np.int64)
+    limited = [(_keys_before(mask, keys), rows) for keys, rows in _limited(mask, _visible(mask))]
+    for lo, hi in _intervals(mask):
+        sizes = hi - lo
+        for before, rows in limited:
+            sizes[rows] = before[hi[rows]] - before[lo[rows]]
+        pairs += sizes
     return pairs
-
-
-def _sizes(lo: Int32, hi: Int32) -> Int64:
-    """[n] of intervals [n, 2] together."""
-    return (hi[:, 0] - lo[:, 0]).astype(np.int64) + (hi[:, 1] - lo[:, 1])
 
 
 def tile_counts(mask: IntervalMask, block_size: int = BLOCK_SIZE) -> TileCounts:
@@ -225,10 +220,11 @@ def _covered(queries: _Queries) -> _Ranges:
     return _intersection(_joined(parts), queries.num_blocks, np.diff(queries.row_start), seen_by_all)
 
 
-def _intervals(queries: _Queries) -> Iterator[tuple[Int32, Int32]]:
-    yield queries.lo[:, 0], queries.hi[:, 0]
-    if queries.hi[:, 1].any():
-        yield queries.lo[:, 1], queries.hi[:, 1]
+def _intervals(rows: "IntervalMask | _Queries") -> Iterator[tuple[Int32, Int32]]:
+    """The first interval of each row, and the second if any row has one."""
+    yield rows.lo[:, 0], rows.hi[:, 0]
+    if rows.hi[:, 1].any():
+        yield rows.lo[:, 1], rows.hi[:, 1]
 
 
 def _merged(row: Integers, start: Integers, stop: Integers, keys: np.uint64 = _EVERY_CLASS) -> _Ranges:
