@@ -30,7 +30,12 @@ def _measure(
     evaluations: Mapping[str, Evaluation], batch: Batch, num_blocks: int, steps_per_block: int
 ) -> dict[str, list[list[float]]]:
     engines = {
-        name: Engine(evaluation.plan, emulated_stage_maker(evaluation.costs), device=torch.device("cpu"))
+        name: Engine(
+            evaluation.plan,
+            emulated_stage_maker(evaluation.costs),
+            device=torch.device("cpu"),
+            expect=lambda routes, samples, costs=evaluation.costs: costs.compute_s,
+        )
         for name, evaluation in evaluations.items()
     }
     # Gradients stay: they are zeros, and training has them when a reduction begins.

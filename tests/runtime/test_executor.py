@@ -235,8 +235,8 @@ def test_batches_of_one_form_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
         lowered.append(args)
         return original(*args, **kwargs)
 
-    original = engine_module.lower
-    monkeypatch.setattr(engine_module, "lower", counting)
+    original = engine_module.make_program
+    monkeypatch.setattr(engine_module, "make_program", counting)
 
     def work(rank: int) -> int:
         engine = Engine(

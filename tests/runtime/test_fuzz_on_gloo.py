@@ -20,8 +20,8 @@ from split_backwards import split_at_random
 from toy_model import ToyBatch, reference, toy_stage_maker
 
 from motet.data.assignment import contiguous_assignment
-from motet.runtime import engine as engine_module
 from motet.runtime.engine import Engine
+from motet.schedule import program
 from motet.schedule.generators import GENERATORS
 
 USUAL_DRAWS, USUAL_SEED = 20, "7"
@@ -85,7 +85,7 @@ def test_drawn_plans_equal_one_process(halves: bool, monkeypatch: pytest.MonkeyP
     """`halves`: most backwards are cut in two, with their weight halves anywhere after."""
     if halves:
         cut = {name: split_at_random(generator, f"{SEED}/{name}") for name, generator in GENERATORS.items()}
-        monkeypatch.setattr(engine_module, "GENERATORS", cut)
+        monkeypatch.setattr(program, "GENERATORS", cut)
     print(f"MOTET_FUZZ_SEED={SEED} MOTET_FUZZ_DRAWS={NUM_DRAWS}")
     by_size: dict[int, list[tuple[str, Problem]]] = defaultdict(list)
     for how, problem in draws():

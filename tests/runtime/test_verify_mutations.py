@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from scenario import Scenario, verify
+from split_backwards import split_at_random
 from torch import Tensor
 
 from motet.models import language_model_stage, merge
 from motet.runtime import gradients, local_model, sequence_parallel
 from motet.runtime.stage_runner import StageRunner
+from motet.schedule import program
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -131,12 +133,12 @@ def a_replica_without_images_skips_its_share_of_the_reduction(patch: pytest.Monk
 def a_mean_of_means_over_microbatches(patch: pytest.MonkeyPatch) -> None:
     """Divides by the tokens of the microbatch, and then by the number of microbatches."""
 
-    def per_microbatch(original: Any, self: StageRunner, cell: Any, inputs: Any) -> None:
+    def per_microbatch(original: Any, self: StageRunner, cell: Any, inputs: Any, **kwargs: Any) -> None:
         if self._loss_weight:
             assignment = self._routes.assignment.microbatches[self.name]
             tokens = sum(self._batch.samples[i].num_loss_tokens[self.data_module] for i in self._routes.samples(cell))
             self._loss_scale = self._loss_weight / tokens / sum(map(len, assignment))
-        original(self, cell, inputs)
+        original(self, cell, inputs, **kwargs)
 
     wrap(patch, StageRunner, "forward", per_microbatch)
 
@@ -174,6 +176,19 @@ def norms_of_shares_of_the_sequence_are_summed_on_one_rank_only(patch: pytest.Mo
                 parameter.grad.copy_(gradient)
 
     wrap(patch, local_model, "tp_reduce_gradients", one_sided)
+
+
+@bug(CHAIN, "language_model")
+def a_weight_half_is_lost(patch: pytest.MonkeyPatch) -> None:
+    """Of one microbatch on one stage."""
+    cut = {name: split_at_random(generator, name, share=1.0) for name, generator in program.GENERATORS.items()}
+    patch.setattr(program, "GENERATORS", cut)
+
+    def lossy(original: Any, self: StageRunner, cell: Any) -> None:
+        if (cell.module, cell.stage, cell.microbatch) != ("language_model", 1, 1):
+            original(self, cell)
+
+    wrap(patch, StageRunner, "backward_weight", lossy)
 
 
 @bug(CHAIN, "language_model", seen_in_bfloat16=False)

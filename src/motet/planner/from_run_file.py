@@ -1,8 +1,9 @@
 """From a run file to a planning problem and its plan. Pure: of the model only configurations are read, no weights."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import LANGUAGE_MODEL, CatalogueConfig, EncoderConfig, PartConfig, RunConfig, load_catalogue
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
+from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, Plan
 from motet.planner import make_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.schedule.routes import Routes
 from motet.workload import ModuleWorkload, module_workload, with_feature_layer, with_projector
 
 MODEL_TYPES: Mapping[str, str] = {
@@ -191,6 +194,20 @@ def describe_cluster(config: RunConfig) -> Cluster:
 
 def read_costs(config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster) -> CostTable:
     """Measured, if the run file names a file of costs, else computed from the cluster's peaks and bandwidths."""
+    sizes = {size for name in workloads for size in _tp_sizes(config, name)}
+    return _read_costs(config, workloads, cluster, sizes)
+
+
+def iteration_costs(config: RunConfig, plan: Plan) -> Callable[[Routes, Sequence[Sample]], IterationCosts]:
+    """What an iteration costs under any plan of the run file's model, by its routes and samples."""
+    workloads, cluster = read_workloads(config), describe_cluster(config)
+    table = _read_costs(config, workloads, cluster, {stage.tp_size for *_, stage in plan.stages()})
+    return partial(IterationCosts, workloads=workloads, table=table, cluster=cluster)
+
+
+def _read_costs(
+    config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster, tp_sizes: Set[int]
+) -> CostTable:
     if config.cluster.costs is not None:
         return CostTable.load(config.cluster.costs)
     return analytic_table(
@@ -198,7 +215,7 @@ def read_costs(config: RunConfig, workloads: Mapping[str, ModuleWorkload], clust
         cluster,
         dtype=config.train.dtype,
         dtype_bytes=DTYPE_BYTES[config.train.dtype],
-        tp_sizes=sorted({size for name in workloads for size in _tp_sizes(config, name)}),
+        tp_sizes=sorted(tp_sizes),
     )
 
 

@@ -17,6 +17,7 @@ from motet.models.materialize import materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stage import StageModule
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
+from motet.planner.from_run_file import iteration_costs
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -107,7 +108,8 @@ def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], Abstra
 
 
 def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
-    """Collective."""
+    """Collective. Actions are ordered by the run file's costs, as where the plan is evaluated."""
+    costs = iteration_costs(config, plan)
     return Engine(
         plan,
         stage_maker(config, plan, device),
@@ -115,6 +117,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
         boundary_dtype=PARAMETER_DTYPES[config.train.dtype],
         autocast=autocast_for(config, device),
         timeout=timedelta(seconds=config.train.step_timeout_s),
+        expect=lambda routes, samples: costs(routes, samples).compute_s,
     )
 
 

@@ -22,9 +22,10 @@ from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.local_program import LocalProgram, local_program
 from motet.runtime.mesh import build_mesh
 from motet.runtime.stage_runner import StageRunner
-from motet.schedule.dependencies import Dependencies, reductions
-from motet.schedule.generators import GENERATORS
-from motet.schedule.lower import Program, lower
+from motet.schedule.action import Durations
+from motet.schedule.dependencies import reductions
+from motet.schedule.lower import Program
+from motet.schedule.program import make_program
 from motet.schedule.routes import Routes, derive_routes
 from motet.timeline import Span, Timeline
 
@@ -32,6 +33,9 @@ MAX_PROGRAMS = 64
 """That are kept; batches whose microbatches have the same modalities share one."""
 
 Assign = Callable[[Plan, Sequence[Sample]], BatchAssignment]
+
+Expect = Callable[[Routes, Sequence[Sample]], Durations]
+"""What the compute actions of an iteration are expected to take. Pure: every rank has to come to the same."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,10 @@ class IterationResult:
 
 
 class Engine:
-    """A plan at work on this rank. Collective: every rank makes one with the same arguments."""
+    """A plan at work on this rank. Collective: every rank makes one with the same arguments.
+
+    `expect`: the durations by which actions are ordered, those of the plan's evaluation; None: all alike. Batches of
+    one form are ordered as the first of them."""
 
     def __init__(
         self,
@@ -58,9 +65,10 @@ class Engine:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         timeout: timedelta = timedelta(minutes=5),
         assign: Assign = contiguous_assignment,
+        expect: Expect | None = None,
     ) -> None:
         _check_losses(plan)
-        self.plan, self.device, self._assign = plan, device, assign
+        self.plan, self.device, self._assign, self._expect = plan, device, assign, expect
         mesh = build_mesh(plan, timeout)
         self.model = LocalModel(plan, mesh, make_stage)
         runners = {
@@ -86,7 +94,7 @@ class Engine:
         if form in self._programs:
             self._programs.move_to_end(form)
             return self._programs[form]
-        program = lower(GENERATORS[self.plan.schedule](routes), Dependencies(routes))
+        program = make_program(self.plan.schedule, routes, self._expect(routes, samples) if self._expect else None)
         if routes.forward_only not in self._compared:
             self._compared.add(routes.forward_only)
             with self.executor.doing("the comparison of the ranks' programs"):
