@@ -68,11 +68,22 @@ def chain(num_stages: int, num_microbatches: int) -> Plan:
 
 def interleaved(num_groups: int, num_chunks: int, num_microbatches: int, *, num_encoder_stages: int = 0) -> Plan:
     """A language model whose stages go round its ranks; an encoder before it on ranks of its own, if it has stages."""
-    llm = language_model(replica(*list(range(num_groups)) * num_chunks))
+    return _after_vision(list(range(num_groups)) * num_chunks, num_encoder_stages, num_microbatches)
+
+
+def v_shaped(num_groups: int, num_microbatches: int, *, num_encoder_stages: int = 0) -> Plan:
+    """A language model whose stages go through its ranks and back; an encoder before it, if it has stages."""
+    there = list(range(num_groups))
+    return _after_vision([*there, *reversed(there)], num_encoder_stages, num_microbatches)
+
+
+def _after_vision(ranks: list[int], num_encoder_stages: int, num_microbatches: int) -> Plan:
+    llm = language_model(replica(*ranks))
     if not num_encoder_stages:
         return Plan(modules={"llm": llm}, edges=(), num_microbatches=num_microbatches)
+    first = 1 + max(ranks)
     return Plan(
-        modules={"vision": module(replica(*range(num_groups, num_groups + num_encoder_stages))), "llm": llm},
+        modules={"vision": module(replica(*range(first, first + num_encoder_stages))), "llm": llm},
         edges=(Edge(source="vision", target="llm"),),
         num_microbatches=num_microbatches,
     )

@@ -107,8 +107,9 @@ def test_a_schedule_without_something_that_others_read_is_refused_and_deadlocks(
         with told(draw, problem):
             dependencies = problem.dependencies
             schedule = GENERATORS[problem.plan.schedule](problem.routes)
-            read = {value for action in dependencies.required() for value in dependencies.reads(action)}
-            candidates = [a for a in dependencies.required() if read & set(dependencies.writes(a))]
+            actions = sorted({action for actions in schedule.ranks for action in actions})
+            read = {value for action in actions for value in dependencies.reads(action)}
+            candidates = [action for action in actions if read & set(dependencies.writes(action))]
             if not candidates:
                 continue
             dropped = rng.choice(candidates)

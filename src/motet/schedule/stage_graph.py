@@ -4,7 +4,7 @@ A stage here is one replica's: (module, replica, stage). Stages that have nothin
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
@@ -70,22 +70,38 @@ def shares_ranks(routes: Routes) -> bool:
     return False
 
 
-def groups_in_rounds(plan: Plan) -> dict[tuple[str, int], list[tuple[int, ...]]] | None:
-    """For each (module, replica) its P groups of ranks, if stage s stands on group s mod P and no other replica there.
+GroupsOfReplica = dict[tuple[str, int], list[tuple[int, ...]]]
+"""For each (module, replica) its groups of ranks, each once, in the order of the stages."""
 
-    None if some replica is placed otherwise."""
-    result: dict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
+
+def groups_in_rounds(plan: Plan) -> GroupsOfReplica | None:
+    """If each replica's stage s stands on group s mod P of its P groups, and no other replica there; else None."""
+    return _groups_placed(plan, lambda s, num_groups: s % num_groups)
+
+
+def groups_in_v(plan: Plan) -> GroupsOfReplica | None:
+    """If each replica's stages stand on groups of their own, or the 2 P of them on group 0 .. P - 1, P - 1 .. 0."""
+    groups = _groups_placed(plan, lambda s, num_groups: min(s, 2 * num_groups - 1 - s))
+    if groups is None:
+        return None
+    lengths = [(len(g), len(plan.modules[name].replicas[r].stages)) for (name, r), g in groups.items()]
+    return groups if all(num_stages in (num_groups, 2 * num_groups) for num_groups, num_stages in lengths) else None
+
+
+def _groups_placed(plan: Plan, place: Callable[[int, int], int]) -> GroupsOfReplica | None:
+    """If each replica's stage s stands on group `place(s, number of groups)`, and no other replica there; else None."""
+    result: GroupsOfReplica = {}
     seen: set[int] = set()
-    for module, replica, s, stage in plan.stages():
-        groups = result[module, replica]
-        if stage.ranks in groups:
-            if groups[s % len(groups)] != stage.ranks:
+    for name, module in plan.modules.items():
+        for r, replica in enumerate(module.replicas):
+            groups = list(dict.fromkeys(stage.ranks for stage in replica.stages))
+            for group in groups:
+                if not seen.isdisjoint(group):
+                    return None
+                seen.update(group)
+            if any(groups[place(s, len(groups))] != stage.ranks for s, stage in enumerate(replica.stages)):
                 return None
-        elif s > len(groups) or not seen.isdisjoint(stage.ranks):
-            return None
-        else:
-            groups.append(stage.ranks)
-            seen.update(stage.ranks)
+            result[name, r] = groups
     return result
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from plans import chain, interleaved, routes_of, samples, vision_audio_llm
+from plans import chain, interleaved, routes_of, samples, v_shaped, vision_audio_llm
 
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
@@ -26,6 +26,9 @@ CASES: dict[str, Routes] = {
     "4x2x8": routes_of(interleaved(4, 2, 8)),
     # 2 does not divide 5; the encoder keeps as many in flight as the first chunk needs.
     "2x2x5_after_vision": routes_of(interleaved(2, 2, 5, num_encoder_stages=1)),
+    "v_4x8": routes_of(v_shaped(4, 8)),
+    # Fewer microbatches than 2 P.
+    "v_2x3_after_vision": routes_of(v_shaped(2, 3, num_encoder_stages=1)),
 }
 
 WHOLE = ["chain_4x8", "vision_audio_llm_x6", "frozen_vision_x4", "missing_modalities_x8"]
@@ -35,6 +38,9 @@ GOLDEN_OF = {
     "1f1b": WHOLE,
     "interleaved_1f1b": ROUND,
     "interleaved_1f1b_adjusted": ROUND,
+    "zero_bubble_h1": WHOLE,
+    "zero_bubble_h2": ["chain_4x8", "missing_modalities_x8"],
+    "zero_bubble_v": ["v_4x8", "v_2x3_after_vision"],
 }
 PAIRS = [(generator, case) for generator, cases in GOLDEN_OF.items() for case in cases]
 

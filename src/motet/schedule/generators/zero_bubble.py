@@ -1,0 +1,95 @@
+"""ZB-H1 and ZB-H2 over a DAG of modules (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2 and figure 3).
+
+Forwards and input halves stand as in 1F1B and the weight halves fill what would be idle (`fill_weights`). A stage with
+d stages between it and the sink begins with d forwards in H1, as in 1F1B, and with 2 d in H2. What a rank may hold is
+what its module's first stage holds: P microbatches in H1, as many as 1F1B's first rank does, and 2 P - 1 in H2.
+
+With F, I and W on P equal stages, H1 leaves a rank at most (P - 1)(F + I - W) idle between its first and its last
+action, if W <= F; 1F1B leaves (P - 1)(F + I + W). H2 leaves nothing where F = I = W. An iteration of H2 is then *not*
+shorter than one of H1: its last rank begins (P - 1) F later than the first. It pays where I takes longer than W, where
+modules run beside each other, or where iterations overlap; the latter needs the paper's optimizer step that waits for
+no other rank, and motet's waits for the norm of all gradients.
+
+Over modules that cut the batch differently, or ranks that stages share, the order that is split comes from the list
+scheduler under the same limit on microbatches in flight, and a rank holds no more than there.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from motet.schedule.action import Compute, Durations, Kind
+from motet.schedule.generators.fill_weights import Group, fill_weights
+from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
+from motet.schedule.generators.one_f_one_b import one_stage
+from motet.schedule.routes import Routes
+from motet.schedule.schedule import Schedule
+from motet.schedule.stage_graph import (
+    StageKey,
+    cells_of_stages,
+    cuts_alike,
+    distances_to_sink,
+    microbatches_in_flight,
+    shares_ranks,
+)
+
+
+def zero_bubble_h1(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
+    """`costs`: where weight halves fit; by default a half takes as long as a forward."""
+    return _zero_bubble(routes, costs, memory, forwards_per_stage=1)
+
+
+def zero_bubble_h2(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
+    """`costs`: where weight halves fit; by default a half takes as long as a forward."""
+    return _zero_bubble(routes, costs, memory, forwards_per_stage=2)
+
+
+def _zero_bubble(
+    routes: Routes, costs: Durations | None, memory: MemoryLimit | None, *, forwards_per_stage: int
+) -> Schedule:
+    if memory is not None or shares_ranks(routes) or not cuts_alike(routes):
+        in_flight = {stage: forwards_per_stage * (n - 1) + 1 for stage, n in microbatches_in_flight(routes).items()}
+        return split(routes, list_schedule(routes, costs, in_flight=in_flight, memory=memory), costs, memory)
+    distances = distances_to_sink(routes)
+    of_module: dict[str, int] = {}
+    order: dict[Group, list[Compute]] = {}
+    may_hold: dict[Group, int] = {}
+    for stage, cells in cells_of_stages(routes).items():
+        num_warm_up = forwards_per_stage * distances[stage]
+        # Stages come in topological order: a module's first one, which holds most, before the others.
+        of_module[stage.module] = max(of_module.get(stage.module, 0), 1 + num_warm_up)
+        order[_group(routes, stage)] = one_stage(cells, routes, num_warm_up)
+        may_hold[_group(routes, stage)] = of_module[stage.module]
+    return fill_weights(routes, order, costs, may_hold=may_hold)
+
+
+def _group(routes: Routes, stage: StageKey) -> Group:
+    return routes.plan.modules[stage.module].replicas[stage.replica].stages[stage.stage].ranks
+
+
+def split(routes: Routes, schedule: Schedule, costs: Durations | None, memory: MemoryLimit | None) -> Schedule:
+    """Splits the backwards of a finished schedule and fills its gaps, where a rank then holds no more than before.
+
+    Where groups have some ranks in common and not all, the schedule is returned as it is: they would have to agree."""
+    order: dict[Group, Sequence[Compute]] = {}
+    seen: set[int] = set()
+    for *_, stage in routes.plan.stages():
+        group = tuple(sorted(stage.ranks))
+        if group in order:
+            continue
+        if not seen.isdisjoint(group):
+            return schedule
+        seen.update(group)
+        order[group] = schedule.ranks[group[0]]
+    return fill_weights(routes, order, costs, may_hold=peaks(order, routes), memory=memory)
+
+
+def peaks(order: Mapping[Group, Sequence[Compute]], routes: Routes) -> dict[Group, int]:
+    """The most microbatches that each group has between forward and backward."""
+    result = {}
+    for group, actions in order.items():
+        count = most = 0
+        for kind, cell in actions:
+            if cell in routes.with_backward:
+                count += 1 if kind is Kind.FORWARD else -1
+                most = max(most, count)
+        result[group] = most
+    return result
