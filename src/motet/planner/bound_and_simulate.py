@@ -7,9 +7,7 @@ from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, layout_plan
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.problem import PlanningProblem
-
-WHOLE_BACKWARDS = ("gpipe", "1f1b")
-"""Schedules that never split a backward: their layouts have a tighter bound."""
+from motet.schedule.generators import SPLIT_BACKWARDS
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Candidate:
 
 def candidates(problem: PlanningProblem, layouts: Iterable[Layout], costs: LayoutCosts) -> list[Candidate]:
     """Those that seem to fit first, then by their bounds."""
-    splits = problem.schedule not in WHOLE_BACKWARDS
+    splits = problem.schedule in SPLIT_BACKWARDS
     found = [
         Candidate(layout, costs.excess_bytes(layout), costs.bound_s(layout, split_backward=splits) + problem.program_s)
         for layout in dict.fromkeys(layouts)

@@ -10,7 +10,7 @@ from motet.data.assignment import contiguous_assignment
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.problem import PlanningProblem
-from motet.schedule.generators import GENERATORS
+from motet.schedule.generators import GENERATORS, SPLIT_BACKWARDS
 from motet.schedule.lower import Program
 from motet.schedule.program import make_program
 from motet.schedule.routes import derive_routes
@@ -63,7 +63,9 @@ class Evaluation:
 
     @cached_property
     def lower_bound_s(self) -> float:
-        return lower_bound_s(self.program.dependencies.routes, self.costs) + self.problem.program_s
+        splits = self.plan.schedule in SPLIT_BACKWARDS
+        bound_s = lower_bound_s(self.program.dependencies.routes, self.costs, split_backward=splits)
+        return bound_s + self.problem.program_s
 
     @cached_property
     def model_flops(self) -> float:

@@ -32,3 +32,6 @@ GENERATORS: Mapping[str, Generator] = {
     "zero_bubble_h2": zero_bubble_h2,
     "zero_bubble_v": zero_bubble_v,
 }
+
+SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"})
+"""Those that cut backwards into their halves; the others can be no faster than the bound for whole ones."""
