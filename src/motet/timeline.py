@@ -16,6 +16,7 @@ SPAN_KINDS = {
     "W": "weight gradient",
     "optimizer": "optimizer step",
     "reduce": "reduction",
+    "gather": "all-gather of parameters",
     "message": "message",
     "wait": "wait",
 }
@@ -39,7 +40,7 @@ class Span:
     @property
     def module(self) -> str:
         """The module that the span belongs to, read off its name; of a message, the one that sends."""
-        return self.name.partition("[")[0].removesuffix(".R")
+        return self.name.partition("[")[0].removesuffix(".R").removesuffix(".G")
 
 
 SPAN_COLUMNS = [field.name for field in fields(Span)]

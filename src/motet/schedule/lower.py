@@ -66,7 +66,7 @@ class Program:
     """For each reduction, the place of the last action that it waits for; those that wait for none stand at the end."""
 
     @cached_property
-    def _places(self) -> tuple[Ints, Ints, Ints]:
+    def places(self) -> tuple[Ints, Ints, Ints]:
         """Where each action, message and reduction stands in the total order."""
         num_reductions = np.searchsorted(self.reduction_after, np.arange(len(self.actions)))
         actions = np.arange(len(self.actions)) + self.message_starts[:-1] + num_reductions
@@ -77,13 +77,18 @@ class Program:
         return actions, messages, reductions
 
     @property
+    def order_of_steps(self) -> Ints:
+        """All actions, all messages and all reductions, put into the total order."""
+        return np.argsort(np.concatenate(self.places))
+
+    @property
     def num_steps(self) -> int:
         return len(self.actions) + len(self.message_value) + len(self.reductions)
 
     def in_order(self, actions: Floats, messages: Floats, reductions: Floats) -> Floats:
         """Numbers for each action, message and reduction, put into the total order."""
         result = np.empty(self.num_steps)
-        for places, values in zip(self._places, (actions, messages, reductions), strict=True):
+        for places, values in zip(self.places, (actions, messages, reductions), strict=True):
             result[places] = values
         return result
 
@@ -102,8 +107,7 @@ class Program:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         result: list[Step] = [*self.dependencies.actions(self.actions), *self.messages, *self.reductions]
-        order = np.argsort(np.concatenate(self._places))
-        return tuple(result[i] for i in order.tolist())
+        return tuple(result[i] for i in self.order_of_steps.tolist())
 
     def participants(self, step: Step) -> tuple[int, ...]:
         return (step.sender, step.receiver) if isinstance(step, Message) else self.dependencies.ranks(step)

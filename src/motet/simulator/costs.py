@@ -1,9 +1,16 @@
-"""What the simulator asks of a cost model. Seconds and bytes; `motet.costs` answers for real models and clusters."""
+"""What the simulator asks of a cost model. Seconds and bytes; `motet.costs` answers for real models and clusters.
+
+`Costs` is what every model answers. A model that can do more says so by having the methods of one of the others:
+`ArrayCosts` (many answers at once), `GroupCosts` (what part of a computation is communication), `ShardedCosts` (the
+optimizer's state is sharded, so new parameters must be gathered).
+"""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from motet.arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
+from motet.schedule.dependencies import Dependencies
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell
 
@@ -37,6 +44,37 @@ class Costs(Protocol):
         """Parameters, gradients, optimizer state and whatever else stays for the whole iteration."""
 
 
+@runtime_checkable
+class ArrayCosts(Protocol):
+    """The same answers by number (`motet.schedule.dependencies`), for programs of very many actions.
+
+    A model may have these only if a message's size follows from its value, and its time from that and its ends."""
+
+    def compute_seconds(self, dependencies: Dependencies) -> Floats:
+        """`compute_s` of each action."""
+
+    def saved_sizes(self, dependencies: Dependencies) -> Ints:
+        """`saved_bytes` of each cell, in row 0 the whole and in row 1 the half."""
+
+    def carried_sizes(self, dependencies: Dependencies) -> Ints:
+        """`message_bytes` of each value that routes carry."""
+
+    def link_s(self, sender: int, receiver: int, num_bytes: int) -> float:
+        """`message_s` of a message of this size."""
+
+
+@runtime_checkable
+class GroupCosts(Protocol):
+    def group_communication_s(self, action: Compute) -> float:
+        """The part of `compute_s` in which the stage's ranks wait for each other's tensors and compute nothing."""
+
+
+@runtime_checkable
+class ShardedCosts(Protocol):
+    def gather_s(self, reduce: Reduce) -> float:
+        """How long it takes to gather the new parameters of what `reduce` sums; 0 where nothing is sharded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UniformCosts:
     """The same for every stage: for schedules drawn on paper, and for tests.
@@ -47,6 +85,7 @@ class UniformCosts:
     backward_s: float = 2.0
     message_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    gather_seconds: float = 0.0
     fixed_s: float = 0.0
     saved_bytes_per_cell: int = 1
     half_bytes_per_cell: int = 1
@@ -66,6 +105,9 @@ class UniformCosts:
 
     def reduce_s(self, reduce: Reduce) -> float:
         return self.reduce_seconds
+
+    def gather_s(self, reduce: Reduce) -> float:
+        return self.gather_seconds
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
         return self.half_bytes_per_cell if half else self.saved_bytes_per_cell

@@ -12,63 +12,117 @@ Limits: what passes between two stages on the same rank is charged to what they 
 inside an action and fragmentation are the cost model's to add to the static part.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from motet.schedule.action import Compute, Kind
-from motet.schedule.dependencies import SavedGraph, Value
-from motet.schedule.lower import Message, Program
-from motet.simulator.costs import Costs
+import numpy as np
+
+from motet.arrays import Floats, Ints, Rows, starts_of
+from motet.schedule.action import Kind
+from motet.schedule.dependencies import KINDS, NOTHING
+from motet.schedule.lower import Program
+from motet.simulator.clock import Times
+from motet.simulator.costs import ArrayCosts, Costs
+from motet.simulator.step_costs import StepCosts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """One rank's memory: `bytes_held[i]` from `times_s[i]` until `times_s[i + 1]`."""
+    """One rank's memory: `bytes_held[i]` from `times_s[i]` until `times_s[i + 1]`, at the end the last one.
 
-    times_s: tuple[float, ...]
-    bytes_held: tuple[int, ...]
+    Times are ascending and different. What is freed and taken at the same moment is freed first."""
+
+    times_s: Floats
+    bytes_held: Ints
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.bytes_held)
+        return int(self.bytes_held.max())
 
 
-def memory_curves(
-    program: Program, costs: Costs, start: Sequence[float], end: Sequence[float]
-) -> tuple[MemoryCurve, ...]:
-    """One for each rank. `start`, `end`: of every step, in seconds. Where memory is freed and taken at the same moment
-    it is freed first."""
-    dependencies = program.dependencies
-    num_ranks = dependencies.routes.plan.num_ranks
-    changes: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
+@dataclass(frozen=True, eq=False)
+class _Holds:
+    """Each is held by a rank, with a size, from a begin to an end."""
 
-    def hold(rank: int, size: int, begin: float, finish: float) -> None:
-        if size and begin < finish:
-            changes[rank] += [(begin, size), (finish, -size)]
-
-    reader: dict[Value, int] = {}
-    writer: dict[Value, int] = {}
-    for i, step in enumerate(program.steps):
-        if isinstance(step, Compute):
-            reader |= dict.fromkeys(dependencies.reads(step), i)
-            writer |= dict.fromkeys(dependencies.writes(step), i)
-    for i, step in enumerate(program.steps):
-        if isinstance(step, Message):
-            size = costs.message_bytes(step)
-            hold(step.sender, size, end[writer[step.value]], end[i])
-            hold(step.receiver, size, start[i], end[reader[step.value]])
-        elif isinstance(step, Compute) and step.kind in (Kind.FORWARD, Kind.INPUT):
-            saved = SavedGraph(step.cell, half=step.kind is Kind.INPUT)
-            if saved in reader:
-                size = costs.saved_bytes(step.cell, saved.half)
-                for rank in dependencies.ranks(step):
-                    hold(rank, size, start[i] if not saved.half else end[i], end[reader[saved]])
-    return tuple(_curve(changes[rank], costs.static_bytes(rank)) for rank in range(num_ranks))
+    rank: Ints
+    size: Ints
+    begin: Floats
+    end: Floats
 
 
-def _curve(changes: list[tuple[float, int]], static_bytes: int) -> MemoryCurve:
-    changes.sort()  # By time, then by size: what is freed comes first.
-    times = (0.0, *(time for time, _ in changes))
-    held = accumulate((size for _, size in changes), initial=static_bytes)
-    return MemoryCurve(times, tuple(held))
+def memory_curves(program: Program, costs: Costs, seconds: StepCosts, times: Times) -> tuple[MemoryCurve, ...]:
+    """One for each rank."""
+    holds = [_saved(program, costs, times), *_buffers(program, seconds, times)]
+    num_ranks = len(program.lanes.of_rank)
+    rank, moment, change = [], [], []
+    for hold in holds:
+        lasting = np.flatnonzero((hold.size != 0) & (hold.begin < hold.end))
+        rank += [hold.rank[lasting]] * 2
+        moment += [hold.begin[lasting], hold.end[lasting]]
+        change += [hold.size[lasting], -hold.size[lasting]]
+    return _curves(
+        np.concatenate(rank),
+        np.concatenate(moment),
+        np.concatenate(change),
+        [costs.static_bytes(r) for r in range(num_ranks)],
+    )
+
+
+def _saved(program: Program, costs: Costs, times: Times) -> _Holds:
+    """What forwards and input halves keep for what comes after them."""
+    dependencies, routes = program.dependencies, program.dependencies.routes
+    num_cells, first_saved = routes.num_cells, 2 * routes.num_routes
+    freed_s = np.full(2 * num_cells, np.nan)  # By saved value: the end of the action that reads it.
+    read = dependencies.kept_read[program.actions]
+    freed_s[read[read != NOTHING] - first_saved] = times.action_end[read != NOTHING]
+    written = dependencies.kept_write[program.actions] - first_saved
+    kind = program.actions // max(1, num_cells)
+    saving = np.flatnonzero((kind == KINDS.index(Kind.FORWARD)) | (kind == KINDS.index(Kind.INPUT)))
+    saving = saving[written[saving] >= 0]
+    saving = saving[~np.isnan(freed_s[written[saving]])]
+    value = written[saving]
+    begin = np.where(kind[saving] == KINDS.index(Kind.FORWARD), times.action_start[saving], times.action_end[saving])
+    if isinstance(costs, ArrayCosts):
+        size = costs.saved_sizes(dependencies).reshape(-1)[value]
+    else:
+        cells = routes.cells
+        size = np.array(
+            [costs.saved_bytes(cells[v % num_cells], v >= num_cells) for v in value.tolist()], dtype=np.int64
+        )
+    groups = [stage.planned.ranks for stage in routes.stages]
+    ranks_of_stage = Rows(
+        starts_of(np.array([len(group) for group in groups], dtype=np.int64)),
+        np.array([rank for group in groups for rank in group], dtype=np.int64),
+    )
+    ranks = ranks_of_stage.selected(routes.cell_stage[value % max(1, num_cells)])
+    per_rank = np.repeat(np.arange(len(saving)), ranks.lengths)
+    return _Holds(ranks.values, size[per_rank], begin[per_rank], freed_s[value][per_rank])
+
+
+def _buffers(program: Program, seconds: StepCosts, times: Times) -> tuple[_Holds, _Holds]:
+    """Of messages, at their senders and at their receivers."""
+    made_s = np.repeat(times.action_end, np.diff(program.message_starts))
+    reads = program.dependencies.carried_reads.selected(program.actions)
+    read_s = np.zeros(2 * program.dependencies.routes.num_routes)
+    read_s[reads.values] = np.repeat(times.action_end, reads.lengths)
+    sizes = seconds.message_bytes
+    return (
+        _Holds(program.message_sender, sizes, made_s, times.message_end),
+        _Holds(program.message_receiver, sizes, times.message_start, read_s[program.message_value]),
+    )
+
+
+def _curves(rank: Ints, moment: Floats, change: Ints, static_bytes: list[int]) -> tuple[MemoryCurve, ...]:
+    by_rank = np.argsort(rank.astype(np.uint16 if len(static_bytes) < 2**16 else np.int64), kind="stable")
+    bounds = starts_of(np.bincount(rank, minlength=len(static_bytes))).tolist()
+    moment, change = moment[by_rank], change[by_rank]
+    curves = []
+    for first, last, static in zip(bounds, bounds[1:], static_bytes, strict=False):
+        in_order = first + np.argsort(moment[first:last], kind="stable")
+        times, held = moment[in_order], np.cumsum(change[in_order]) + static
+        # Of what happens at one moment only the sum counts.
+        final = np.flatnonzero(np.append(times[1:] != times[:-1], True)) if len(times) else np.zeros(0, dtype=np.int64)
+        times, held = times[final], held[final]
+        if not len(times) or times[0] > 0:
+            times, held = np.append(0.0, times), np.append(static, held)
+        curves.append(MemoryCurve(times, held))
+    return tuple(curves)

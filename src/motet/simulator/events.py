@@ -1,0 +1,197 @@
+"""When each step of a program begins and ends where computations share processors, or messages network cards.
+
+The same rules as in `motet.simulator.clock`, but how long a step takes depends on what else goes on, so time must be
+gone through in order: an event loop. Shared are
+
+* cores: k computing ranks on c cores progress at rate min(1, c/k);
+* network cards: of the messages between nodes, k that leave (or enter) a node of c cards at once progress at rate
+  min(1, c/k); a message goes at the lower of the rates at its two ends.
+
+Limits: what a message loses to others at one end is not given to those at the other; latency is shared like bandwidth;
+reductions share neither cores nor cards.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from motet.schedule.action import Compute, Reduce
+from motet.schedule.dependencies import Value
+from motet.schedule.lower import Message, Program
+from motet.simulator.clock import Times
+from motet.simulator.event_queue import EventQueue, SharedCores
+from motet.simulator.step_costs import StepCosts
+
+
+@dataclass(frozen=True)
+class SharedCards:
+    """The network cards that all messages between nodes go through."""
+
+    node: Callable[[int], int]
+    """Of a rank."""
+    num_cards: float
+    """How many messages leave (and enter) a node at full speed at once."""
+
+
+def run_events(program: Program, seconds: StepCosts, num_cores: float = inf, cards: SharedCards | None = None) -> Times:
+    """`num_cores`: that all ranks share."""
+    loop = _Loop(program, seconds, num_cores, cards)
+    loop.run()
+    places = [np.array(place, dtype=np.int64) for place in program.places]
+    start, end = np.array(loop.start, dtype=float), np.array(loop.end, dtype=float)
+    actions, messages, reductions = places
+    return Times(start[actions], end[actions], start[messages], end[messages], start[reductions], end[reductions])
+
+
+class _Loop:
+    def __init__(self, program: Program, seconds: StepCosts, num_cores: float, cards: SharedCards | None) -> None:
+        self.steps = program.steps
+        self.seconds = program.in_order(seconds.compute_s, seconds.message_s, seconds.reduce_s).tolist()
+        num_ranks = program.dependencies.routes.plan.num_ranks
+        self.participants = [program.participants(step) for step in program.steps]
+        self.missing = [len(ranks) for ranks in self.participants]
+        """For each step: the participants that have not reached it, and the other steps that it waits for."""
+        self.lists: list[list[int]] = [[] for _ in range(num_ranks)]
+        reader: dict[Value, int] = {}
+        self.waited_for_by: list[list[int]] = [[] for _ in self.steps]
+        """For each message, the action that reads it; for each reduction, its ranks' next ones."""
+        last_reduction: dict[int, int] = {}
+        for i, step in enumerate(program.steps):
+            for rank in self.participants[i]:
+                self.lists[rank].append(i)
+            if isinstance(step, Compute):
+                reader |= dict.fromkeys(program.dependencies.reads(step), i)
+            elif isinstance(step, Reduce):
+                for rank in self.participants[i]:
+                    if rank in last_reduction:
+                        self.waited_for_by[last_reduction[rank]].append(i)
+                    last_reduction[rank] = i
+        for i, step in enumerate(program.steps):
+            if isinstance(step, Message):
+                self.waited_for_by[i].append(reader[step.value])
+            for waiting in self.waited_for_by[i]:
+                self.missing[waiting] += 1
+
+        self.position = [0] * num_ranks
+        self.start = [0.0] * len(self.steps)
+        self.end = [0.0] * len(self.steps)
+        self.on_link: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        """The messages from one rank to another that are under way or wait for their turn."""
+        self.cores: SharedCores[int] = SharedCores(num_cores)
+        self.transfers = _Transfers(cards)
+        self.events: EventQueue[int] = EventQueue()
+
+    def run(self) -> None:
+        for rank in range(len(self.lists)):
+            self._go_on(0.0, rank)
+        while True:
+            sources = (self.cores.next_end_s, self.transfers.next_end_s, self.events.next_time_s)
+            if (next_s := min(sources)) == inf:
+                break
+            # Of a computation and a message that end together, the computation goes first.
+            source = (self.cores, self.transfers, self.events)[sources.index(next_s)]
+            now, i = source.pop()
+            self._finish(now, i)
+        assert all(at == len(steps) for at, steps in zip(self.position, self.lists, strict=True)), "a rank is stuck"
+
+    def _finish(self, now: float, i: int) -> None:
+        step = self.steps[i]
+        self.end[i] = now
+        if isinstance(step, Compute):
+            for rank in self.participants[i]:
+                self.position[rank] += 1
+            for rank in self.participants[i]:
+                self._go_on(now, rank)
+        elif isinstance(step, Message):
+            waiting = self.on_link[step.sender, step.receiver]
+            waiting.popleft()
+            if waiting:
+                self._transfer(now, waiting[0])
+        for other in self.waited_for_by[i]:
+            self._satisfy(now, other)
+
+    def _go_on(self, now: float, rank: int) -> None:
+        """Takes the rank's steps up to the next one that blocks it."""
+        steps = self.lists[rank]
+        while self.position[rank] < len(steps):
+            i = steps[self.position[rank]]
+            if isinstance(self.steps[i], Compute):
+                self._satisfy(now, i)
+                return
+            self.position[rank] += 1
+            self._satisfy(now, i)
+
+    def _satisfy(self, now: float, i: int) -> None:
+        """One thing less that step i waits for."""
+        self.missing[i] -= 1
+        if self.missing[i]:
+            return
+        step = self.steps[i]
+        if isinstance(step, Compute):
+            self.start[i] = now
+            self.cores.start(now, self.seconds[i], len(self.participants[i]), i)
+        elif isinstance(step, Message):
+            waiting = self.on_link[step.sender, step.receiver]
+            waiting.append(i)
+            if len(waiting) == 1:
+                self._transfer(now, i)
+        else:
+            self.start[i] = now
+            self.events.push(now + self.seconds[i], 1, i)
+
+    def _transfer(self, now: float, i: int) -> None:
+        self.start[i] = now
+        sender, receiver = self.participants[i]
+        if self.transfers.shares_cards(sender, receiver):
+            self.transfers.start(now, self.seconds[i], sender, receiver, i)
+        else:
+            self.events.push(now + self.seconds[i], 0, i)
+
+
+class _Transfers:
+    """The messages between nodes that are under way."""
+
+    def __init__(self, cards: SharedCards | None) -> None:
+        self._cards = cards
+        self._left_s: dict[int, float] = {}
+        """What each would still take alone."""
+        self._ends: dict[int, tuple[tuple[str, int], tuple[str, int]]] = {}
+        self._load: Counter[tuple[str, int]] = Counter()
+        self._now_s = 0.0
+
+    def shares_cards(self, sender: int, receiver: int) -> bool:
+        return self._cards is not None and self._cards.node(sender) != self._cards.node(receiver)
+
+    def start(self, now_s: float, work_s: float, sender: int, receiver: int, i: int) -> None:
+        assert self._cards is not None
+        self._advance(now_s)
+        self._left_s[i] = work_s
+        self._ends[i] = (("out", self._cards.node(sender)), ("in", self._cards.node(receiver)))
+        self._load.update(self._ends[i])
+
+    def _rate(self, i: int) -> float:
+        assert self._cards is not None
+        return min(1.0, *(self._cards.num_cards / self._load[end] for end in self._ends[i]))
+
+    def _advance(self, now_s: float) -> None:
+        for i in self._left_s:
+            self._left_s[i] -= (now_s - self._now_s) * self._rate(i)
+        self._now_s = now_s
+
+    def _next(self) -> tuple[float, int]:
+        """Of those that end together, the one that comes first in the program."""
+        return min((self._now_s + max(0.0, left) / self._rate(i), i) for i, left in self._left_s.items())
+
+    @property
+    def next_end_s(self) -> float:
+        return self._next()[0] if self._left_s else inf
+
+    def pop(self) -> tuple[float, int]:
+        now_s, i = self._next()
+        self._advance(now_s)
+        del self._left_s[i]
+        self._load.subtract(self._ends.pop(i))
+        return now_s, i
