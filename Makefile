@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick checks clean
+.PHONY: demo test quick campaigns checks clean
 
 demo: $(READY)  ## Train vision + audio + language model on 4 processes, see it learn, and ask the exported model.
 	$(BIN)/motet demo examples/demo.yaml
@@ -17,7 +17,10 @@ test: checks  ## Everything.
 	$(BIN)/python -m pytest -n 2
 
 quick: $(READY)  ## The tests that take seconds.
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not campaign"
+
+campaigns: $(READY)  ## Whole products and many draws of what `make test` samples.
+	$(BIN)/python -m pytest -n 2 -m campaign
 
 checks: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

@@ -1,7 +1,11 @@
 """One thread per process: a fork after a multi-threaded forward hangs, and machines that run tests are small."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not Path("/dev/nvidiactl").exists():
+    # Read when Triton is imported: without a GPU its kernels run in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")

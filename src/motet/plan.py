@@ -35,6 +35,18 @@ class Replica:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextOptions:
+    """How context-parallel groups share the tokens of a microbatch."""
+
+    block_size: int = 128
+    """Tokens that stay together."""
+    policy: str = "lpt"
+    """Who gets which block: a key of `motet.attention.distribution.POLICIES`."""
+    method: Literal["all_gather", "ulysses"] = "all_gather"
+    """Keys and values come to the queries, or tokens are traded for heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModulePlan:
     kind: ModuleKind
     num_layers: int
@@ -50,6 +62,8 @@ class ModulePlan:
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
     loss_weight: float = 0.0
     """Weight of the loss that the module's last layer computes; 0: the module has none."""
+    context: ContextOptions = ContextOptions()
+    """Only of concern where cp_size is larger than 1."""
 
     def is_trainable(self, layers: LayerRange) -> bool:
         return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
@@ -135,6 +149,9 @@ def _require(condition: bool, message: str) -> None:
 def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
     where = f"modules.{name}"
     _require(bool(module.replicas), f"{where}.replicas: is empty; give at least one replica")
+    _require(
+        module.context.block_size >= 1, f"{where}.context.block_size: is {module.context.block_size}; give at least 1"
+    )
     for first, last in module.trainable:
         _require(
             0 <= first < last <= module.num_layers,
@@ -169,6 +186,10 @@ def _check_replica(where: str, num_layers: int, replica: Replica) -> None:
             len(stage.ranks) == stage.tp_size * stage.cp_size == len(set(stage.ranks)) > 0 <= min(stage.ranks),
             f"{where}.stages[{s}].ranks: {list(stage.ranks)} is not {stage.tp_size} x {stage.cp_size} "
             "(tp_size x cp_size) different ranks",
+        )
+        _require(
+            stage.cp_size == 1 or list(stage.ranks) == sorted(stage.ranks),
+            f"{where}.stages[{s}].ranks: {list(stage.ranks)} must ascend where cp_size is larger than 1",
         )
     _require(
         bounds[-1] == num_layers,

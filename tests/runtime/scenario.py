@@ -18,13 +18,15 @@ from motet.models.families import model_class_of
 from motet.models.language_model_stage import cross_attention_layers, is_tied, num_language_model_layers
 from motet.models.materialize import read_part_config
 from motet.models.token_counts import encoder_segment
-from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.plan import ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.assembly import autocast_for, build_engine
 from motet.runtime.engine import Engine
 from motet.runtime.float64 import float64_throughout
 from motet.runtime.verify import Comparison, verify_batch
 from motet.runtime.verify_worker import plainly_built
 
+CONTEXT_BLOCK = 4
+"""Tokens that context parallelism keeps together: samples here are short."""
 PLACEHOLDERS = {"vision": 3, "audio": 4}
 FROZEN = {
     "nothing": (),
@@ -43,6 +45,9 @@ class Scenario:
     encoder_pp: int = 1
     llm_pp: int = 1
     tp: int = 1
+    cp: int = 1
+    """Of the language model."""
+    cp_method: str = "all_gather"
     sequence_parallel: bool = False
     dp: int = 1
     num_microbatches: int = 2
@@ -109,7 +114,12 @@ class Scenario:
                 replicas=tuple(
                     Replica(
                         stages=tuple(
-                            Stage(layers=layers, ranks=self._ranks(r, self._places[name] + s), tp_size=self.tp)
+                            Stage(
+                                layers=layers,
+                                ranks=self._ranks(r, self._places[name], s, self.cp if is_llm else 1),
+                                tp_size=self.tp,
+                                cp_size=self.cp if is_llm else 1,
+                            )
                             for s, layers in enumerate(bounds)
                         )
                     )
@@ -119,6 +129,7 @@ class Scenario:
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
                 loss_weight=1.0 if is_llm else 0.0,
+                context=ContextOptions(block_size=CONTEXT_BLOCK, method=self.cp_method),  # type: ignore[arg-type]
             )
 
         enters = cross_attention_layers(llm) if self.uses_cross_attention else (0,)
@@ -133,7 +144,7 @@ class Scenario:
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.dp * (self._places["language_model"] + self.llm_pp)
+        return self.tp * self.dp * (self._places["language_model"] + self.llm_pp * self.cp)
 
     @property
     def _places(self) -> dict[str, int]:
@@ -145,9 +156,9 @@ class Scenario:
         }[self.placement]
         return {"vision": 0, "audio": audio, "language_model": llm}
 
-    def _ranks(self, replica: int, place: int) -> tuple[int, ...]:
-        first = replica * (self.num_ranks // self.dp) + place * self.tp
-        return tuple(range(first, first + self.tp))
+    def _ranks(self, replica: int, place: int, stage: int, cp: int) -> tuple[int, ...]:
+        first = replica * (self.num_ranks // self.dp) + (place + stage * cp) * self.tp
+        return tuple(range(first, first + cp * self.tp))
 
     def _trainable(self, name: str, num_layers: int) -> tuple[tuple[int, int], ...]:
         frozen = FROZEN[self.frozen]

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motet.attention.context_parallel import ContextParallel, check_ulysses
 from motet.data.sample import Sample
 from motet.errors import UserError
+from motet.models.context_sequence import ATTENTION, ContextSequence, attention_windows
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import LayerRange
+from motet.runtime.tensor_collectives import copy_to_group, reduce_from_group
 from motet.runtime.vocab_parallel import cross_entropy_sum, vocabulary_group
 
 IGNORED_LABEL = -100
@@ -113,6 +116,8 @@ class LanguageModelStage(nn.Module):
         self.hidden_size: int = model.config.hidden_size
         self.output_size = self.hidden_size
         self.cross_attends = bool(getattr(model.config, "cross_attention_layers", ()))
+        self._windows = attention_windows(model.config)
+        self._context: ContextParallel | None = None
         self.module = model
         if layers != (0, num_layers):
             self._keep_own_layers(num_layers)
@@ -143,6 +148,25 @@ class LanguageModelStage(nn.Module):
         self.module.activation_checkpointing_enable()
         self.train(self.training)
 
+    def share_context(self, cp: ContextParallel) -> None:
+        """From now on this rank holds its share of every sequence only; samples are packed.
+
+        Raises `UserError` for what context parallelism cannot do."""
+        config = self.module.config
+        if self.cross_attends:
+            raise UserError(
+                f"parallel: {self.name} has cross-attention, which context parallelism does not support; use cp 1"
+            )
+        if getattr(config, "attention_dropout", 0.0):
+            raise UserError(
+                f"parallel: {self.name} has attention_dropout {config.attention_dropout}, which context parallelism "
+                "does not support; set it to 0, or use cp 1"
+            )
+        if cp.method == "ulysses":
+            check_ulysses(config.num_attention_heads, config.num_key_value_heads, cp.size)
+        self._context, self.packing = cp, True
+        self.module.set_attn_implementation(ATTENTION)
+
     def train(self, mode: bool = True) -> "LanguageModelStage":
         super().train(mode)
         keep_frozen_in_eval_mode(self.module)
@@ -171,9 +195,15 @@ class LanguageModelStage(nn.Module):
         return (self._num_layers - 1,)
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
+        if self._context is not None:
+            return (1, self._shared(samples, torch.device("cpu")).num_rows, self.hidden_size)
         return (*layout_of(samples, self.name, packed=self.packing).shape, self.hidden_size)
 
     output_shape = input_shape
+
+    def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
+        assert self._context is not None
+        return ContextSequence(samples, self.name, self._windows, self._context, device)
 
     def forward(
         self,
@@ -183,8 +213,14 @@ class LanguageModelStage(nn.Module):
         samples: Sequence[Sample],
     ) -> Tensor:
         sequences = layout_of(samples, self.name, packed=self.packing)
-        output = self.hidden_states(hidden, incoming, features, samples, sequences)
-        return self.loss_sum(output, features, sequences) if self.is_last else output
+        context = None
+        if self._context is not None:
+            device = features[0]["input_ids"].device if hidden is None else hidden.device
+            context = self._shared(samples, device)
+            group = self._context.as_group()
+            incoming = {source: copy_to_group(tokens, group) for source, tokens in incoming.items()}
+        output = self.hidden_states(hidden, incoming, features, samples, sequences, context)
+        return self.loss_sum(output, features, sequences, context) if self.is_last else output
 
     def hidden_states(
         self,
@@ -193,11 +229,21 @@ class LanguageModelStage(nn.Module):
         features: Sequence[Mapping[str, Tensor]],
         samples: Sequence[Sample],
         sequences: SequenceLayout,
+        context: ContextSequence | None = None,
     ) -> Tensor:
-        """[rows, columns, hidden_size] after the stage's blocks and, on the last stage, the last norm."""
+        """[rows, columns, hidden_size] after the stage's blocks and, on the last stage, the last norm.
+
+        `context`: where only a share of the tokens is held, which; [1, held, hidden_size] then."""
         if hidden is None:
-            hidden = self._embed(incoming, features, samples, sequences)
+            hidden = self._embed(incoming, features, samples, sequences, context)
         device = hidden.device
+        if context is not None:
+            return base_model(self.module)(
+                inputs_embeds=hidden,
+                position_ids=sequences.position_ids().to(device)[:, context.tokens],
+                use_cache=False,
+                context=context,
+            ).last_hidden_state
         mask = sequences.attention_mask()
         return base_model(self.module)(
             inputs_embeds=hidden,
@@ -213,18 +259,39 @@ class LanguageModelStage(nn.Module):
         features: Sequence[Mapping[str, Tensor]],
         samples: Sequence[Sample],
         sequences: SequenceLayout,
+        context: ContextSequence | None,
     ) -> Tensor:
         """[rows, columns, H]: own tokens embedded, encoder outputs merged where the layouts have them."""
+        if context is not None and self._preprocess is None:
+            return self._embed_held(incoming, features, samples, sequences, context)
         flat = features[0]["input_ids"].new_zeros(sequences.shape[0] * sequences.shape[1])
         places = sequences.places().to(flat.device)
         flat[places] = torch.cat([f["input_ids"] for f in features])
         embedded = base_model(self.module).embed_tokens(flat.view(sequences.shape))
         if self._preprocess is not None:
-            return merge(embedded, self._merged_by_callback(embedded, incoming, features, samples, sequences), places)
+            merged = merge(embedded, self._merged_by_callback(embedded, incoming, features, samples, sequences), places)
+            return merged if context is None else merged[:, context.tokens]
         for source, tokens in incoming.items():
             at = places_of_outputs(samples, self.name, source, sequences)
             if len(at):
                 embedded = merge(embedded, tokens, at)
+        return embedded
+
+    def _embed_held(
+        self,
+        incoming: Mapping[str, Tensor],
+        features: Sequence[Mapping[str, Tensor]],
+        samples: Sequence[Sample],
+        sequences: SequenceLayout,
+        context: ContextSequence,
+    ) -> Tensor:
+        """[1, held, H]. What other ranks hold gets no gradient from here: the group adds up what all give."""
+        ids = torch.cat([f["input_ids"] for f in features])
+        embedded = base_model(self.module).embed_tokens(ids[context.tokens][None])
+        for source, tokens in incoming.items():
+            at = places_of_outputs(samples, self.name, source, sequences)
+            which, to = context.own(at)
+            embedded = merge(embedded, tokens[which], to)
         return embedded
 
     def _merged_by_callback(
@@ -279,13 +346,23 @@ class LanguageModelStage(nn.Module):
         """Whether the source's outputs stand in the sequence itself."""
         return any(segment.source == source for sample in samples for segment in sample.layouts[self.name])
 
-    def loss_sum(self, hidden: Tensor, features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayout) -> Tensor:
+    def loss_sum(
+        self,
+        hidden: Tensor,
+        features: Sequence[Mapping[str, Tensor]],
+        sequences: SequenceLayout,
+        context: ContextSequence | None = None,
+    ) -> Tensor:
         """The sum of the losses of all tokens with a label; each token predicts the next of its own sample."""
         labels = torch.cat([_next_labels(f["labels"]) for f in features])
         places = sequences.places().to(hidden.device)
+        if context is not None:
+            labels = labels[context.tokens].masked_fill(~context.held, IGNORED_LABEL)
+            places = torch.arange(hidden.shape[1], device=hidden.device)
         counted = labels != IGNORED_LABEL
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places[counted])
-        return cross_entropy_sum(self.logits(rows), labels[counted], vocabulary_group(self.module.lm_head))
+        loss = cross_entropy_sum(self.logits(rows), labels[counted], vocabulary_group(self.module.lm_head))
+        return loss if self._context is None else reduce_from_group(loss, self._context.as_group())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., vocabulary], of this rank's share of the vocabulary."""

@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.attention.context_parallel import ContextParallel
+from motet.errors import UserError
+from motet.models.language_model_stage import LanguageModelStage
 from motet.models.shards import Shard
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Plan, Stage
 from motet.runtime.gradients import GradientReducer, squared_norm
-from motet.runtime.mesh import Mesh
+from motet.runtime.mesh import Mesh, tensor_parallel_groups
 from motet.runtime.sharding import gather_full, shard_parameter
 from motet.runtime.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
 from motet.schedule.action import Reduce
@@ -77,7 +80,10 @@ class LocalModel:
         for name, r, s, stage in plan.stages_of_rank(mesh.rank):
             module = plan.modules[name]
             tp = mesh.tensor_parallel(stage, sequence_parallel=module.sequence_parallel)
-            self.stages[name, r, s] = make_stage(name, module, stage, tp)
+            made = make_stage(name, module, stage, tp)
+            if stage.cp_size > 1:
+                share_context(made, mesh.context_parallel(stage, module.context))
+            self.stages[name, r, s] = made
             self._tp[name, r, s] = tp
         self._reduce_of_layer = _reduce_of_layer(plan)
         self.parameters: list[LocalParameter] = []
@@ -117,8 +123,10 @@ class LocalModel:
     def _is_first_of_frozen(self, key: StageKey, layers: tuple[int, ...]) -> bool:
         """A frozen parameter has no reduction; the first replica of the module itself stands for it."""
         module = self.plan.modules[key[0]]
-        first, last = module.replicas[key[1]].stages[key[2]].layers
-        return module.copy_of is None and key[1] == 0 and first <= layers[0] < last
+        stage = module.replicas[key[1]].stages[key[2]]
+        first, last = stage.layers
+        has_first_tokens = self.mesh.rank in tensor_parallel_groups(stage)[0]
+        return module.copy_of is None and key[1] == 0 and has_first_tokens and first <= layers[0] < last
 
     def _make_reducers(self) -> dict[Reduce, GradientReducer]:
         grouped: dict[Reduce, dict[str, list[nn.Parameter]]] = {reduce: {} for reduce in self.mesh.reduce}
@@ -156,6 +164,13 @@ class LocalModel:
     def zero_gradients(self) -> None:
         for parameter in self.trainable():
             parameter.grad = None
+
+
+def share_context(stage: StageModule, cp: ContextParallel) -> None:
+    """Raises `UserError` if the stage cannot hold a share of its tokens only."""
+    if not isinstance(stage, LanguageModelStage):
+        raise UserError("parallel: context parallelism is for language models; give encoders cp 1")
+    stage.share_context(cp)
 
 
 def _reduce_of_layer(plan: Plan) -> Mapping[tuple[str, int], Reduce]:

@@ -1,4 +1,4 @@
-"""Process groups of a plan: tensor-parallel groups of stages and the groups that sum gradients.
+"""Process groups of a plan: tensor- and context-parallel groups of stages, and the groups that sum gradients.
 
 Every rank creates every group, in the same order (a rule of torch.distributed). Each reduction has a group of its own:
 its buckets start when the rank's own backward reaches them, so two reductions over the same ranks may start in
@@ -10,8 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from motet.attention.context_parallel import ContextParallel
 from motet.errors import UserError
-from motet.plan import Plan, Stage
+from motet.plan import ContextOptions, Plan, Stage
 from motet.runtime.tensor_parallel import TensorParallel
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import Holder, reductions
@@ -33,19 +34,42 @@ class Mesh:
     rank: int
     world_size: int
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
-    """By their ranks: the groups of stages that this rank belongs to."""
+    """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
     reduce: dict[Reduce, ReduceGroup]
     """Only the reductions that this rank takes part in."""
     timeout: timedelta
 
     def tensor_parallel(self, stage: Stage, *, sequence_parallel: bool) -> TensorParallel:
-        """This rank's place in the group of one of its stages."""
+        """This rank's place in the tensor-parallel group of one of its stages."""
+        ranks = next(ranks for ranks in tensor_parallel_groups(stage) if self.rank in ranks)
         return TensorParallel(
-            group=self.stage_groups[stage.ranks],
-            rank=_places(stage.ranks).index(self.rank),
+            group=self.stage_groups[ranks],
+            rank=_places(ranks).index(self.rank),
             size=stage.tp_size,
             sequence_parallel=sequence_parallel,
         )
+
+    def context_parallel(self, stage: Stage, options: ContextOptions) -> ContextParallel:
+        """This rank's place in the context-parallel group of one of its stages."""
+        ranks = next(ranks for ranks in context_parallel_groups(stage) if self.rank in ranks)
+        return ContextParallel(
+            group=self.stage_groups[ranks],
+            rank=ranks.index(self.rank),
+            size=stage.cp_size,
+            block_size=options.block_size,
+            policy=options.policy,
+            method=options.method,
+        )
+
+
+def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
+    """For each share of the tokens, the ranks that hold it: `stage.ranks` has them one after the other."""
+    return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
+
+
+def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
+    """For each place in the tensor-parallel groups, the ranks that stand there."""
+    return list(zip(*(_places(ranks) for ranks in tensor_parallel_groups(stage)), strict=True))
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
@@ -63,13 +87,18 @@ def build_mesh(plan: Plan, timeout: timedelta) -> Mesh:
     check_world_size(plan, world_size)
     dist.barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for ranks in dict.fromkeys(stage.ranks for *_, stage in plan.stages()):
+    shared = [
+        ranks
+        for *_, stage in plan.stages()
+        for ranks in [*tensor_parallel_groups(stage), *(context_parallel_groups(stage) if stage.cp_size > 1 else [])]
+    ]
+    for ranks in dict.fromkeys(shared):
         group = _new_group(ranks, timeout)
         if rank in ranks:
             stage_groups[ranks] = group
     reduce: dict[Reduce, ReduceGroup] = {}
     for reduction, holders in reductions(plan).items():
-        for ranks in _shard_groups(reduction, holders):
+        for ranks in _shard_groups(plan, reduction, holders):
             group = _new_group(ranks, timeout)
             if rank in ranks:
                 reduce[reduction] = ReduceGroup(group, ranks)
@@ -85,15 +114,18 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup 
     return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
 
 
-def _shard_groups(reduction: Reduce, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
-    """The ranks that hold the same shard, for each place in the tensor-parallel group."""
-    sizes = {len(holder.ranks) for holder in holders}
+def _shard_groups(plan: Plan, reduction: Reduce, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
+    """The ranks that hold the same shard, for each place in the tensor-parallel group: of all replicas, and of all
+    members of context-parallel groups, each of which has the gradients of its own tokens."""
+    stages = [plan.modules[holder.module].replicas[holder.replica].stages[holder.stage] for holder in holders]
+    sizes = {stage.tp_size for stage in stages}
     if len(sizes) > 1:
         raise UserError(
             f"plan: the replicas of {reduction.module} hold layers {reduction.first}..{reduction.last - 1} with "
             f"different tp_size {sorted(sizes)}; give them the same"
         )
-    groups = [tuple(sorted({_places(holder.ranks)[i] for holder in holders})) for i in range(sizes.pop())]
+    members = [_places(ranks) for stage in stages for ranks in tensor_parallel_groups(stage)]
+    groups = [tuple(sorted({places[i] for places in members})) for i in range(sizes.pop())]
     places = [rank for group in groups for rank in group]
     if len(places) > len(set(places)):
         twice = next(rank for rank in places if places.count(rank) > 1)

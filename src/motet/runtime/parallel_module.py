@@ -57,7 +57,7 @@ class ParallelSpec:
     tp_size: int = 1
     """Size of the tensor-parallel groups."""
     cp_size: int = 1
-    """Size of the context-parallel groups; only 1 yet."""
+    """Size of the context-parallel groups."""
     pp_size: int = 1
     """Number of pipeline stages."""
     sequence_parallel: bool = False

@@ -1,0 +1,127 @@
+"""Who computes attention under an interval mask: the Triton kernels, FlexAttention, or torch's dense attention.
+
+A backend is a forward and a backward of its own, because context parallelism (motet.attention.context_parallel) gets
+keys and values from other ranks in both, and keeps them in neither.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from motet.attention.kernels.device_mask import DeviceMask
+from motet.attention.reference import dense_attention
+from motet.errors import UserError
+
+BackendName = Literal["auto", "triton", "flex", "dense"]
+
+Saved = tuple[Tensor, ...]
+"""What a forward leaves for its backward beside inputs and output."""
+
+
+class Backend(Protocol):
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
+    ) -> tuple[Tensor, Saved]:
+        """Output [B, heads, Q, dim] of query [B, heads, Q, dim], key and value [B, key heads, K, dim]; no graph."""
+
+    def backward(
+        self,
+        d_out: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        saved: Saved,
+        mask: DeviceMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value."""
+
+
+class TritonBackend:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
+    ) -> tuple[Tensor, Saved]:
+        from motet.attention.kernels import flash
+
+        out, lse = flash.forward(query.contiguous(), key.contiguous(), value.contiguous(), mask, scale)
+        return out, (lse,)
+
+    def backward(
+        self,
+        d_out: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        saved: Saved,
+        mask: DeviceMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from motet.attention.kernels import flash
+
+        query, key, value = (tensor.contiguous() for tensor in inputs)
+        return flash.backward(d_out.contiguous(), query, key, value, out, saved[0], mask, scale)
+
+
+class _Recomputing:
+    """Attention that torch differentiates: the backward runs it once more, with a graph."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
+        raise NotImplementedError
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float
+    ) -> tuple[Tensor, Saved]:
+        with torch.no_grad():
+            return self.attend(query, key, value, mask, scale), ()
+
+    def backward(
+        self,
+        d_out: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        saved: Saved,
+        mask: DeviceMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (tensor.detach().requires_grad_() for tensor in inputs)
+        with torch.enable_grad():
+            again = self.attend(query, key, value, mask, scale)
+        d_query, d_key, d_value = torch.autograd.grad(again, (query, key, value), d_out)
+        return d_query, d_key, d_value
+
+
+class DenseBackend(_Recomputing):
+    """Limits: a matrix of queries x keys."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
+        return dense_attention(query, key, value, mask, scale)
+
+
+class FlexBackend(_Recomputing):
+    """Limits: on the CPU torch has no backward for it."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
+        from motet.attention.flex import flex, flex_mask
+
+        return flex(query, key, value, flex_mask(mask), scale)
+
+
+def backend_for(device: torch.device, name: BackendName = "auto") -> Backend:
+    """`auto`: the Triton kernels on a GPU, dense attention elsewhere.
+
+    Raises `UserError` for a backend that the device does not have."""
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "dense"
+    if name == "flex" and device.type != "cuda":
+        raise UserError("attention: flex has no backward on the CPU; use dense")
+    if name == "triton" and device.type != "cuda" and not _interpreting():
+        raise UserError("attention: triton needs a GPU, or its interpreter (TRITON_INTERPRET=1); use dense")
+    backends: dict[str, type[Backend]] = {"triton": TritonBackend, "flex": FlexBackend, "dense": DenseBackend}
+    return backends[name]()
+
+
+def _interpreting() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return bool(knobs.runtime.interpret)

@@ -1,0 +1,315 @@
+"""Attention of queries on this rank to keys on all ranks of a context-parallel group.
+
+*All-gather* (Cornstarch 4.3, thesis 3.4.3): keys and values arrive head group by head group, the next one while the
+last one is computed; backwards, they arrive once more, and their gradients return to their owners in the same way. Here
+a rank gets only the blocks that some query of its sees, so it is an all-to-all in which most ranks may have little to
+send. Gradients are added in the order of ranks: results are the same bit by bit.
+
+*Ulysses* (Jacobs et al. 2023): two all-to-alls trade tokens for heads, where the heads divide by the group.
+
+Deviation: the papers gather all blocks. Limits: beyond `MOST_BLOCKS_TO_MAP` blocks all are taken to be needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from motet.attention.backends import Backend
+from motet.attention.blocks import EMPTY, block_map
+from motet.attention.distribution import Distribution
+from motet.attention.interval_mask import IntervalMask
+from motet.attention.kernels.device_mask import DeviceMask, device_mask
+from motet.errors import UserError
+from motet.runtime.tensor_collectives import TensorParallel
+
+MOST_BLOCKS_TO_MAP = 2048
+"""Which blocks the others need is read off the map of all tiles, which grows with the square of their number."""
+
+Method = Literal["all_gather", "ulysses"]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The group that shares the tokens of a stage's sequences, as one of its members sees it."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    """Within the group."""
+    size: int
+    block_size: int = 128
+    """Tokens that stay together."""
+    policy: str = "lpt"
+    """How blocks are distributed: a key of `motet.attention.distribution.POLICIES`."""
+    method: Method = "all_gather"
+    head_groups: int = 2
+    """All-gather: how many portions the key heads arrive in."""
+
+    def as_group(self) -> TensorParallel:
+        """For collectives that do not care what is shared."""
+        return TensorParallel(self.group, self.rank, self.size)
+
+
+class SharedAttention:
+    """The attention of one microbatch under one mask: what every rank of the group computes, and from which keys.
+
+    Every rank makes its own from the same mask and distribution, and calls it in the same order.
+    """
+
+    def __init__(
+        self,
+        mask: IntervalMask,
+        distribution: Distribution,
+        cp: ContextParallel,
+        backend: Backend,
+        device: torch.device,
+    ) -> None:
+        self.cp, self.backend, self.distribution = cp, backend, distribution
+        self._device = device
+        self._blocks = [distribution.blocks_of(rank) for rank in range(cp.size)]
+        self._mask = mask.padded(len(distribution.rank_of_block) * cp.block_size)
+
+    @property
+    def num_local_tokens(self) -> int:
+        return int(self.distribution.token_counts[self.cp.rank])
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[1, heads, n, dim] of this rank's n tokens, from its query [1, heads, n, dim], key and value."""
+        attend = _gathered if self.cp.method == "all_gather" else _traded
+        whole = len(self._blocks[self.cp.rank]) * self.cp.block_size
+        query, key, value = (torch.nn.functional.pad(t[0], (0, 0, 0, whole - t.shape[2])) for t in (query, key, value))
+        return attend(query, key, value, self, scale)[None, :, : self.num_local_tokens]
+
+    @cached_property
+    def needs(self) -> list[list[np.ndarray]]:
+        """[receiver][owner]: the owner's blocks that some query of the receiver sees."""
+        if len(self.distribution.rank_of_block) > MOST_BLOCKS_TO_MAP:
+            return [self._blocks] * self.cp.size
+        size = self.cp.block_size
+        seen = [(block_map(self._mask, blocks, size) != EMPTY).any(axis=0) for blocks in self._blocks]
+        return [[blocks[seen_by_one[blocks]] for blocks in self._blocks] for seen_by_one in seen]
+
+    @cached_property
+    def mask_of_gathered(self) -> DeviceMask:
+        """This rank's queries, and the keys that it gets."""
+        gathered = np.concatenate(self.needs[self.cp.rank])
+        return self._device_mask(self._blocks[self.cp.rank], gathered)
+
+    @cached_property
+    def mask_of_all(self) -> DeviceMask:
+        """All tokens, in the order of the ranks."""
+        order = np.concatenate(self._blocks)
+        return self._device_mask(order, order)
+
+    def _device_mask(self, queries: np.ndarray, keys: np.ndarray) -> DeviceMask:
+        return device_mask(
+            [self._mask], query_blocks=queries, key_blocks=keys, device=self._device, block=self.cp.block_size
+        )
+
+    @cached_property
+    def exchange(self) -> "_Exchange":
+        """Of keys and values, from their owners to those that need them."""
+        size, rank = self.cp.block_size, self.cp.rank
+        place = np.zeros(len(self.distribution.rank_of_block), np.int64)
+        place[self._blocks[rank]] = np.arange(len(self._blocks[rank]))
+        sent = [place[self.needs[receiver][rank]] for receiver in range(self.cp.size)]
+        rows = (np.concatenate(sent)[:, None] * size + np.arange(size)).reshape(-1)
+        return _Exchange(
+            torch.from_numpy(rows).to(self._device),
+            [len(blocks) * size for blocks in sent],
+            [len(blocks) * size for blocks in self.needs[rank]],
+            len(self._blocks[rank]) * size,
+            self.cp.group,
+        )
+
+    @property
+    def rows_of_ranks(self) -> list[int]:
+        """Tokens of every rank, in whole blocks."""
+        return [len(blocks) * self.cp.block_size for blocks in self._blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Rows of tensors [n, ...] from their owners to other ranks, and sums of them back."""
+
+    rows: Tensor
+    """Which local rows are sent, receiver after receiver."""
+    sent: list[int]
+    received: list[int]
+    num_local: int
+    group: dist.ProcessGroup | None
+
+    def gather(self, local: Tensor) -> "_Pending":
+        return _Pending(local.index_select(0, self.rows), self.sent, self.received, self.group)
+
+    def give_back(self, gradient: Tensor) -> "_Pending":
+        return _Pending(gradient, self.received, self.sent, self.group)
+
+    def add_up(self, returned: Tensor) -> Tensor:
+        """[num_local, ...] from what all receivers gave back."""
+        return returned.new_zeros((self.num_local, *returned.shape[1:])).index_add_(0, self.rows, returned)
+
+
+class _Pending:
+    """An all-to-all under way."""
+
+    def __init__(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
+        self._sent = rows.contiguous()
+        self._received = rows.new_empty((sum(received), *rows.shape[1:]))
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, list(received), list(sent), group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        assert self._work is not None
+        self._work.wait()
+        return self._received
+
+
+class _Gathered(torch.autograd.Function):
+    """Query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens -> [heads, Q, dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+        portions = _portions(query, key, shared.cp.head_groups)
+        outs, saved = [], []
+        pending = shared.exchange.gather(_as_rows(key, value, portions[0].keys))
+        for number, portion in enumerate(portions):
+            gathered = _from_rows(pending.wait())
+            if number + 1 < len(portions):
+                pending = shared.exchange.gather(_as_rows(key, value, portions[number + 1].keys))
+            out, kept = shared.backend.forward(query[None, portion.queries], *gathered, shared.mask_of_gathered, scale)
+            outs.append(out[0])
+            saved.append(kept)
+        result = torch.cat(outs)
+        ctx.save_for_backward(query, key, value, result, *(tensor for kept in saved for tensor in kept))
+        ctx.shared, ctx.scale, ctx.portions = shared, scale, portions
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, result, *kept = ctx.saved_tensors
+        shared, scale, portions = ctx.shared, ctx.scale, ctx.portions
+        per_portion = len(kept) // len(portions)
+        d_queries, returns = [], []
+        pending = shared.exchange.gather(_as_rows(key, value, portions[0].keys))
+        for number, portion in enumerate(portions):
+            gathered = _from_rows(pending.wait())
+            if number + 1 < len(portions):
+                pending = shared.exchange.gather(_as_rows(key, value, portions[number + 1].keys))
+            d_query, d_key, d_value = shared.backend.backward(
+                d_result[None, portion.queries],
+                (query[None, portion.queries], *gathered),
+                result[None, portion.queries].contiguous(),
+                tuple(kept[number * per_portion : (number + 1) * per_portion]),
+                shared.mask_of_gathered,
+                scale,
+            )
+            d_queries.append(d_query[0])
+            returns.append(shared.exchange.give_back(_as_rows(d_key[0], d_value[0])))
+        d_rows = [shared.exchange.add_up(pending.wait()) for pending in returns]
+        d_keys, d_values = zip(*(_from_rows(rows) for rows in d_rows), strict=True)
+        return torch.cat(d_queries), torch.cat(d_keys, dim=1)[0], torch.cat(d_values, dim=1)[0], None, None
+
+
+def _gathered(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    return _Gathered.apply(query, key, value, shared, scale)
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """Heads that are computed together."""
+
+    queries: slice
+    keys: slice
+
+
+def _portions(query: Tensor, key: Tensor, head_groups: int) -> list[_Portion]:
+    heads, key_heads = query.shape[0], key.shape[0]
+    group = heads // key_heads
+    count = min(head_groups, key_heads)
+    bounds = [key_heads * i // count for i in range(count + 1)]
+    return [_Portion(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(bounds)]
+
+
+def _as_rows(key: Tensor, value: Tensor, heads: slice = slice(None)) -> Tensor:
+    """[tokens, 2, heads, dim], so that tokens travel whole."""
+    return torch.stack([key[heads], value[heads]]).permute(2, 0, 1, 3)
+
+
+def _from_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value [1, heads, tokens, dim]."""
+    key, value = rows.permute(1, 2, 0, 3)
+    return key[None], value[None]
+
+
+class _Trade(torch.autograd.Function):
+    """Tokens for heads: [heads, own tokens, dim] -> [heads / size, all tokens, dim]; backwards the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shared: SharedAttention, to_heads: bool) -> Tensor:
+        ctx.shared, ctx.to_heads = shared, to_heads
+        return _tokens_to_heads(x, shared) if to_heads else _heads_to_tokens(x, shared)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
+        return (_heads_to_tokens if ctx.to_heads else _tokens_to_heads)(d_x, ctx.shared), None, None
+
+
+def _tokens_to_heads(x: Tensor, shared: SharedAttention) -> Tensor:
+    size, rows = shared.cp.size, shared.rows_of_ranks
+    own, heads = x.shape[1], x.shape[0] // size
+    sent = x.unflatten(0, (size, heads)).transpose(1, 2).flatten(0, 1)  # [size * own tokens, heads, dim]
+    return _Pending(sent, [own] * size, rows, shared.cp.group).wait().transpose(0, 1).contiguous()
+
+
+def _heads_to_tokens(x: Tensor, shared: SharedAttention) -> Tensor:
+    size, rows = shared.cp.size, shared.rows_of_ranks
+    own = rows[shared.cp.rank]
+    received = _Pending(x.transpose(0, 1), rows, [own] * size, shared.cp.group).wait()
+    return received.unflatten(0, (size, own)).transpose(1, 2).flatten(0, 1).contiguous()
+
+
+class _Whole(torch.autograd.Function):
+    """A backend's attention on one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+        out, kept = shared.backend.forward(query, key, value, shared.mask_of_all, scale)
+        ctx.save_for_backward(query, key, value, out, *kept)
+        ctx.shared, ctx.scale = shared, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *kept = ctx.saved_tensors
+        mask = ctx.shared.mask_of_all
+        gradients = ctx.shared.backend.backward(d_out, (query, key, value), out, tuple(kept), mask, ctx.scale)
+        return *gradients, None, None
+
+
+def _traded(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    heads = [_Trade.apply(x, shared, True)[None] for x in (query, key, value)]
+    return _Trade.apply(_Whole.apply(*heads, shared, scale)[0], shared, False)
+
+
+def check_ulysses(num_heads: int, num_key_heads: int, cp_size: int) -> None:
+    """Raises `UserError` unless every rank gets whole heads. Of one rank of a tensor-parallel group."""
+    for what, heads in (("query", num_heads), ("key", num_key_heads)):
+        if heads % cp_size:
+            raise UserError(
+                f"context_method: ulysses cannot divide {heads} {what} heads by cp_size {cp_size}; "
+                "use all_gather, or another cp_size"
+            )

@@ -1,0 +1,1 @@
+"""Attention under interval masks on GPUs, in Triton."""

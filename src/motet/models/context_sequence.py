@@ -1,0 +1,142 @@
+"""A packed microbatch of a language model as the ranks of a context-parallel group share it.
+
+Everything follows from the samples' layouts, so all ranks and all stages of a module find the same distribution. It
+balances the layers' attention, each under its own mask (Gemma3: global and sliding-window layers).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
+from motet.attention.backends import backend_for
+from motet.attention.blocks import tile_counts
+from motet.attention.context_parallel import ContextParallel, SharedAttention
+from motet.attention.distribution import Distribution, distribute
+from motet.attention.layout import Document, TokenLayout, layout_of_documents
+from motet.attention.rules import AttentionRule, mask_of
+from motet.data.sample import Sample
+
+ATTENTION = "motet_context"
+"""The name under which transformers finds `shared_attention`."""
+
+Windows = tuple[int | None, ...]
+"""Of every block of the whole model: its sliding window, None: it sees all that stands before."""
+
+
+def attention_windows(config: Any) -> Windows:
+    """As a transformers configuration has them."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return (window,) * config.num_hidden_layers
+
+
+class ContextSequence:
+    """One microbatch on one rank of the group."""
+
+    def __init__(
+        self, samples: Sequence[Sample], module: str, windows: Windows, cp: ContextParallel, device: torch.device
+    ) -> None:
+        self._cp, self._device = cp, device
+        documents = tuple(Document(tuple(sample.layouts[module])) for sample in samples)
+        self._layout, self._distribution = _distribution(documents, windows, cp.size, cp.block_size, cp.policy)
+        self._attention: dict[int | None, SharedAttention] = {}
+
+    @property
+    def num_held(self) -> int:
+        """How many of the tokens this rank holds; may be none."""
+        return int(self._distribution.token_counts[self._cp.rank])
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens in this rank's tensors: those that it holds. If it holds none, one stands in that nobody sees and that
+        has no loss, because models cannot be run on nothing."""
+        return max(1, self.num_held)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[num_rows]: where they stand in the packed sequence."""
+        held = self._distribution.tokens_of(self._cp.rank) if self.num_held else np.zeros(1, np.int64)
+        return torch.from_numpy(held).to(self._device)
+
+    @property
+    def held(self) -> Tensor:
+        """[num_rows], bool: false for the one that stands in."""
+        return torch.arange(self.num_rows, device=self._device) < self.num_held
+
+    @cached_property
+    def _own_place(self) -> Tensor:
+        """[T]: which of this rank's tokens stands there, -1: another rank's."""
+        places = torch.full((self._layout.num_tokens,), -1, device=self._device)
+        places[self.tokens[: self.num_held]] = torch.arange(self.num_held, device=self._device)
+        return places
+
+    def own(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Of places in the packed sequence, those that are held here: (which of them, which of this rank's tokens)."""
+        at = self._own_place[places.to(self._device)]
+        held = torch.nonzero(at >= 0).squeeze(1)
+        return held, at[held]
+
+    def attention(self, window: int | None) -> SharedAttention:
+        if window not in self._attention:
+            mask = mask_of(self._layout, AttentionRule(window=window))
+            backend = backend_for(self._device)
+            self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
+        return self._attention[window]
+
+
+@lru_cache(maxsize=64)
+def _distribution(
+    documents: tuple[Document, ...], windows: Windows, cp_size: int, block_size: int, policy: str
+) -> tuple[TokenLayout, Distribution]:
+    layout = layout_of_documents(documents)
+    workloads: Any = 0
+    for window, num_layers in Counter(windows).items():
+        workloads = (
+            workloads + num_layers * tile_counts(mask_of(layout, AttentionRule(window=window)), block_size).pairs
+        )
+    distribution = distribute(
+        np.asarray(workloads),
+        cp_size,
+        num_tokens=layout.num_tokens,
+        block_size=block_size,
+        policy=policy,
+        allow_empty=True,
+    )
+    return layout, distribution
+
+
+def shared_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    context: ContextSequence,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: query [1, heads, n, dim] -> output [1, n, heads, dim].
+
+    `context` travels from the stage's call through the model's keyword arguments."""
+    assert attention_mask is None
+    assert dropout == 0.0
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (tensor[:, :, : context.num_held] for tensor in (query, key, value))
+    out = context.attention(sliding_window)(query, key, value, scale)
+    out = pad(out, (0, 0, 0, context.num_rows - context.num_held))
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, shared_attention)

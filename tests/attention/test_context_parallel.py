@@ -1,0 +1,93 @@
+"""Attention over a context-parallel group against the whole sequence on one rank, in float64."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from attention.kernels.masks import MASKS, attention_in_float64
+from distributed import run_distributed
+
+from motet.attention.backends import backend_for
+from motet.attention.blocks import tile_counts
+from motet.attention.context_parallel import ContextParallel, Method, SharedAttention, check_ulysses
+from motet.attention.distribution import distribute
+from motet.errors import UserError
+
+HEADS, KEY_HEADS, DIM = 12, 6, 4
+
+
+def tensors(length: int) -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the output."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(1, heads, length, DIM, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    ]
+
+
+def attend_on_rank(rank: int, kind: str, size: int, block_size: int, method: Method, num_tokens: int) -> dict[str, Any]:
+    mask = MASKS[kind]
+    cp = ContextParallel(dist.group.WORLD, rank, size, block_size=block_size, method=method, head_groups=3)
+    workloads = tile_counts(mask, block_size).pairs
+    distribution = distribute(workloads, size, num_tokens=num_tokens, block_size=block_size, allow_empty=True)
+    shared = SharedAttention(mask, distribution, cp, backend_for(torch.device("cpu")), torch.device("cpu"))
+    tokens = distribution.tokens_of(rank)
+    query, key, value, d_out = (tensor[:, :, tokens] for tensor in tensors(num_tokens))
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    out = shared(*leaves, DIM**-0.5)
+    out.backward(d_out)
+    received = sum(len(blocks) for blocks in shared.needs[rank])
+    return {
+        "tokens": tokens,
+        "results": [out.detach(), *(leaf.grad for leaf in leaves)],
+        "received_blocks": received,
+        "num_local": shared.num_local_tokens,
+    }
+
+
+def check(kind: str, size: int, block_size: int, method: Method) -> list[dict[str, Any]]:
+    allowed = MASKS[kind].dense()
+    *qkv, d_out = tensors(len(allowed))
+    leaves = [tensor.requires_grad_() for tensor in qkv]
+    expected = attention_in_float64(*leaves, allowed[None])
+    expected.backward(d_out)
+    wanted = [expected.detach(), *(leaf.grad for leaf in leaves)]
+    ranks = run_distributed(partial(attend_on_rank), size, kind, size, block_size, method, len(allowed))
+    assert sorted(np.concatenate([rank["tokens"] for rank in ranks]).tolist()) == list(range(len(allowed)))
+    for rank in ranks:
+        for ours, whole in zip(rank["results"], wanted, strict=True):
+            torch.testing.assert_close(ours, whole[:, :, rank["tokens"]], atol=1e-10, rtol=1e-10)
+    return ranks
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("kind", ["causal", "own_item", "gemma_window", "padding"])
+def test_equals_one_rank(kind: str, method: Method) -> None:
+    check(kind, 3, 16, method)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_a_rank_without_tokens(method: Method) -> None:
+    ranks = check("causal", 3, 80, method)
+    assert sorted(rank["num_local"] for rank in ranks) == [0, 70, 80]
+
+
+def test_only_blocks_that_are_seen_travel() -> None:
+    # A window of 30 tokens and 4 at the start: the rest of what stands before is not sent.
+    received = [rank["received_blocks"] for rank in check("lambda", 4, 8, "all_gather")]
+    allowed = np.zeros((152, 152), bool)
+    allowed[:150, :150] = MASKS["lambda"].dense()
+    tiles = allowed.reshape(19, 8, 19, 8).any((1, 3))
+    workloads = tile_counts(MASKS["lambda"], 8).pairs
+    distribution = distribute(workloads, 4, num_tokens=150, block_size=8)
+    assert received == [int(tiles[distribution.blocks_of(rank)].any(0).sum()) for rank in range(4)]
+    assert sum(received) < 4 * 19
+
+
+def test_ulysses_needs_whole_heads() -> None:
+    with pytest.raises(UserError, match="ulysses cannot divide 6 key heads by cp_size 4"):
+        check_ulysses(12, 6, 4)
+    check_ulysses(12, 6, 3)

@@ -1,0 +1,35 @@
+"""`motet verify` with context parallelism: alone and with all other kinds, on families that differ in their masks."""
+
+from dataclasses import replace
+
+import pytest
+from distributed import run_distributed
+from scenario import Scenario, verify
+
+SCENARIOS = [
+    Scenario(llm="llama", cp=2, placement="colocated"),
+    Scenario(llm="qwen3", cp=3, placement="colocated", items="half", frozen="audio", num_microbatches=3),
+    Scenario(llm="gemma3", cp=2, llm_pp=2, placement="colocated", frozen="all but projectors"),
+    Scenario(llm="llama-tied", cp=2, tp=2, placement="colocated", sequence_parallel=True, items="half"),
+    Scenario(llm="qwen3", cp=2, dp=2, placement="colocated", num_microbatches=1, packing=True),
+    Scenario(llm="gemma3", cp=4, placement="colocated", items="none", recompute=True),
+    Scenario(llm="llama", cp=2, llm_pp=2, tp=2, placement="colocated", frozen="all but encoders", items="half"),
+    Scenario(llm="llama", cp=2, llm_pp=2, placement="colocated", cp_method="ulysses", merge="prepend"),
+]
+
+
+def check(scenarios: list[Scenario], dtype: str) -> None:
+    by_size: dict[int, list[Scenario]] = {}
+    for scenario in scenarios:
+        by_size.setdefault(scenario.num_ranks, []).append(replace(scenario, dtype=dtype))
+    for num_ranks, group in by_size.items():
+        comparisons = run_distributed(lambda rank, group=group: [verify(scenario) for scenario in group], num_ranks)[0]
+        for scenario, comparison in zip(group, comparisons, strict=True):
+            assert comparison.passed, f"{scenario}: {comparison.failures}"
+
+
+@pytest.mark.parametrize(
+    "scenario", SCENARIOS, ids=lambda s: f"{s.llm}-cp{s.cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}"
+)
+def test_equals_one_process(scenario: Scenario) -> None:
+    check([scenario], "float64")
