@@ -84,6 +84,17 @@ def test_what_does_not_fit_is_said():
     assert evaluate(problem, disttrain(problem)).overflows
 
 
+def test_stages_are_interleaved_if_the_schedule_is():
+    problem = small_problem(num_devices=3, encoders=("vision",), dp_sizes=(1,), schedule="interleaved_1f1b")
+    plan = disttrain(problem)
+    stages = plan.modules["language_model"].replicas[0].stages
+    assert len(stages) > len({stage.ranks for stage in stages})
+    assert (
+        evaluate(problem, plan).iteration_time_s
+        < evaluate(problem, disttrain(replace(problem, schedule="1f1b"))).iteration_time_s
+    )
+
+
 def test_memory_decides():
     """With memory for little more than the leanest layout needs, one that fits."""
     roomy = small_problem(num_devices=6, encoders=("vision",), frozen=(), dp_sizes=(1, 2, 4))

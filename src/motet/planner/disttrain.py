@@ -9,8 +9,8 @@ for each data- and tensor-parallel size of the language model, are simulated, an
 
 Deviations: the number of microbatches is the problem's (the paper fixes their size instead); units of large
 tensor-parallel groups get the first ranks, so that groups lie within nodes.
-Limits: no interleaving of a unit's stages; the closed form's memory is a few percent off, so that of layouts which fit
-by less than that, all may be missed.
+Limits: only the language model's stages are interleaved, if the schedule is an interleaved one; the closed form's
+memory is a few percent off, so that where layouts fit by less than that, all may be missed.
 """
 
 from collections.abc import Iterator
@@ -31,6 +31,8 @@ from motet.planner.units import Orchestration, OrchestrationProblem, Role, Unit,
 
 NUM_SIMULATED = 6
 MAX_TIGHTENED = 4
+INTERLEAVED = ("interleaved_1f1b", "interleaved_1f1b_adjusted")
+VPP_SIZES = (1, 2, 4)
 
 
 def disttrain(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
@@ -77,8 +79,8 @@ def _candidates(orchestration: OrchestrationProblem) -> list[Orchestration]:
 
 def _best_by_choice(orchestration: OrchestrationProblem) -> Iterator[Orchestration]:
     (name, unit) = next((n, u) for n, u in orchestration.units.items() if u.role == "language_model")
-    for tp, dp in product(unit.seconds, unit.dp_sizes or ()):
-        restricted = replace(unit, seconds={tp: unit.seconds[tp]}, dp_sizes=(dp,))
+    for tp, dp, vpp in product(unit.seconds, unit.dp_sizes or (), unit.vpp_sizes):
+        restricted = replace(unit, seconds={tp: unit.seconds[tp]}, dp_sizes=(dp,), vpp_sizes=(vpp,))
         try:
             yield orchestrate(replace(orchestration, units={**orchestration.units, name: restricted}))
         except UserError:
@@ -146,6 +148,7 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         activation_bytes=activations / num_samples,
         dp_sizes=dp_sizes,
         max_stages=module.max_stages,
+        vpp_sizes=VPP_SIZES if role == "language_model" and problem.schedule in INTERLEAVED else (1,),
     )
 
 
@@ -195,7 +198,7 @@ def orchestrated_plan(problem: PlanningProblem, orchestration: Orchestration) ->
 
 def _module_plan(problem: PlanningProblem, name: str, degrees: UnitDegrees, first_rank: int) -> ModulePlan:
     module = problem.modules[name]
-    cut = cut_module(problem, name, Degrees(tp=degrees.tp, pp=degrees.pp, dp=degrees.dp))
+    cut = cut_module(problem, name, Degrees(tp=degrees.tp, pp=degrees.pp * degrees.vpp, dp=degrees.dp))
     groups = np.arange(first_rank, first_rank + degrees.num_devices).reshape(degrees.dp, degrees.pp, degrees.tp)
     return ModulePlan(
         kind=module.workload.kind,
@@ -204,7 +207,7 @@ def _module_plan(problem: PlanningProblem, name: str, degrees: UnitDegrees, firs
             Replica(
                 stages=tuple(
                     Stage(layers=layers, ranks=tuple(ranks), tp_size=degrees.tp)
-                    for layers, ranks in zip(cut, stages, strict=True)
+                    for layers, ranks in zip(cut, stages * degrees.vpp, strict=True)
                 )
             )
             for stages in groups.tolist()
