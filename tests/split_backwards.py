@@ -6,7 +6,7 @@ from motet.schedule.action import Compute, Durations, Kind, unit_duration
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import Generator
 from motet.schedule.generators.list_schedule import MemoryLimit
-from motet.schedule.lower import order_actions
+from motet.schedule.lower import lower
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
 
@@ -18,7 +18,8 @@ def split_at_random(generator: Generator, seed: str, share: float = 0.7) -> Gene
         dependencies = Dependencies(routes)
         rng = Random(seed)
         # Inserted into one total order, nothing can become cyclic.
-        order = order_actions(generator(routes, costs, memory=memory), dependencies, costs or unit_duration)
+        program = lower(generator(routes, costs, memory=memory), dependencies, costs or unit_duration)
+        order = [step for step in program.steps if isinstance(step, Compute)]
         for action in [action for action in order if action.kind is Kind.BACKWARD]:
             if rng.random() < share:
                 place = order.index(action)

@@ -44,6 +44,10 @@ class Scenario:
     audio: str = "whisper"
     encoder_pp: int = 1
     llm_pp: int = 1
+    llm_cuts: tuple[int, ...] = ()
+    """The layers at which the language model's later stages begin; (): evenly."""
+    llm_places: tuple[int, ...] = ()
+    """The place of each of its stages, where some share one; (): each has its own."""
     tp: int = 1
     cp: int = 1
     """Of the language model."""
@@ -108,6 +112,10 @@ class Scenario:
         def module(name: str) -> ModulePlan:
             is_llm = name == "language_model"
             bounds = even_bounds(num_layers[name], self.llm_pp if is_llm else self.encoder_pp)
+            places = range(len(bounds))
+            if is_llm:
+                bounds = list(pairwise((0, *self.llm_cuts, num_layers[name]))) if self.llm_cuts else bounds
+                places = self.llm_places or places
             return ModulePlan(
                 kind="language_model" if is_llm else "encoder",
                 num_layers=num_layers[name],
@@ -116,11 +124,11 @@ class Scenario:
                         stages=tuple(
                             Stage(
                                 layers=layers,
-                                ranks=self._ranks(r, self._places[name], s, self.cp if is_llm else 1),
+                                ranks=self._ranks(r, self._places[name], place, self.cp if is_llm else 1),
                                 tp_size=self.tp,
                                 cp_size=self.cp if is_llm else 1,
                             )
-                            for s, layers in enumerate(bounds)
+                            for place, layers in zip(places, bounds, strict=True)
                         )
                     )
                     for r in range(self.dp)
@@ -144,7 +152,8 @@ class Scenario:
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.dp * (self._places["language_model"] + self.llm_pp * self.cp)
+        num_places = 1 + max(self.llm_places, default=self.llm_pp - 1)
+        return self.tp * self.dp * (self._places["language_model"] + num_places * self.cp)
 
     @property
     def _places(self) -> dict[str, int]:

@@ -1,5 +1,9 @@
-"""`motet verify` with backwards in halves, on real models: groups, sequence parallelism, tied heads, recomputation."""
+"""`motet verify` of every schedule on the plans that it is made for, and of halves anywhere, on real models.
 
+Stages are unequal, one encoder is frozen, and the last half of the samples has neither images nor sounds.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +14,13 @@ from split_backwards import split_at_random
 from motet.schedule import program
 from motet.schedule.generators import GENERATORS
 
-SCENARIOS = [
+CHAIN = Scenario(llm_pp=2, llm_cuts=(2,), frozen="audio", items="half", num_microbatches=5)
+ROUND = replace(CHAIN, llm_pp=4, llm_cuts=(1, 2, 4), llm_places=(0, 1, 0, 1))
+THERE_AND_BACK = replace(ROUND, llm_places=(0, 1, 1, 0))
+PLANS = {"interleaved_1f1b": ROUND, "interleaved_1f1b_adjusted": ROUND, "zero_bubble_v": THERE_AND_BACK}
+"""By schedule, where it is not a chain of ranks."""
+
+HALVES = [
     Scenario(llm="llama-tied", llm_pp=2, placement="colocated", items="half", frozen="audio", num_microbatches=3),
     Scenario(llm="qwen3", vision="pixtral", tp=2, sequence_parallel=True, placement="replicated", recompute=True),
     Scenario(llm="mllama", merge="cross_attention", vision="clip", llm_pp=2, placement="colocated", recompute=True),
@@ -19,19 +29,27 @@ SCENARIOS = [
 ]
 
 
-@pytest.fixture
-def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_equal_to_one_process(scenarios: Sequence[Scenario], dtype: str) -> None:
+    """All scenarios have one number of ranks, so that processes start once."""
+    group = [replace(scenario, dtype=dtype) for scenario in scenarios]
+    comparisons = run_distributed(lambda rank: [verify(s) for s in group], group[0].num_ranks, timeout=300)[0]
+    for scenario, comparison in zip(group, comparisons, strict=True):
+        assert comparison.passed, f"{scenario}: {comparison.failures}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_schedule_equals_one_process(dtype: str) -> None:
+    scenarios = [replace(PLANS.get(name, CHAIN), schedule=name) for name in GENERATORS]
+    assert {scenario.num_ranks for scenario in scenarios} == {4}
+    assert_equal_to_one_process(scenarios, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_halves_equal_one_process(num_ranks: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most backwards are cut in two, with their weight halves anywhere after."""
     cut = {name: split_at_random(generator, name) for name, generator in GENERATORS.items()}
     monkeypatch.setattr(program, "GENERATORS", cut)
-
-
-@pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_halves_equal_one_process(num_ranks: int, dtype: str) -> None:
-    group = [replace(scenario, dtype=dtype) for scenario in SCENARIOS if scenario.num_ranks == num_ranks]
-    assert group
-    comparisons = run_distributed(lambda rank: [verify(scenario) for scenario in group], num_ranks)[0]
-    for scenario, comparison in zip(group, comparisons, strict=True):
-        assert comparison.passed, f"{scenario}: {comparison.failures}"
+    assert_equal_to_one_process([scenario for scenario in HALVES if scenario.num_ranks == num_ranks], dtype)
