@@ -1,9 +1,9 @@
+import numpy as np
 import pytest
-from plans import chain, language_model, replica, routes_of
+from plans import chain, routes_of
 
-from motet.plan import Plan
-from motet.schedule.action import parse_action
-from motet.schedule.schedule import Schedule, grid, schedule_of_stages
+from motet.schedule.dependencies import Dependencies
+from motet.schedule.schedule import Schedule, grid, schedule_of_groups
 
 TEXT = "0: llm[0].0F0 llm[0].0B0\n1:\n2: llm[0].1F0"
 
@@ -26,12 +26,12 @@ def test_grid_marks_places() -> None:
     )
 
 
-def test_a_stage_without_actions_leaves_its_ranks_empty() -> None:
-    assert schedule_of_stages(routes_of(chain(2, 1)), {}).ranks == ((), ())
+def test_a_group_without_actions_has_empty_ranks() -> None:
+    dependencies = Dependencies(routes_of(chain(2, 1)))
+    assert schedule_of_groups(dependencies, [((0,), np.array([0]))]).text() == "0: llm[0].0F0\n1:"
 
 
-def test_stages_that_share_ranks_have_no_one_list() -> None:
-    routes = routes_of(Plan(modules={"llm": language_model(replica(0, 0))}, edges=(), num_microbatches=1))
-    action = parse_action("llm[0].0F0")
-    with pytest.raises(AssertionError, match="rank 0 is in two groups"):
-        schedule_of_stages(routes, {("llm", 0, 0): [action], ("llm", 0, 1): [action]})  # type: ignore[dict-item, list-item]
+def test_groups_that_share_ranks_have_no_one_list() -> None:
+    dependencies = Dependencies(routes_of(chain(2, 1)))
+    with pytest.raises(AssertionError, match="rank 1 is in two groups"):
+        schedule_of_groups(dependencies, [((0, 1), np.array([0])), ((1,), np.array([1]))])

@@ -131,6 +131,11 @@ class Routes:
         return {cell: tuple(routes[i] for i in row) for cell, row in zip(self.cells, rows.to_lists(), strict=True)}
 
     @cached_property
+    def cell_has_input_gradient(self) -> Bools:
+        """Whether a gradient goes back from the cell to one before it."""
+        return np.bincount(self.route_target[self.route_has_gradient], minlength=self.num_cells) > 0
+
+    @cached_property
     def with_backward(self) -> frozenset[Cell]:
         """Cells with a backward pass: something trainable at or before them, and a loss at or after them."""
         return frozenset(self.cells[i] for i in np.flatnonzero(self.cell_has_backward).tolist())

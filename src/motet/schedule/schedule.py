@@ -11,11 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from motet.arrays import Ints
-from motet.plan import Plan
 from motet.schedule.action import Compute, parse_action
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.routes import Routes
-from motet.schedule.stage_graph import StageKey
 
 
 class Schedule:
@@ -79,24 +76,15 @@ class _NumberedSchedule(Schedule):
         return self._numbers if dependencies.routes is self._dependencies.routes else super().numbers(dependencies)
 
 
-def schedule_of_stages(routes: Routes, order: Mapping[StageKey, Iterable[Compute]]) -> Schedule:
-    """The schedule in which each stage's group executes that stage's list.
-
-    For plans in which no rank holds two stages. `order`: what each stage executes.
-    """
-    groups = {StageKey(name, r, s): stage.ranks for name, r, s, stage in routes.plan.stages()}
-    return schedule_of_groups(routes.plan, [(groups[stage], actions) for stage, actions in order.items()])
-
-
-def schedule_of_groups(plan: Plan, order: Iterable[tuple[tuple[int, ...], Iterable[Compute]]]) -> Schedule:
-    """The schedule in which each group of ranks executes its list. No rank is in two groups."""
-    ranks: list[tuple[Compute, ...]] = [()] * plan.num_ranks
-    for group, actions in order:
-        in_order = tuple(actions)
+def schedule_of_groups(dependencies: Dependencies, order: Iterable[tuple[tuple[int, ...], Ints]]) -> Schedule:
+    """The schedule in which each group of ranks executes the actions of these numbers. No rank is in two groups."""
+    ranks: list[Ints | None] = [None] * dependencies.routes.plan.num_ranks
+    nothing = np.zeros(0, dtype=np.int64)
+    for group, numbers in order:
         for rank in group:
-            assert not ranks[rank], f"rank {rank} is in two groups"
-            ranks[rank] = in_order
-    return Schedule(ranks)
+            assert ranks[rank] is None, f"rank {rank} is in two groups"
+            ranks[rank] = numbers
+    return Schedule.of_numbers(dependencies, [nothing if numbers is None else numbers for numbers in ranks])
 
 
 def grid(lists: Sequence[Sequence[object]], marks: Mapping[int, int]) -> str:

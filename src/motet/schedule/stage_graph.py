@@ -6,8 +6,9 @@ A stage here is one replica's: (module, replica, stage). Stages that have nothin
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from motet.plan import Plan
 from motet.schedule.routes import Cell, Routes
@@ -25,12 +26,7 @@ def stage_of(cell: Cell) -> StageKey:
 
 def cells_of_stages(routes: Routes) -> dict[StageKey, list[Cell]]:
     """The cells of each stage by microbatch; the stages in topological order."""
-    cells: dict[tuple[str, int, int], list[Cell]] = defaultdict(list)
-    for cell in routes.cells:
-        cells[cell[:3]].append(cell)
-    for stage in cells.values():
-        stage.sort(key=itemgetter(3))
-    return {StageKey(*key): stage for key, stage in cells.items()}
+    return {StageKey(*stage[:3]): list(routes.cells[stage.first : stage.last]) for stage in routes.stages}
 
 
 def successors(routes: Routes) -> dict[StageKey, dict[StageKey, list[tuple[Cell, Cell]]]]:
@@ -46,9 +42,12 @@ def successors(routes: Routes) -> dict[StageKey, dict[StageKey, list[tuple[Cell,
 
 def stages_after(routes: Routes) -> dict[StageKey, set[StageKey]]:
     """For each stage, the stages that its output goes to; the stages in topological order."""
-    result: dict[StageKey, set[StageKey]] = {stage: set() for stage in cells_of_stages(routes)}
-    for source, target in {(route.source[:3], route.target[:3]) for out in routes.outgoing.values() for route in out}:
-        result[StageKey(*source)].add(StageKey(*target))
+    keys = [StageKey(*stage[:3]) for stage in routes.stages]
+    result: dict[StageKey, set[StageKey]] = {key: set() for key in keys}
+    sources, targets = routes.cell_stage[routes.route_source], routes.cell_stage[routes.route_target]
+    for pair in np.unique(sources * len(keys) + targets).tolist():
+        source, target = divmod(pair, len(keys))
+        result[keys[source]].add(keys[target])
     return result
 
 
@@ -107,7 +106,8 @@ def _groups_placed(plan: Plan, place: Callable[[int, int], int]) -> GroupsOfRepl
 
 def cuts_alike(routes: Routes) -> bool:
     """Whether every microbatch hands its tokens on to microbatches of the same number only."""
-    return all(route.source[3] == route.target[3] for out in routes.outgoing.values() for route in out)
+    microbatch = routes.cell_microbatch
+    return bool((microbatch[routes.route_source] == microbatch[routes.route_target]).all())
 
 
 def due_microbatches(routes: Routes) -> dict[Cell, int]:

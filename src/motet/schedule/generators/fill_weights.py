@@ -19,12 +19,15 @@ waits for a backward that stood before it in that order.
 """
 
 import heapq
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from math import inf
 
-from motet.schedule.action import Compute, Durations, Kind, unit_duration
-from motet.schedule.dependencies import Dependencies, Value
+import numpy as np
+
+from motet.arrays import Ints
+from motet.schedule.action import Durations, Kind, unit_duration
+from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
@@ -37,7 +40,7 @@ LATENESS = (0.0, 0.5, 1.0)
 
 def fill_weights(
     routes: Routes,
-    order: Mapping[Group, Sequence[Compute]],
+    order: Mapping[Group, Ints],
     costs: Durations | None = None,
     *,
     may_hold: Mapping[Group, int],
@@ -47,74 +50,84 @@ def fill_weights(
 
     `may_hold`: how many microbatches a group may have between their forward and the end of their whole backward.
     """
-    program = _SplitOrder(routes, order, costs or unit_duration)
-    runs = [_Clock(program, may_hold, memory, lateness) for lateness in LATENESS]
+    dependencies = Dependencies(routes)
+    split = _SplitOrder(dependencies, list(order.values()), costs or unit_duration)
+    runs = [_Clock(split, order, may_hold, memory, lateness) for lateness in LATENESS]
     best = min(runs, key=lambda run: run.run())
-    return schedule_of_groups(routes.plan, best.lists.items())
+    lists = [np.array(actions, dtype=np.int64) for actions in best.lists]
+    return schedule_of_groups(dependencies, zip(order, lists, strict=True))
 
 
 class _SplitOrder:
-    """The order without what may be deferred, and what each action waits for."""
+    """The order without what may be deferred, and what each action waits for. Groups and actions are numbers."""
 
-    def __init__(self, routes: Routes, order: Mapping[Group, Sequence[Compute]], duration_s: Durations) -> None:
-        self.routes = routes
-        dependencies = Dependencies(routes)
-        self.group_of: dict[Compute, Group] = {}
-        self.fixed: dict[Group, list[Compute]] = {}
-        self.num_deferred = 0
-        for group, actions in order.items():
-            self.fixed[group] = []
-            for action in actions:
-                for part in self._parts(action):
-                    self.group_of[part] = group
-                    if self.is_deferred(part):
-                        self.num_deferred += 1
-                    else:
-                        self.fixed[group].append(part)
-        self.duration_s = {action: duration_s(action) for action in self.group_of}
-        self.reads = {action: dependencies.reads(action) for action in self.group_of}
-        self.writes = {action: dependencies.writes(action) for action in self.group_of}
-        self.readers: dict[Value, list[Compute]] = defaultdict(list)
-        for action, values in self.reads.items():
-            for value in values:
-                self.readers[value].append(action)
+    def __init__(self, dependencies: Dependencies, order: list[Ints], duration_s: Durations) -> None:
+        routes, num_cells = dependencies.routes, dependencies.routes.num_cells
+        first_of = {kind: place * num_cells for place, kind in enumerate(KINDS)}
+        whole = slice(first_of[Kind.BACKWARD], first_of[Kind.BACKWARD] + num_cells)
+        halves = slice(first_of[Kind.WEIGHT], first_of[Kind.WEIGHT] + num_cells)
+        is_deferred = np.zeros(dependencies.num_actions, dtype=bool)
+        is_deferred[whole], is_deferred[halves] = ~routes.cell_has_input_gradient, True
+        has_both = routes.cell_has_input_gradient & routes.cell_has_weight_gradient
+        group_of = np.full(dependencies.num_actions, NOTHING)
+        self.fixed: list[list[int]] = []
+        for group, numbers in enumerate(order):
+            cells = numbers % num_cells
+            is_split = (numbers // num_cells == KINDS.index(Kind.BACKWARD)) & has_both[cells]
+            parts = np.where(is_split, cells + first_of[Kind.INPUT], numbers)
+            group_of[parts] = group
+            group_of[cells[is_split] + first_of[Kind.WEIGHT]] = group
+            self.fixed.append(parts[~is_deferred[parts]].tolist())
+        holds = np.zeros(dependencies.num_actions, dtype=np.int64)
+        holds[:num_cells] = routes.cell_has_backward
+        holds[whole] = holds[halves] = -1
+        present = np.flatnonzero(group_of != NOTHING)
+        seconds = np.zeros(dependencies.num_actions)
+        seconds[present] = [duration_s(action) for action in dependencies.actions(present)]
 
-    def _parts(self, action: Compute) -> tuple[Compute, ...]:
-        kind, cell = action
-        has_both = cell in self.routes.with_weight_gradient and self.routes.has_input_gradient(cell)
-        if kind is Kind.BACKWARD and has_both:
-            return Compute(Kind.INPUT, cell), Compute(Kind.WEIGHT, cell)
-        return (action,)
+        self.present, self.num_cells, self.cells = present.tolist(), num_cells, routes.cells
+        self.group_of, self.is_deferred, self.holds = group_of.tolist(), is_deferred.tolist(), holds.tolist()
+        """`holds`: by how many microbatches more, or less, a group holds from the action's beginning on. A half that
+        ends frees memory for what begins after it, which is as well as if it did so at its beginning."""
+        self.seconds = seconds.tolist()
+        self.reads = _with_kept(dependencies.carried_reads.to_lists(), dependencies.kept_read)
+        self.writes = _with_kept(dependencies.carried_writes.to_lists(), dependencies.kept_write)
+        self.readers: dict[int, list[int]] = {}
+        for action in self.present:
+            for value in self.reads[action]:
+                self.readers.setdefault(value, []).append(action)
 
-    def is_deferred(self, action: Compute) -> bool:
-        kind, cell = action
-        return kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not self.routes.has_input_gradient(cell))
+
+def _with_kept(carried: list[list[int]], kept: Ints) -> list[list[int]]:
+    return [row if value == NOTHING else [*row, value] for row, value in zip(carried, kept.tolist(), strict=True)]
 
 
 class _Clock:
     def __init__(
-        self, order: _SplitOrder, may_hold: Mapping[Group, int], memory: MemoryLimit | None, lateness: float
+        self,
+        order: _SplitOrder,
+        groups: Mapping[Group, Ints],
+        may_hold: Mapping[Group, int],
+        memory: MemoryLimit | None,
+        lateness: float,
     ) -> None:
-        self.order, self.may_hold, self.memory, self.lateness = order, may_hold, memory, lateness
-        self.lists: dict[Group, list[Compute]] = {group: [] for group in order.fixed}
-        self.position = dict.fromkeys(order.fixed, 0)
-        self.deferred: dict[Group, deque[Compute]] = {group: deque() for group in order.fixed}
-        self.held = dict.fromkeys(order.fixed, 0)
-        self.bytes_held = dict.fromkeys(order.fixed, 0)
-        self.missing = {action: len(values) for action, values in order.reads.items()}
-        self.written_at: dict[Value, float] = {}
+        self.order, self.memory, self.lateness = order, memory, lateness
+        self.groups, self.may_hold = list(groups), [may_hold[group] for group in groups]
+        self.lists: list[list[int]] = [[] for _ in groups]
+        self.position = [0] * len(groups)
+        self.deferred: list[deque[int]] = [deque() for _ in groups]
+        self.held = [0] * len(groups)
+        self.bytes_held = [0] * len(groups)
+        self.missing = [len(values) for values in order.reads]
+        self.written_at: dict[int, float] = {}
         """When each value that is written, or being written, is there."""
-        self.running: list[tuple[float, int, Compute]] = []
-        self.busy = dict.fromkeys(order.fixed, False)
+        self.running: list[tuple[float, int, int]] = []
+        self.busy = [False] * len(groups)
         self.num_started = 0
 
     def run(self) -> float:
         """The iteration's time in seconds."""
-        now = 0.0
-        for action, missing in self.missing.items():
-            if not missing and self.order.is_deferred(action):
-                self.deferred[self.order.group_of[action]].append(action)
-        touched = list(self.lists)
+        now, touched = 0.0, list(range(len(self.groups)))
         while True:
             for group in touched:
                 self._dispatch(now, group)
@@ -124,77 +137,71 @@ class _Clock:
             touched = []
             while self.running and self.running[0][0] == now:
                 touched += self._finish(heapq.heappop(self.running)[2])
-        assert self.num_started == len(self.missing), "work is left, but nothing is ready"
+        assert self.num_started == len(self.order.present), "work is left, but nothing is ready"
         return now
 
-    def _dispatch(self, now: float, group: Group) -> None:
+    def _dispatch(self, now: float, group: int) -> None:
         if self.busy[group]:
             return
         head, deferred = self._head(group), self.deferred[group]
-        if head and not self.missing[head] and self._fits(group, head):
+        is_ready = head is not None and not self.missing[head]
+        if head is not None and is_ready and self._fits(group, head):
             self._start(now, head)
-        elif deferred and (not head or not self.missing[head] or self._is_worth_it(now, head, deferred[0])):
+        elif deferred and (head is None or is_ready or self._is_worth_it(now, head, deferred[0])):
             self._start(now, deferred.popleft())
 
-    def _head(self, group: Group) -> Compute | None:
+    def _head(self, group: int) -> int | None:
         fixed = self.order.fixed[group]
         return fixed[self.position[group]] if self.position[group] < len(fixed) else None
 
-    def _fits(self, group: Group, action: Compute) -> bool:
-        if action.kind is not Kind.FORWARD or action.cell not in self.order.routes.with_backward:
+    def _fits(self, group: int, action: int) -> bool:
+        if self.order.holds[action] <= 0:
             return True
         if self.held[group] >= self.may_hold[group]:
             return False
         if self.memory is None:
             return True
-        size = self.bytes_held[group] + self.memory.saved_bytes(action.cell)
-        return all(size <= self.memory.limit_bytes(rank) for rank in group)
+        size = self.bytes_held[group] + self.memory.saved_bytes(self.order.cells[action])
+        return all(size <= self.memory.limit_bytes(rank) for rank in self.groups[group])
 
-    def _is_worth_it(self, now: float, head: Compute, half: Compute) -> bool:
+    def _is_worth_it(self, now: float, head: int, half: int) -> bool:
         ready_s = max(self.written_at.get(value, inf) for value in self.order.reads[head])
-        return now + self.order.duration_s[half] * (1 - self.lateness) <= ready_s
+        return now + self.order.seconds[half] * (1 - self.lateness) <= ready_s
 
     def _let_one_through(self, now: float) -> bool:
         """Starts a forward in spite of a limit in bytes that is too small for it; False if there is none."""
-        for group in self.lists:
+        for group in range(len(self.groups)):
             head = self._head(group)
-            if head and not self.missing[head]:
+            if head is not None and not self.missing[head]:
                 self._start(now, head)
                 return True
         return False
 
-    def _start(self, now: float, action: Compute) -> None:
-        group = self.order.group_of[action]
-        if not self.order.is_deferred(action):
+    def _start(self, now: float, action: int) -> None:
+        group, holds = self.order.group_of[action], self.order.holds[action]
+        if not self.order.is_deferred[action]:
             self.position[group] += 1
         self.lists[group].append(action)
         self.busy[group] = True
-        self._hold(group, action)
+        self.held[group] += holds
+        if self.memory is not None and holds:
+            self.bytes_held[group] += holds * self.memory.saved_bytes(self.order.cells[action % self.order.num_cells])
         self.num_started += 1
-        end_s = now + self.order.duration_s[action]
+        end_s = now + self.order.seconds[action]
         for value in self.order.writes[action]:
             self.written_at[value] = end_s
         heapq.heappush(self.running, (end_s, self.num_started, action))
 
-    def _hold(self, group: Group, action: Compute) -> None:
-        """From the beginning of a forward to the *beginning* of its last backward half: the next begins after that."""
-        kind, cell = action
-        if cell not in self.order.routes.with_backward or kind is Kind.INPUT:
-            return
-        sign = 1 if kind is Kind.FORWARD else -1
-        self.held[group] += sign
-        if self.memory is not None:
-            self.bytes_held[group] += sign * self.memory.saved_bytes(cell)
-
-    def _finish(self, action: Compute) -> list[Group]:
+    def _finish(self, action: int) -> list[int]:
+        """Hands on what the action wrote; returns the groups that may have something to start."""
         touched = [self.order.group_of[action]]
         self.busy[touched[0]] = False
         for value in self.order.writes[action]:
-            for reader in self.order.readers[value]:
+            for reader in self.order.readers.get(value, ()):
                 self.missing[reader] -= 1
                 if not self.missing[reader]:
                     group = self.order.group_of[reader]
-                    if self.order.is_deferred(reader):
+                    if self.order.is_deferred[reader]:
                         self.deferred[group].append(reader)
                     touched.append(group)
         return touched

@@ -5,22 +5,24 @@ come in the order of the forwards here (the paper draws them reversed; the time 
 the order between them is not given by the paper: there the list scheduler finds it under the same rule.
 """
 
-from motet.schedule.action import Compute, Durations, Kind
+import numpy as np
+
+from motet.schedule.action import Durations
+from motet.schedule.dependencies import NOTHING, Dependencies
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
+from motet.schedule.generators.turns import backward_turns, forward_turns, num_microbatches
 from motet.schedule.routes import Routes
-from motet.schedule.schedule import Schedule, schedule_of_stages
-from motet.schedule.stage_graph import cells_of_stages, shares_ranks
+from motet.schedule.schedule import Schedule, schedule_of_groups
+from motet.schedule.stage_graph import shares_ranks
 
 
 def gpipe(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """A limit in bytes goes against the rule that all forwards come first and is lifted where it blocks."""
     if memory is not None or shares_ranks(routes):
         return list_schedule(routes, costs, memory=memory, all_forwards_first=True)
-    order = {
-        stage: [
-            *(Compute(Kind.FORWARD, cell) for cell in cells),
-            *(Compute(Kind.BACKWARD, cell) for cell in cells if cell in routes.with_backward),
-        ]
-        for stage, cells in cells_of_stages(routes).items()
-    }
-    return schedule_of_stages(routes, order)
+    order = []
+    for stage in routes.stages:
+        num_turns = num_microbatches(routes, stage)
+        turns = np.concatenate([forward_turns(routes, stage, num_turns), backward_turns(routes, stage, num_turns)])
+        order.append((stage.planned.ranks, turns[turns != NOTHING]))
+    return schedule_of_groups(Dependencies(routes), order)

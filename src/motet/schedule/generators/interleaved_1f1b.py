@@ -20,26 +20,22 @@ which its turn comes, later places first: then all that an action reads comes ea
 scheduler takes over, under 1F1B's limit on microbatches in flight.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from motet.schedule.action import Compute, Durations
+import numpy as np
+
+from motet.arrays import Ints
+from motet.schedule.action import Durations
+from motet.schedule.dependencies import NOTHING, Dependencies
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.one_f_one_b import alternate, backwards_of, forwards_of, one_stage
-from motet.schedule.routes import Cell, Routes
+from motet.schedule.generators.turns import alternate, backward_turns, forward_turns, num_microbatches, one_stage
+from motet.schedule.routes import Routes, StageCells
 from motet.schedule.schedule import Schedule, schedule_of_groups
-from motet.schedule.stage_graph import (
-    StageKey,
-    cells_of_stages,
-    cuts_alike,
-    groups_in_rounds,
-    microbatches_in_flight,
-    stages_after,
-)
+from motet.schedule.stage_graph import StageKey, cuts_alike, groups_in_rounds, microbatches_in_flight, stages_after
 
 
 def interleaved_1f1b(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
@@ -60,29 +56,28 @@ def _interleaved(
     groups = groups_in_rounds(routes.plan)
     if memory is not None or groups is None or not cuts_alike(routes):
         return list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
-    cells = cells_of_stages(routes)
     after = stages_after(routes)
-    stages_of_replica: dict[tuple[str, int], list[StageKey]] = defaultdict(list)
-    for stage in cells:
+    stages_of_replica: dict[tuple[str, int], list[StageCells]] = defaultdict(list)
+    for stage in routes.stages:
         stages_of_replica[stage.module, stage.replica].append(stage)
 
-    order: dict[tuple[int, ...], list[Compute]] = {}
+    order: list[tuple[tuple[int, ...], Ints]] = []
     in_flight: dict[StageKey, int] = {}
     for replica, stages in reversed(stages_of_replica.items()):
+        keys = [StageKey(*stage[:3]) for stage in stages]
         if len(groups[replica]) == len(stages):
-            for stage in reversed(stages):
-                num_after = max((in_flight[target] for target in after[stage]), default=0)
-                in_flight[stage] = 1 + num_after
-                order[groups[replica][stage.stage]] = one_stage(cells[stage], routes, num_after)
+            for key, stage in reversed(list(zip(keys, stages, strict=True))):
+                num_after = max((in_flight[target] for target in after[key]), default=0)
+                in_flight[key] = 1 + num_after
+                order.append((stage.planned.ranks, one_stage(routes, stage, num_after)))
         else:
-            num_after = max((in_flight[target] for target in after[stages[-1]]), default=0)
-            rounds = _Rounds(1 + cells[stages[0]][-1].microbatch, len(groups[replica]), len(stages), num_after)
+            num_after = max((in_flight[target] for target in after[keys[-1]]), default=0)
+            rounds = _Rounds(num_microbatches(routes, stages[0]), len(groups[replica]), len(stages), num_after)
             for place, group in enumerate(groups[replica]):
-                chunks = [cells[stage] for stage in stages[place :: rounds.num_places]]
                 num_warm_up = rounds.lead + forwards_per_place * (rounds.num_places - 1 - place)
-                order[group] = rounds.merge(chunks, routes, num_warm_up)
-            in_flight |= dict.fromkeys(stages, rounds.in_flight_on_entry(forwards_per_place))
-    return schedule_of_groups(routes.plan, order.items())
+                order.append((group, rounds.merge(routes, stages[place :: rounds.num_places], num_warm_up)))
+            in_flight |= dict.fromkeys(keys, rounds.in_flight_on_entry(forwards_per_place))
+    return schedule_of_groups(Dependencies(routes), order)
 
 
 class _Run(NamedTuple):
@@ -105,40 +100,29 @@ class _Rounds:
         self.runs = [_Run(first, last, max(last - first, num_places)) for first, last in bounds]
         # Before the last chunk gets a microbatch back, it must have begun that one and `num_after` more.
         forwards, backwards = self._turns_of_chunk(self.num_chunks - 1), self._turns_of_chunk(0)
-        needed = [*forwards[num_after:], *forwards[-1:] * num_after]
-        self.lead = max(forward - backward for forward, backward in zip(needed, backwards, strict=False))
+        needed = np.minimum(np.arange(num_microbatches) + num_after, num_microbatches - 1)
+        self.lead = int((forwards[needed] - backwards).max())
         """How many turns of forwards the last place is ahead of its backwards."""
 
-    def _turns_of_chunk(self, chunk: int) -> list[int]:
+    def _turns_of_chunk(self, chunk: int) -> Ints:
         """The turn of each microbatch's forward; it is the turn of its backward in the chunk as far from the last."""
-        return [
-            run.first * self.num_chunks + chunk * run.num_turns + i
-            for run in self.runs
-            for i in range(run.last - run.first)
-        ]
+        return np.concatenate(
+            [run.first * self.num_chunks + chunk * run.num_turns + np.arange(run.last - run.first) for run in self.runs]
+        )
 
     def in_flight_on_entry(self, forwards_per_place: int) -> int:
         """The most microbatches that the first stage has begun and not finished."""
         ahead = self.lead + forwards_per_place * (self.num_places - 1)
         forwards, backwards = self._turns_of_chunk(0), self._turns_of_chunk(self.num_chunks - 1)
-        return max(bisect_right(forwards, ahead + turn) - m for m, turn in enumerate(backwards))
+        begun = np.searchsorted(forwards, ahead + backwards, side="right")
+        return int((begun - np.arange(len(begun))).max())
 
-    def merge(self, chunks: Sequence[Sequence[Cell]], routes: Routes, num_warm_up: int) -> list[Compute]:
+    def merge(self, routes: Routes, chunks: Sequence[StageCells], num_warm_up: int) -> Ints:
         """What a group with these chunks executes."""
-        num_microbatches = self.runs[-1].last
-        of_chunks = [forwards_of(cells, num_microbatches) for cells in chunks]
-        of_chunks_back = [backwards_of(cells, num_microbatches, routes) for cells in reversed(chunks)]
-        forwards: list[Compute | None] = []
-        backwards: list[Compute | None] = []
-        for first, last, num_turns in self.runs:
-            rest = [None] * (num_turns - (last - first))
-            lacking = [None] * num_turns * (self.num_chunks - len(chunks))
-            for turns in of_chunks:
-                forwards += turns[first:last]
-                forwards += rest
-            forwards += lacking
-            backwards += lacking
-            for turns in of_chunks_back:
-                backwards += turns[first:last]
-                backwards += rest
+        last = self.runs[-1]
+        forwards = np.full(last.first * self.num_chunks + self.num_chunks * last.num_turns, NOTHING)
+        backwards = forwards.copy()
+        for chunk, stage in enumerate(chunks):
+            forwards[self._turns_of_chunk(chunk)] = forward_turns(routes, stage, last.last)
+            backwards[self._turns_of_chunk(self.num_chunks - 1 - chunk)] = backward_turns(routes, stage, last.last)
         return alternate(forwards, backwards, num_warm_up)

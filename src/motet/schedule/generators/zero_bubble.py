@@ -14,22 +14,19 @@ Over modules that cut the batch differently, or ranks that stages share, the ord
 scheduler under the same limit on microbatches in flight, and a rank holds no more than there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from motet.schedule.action import Compute, Durations, Kind
+import numpy as np
+
+from motet.arrays import Ints
+from motet.schedule.action import Durations
+from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.fill_weights import Group, fill_weights
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.one_f_one_b import one_stage
+from motet.schedule.generators.turns import one_stage
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
-from motet.schedule.stage_graph import (
-    StageKey,
-    cells_of_stages,
-    cuts_alike,
-    distances_to_sink,
-    microbatches_in_flight,
-    shares_ranks,
-)
+from motet.schedule.stage_graph import StageKey, cuts_alike, distances_to_sink, microbatches_in_flight, shares_ranks
 
 
 def zero_bubble_h1(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
@@ -50,26 +47,23 @@ def _zero_bubble(
         return split(routes, list_schedule(routes, costs, in_flight=in_flight, memory=memory), costs, memory)
     distances = distances_to_sink(routes)
     of_module: dict[str, int] = {}
-    order: dict[Group, list[Compute]] = {}
+    order: dict[Group, Ints] = {}
     may_hold: dict[Group, int] = {}
-    for stage, cells in cells_of_stages(routes).items():
-        num_warm_up = forwards_per_stage * distances[stage]
+    for stage in routes.stages:
+        num_warm_up = forwards_per_stage * distances[StageKey(*stage[:3])]
         # Stages come in topological order: a module's first one, which holds most, before the others.
         of_module[stage.module] = max(of_module.get(stage.module, 0), 1 + num_warm_up)
-        order[_group(routes, stage)] = one_stage(cells, routes, num_warm_up)
-        may_hold[_group(routes, stage)] = of_module[stage.module]
+        order[stage.planned.ranks] = one_stage(routes, stage, num_warm_up)
+        may_hold[stage.planned.ranks] = of_module[stage.module]
     return fill_weights(routes, order, costs, may_hold=may_hold)
-
-
-def _group(routes: Routes, stage: StageKey) -> Group:
-    return routes.plan.modules[stage.module].replicas[stage.replica].stages[stage.stage].ranks
 
 
 def split(routes: Routes, schedule: Schedule, costs: Durations | None, memory: MemoryLimit | None) -> Schedule:
     """Splits the backwards of a finished schedule and fills its gaps, where a rank then holds no more than before.
 
     Where groups have some ranks in common and not all, the schedule is returned as it is: they would have to agree."""
-    order: dict[Group, Sequence[Compute]] = {}
+    numbers = schedule.numbers(Dependencies(routes))
+    order: dict[Group, Ints] = {}
     seen: set[int] = set()
     for *_, stage in routes.plan.stages():
         group = tuple(sorted(stage.ranks))
@@ -78,18 +72,15 @@ def split(routes: Routes, schedule: Schedule, costs: Durations | None, memory: M
         if not seen.isdisjoint(group):
             return schedule
         seen.update(group)
-        order[group] = schedule.ranks[group[0]]
-    return fill_weights(routes, order, costs, may_hold=peaks(order, routes), memory=memory)
+        order[group] = numbers[group[0]]
+    return fill_weights(routes, order, costs, may_hold=_peaks(order, routes), memory=memory)
 
 
-def peaks(order: Mapping[Group, Sequence[Compute]], routes: Routes) -> dict[Group, int]:
+def _peaks(order: Mapping[Group, Ints], routes: Routes) -> dict[Group, int]:
     """The most microbatches that each group has between forward and backward."""
     result = {}
-    for group, actions in order.items():
-        count = most = 0
-        for kind, cell in actions:
-            if cell in routes.with_backward:
-                count += 1 if kind is Kind.FORWARD else -1
-                most = max(most, count)
-        result[group] = most
+    for group, numbers in order.items():
+        kind, cell = np.divmod(numbers, routes.num_cells)
+        changes = np.where(routes.cell_has_backward[cell], np.where(kind == 0, 1, -1), 0)
+        result[group] = int(np.cumsum(changes).max(initial=0))
     return result

@@ -18,14 +18,18 @@ Modules before it keep 1F1B's order. A replica that stands on groups of its own 
 neither holds, or a module comes after one in V shape, ZB-H1 takes over (and with it the list scheduler).
 """
 
-from motet.schedule.action import Compute, Durations
+import numpy as np
+
+from motet.arrays import Ints
+from motet.schedule.action import Durations
+from motet.schedule.dependencies import NOTHING
 from motet.schedule.generators.fill_weights import Group, fill_weights
 from motet.schedule.generators.list_schedule import MemoryLimit
-from motet.schedule.generators.one_f_one_b import backwards_of, forwards_of, one_stage
+from motet.schedule.generators.turns import backward_turns, forward_turns, num_microbatches, one_stage
 from motet.schedule.generators.zero_bubble import zero_bubble_h1
-from motet.schedule.routes import Cell, Routes
+from motet.schedule.routes import Routes, StageCells
 from motet.schedule.schedule import Schedule
-from motet.schedule.stage_graph import StageKey, cells_of_stages, cuts_alike, groups_in_v, stages_after
+from motet.schedule.stage_graph import StageKey, cuts_alike, groups_in_v, stages_after
 
 
 def zero_bubble_v(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
@@ -33,44 +37,45 @@ def zero_bubble_v(routes: Routes, costs: Durations | None = None, *, memory: Mem
     groups = groups_in_v(routes.plan)
     if memory is not None or groups is None or not cuts_alike(routes):
         return zero_bubble_h1(routes, costs, memory=memory)
-    cells = cells_of_stages(routes)
     after = stages_after(routes)
-    order: dict[Group, list[Compute]] = {}
+    of_key = {StageKey(*stage[:3]): stage for stage in routes.stages}
+    order: dict[Group, Ints] = {}
     may_hold: dict[Group, int] = {}
     in_flight: dict[StageKey, int] = {}
-    for stage in reversed(cells):
-        replica = groups[stage.module, stage.replica]
-        num_after = max((in_flight[target] for target in after[stage]), default=0)
-        if len(replica) == len(routes.plan.modules[stage.module].replicas[stage.replica].stages):
-            in_flight[stage] = 1 + num_after
-            order[replica[stage.stage]] = one_stage(cells[stage], routes, num_after)
+    for key, stage in reversed(of_key.items()):
+        replica = groups[key.module, key.replica]
+        num_places = len(replica)
+        num_after = max((in_flight[target] for target in after[key]), default=0)
+        if num_places == len(routes.plan.modules[key.module].replicas[key.replica].stages):
+            in_flight[key] = 1 + num_after
+            order[stage.planned.ranks] = one_stage(routes, stage, num_after)
             # Stages come from the last to the first, which holds most.
-            may_hold |= dict.fromkeys(replica, in_flight[stage])
+            may_hold |= dict.fromkeys(replica, in_flight[key])
             continue
-        if stage.stage == 2 * len(replica) - 1 and num_after:
+        if key.stage == 2 * num_places - 1 and num_after:
             return zero_bubble_h1(routes, costs, memory=memory)
-        in_flight[stage] = 2 * len(replica)
-        if stage.stage < len(replica):
-            second = StageKey(stage.module, stage.replica, 2 * len(replica) - 1 - stage.stage)
-            order[replica[stage.stage]] = _one_group(cells[stage], cells[second], stage.stage, len(replica), routes)
-            may_hold[replica[stage.stage]] = 2 * len(replica)
+        in_flight[key] = 2 * num_places
+        if key.stage < num_places:
+            second = of_key[key._replace(stage=2 * num_places - 1 - key.stage)]
+            order[stage.planned.ranks] = _one_group(routes, stage, second, key.stage, num_places)
+            may_hold[stage.planned.ranks] = 2 * num_places
     return fill_weights(routes, order, costs, may_hold=may_hold)
 
 
-def _one_group(first: list[Cell], second: list[Cell], place: int, num_places: int, routes: Routes) -> list[Compute]:
+def _one_group(routes: Routes, first: StageCells, second: StageCells, place: int, num_places: int) -> Ints:
     """What a group executes, with whole backwards at the place of their input halves."""
-    num_turns = max(1 + first[-1].microbatch, 2 * num_places)
-    f0, f1 = iter(forwards_of(first, num_turns)), iter(forwards_of(second, num_turns))
-    b0, b1 = iter(backwards_of(first, num_turns, routes)), iter(backwards_of(second, num_turns, routes))
+    num_turns = max(num_microbatches(routes, first), 2 * num_places)
+    f0, f1 = (iter(forward_turns(routes, stage, num_turns).tolist()) for stage in (first, second))
+    b0, b1 = (iter(backward_turns(routes, stage, num_turns).tolist()) for stage in (first, second))
     turns = [next(f0) for _ in range(2 * (num_places - place) - 1)]
     for _ in range(place):
         turns += [next(f1), next(f0)]
     for _ in range(num_places - place):
         turns += [next(f1), next(b1)]
     for _ in range(num_turns - num_places):
-        turns += [next(f0, None), next(b0), next(f1), next(b1)]
+        turns += [next(f0, NOTHING), next(b0), next(f1), next(b1)]
     for _ in range(place):
         turns += [next(b0), next(b1)]
     turns += b0
     assert not any(map(list, (f0, f1, b1))), "a turn is left over"
-    return [action for action in turns if action]
+    return np.array([turn for turn in turns if turn != NOTHING], dtype=np.int64)
