@@ -12,8 +12,8 @@ from distributed import run_distributed
 
 from motet.attention.backends import backend_for
 from motet.attention.blocks import tile_counts
-from motet.attention.context_parallel import ContextParallel, Method, SharedAttention, check_ulysses
-from motet.attention.distribution import distribute
+from motet.attention.context_parallel import ContextParallel, Method, SharedAttention
+from motet.attention.distribution import check_ulysses, distribute
 from motet.errors import UserError
 
 HEADS, KEY_HEADS, DIM = 12, 6, 4

@@ -3,7 +3,7 @@
 import pytest
 from small_problem import small_problem
 
-from motet.plan import Plan
+from motet.plan import ContextOptions, Plan
 from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
@@ -65,6 +65,21 @@ def test_every_placement_can_be_scheduled_and_simulated(placement, schedule):
     assert evaluation.fits
 
 
+def test_context_parallel_ranks_follow_each_other():
+    degrees = {
+        "vision": Degrees(),
+        "audio": Degrees(),
+        "language_model": Degrees(tp=2, cp=2, pp=2, context=ContextOptions(block_size=16, policy="zigzag")),
+    }
+    plan = build_plan(small_problem(num_devices=10), degrees)
+    llm = plan.modules["language_model"]
+    assert [stage.ranks for stage in llm.replicas[0].stages] == [(2, 3, 4, 5), (6, 7, 8, 9)]
+    assert all((stage.tp_size, stage.cp_size) == (2, 2) for stage in llm.replicas[0].stages)
+    assert llm.context == ContextOptions(block_size=16, policy="zigzag")
+    assert Plan.from_json(plan.to_json()) == plan
+    assert evaluate(small_problem(num_devices=10), plan).fits
+
+
 ONE = Degrees()
 
 
@@ -84,6 +99,17 @@ ONE = Degrees()
         ({}, "parallel", "the plan uses 3 ranks but cluster has 4"),
         ({"speech": ONE}, "parallel", "there is no module 'speech'"),
         ({"language_model": Degrees(pp=2, layers_per_stage=(5, 6))}, "parallel", "add up to 10"),
+        ({"vision": Degrees(cp=2)}, "parallel", "vision.cp is 2; context parallelism is for language models, give 1"),
+        (
+            {"language_model": Degrees(cp=9, context=ContextOptions(block_size=64))},
+            "parallel",
+            r"language_model.cp is 9, but .* which are \d blocks of 64; give a smaller cp",
+        ),
+        (
+            {"language_model": Degrees(cp=4, context=ContextOptions(block_size=8, method="ulysses"))},
+            "parallel",
+            "language_model.context.method: ulysses cannot divide 2 key heads by cp_size 4; use all_gather",
+        ),
     ],
 )
 def test_what_no_plan_can_have(degrees, placement, message):

@@ -12,6 +12,7 @@ from transformers import MllamaForCausalLM
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from motet import ModalityModule, MultimodalModule, MultimodalParallelModule, MultimodalParallelSpec, ParallelSpec
+from motet.plan import ContextOptions
 from motet.runtime.float64 import float64_throughout
 
 MIXED = [(1, 1), (0, 1), (2, 0), (0, 0), (1, 0), (1, 2), (0, 0), (3, 1)]
@@ -71,6 +72,12 @@ def test_stages_of_every_module() -> None:
 
 def test_tensor_parallel_groups_of_unequal_size() -> None:
     run_and_compare(5, layout(TWO_SHARDS, ONE, TWO_SHARDS, num_microbatches=2, microbatch_size=4), tiny_batch(MIXED))
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_ranks_share_the_tokens(method: Any) -> None:
+    llm = ParallelSpec(cp_size=2, pp_size=2, context=ContextOptions(block_size=4, method=method))
+    run_and_compare(6, layout(ONE, ONE, llm, num_microbatches=2, microbatch_size=4), tiny_batch(MIXED))
 
 
 def test_replicas_fill_the_world() -> None:
@@ -292,7 +299,7 @@ def test_what_does_not_fit_is_named() -> None:
 def test_specs_are_checked() -> None:
     for arguments, message in [
         ({"tp_size": 0}, "ParallelSpec: tp_size is 0; give at least 1"),
-        ({"cp_size": 2}, "ParallelSpec: cp_size is 2; context parallelism is not supported, give 1"),
+        ({"cp_size": 0}, "ParallelSpec: cp_size is 0; give at least 1"),
         ({"pp_size": 2, "layers_per_stage": (6,)}, "layers_per_stage has 1 entries for pp_size 2; give 2"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -27,7 +27,6 @@ from motet.attention.blocks import EMPTY, block_map
 from motet.attention.distribution import Distribution
 from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
-from motet.errors import UserError
 from motet.runtime.tensor_collectives import TensorParallel
 
 MOST_BLOCKS_TO_MAP = 2048
@@ -303,13 +302,3 @@ class _Whole(torch.autograd.Function):
 def _traded(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
     heads = [_Trade.apply(x, shared, True)[None] for x in (query, key, value)]
     return _Trade.apply(_Whole.apply(*heads, shared, scale)[0], shared, False)
-
-
-def check_ulysses(num_heads: int, num_key_heads: int, cp_size: int) -> None:
-    """Raises `UserError` unless every rank gets whole heads. Of one rank of a tensor-parallel group."""
-    for what, heads in (("query", num_heads), ("key", num_key_heads)):
-        if heads % cp_size:
-            raise UserError(
-                f"context_method: ulysses cannot divide {heads} {what} heads by cp_size {cp_size}; "
-                "use all_gather, or another cp_size"
-            )

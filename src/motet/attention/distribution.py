@@ -123,6 +123,16 @@ def distribute(
     return Distribution(rank_of_block, loads, lower_bound(workloads, num_ranks), num_tokens, block_size)
 
 
+def check_ulysses(num_heads: int, num_key_heads: int, cp_size: int) -> None:
+    """Raises `UserError` unless every rank gets whole heads. Of one rank of a tensor-parallel group."""
+    for what, heads in (("query", num_heads), ("key", num_key_heads)):
+        if heads % cp_size:
+            raise UserError(
+                f"context.method: ulysses cannot divide {heads} {what} heads by cp_size {cp_size}; "
+                "use all_gather, or another cp_size"
+            )
+
+
 def lower_bound(workloads: NDArray, num_ranks: int) -> float:
     """No distribution with the cap has a smaller largest load.
 

@@ -235,9 +235,20 @@ class ClusterConfig(_Section):
         return self
 
 
+class ContextConfig(_Section):
+    block_size: Count = 128
+    """Tokens that stay together on one rank."""
+    policy: Literal["lpt", "lpt_uncapped", "snake", "zigzag", "contiguous", "striped", "random"] = "lpt"
+    """Who gets which block: `lpt` balances the attention; the others are there to compare with."""
+    method: Literal["all_gather", "ulysses"] = "all_gather"
+    """Keys and values come to the queries, or tokens are traded for heads, which cp then has to divide."""
+
+
 class ModuleParallelConfig(_Section):
     tp: Count = 1
     """Size of the tensor-parallel groups."""
+    cp: Count = 1
+    """Size of the context-parallel groups, which share the tokens of each microbatch; its samples are packed then."""
     pp: Count = 1
     """Number of stages."""
     dp: Count = 1
@@ -247,6 +258,8 @@ class ModuleParallelConfig(_Section):
     null: the frozen-aware partition."""
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+    context: ContextConfig = ContextConfig()
+    """How context-parallel groups share tokens."""
 
     @model_validator(mode="after")
     def _has_as_many_stages(self) -> "ModuleParallelConfig":

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.attention.context_parallel import ContextParallel, check_ulysses
+from motet.attention.context_parallel import ContextParallel
+from motet.attention.distribution import check_ulysses
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.models.context_sequence import ATTENTION, ContextSequence, attention_windows

@@ -137,7 +137,7 @@ def _offsets(
     offsets: dict[str, int] = {}
     next_rank = shared = 0
     for name in problem.modules:
-        size = degrees[name].tp * degrees[name].pp
+        size = degrees[name].ranks_per_stage * degrees[name].pp
         if name in problem.sources and placement != "parallel":
             offsets[name] = 0
             shared = size if placement == "colocated" else 0
@@ -157,6 +157,7 @@ def _module_plan(
 ) -> ModulePlan:
     module = problem.modules[name]
     replicas = []
+    size = degrees.ranks_per_stage
     for d in range(degrees.dp):
         first = d * ranks_per_replica + offset
         replicas.append(
@@ -164,8 +165,9 @@ def _module_plan(
                 stages=tuple(
                     Stage(
                         layers=layers,
-                        ranks=tuple(range(first + s * degrees.tp, first + (s + 1) * degrees.tp)),
+                        ranks=tuple(range(first + s * size, first + (s + 1) * size)),
                         tp_size=degrees.tp,
+                        cp_size=degrees.cp,
                     )
                     for s, layers in enumerate(cut)
                 )
@@ -178,6 +180,7 @@ def _module_plan(
         trainable=module.trainable,
         tied=module.workload.tied,
         sequence_parallel=degrees.sequence_parallel,
+        context=degrees.context,
         loss_weight=module.loss_weight,
     )
 

@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from motet.cluster import Cluster, available_cores, cluster_from_dict
-from motet.config import LANGUAGE_MODEL, CatalogueConfig, EncoderConfig, PartConfig, RunConfig, load_catalogue
+from motet.config import (
+    LANGUAGE_MODEL,
+    CatalogueConfig,
+    EncoderConfig,
+    ModuleParallelConfig,
+    PartConfig,
+    RunConfig,
+    load_catalogue,
+)
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
 from motet.data.sample import Sample
 from motet.errors import UserError
-from motet.plan import Edge, LayerRange, Plan
+from motet.plan import ContextOptions, Edge, LayerRange, Plan
 from motet.planner import make_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.schedule.routes import Routes
@@ -74,13 +82,22 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
 
 def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that `parallel` asks for. Raises `ValueError` for what no plan can satisfy."""
-    degrees = {name: Degrees(**given.model_dump()) for name, given in config.parallel.explicit.items()}
+    degrees = {name: _degrees(given) for name, given in config.parallel.explicit.items()}
     return make_plan(problem, config.parallel.planner, degrees=degrees, placement=config.parallel.placement)
+
+
+def _is_packed(config: RunConfig) -> bool:
+    given = config.parallel.explicit.get(LANGUAGE_MODEL)
+    return config.parallel.packing or (given is not None and given.cp > 1)
+
+
+def _degrees(given: ModuleParallelConfig) -> Degrees:
+    return Degrees(**{**given.model_dump(), "context": ContextOptions(**given.context.model_dump())})
 
 
 def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
     """The shape of every module, encoders with their projectors, by name."""
-    language_model = _read_workload(config.model.language_model, f"model.{LANGUAGE_MODEL}", config.parallel.packing)
+    language_model = _read_workload(config.model.language_model, f"model.{LANGUAGE_MODEL}", _is_packed(config))
     workloads = {}
     for name, part in config.model.encoders.items():
         encoder = _read_workload(part, f"model.encoders.{name}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from motet.attention.distribution import check_ulysses
 from motet.cluster import Cluster
 from motet.costs.cost_model import ZERO, CostTable, LayerCost
 from motet.costs.iteration import LayerGradients
@@ -14,7 +15,7 @@ from motet.data.assignment import split_evenly
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.models.shards import check_tp
-from motet.plan import Edge, LayerRange
+from motet.plan import ContextOptions, Edge, LayerRange
 from motet.workload import ModuleWorkload
 
 
@@ -23,11 +24,17 @@ class Degrees:
     """How one module is laid out."""
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     """None: the planner's partition."""
     sequence_parallel: bool = False
+    context: ContextOptions = field(default_factory=ContextOptions)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tp * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +250,7 @@ class PlanningProblem:
     def check_degrees(self, name: str, degrees: Degrees) -> None:
         """Raises `ValueError` naming what is wrong with a module's degrees."""
         workload = self.modules[name].workload
-        for key in ("tp", "pp", "dp"):
+        for key in ("tp", "cp", "pp", "dp"):
             if getattr(degrees, key) < 1:
                 raise UserError(f"parallel: {name}.{key} is {getattr(degrees, key)}; give at least 1")
         if degrees.pp > workload.num_layers:
@@ -255,6 +262,29 @@ class PlanningProblem:
             check_tp(workload.family, workload.config, degrees.tp)
         except UserError as error:
             raise UserError(f"parallel: {name}.{error}") from None
+        if degrees.cp > 1:
+            self._check_context(name, degrees)
+
+    def _check_context(self, name: str, degrees: Degrees) -> None:
+        workload = self.modules[name].workload
+        if workload.kind != "language_model":
+            raise UserError(f"parallel: {name}.cp is {degrees.cp}; context parallelism is for language models, give 1")
+        samples_each = -(-len(self.samples) // self.num_microbatches)
+        longest = samples_each * max(sample.num_tokens(name) for sample in self.samples)
+        num_blocks = -(-longest // degrees.context.block_size)
+        if num_blocks < degrees.cp:
+            raise UserError(
+                f"parallel: {name}.cp is {degrees.cp}, but microbatches have about {longest} tokens, which are "
+                f"{num_blocks} blocks of {degrees.context.block_size}; give a smaller cp or context.block_size"
+            )
+        attention = next((layer.attention for layer in workload.layers if layer.attention is not None), None)
+        if degrees.context.method == "ulysses" and attention is not None:
+            try:
+                check_ulysses(
+                    attention.num_heads // degrees.tp, attention.num_key_value_heads // degrees.tp, degrees.cp
+                )
+            except UserError as error:
+                raise UserError(f"parallel: {name}.{error}") from None
 
 
 def _mean(loads: Sequence[Load]) -> Load:

@@ -19,7 +19,7 @@ rank's share, so clip with `clip_gradients`. With dropout in tensor-parallel gro
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -42,7 +42,7 @@ from motet.models.structure import (
     module_structures,
     typical_sample,
 )
-from motet.plan import ModulePlan, Plan, Stage
+from motet.plan import ContextOptions, ModulePlan, Plan, Stage
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.runtime.engine import Engine
@@ -60,6 +60,8 @@ class ParallelSpec:
     """Size of the context-parallel groups."""
     pp_size: int = 1
     """Number of pipeline stages."""
+    context: ContextOptions = field(default_factory=ContextOptions)
+    """How context-parallel groups share the tokens of a microbatch, whose samples are packed then."""
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
     layers_per_stage: tuple[int, ...] | None = None
@@ -69,8 +71,6 @@ class ParallelSpec:
         for key in ("tp_size", "cp_size", "pp_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"ParallelSpec: {key} is {getattr(self, key)}; give at least 1")
-        if self.cp_size != 1:
-            raise UserError(f"ParallelSpec: cp_size is {self.cp_size}; context parallelism is not supported, give 1")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp_size:
             raise UserError(
                 f"ParallelSpec: layers_per_stage has {len(self.layers_per_stage)} entries for pp_size {self.pp_size}; "
@@ -315,10 +315,12 @@ def _fill_world(
         degrees = {
             name: Degrees(
                 tp=spec.tp_size,
+                cp=spec.cp_size,
                 pp=spec.pp_size,
                 dp=dp_size,
                 layers_per_stage=spec.layers_per_stage,
                 sequence_parallel=spec.sequence_parallel,
+                context=spec.context,
             )
             for name, spec in specs.items()
         }
