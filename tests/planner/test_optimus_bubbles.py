@@ -178,7 +178,7 @@ def test_opening_and_closing_are_waited_for():
     encoder = EncoderPipelines(((0,),), 1, ((UNIT,),), ((UNIT,),), opening_s=2, closing_s=5)
     schedule = schedule_bubbles(timeline, encoder)
     assert (schedule.forwards[0][0].start_s, schedule.backwards[0][0].end_s) == (2, 10)
-    assert schedule.iteration_s == 15
+    assert schedule.iteration_s == 12 + 5
 
 
 def test_backwards_keep_the_pipeline_of_their_forward():

@@ -73,7 +73,7 @@ class EncoderPipelines:
     opening_s: float = 0.0
     """From the iteration's beginning until the encoder's own parameters are gathered."""
     closing_s: float = 0.0
-    """To sum its gradients after the last backward."""
+    """To sum its gradients, after its last backward and after the language model's own sums."""
     message_s: float = 0.0
     """From an encoder stage to the next, and between encoder and language model."""
 
@@ -202,6 +202,12 @@ def schedule_bubbles(timeline: LlmTimeline, encoder: EncoderPipelines) -> Bubble
     return _Scheduler(timeline, encoder).best()
 
 
+def can_take_less(timeline: LlmTimeline, encoder: EncoderPipelines, iteration_s: float) -> bool:
+    """Whether the forwards alone leave room for an iteration below `iteration_s`: much quicker than to schedule."""
+    lead_s = iteration_s - timeline.iteration_s - encoder.closing_s
+    return lead_s > 0 and _Scheduler(timeline, encoder).earliest_owner_lateness(lead_s) <= _EPSILON
+
+
 class _Scheduler:
     def __init__(self, timeline: LlmTimeline, encoder: EncoderPipelines) -> None:
         self.timeline, self.encoder = timeline, encoder
@@ -210,11 +216,11 @@ class _Scheduler:
         self.num_microbatches = len(self.points)
 
     def best(self) -> BubbleSchedule:
-        lead_s = self._least_lead(self._earliest_owner_lateness)
+        lead_s = self._least_lead(self.earliest_owner_lateness)
         owner = self._earliest_owner(self._forward_ends(lead_s))
         best = self._complete(owner, lead_s)
-        unavoidable = self.timeline.iteration_s
-        if best.iteration_s <= unavoidable * (1 + TOLERANCE):
+        unavoidable_s = self.timeline.iteration_s + self.encoder.closing_s
+        if best.iteration_s <= unavoidable_s * (1 + TOLERANCE):
             return best
         if len(self.encoder.places) ** self.num_microbatches <= MAX_ENUMERATED and self.encoder.copies == 1:
             every = product(range(self.encoder.num_pipelines), repeat=self.num_microbatches)
@@ -260,7 +266,7 @@ class _Scheduler:
         assert len(owner) == self.num_microbatches
         return tuple(owner)
 
-    def _earliest_owner_lateness(self, lead_s: float) -> float:
+    def earliest_owner_lateness(self, lead_s: float) -> float:
         ends = [end for _, (end, _) in zip(self.points, self._in_order(self._forward_ends(lead_s)), strict=False)]
         if len(ends) < self.num_microbatches:
             # Pipelines stopped after the last point, so there are too few ends before it.
@@ -321,13 +327,13 @@ class _Scheduler:
             for i in owned:
                 backwards[i] = self._backward(lanes, self.timeline.backward_points[i])
                 if backwards[i]:
-                    end_s = max(end_s, max(placement.end_s for placement in backwards[i]) + encoder.closing_s)
+                    end_s = max(end_s, max(placement.end_s for placement in backwards[i]))
             for lane in lanes:
                 outside_s += max(0.0, lane.before_s - lane.bubbles.first_s) + lane.after_s
         total_s = encoder.seconds * self.num_microbatches
         return BubbleSchedule(
             lead_s=lead_s,
-            iteration_s=lead_s + end_s,
+            iteration_s=lead_s + end_s + encoder.closing_s,
             owner=tuple(owner),
             forwards=tuple(forwards),
             backwards=tuple(backwards),

@@ -17,13 +17,14 @@ ZeRO-1) and one reduction behind; the encoder's own gradients are summed after i
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import LayerRange
 from motet.planner.degrees import dp_sizes, tp_sizes
-from motet.planner.optimus_bubbles import BubbleSchedule, EncoderPipelines, schedule_bubbles
+from motet.planner.optimus_bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus_kernels import stage_kernels
 from motet.planner.optimus_timeline import Kernels, LlmPipeline, LlmTimeline, llm_timeline
 from motet.planner.partition import partition
@@ -81,8 +82,10 @@ def solve(problem: PlanningProblem) -> Solution:
     for llm, timeline in _llm_layouts(problem):
         side = LlmSide(problem, llm)
         for encoder in encoder_layouts(problem, llm):
-            fitting = [s.iteration_s for s in solutions if not s.excess_bytes]
-            if fitting and (timeline.iteration_s >= min(fitting) or not side.states_fit(encoder)):
+            best_s = min((s.iteration_s for s in solutions if not s.excess_bytes), default=inf)
+            if best_s < inf and not (
+                side.states_fit(encoder) and can_take_less(timeline, side.encoder_pipelines(encoder), best_s)
+            ):
                 continue
             solutions.append(side.solve(encoder, timeline))
     if not solutions:
