@@ -6,6 +6,7 @@ from typing import Protocol
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.alpa import alpa
+from motet.planner.auto import auto
 from motet.planner.baselines import (
     encoders_colocated,
     encoders_replicated,
@@ -41,6 +42,7 @@ PLANNERS: Mapping[str, Planner] = {
     "alpa": alpa,
     "fsdp": fsdp,
     "proportional": proportional,
+    "auto": auto,
 }
 """Those that choose the degrees themselves; `explicit` takes them from the user."""
 

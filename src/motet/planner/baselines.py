@@ -49,7 +49,12 @@ def proportional(problem: PlanningProblem, *, placement: Placement | None = None
 
 
 def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """On all devices, whatever the limits on degrees: FSDP has no others."""
+    """A replica on each device."""
+    if problem.num_devices not in problem.dp_sizes:
+        raise UserError(
+            f"parallel.planner: fsdp needs a replica on each of {problem.num_devices} devices, which the limits on dp "
+            f"({', '.join(map(str, problem.dp_sizes))}) do not allow; allow {problem.num_devices}"
+        )
     if problem.num_devices > len(problem.samples):
         raise UserError(
             f"parallel.planner: fsdp needs a sample for each of {problem.num_devices} devices, the batch has "

@@ -1,7 +1,7 @@
 """Chooses among layouts: a cheap lower bound orders and prunes them, simulation decides."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, layout_plan
@@ -20,11 +20,11 @@ class Candidate:
 
 def candidates(problem: PlanningProblem, layouts: Iterable[Layout], costs: LayoutCosts) -> list[Candidate]:
     """Those that seem to fit first, then by their bounds."""
-    splits = problem.schedule in SPLIT_BACKWARDS
-    found = [
-        Candidate(layout, costs.excess_bytes(layout), costs.bound_s(layout, split_backward=splits) + problem.program_s)
-        for layout in dict.fromkeys(layouts)
-    ]
+    found = []
+    for layout in dict.fromkeys(layouts):
+        splits = (layout.schedule or problem.schedule) in SPLIT_BACKWARDS
+        bound_s = costs.bound_s(layout, split_backward=splits) + problem.program_s
+        found.append(Candidate(layout, costs.excess_bytes(layout), bound_s))
     return sorted(found, key=lambda candidate: (candidate.excess_bytes, candidate.bound_s))
 
 
@@ -60,8 +60,3 @@ def best_layout(
         if evaluation.fits:
             fastest = min(fastest, evaluation.iteration_time_s)
     return sorted(evaluations, key=rank)
-
-
-def with_schedule(evaluation: Evaluation, schedule: str) -> Evaluation:
-    """The same plan under another schedule."""
-    return evaluate(evaluation.problem, replace(evaluation.plan, schedule=schedule))

@@ -17,8 +17,8 @@ def cornstarch(problem: PlanningProblem, *, placement: Placement | None = None) 
     placements: tuple[Placement, ...] = ("parallel", "colocated") if placement is None else (placement,)
     if len(problem.sources) < 2 and placement is None:
         placements = ("parallel",)
-    return search(problem, _frozen_aware_cut, planner="cornstarch", placements=placements)
+    return search(problem, frozen_aware_cut, planner="cornstarch", placements=placements)
 
 
-def _frozen_aware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
+def frozen_aware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
     return tuple(last - first for first, last in cut_module(problem, name, degrees))

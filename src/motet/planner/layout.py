@@ -36,7 +36,9 @@ class Layout:
     """Replicas of the whole model."""
     split: frozenset[str] = frozenset()
     """Modules that do not use their group's tensor parallelism: each of its ranks holds the module whole and takes its
-    turn at the samples (DistTrain 2.1: "replicated across the GPUs in the TP group")."""
+    turn at the samples (DistTrain 2.1)."""
+    schedule: str | None = None
+    """The one that it is made for; None: the problem's."""
 
     @property
     def num_devices(self) -> int:
@@ -52,12 +54,12 @@ class Layout:
 
 
 def layout_plan(problem: PlanningProblem, layout: Layout, *, schedule: str | None = None) -> Plan:
-    """`schedule`: None for the problem's."""
+    """`schedule`: None for the layout's own."""
     return Plan(
         modules={name: _module_plan(problem, layout, name) for name in problem.modules},
         edges=problem.edges,
         num_microbatches=problem.num_microbatches,
-        schedule=schedule or problem.schedule,
+        schedule=schedule or layout.schedule or problem.schedule,
         planner=layout.planner,
         recompute=problem.recompute,
     )

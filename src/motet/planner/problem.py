@@ -77,6 +77,8 @@ class PlanningProblem:
     num_microbatches: int
     """Per replica."""
     schedule: str = "1f1b"
+    schedules: tuple[str, ...] | None = None
+    """That planner `auto` may choose from; None: all there are. Other planners take `schedule`."""
     recompute: tuple[str, ...] = ()
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)

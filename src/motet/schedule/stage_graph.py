@@ -80,7 +80,7 @@ def groups_in_rounds(plan: Plan) -> GroupsOfReplica | None:
 
 def groups_in_v(plan: Plan) -> GroupsOfReplica | None:
     """If each replica's stages stand on groups of their own, or the 2 P of them on group 0 .. P - 1, P - 1 .. 0."""
-    groups = _groups_placed(plan, lambda s, num_groups: min(s, 2 * num_groups - 1 - s))
+    groups = _groups_placed(plan, lambda s, num_groups: max(0, min(s, 2 * num_groups - 1 - s)))
     if groups is None:
         return None
     lengths = [(len(g), len(plan.modules[name].replicas[r].stages)) for (name, r), g in groups.items()]

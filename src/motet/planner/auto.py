@@ -1,0 +1,155 @@
+"""The fastest plan in simulation that any planner finds, and beyond: bound and simulate.
+
+Candidates are every named planner's own plan, always simulated, so that the choice is never slower than the best of
+them; and the layouts of `motet.planner.auto_layouts`, ordered by a lower bound and an estimate of memory, simulated
+only while their bound is below the best so far. Then the best few are tried under every other schedule.
+
+What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
+(`motet.planner.lower_bound`), whose relaxation is stated there.
+
+Limits: `MAX_SIMULATED` of the candidates are simulated, so what is best of all may be missed; the bound then says by
+how much at most.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.planner.auto_layouts import PLANNER, own_layouts
+from motet.planner.bound_and_simulate import best_layout, rank
+from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.explicit import Placement
+from motet.planner.lower_bound import problem_lower_bound_s
+from motet.planner.problem import PlanningProblem
+from motet.schedule.generators import GENERATORS
+
+MAX_SIMULATED = 12
+NUM_RESCHEDULED = 3
+"""So many of the best plans are tried under the other schedules."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    evaluation: Evaluation
+    """Of the plan that wins; its `planner` is auto."""
+    found_by: str
+    """The planner whose plan it is; auto: nobody's but ours."""
+    named: Mapping[str, Evaluation]
+    """Each named planner's own plan."""
+    refused: Mapping[str, str]
+    """Why a planner has none."""
+    lower_bound_s: float | None
+    """No plan of the problem takes less; None where the plan is outside what the bound covers."""
+
+    @property
+    def best_named(self) -> str | None:
+        return min(self.named, key=lambda name: rank(self.named[name]), default=None)
+
+    @property
+    def why(self) -> str:
+        """In one or two sentences."""
+        plan, seconds = self.evaluation.plan, self.evaluation.iteration_time_s
+        parts = [f"{_shape(plan)} under {plan.schedule}"]
+        if self.found_by != PLANNER:
+            parts.append(f"the plan of {self.found_by}")
+        elif self.best_named is not None:
+            best = self.named[self.best_named]
+            if best.fits or not self.evaluation.fits:
+                gain = best.iteration_time_s / seconds - 1
+                parts.append(f"{gain:.1%} faster than the best named planner, {self.best_named}")
+            else:
+                parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
+        if self.lower_bound_s is not None and self.lower_bound_s < float("inf"):
+            parts.append(f"{seconds / self.lower_bound_s - 1:.1%} above what no plan undercuts")
+        return "; ".join(parts)
+
+
+def auto(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    return choose(problem, placement=placement).evaluation.plan
+
+
+def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
+    """Raises `UserError` if nobody finds a plan. `placement`: as the named planners understand it; ours are then left
+    out."""
+    schedules = tuple(GENERATORS) if problem.schedules is None else problem.schedules
+    named, refused = _named(problem, placement)
+    evaluations = list(named.values())
+    if placement is None:
+        layouts = list(own_layouts(problem, schedules))
+        evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
+    if not evaluations:
+        raise UserError(f"parallel.planner: no planner finds a plan; {next(iter(refused.values()))}")
+    evaluations += _rescheduled(sorted(evaluations, key=rank)[:NUM_RESCHEDULED], schedules)
+    best = min(evaluations, key=rank)
+    found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
+    plan = replace(best.plan, planner=PLANNER)
+    return Choice(
+        evaluation=replace(best, plan=plan),
+        found_by=found_by,
+        named=named,
+        refused=refused,
+        lower_bound_s=bound_of_all(problem, [e.plan for e in evaluations], plan),
+    )
+
+
+def _named(problem: PlanningProblem, placement: Placement | None) -> tuple[dict[str, Evaluation], dict[str, str]]:
+    from motet.planner import PLANNERS  # It names this planner too.
+
+    named: dict[str, Evaluation] = {}
+    refused: dict[str, str] = {}
+    for name, planner in PLANNERS.items():
+        if name == PLANNER:
+            continue
+        try:
+            named[name] = evaluate(problem, planner(problem, placement=placement))
+        except UserError as error:
+            refused[name] = str(error)
+    return named, refused
+
+
+def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
+    """The same plans under the other schedules; those that need another shape are left out."""
+    found = []
+    for evaluation in evaluations:
+        for schedule in schedules:
+            if schedule == evaluation.plan.schedule:
+                continue
+            try:
+                found.append(evaluate(evaluation.problem, replace(evaluation.plan, schedule=schedule)))
+            except UserError:
+                continue
+    return found
+
+
+def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float | None:
+    """The lower bound over all plans with the sizes that the user allows or a candidate has; None if the chosen one has
+    several tensor-parallel sizes in one module, which the bound does not cover."""
+    replicas = {name: set(problem.dp_sizes) for name in problem.modules}
+    tp = {name: set(module.tp_sizes) for name, module in problem.modules.items()}
+    for plan in candidates:
+        for name in problem.modules:
+            replicas[name].add(len(plan.modules[name].replicas))
+            tp[name] |= _tp_sizes(plan, name)
+    if any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules):
+        return None
+    return problem_lower_bound_s(
+        problem,
+        num_replicas={name: sorted(sizes) for name, sizes in replicas.items()},
+        tp={name: sorted(sizes) for name, sizes in tp.items()},
+    )
+
+
+def _tp_sizes(plan: Plan, name: str) -> set[int]:
+    return {stage.tp_size for replica in plan.modules[name].replicas for stage in replica.stages}
+
+
+def _shape(plan: Plan) -> str:
+    """Like `vision 2 stages x 4 replicas, language_model 6 x 4`."""
+    parts = []
+    for name, module in plan.modules.items():
+        if module.copy_of is None:
+            stages = module.replicas[0].stages
+            tp = f" x tp {stages[0].tp_size}" if stages[0].tp_size > 1 else ""
+            parts.append(f"{name} {len(stages)} stages{tp} x {len(module.replicas)} replicas")
+    return ", ".join(parts)
