@@ -1,0 +1,100 @@
+"""`auto`: never slower than the best named planner, honest about how far it is from the best possible."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from small_problem import sample, small_problem, with_memory
+
+from motet.planner import PLANNERS, make_plan
+from motet.planner.auto import choose
+from motet.planner.auto_layouts import own_layouts
+from motet.planner.bound_and_simulate import rank
+from motet.planner.evaluate import evaluate
+from motet.planner.lower_bound import problem_lower_bound_s
+from motet.schedule.generators import GENERATORS
+
+
+def draw_problem(seed):
+    rng = Random(seed)
+    frozen = rng.choice([(), ("vision", "audio"), ("vision", "audio", "language_model")])
+    encoders = rng.choice([("vision", "audio"), ("vision",)])
+    dp_sizes = rng.choice([(1,), (1, 2)])
+    problem = small_problem(
+        num_devices=rng.choice([3, 4, 6]),
+        encoders=encoders,
+        frozen=tuple(name for name in frozen if name in (*encoders, "language_model")),
+        num_microbatches=rng.choice([2, 4, 8]),
+        dp_sizes=dp_sizes,
+    )
+    sizes = rng.choice([(1,), (1, 2)])
+    return replace(problem, modules={n: replace(m, tp_sizes=sizes) for n, m in problem.modules.items()})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_between_the_bound_and_the_best_named_planner(seed):
+    problem = draw_problem(seed)
+    choice = choose(problem)
+    named = []
+    for name, planner in PLANNERS.items():
+        if name != "auto":
+            try:
+                named.append(evaluate(problem, planner(problem)))
+            except ValueError:
+                assert name in choice.refused
+    assert rank(choice.evaluation) <= min(map(rank, named))
+    assert {e.plan.planner for e in named} == set(choice.named)
+    if choice.lower_bound_s is not None:
+        assert choice.lower_bound_s <= choice.evaluation.iteration_time_s * (1 + 1e-9)
+        assert problem_lower_bound_s(problem) >= choice.lower_bound_s
+    assert choice.evaluation.plan.planner == "auto"
+    assert choice.evaluation.plan.schedule in choice.why
+
+
+def test_it_goes_beyond_what_any_planner_finds():
+    faster = 0
+    for seed in range(4):
+        choice = choose(draw_problem(seed))
+        best = min(map(rank, choice.named.values()))
+        faster += rank(choice.evaluation) < best
+        assert (choice.found_by == "auto") == (rank(choice.evaluation) < best)
+    assert faster >= 2
+
+
+def test_a_schedule_that_the_user_fixed_is_kept():
+    problem = small_problem(num_devices=4, frozen=())
+    free = choose(problem).evaluation
+    fixed = choose(replace(problem, schedules=("1f1b",))).evaluation
+    assert fixed.plan.schedule == "1f1b"
+    assert free.iteration_time_s <= fixed.iteration_time_s
+
+
+def test_a_placement_that_the_user_fixed_leaves_only_planners_that_know_it():
+    choice = choose(small_problem(num_devices=4), placement="colocated")
+    assert {"cornstarch", "encoders_colocated"} <= set(choice.named)
+    assert "megatron" in choice.refused
+    ranks = [choice.evaluation.plan.modules[n].replicas[0].stages[0].ranks for n in ("vision", "audio")]
+    assert ranks[0] == ranks[1]
+
+
+def test_what_fits_goes_before_what_is_fast():
+    problem = small_problem(num_devices=4, frozen=(), num_microbatches=8)
+    peaks = [max(e.result.peak_memory_bytes) for e in choose(problem).named.values()]
+    tight = with_memory(problem, 1.05 * min(peaks) / 0.9)
+    assert choose(tight).evaluation.fits
+    assert not choose(with_memory(problem, 1e5)).evaluation.fits
+
+
+def test_own_layouts_use_all_devices_and_only_schedules_that_are_allowed():
+    problem = small_problem(num_devices=4, num_microbatches=8, dp_sizes=(1, 2))
+    layouts = list(own_layouts(problem, ("1f1b",)))
+    assert all(layout.num_devices == 4 for layout in layouts)
+    assert {layout.schedule for layout in layouts} == {None}
+    assert {layout.schedule for layout in own_layouts(problem, tuple(GENERATORS))} > {None, "interleaved_1f1b"}
+
+
+def test_one_module_alone_is_planned_too():
+    problem = small_problem(num_devices=2, encoders=(), frozen=())
+    samples = tuple(sample(i, image=False, sound=False) for i in range(8))
+    plan = make_plan(replace(problem, samples=samples), "auto")
+    assert plan.num_ranks == 2
