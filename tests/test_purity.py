@@ -34,6 +34,7 @@ PURE = (
     "motet.attention.bitfield",
     "motet.attention.blocks",
     "motet.attention.distribution",
+    "motet.attention.execution",
     "motet.attention.kernels.tasks",
     "motet.schedule",
     "motet.simulator",

@@ -1,0 +1,98 @@
+"""How long the attention of a distributed sequence takes: inside a device, and across devices.
+
+*Inside a device* (thesis 3.3.2.2) a launch computes some heads. Its tasks, a row of tiles of one head each, start in
+order on whichever of the device's units is free, and the next launch waits for the last of them. So a row that is much
+longer than the others leaves units idle however even the devices' sums are. Rows may be split into pieces of at most so
+many tiles; each piece then costs something for writing down and merging a partial result.
+
+*Across devices* keys and values are gathered a few heads at a time while those before are computed (Cornstarch 5.3), or
+they go round in a ring and every round waits for its slowest device.
+
+Limits: forward only; tiles take the same time on every unit; no memory bandwidth, no caches.
+"""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.attention.blocks import FULL, PARTIAL, TileCounts, block_map
+from motet.attention.distribution import Distribution, TileCost
+from motet.attention.interval_mask import IntervalMask
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernel:
+    """An attention kernel on one kind of device."""
+
+    num_units: int
+    """Tasks that run at the same time."""
+    cost: TileCost
+    """Of a tile, and of a row, on one unit."""
+    heads_per_launch: int = 1
+    tiles_per_piece: int | None = None
+    """Rows with more tiles are split into equal pieces; None: they are not."""
+    piece_s: float = 0.0
+    """Writing and merging the partial result of a piece of a split row."""
+
+    def tasks(self, counts: TileCounts, blocks: NDArray[np.integer]) -> Float64:
+        """Seconds of every task of one head of these rows: in their order, or if rows are split the longest first."""
+        rows = self.cost.of_blocks(counts)[blocks]
+        if self.tiles_per_piece is None:
+            return rows
+        pieces = np.maximum(1, -(-(counts.full + counts.partial)[blocks] // self.tiles_per_piece))
+        seconds = rows / pieces + np.where(pieces > 1, self.piece_s, 0.0)
+        return np.sort(np.repeat(seconds, pieces))[::-1]
+
+    def device_s(self, counts: TileCounts, blocks: NDArray[np.integer], num_heads: int) -> float:
+        """Seconds of all heads of these rows on one device."""
+        tasks = self.tasks(counts, blocks).tolist()
+        launches, rest = divmod(num_heads, self.heads_per_launch)
+        whole = launches * makespan_s(tasks * self.heads_per_launch, self.num_units) if launches else 0.0
+        return whole + makespan_s(tasks * rest, self.num_units)
+
+
+def devices_s(counts: TileCounts, shares: Distribution, kernel: AttentionKernel, num_heads: int) -> Float64:
+    """[G]: seconds that each rank computes."""
+    ranks = range(shares.num_ranks)
+    return np.array([kernel.device_s(counts, shares.blocks_of(rank), num_heads) for rank in ranks])
+
+
+def makespan_s(tasks: Iterable[float], num_units: int) -> float:
+    """When the last of these tasks ends, if each starts in its turn as soon as a unit is free."""
+    free = [0.0] * num_units
+    for task in tasks:
+        heapq.heapreplace(free, free[0] + task)
+    return max(free)
+
+
+def gathered_s(compute_s: float, gather_s: float, num_steps: int) -> float:
+    """Keys and values of all ranks, gathered in steps of some heads; each step but the first beside the computation of
+    the step before."""
+    compute, gather = compute_s / num_steps, gather_s / num_steps
+    return gather + (num_steps - 1) * max(compute, gather) + compute
+
+
+def ring_s(pairs_s: Float64, send_s: float) -> float:
+    """`pairs_s` [G, G]: seconds of each rank's queries (row) with each rank's keys (column).
+    `send_s`: seconds to send one rank's keys and values on.
+
+    In round r rank i has the keys of rank i - r, computes with them and passes them on."""
+    num_ranks = len(pairs_s)
+    ranks = np.arange(num_ranks)
+    rounds = [float(pairs_s[ranks, (ranks - r) % num_ranks].max()) for r in range(num_ranks)]
+    return sum(max(compute, send_s) for compute in rounds[:-1]) + rounds[-1]
+
+
+def pairs_of_ranks_s(mask: IntervalMask, shares: Distribution, cost: TileCost) -> Float64:
+    """[G, G]: seconds per head of each rank's queries (row) with each rank's keys (column), one tile after the other.
+
+    Writes the block map out: for sequences of up to some 100,000 tokens."""
+    tiles = block_map(mask, block_size=shares.block_size)
+    seconds = np.where(tiles == FULL, cost.full_s, np.where(tiles == PARTIAL, cost.partial_s, 0.0))
+    owned = (shares.rank_of_block == np.arange(shares.num_ranks)[:, None]).astype(np.float64)
+    return owned @ seconds @ owned.T

@@ -1,0 +1,111 @@
+"""Simulated attention: by hand, against bounds, and the thesis' observation that even sums alone do not help."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.attention.blocks import TileCounts, tile_counts
+from motet.attention.distribution import TileCost, distribute
+from motet.attention.execution import (
+    AttentionKernel,
+    devices_s,
+    gathered_s,
+    pairs_of_ranks_s,
+    ring_s,
+)
+from motet.attention.layout import Document, layout_of_documents
+from motet.attention.rules import AttentionRule, mask_of
+from motet.data.sample import Segment
+
+COST = TileCost(full_s=1.0, partial_s=1.0)
+
+
+def rows(*tiles: int) -> TileCounts:
+    counts = np.array(tiles)
+    return TileCounts(counts, np.zeros_like(counts), counts, 128 * len(tiles), 128)
+
+
+def test_figure_3_3b() -> None:
+    """Rows of 1 and 5 tiles on two units: the long one alone decides, until it is split into pieces of two tiles."""
+    counts, both = rows(1, 5), np.arange(2)
+    assert AttentionKernel(num_units=2, cost=COST).device_s(counts, both, 1) == 5
+    split = AttentionKernel(num_units=2, cost=COST, tiles_per_piece=2)
+    assert split.tasks(counts, both).tolist() == pytest.approx([5 / 3, 5 / 3, 5 / 3, 1])
+    assert split.device_s(counts, both, 1) == pytest.approx(10 / 3)
+    merging = AttentionKernel(num_units=2, cost=COST, tiles_per_piece=2, piece_s=1.0)
+    assert merging.tasks(counts, both).sum() == pytest.approx(6 + 3)
+
+
+def test_heads_of_a_launch_share_the_units() -> None:
+    counts, both = rows(1, 5), np.arange(2)
+    # Of two heads: 1, 1, 5 beside 5. Of three: 1, 1, 5 beside 5, 1, 5, and one head after them.
+    for heads, seconds in ((1, 4 * 5), (2, 2 * 7), (3, 11 + 5), (4, 13)):
+        kernel = AttentionKernel(num_units=2, cost=COST, heads_per_launch=heads)
+        assert kernel.device_s(counts, both, 4) == seconds
+
+
+@given(
+    tasks=st.lists(st.integers(0, 20), min_size=1, max_size=30),
+    units=st.integers(1, 8),
+    pieces=st.integers(1, 6),
+    heads=st.integers(1, 5),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_device_beats_its_bounds(tasks: list[int], units: int, pieces: int, heads: int) -> None:
+    counts, every = rows(*tasks), np.arange(len(tasks))
+    whole = AttentionKernel(num_units=units, cost=COST).device_s(counts, every, heads)
+    split = AttentionKernel(num_units=units, cost=COST, tiles_per_piece=pieces).device_s(counts, every, heads)
+    assert heads * max(max(tasks), sum(tasks) / units) <= whole <= heads * (sum(tasks) / units + max(tasks)) + 1e-9
+    assert heads * sum(tasks) / units - 1e-9 <= split <= heads * (sum(tasks) / units + pieces) + 1e-9
+
+
+@given(st.floats(0, 9), st.floats(0, 9), st.integers(1, 6))
+def test_gathering_beside_computing(compute: float, gather: float, steps: int) -> None:
+    """Step by step on two queues: the link, and the device that waits for it."""
+    link = started = device = 0.0
+    for _ in range(steps):
+        link = max(link, started) + gather / steps  # It starts with the computation that it runs beside.
+        started = max(device, link)
+        device = started + compute / steps
+    assert gathered_s(compute, gather, steps) == pytest.approx(device)
+
+
+def test_a_ring_waits_for_the_slowest_in_every_round() -> None:
+    """Causal, two ranks: rank 1 alone has work with rank 0's keys, and rank 0 none with rank 1's."""
+    pairs = np.array([[1.0, 0.0], [2.0, 1.0]])
+    assert ring_s(pairs, send_s=0.5) == 1 + 2
+    assert ring_s(pairs, send_s=3.0) == 3 + 2
+    assert ring_s(np.array([[4.0]]), send_s=9.0) == 4
+
+
+def test_pairs_of_ranks() -> None:
+    mask = mask_of(layout_of_documents([Document((Segment(1000),))]), AttentionRule(window=300))
+    counts = tile_counts(mask)
+    cost = TileCost(full_s=1.0, partial_s=1.5)
+    shares = distribute(cost.of_blocks(counts), 3, num_tokens=1000, policy="striped")
+    pairs = pairs_of_ranks_s(mask, shares, cost)
+    np.testing.assert_allclose(pairs.sum(axis=1), shares.loads)
+    seen = mask.dense()
+    for one in range(3):
+        for other in range(3):
+            part = seen[shares.tokens_of(one)][:, shares.tokens_of(other)]
+            assert (pairs[one, other] > 0) == part.any()
+
+
+def test_even_sums_do_not_help_until_long_rows_are_split() -> None:
+    """Thesis 3.5.4: balance between devices only is no gain, inside devices is one, both together are the best."""
+    images = [Segment(1200, "vision", item) if item % 2 else Segment(700 + 50 * (item % 5)) for item in range(64)]
+    counts = tile_counts(mask_of(layout_of_documents([Document(tuple(images))]), AttentionRule(media="own_item")))
+
+    def slowest(policy: str, tiles_per_piece: int | None) -> float:
+        kernel = AttentionKernel(num_units=84, cost=COST, tiles_per_piece=tiles_per_piece, piece_s=1.0)
+        shares = distribute(COST.of_blocks(counts), 4, num_tokens=counts.num_tokens, policy=policy)
+        return float(devices_s(counts, shares, kernel, 1).max())
+
+    neither, between, inside, both = (
+        slowest(p, n) for p, n in [("zigzag", None), ("lpt", None), ("zigzag", 32), ("lpt", 32)]
+    )
+    assert between > 0.95 * neither
+    assert inside < 0.8 * neither
+    assert both < 0.98 * inside
