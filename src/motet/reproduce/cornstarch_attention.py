@@ -147,8 +147,8 @@ def table_3_4() -> Table:
         "Thesis table 3.4: an attention layer on 16 GPUs, Cornstarch and DCP",
         tuple(rows),
         "The parameters of the masks are not given. At 256k the published times of Cornstarch are alike for Lambda, "
-        "causal and shared questions, though a window of 4096 leaves 3% of the causal area and four answers 52%: either "
-        "the windows grow with the sequence, or the time did not follow the area. Published times of Cornstarch at 32k "
+        "causal and shared questions, though a window of 4096 leaves 3% of the causal area and four answers 52%. The "
+        "windows grow with the sequence, or the time did not follow the area. Published times of Cornstarch at 32k "
         "are above those at 64k; nothing here explains that.",
     )
 
