@@ -21,9 +21,10 @@ Arrangement = Literal["separate", "padded", "packed"]
 """How a microbatch's sequences are laid out: each by its own length; all padded to the longest; all in one row, where
 attention is computed over the whole row and masked."""
 
-Rows = Literal["tokens", "outputs", "incoming"]
+Rows = Literal["tokens", "outputs", "incoming", "sequences"]
 """What a linear is applied to: the module's own tokens; those that it hands on (an encoder's projector) or that carry
-loss (a language model's head); those that come from an encoder (keys and values of cross-attention)."""
+loss (a language model's head); those that come from an encoder (keys and values of cross-attention); one vector for
+each sequence (a diffusion model's time step)."""
 
 Config = Mapping[str, Any]
 
@@ -42,6 +43,8 @@ class Linear:
     reads_layer_input: bool = False
     """Its input is the layer's input (no norm between), so that only earlier layers need its input gradient."""
     rows: Rows = "tokens"
+    kernel_area: int = 1
+    """Of a convolution: the pixels under its kernel, each of which `in_features` counts. It reads each pixel once."""
 
     @property
     def num_parameters(self) -> int:
@@ -81,6 +84,8 @@ class LayerShape:
     """The MLP multiplies two branches."""
     runs: bool = True
     """False: it has parameters, but computes nothing."""
+    resolution: float = 1.0
+    """Length of the layer's sequence over that of the module's (a U-Net's inner levels: a quarter each)."""
 
     @property
     def num_parameters(self) -> int:

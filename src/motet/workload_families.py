@@ -292,8 +292,8 @@ def _whisper(read: Reader) -> ModuleWorkload:
         norm_parameters=4 * width,
     )
     convolutions = (
-        Linear(3 * read("num_mel_bins"), width, True, rows_per_token=2.0, reads_layer_input=True),
-        Linear(3 * width, width, True),
+        Linear(3 * read("num_mel_bins"), width, True, rows_per_token=2.0, reads_layer_input=True, kernel_area=3),
+        Linear(3 * width, width, True, kernel_area=3),
     )
     embed = LayerShape(
         "embed", width, convolutions, other_parameters=read("max_source_positions") * width, saved_vectors=3

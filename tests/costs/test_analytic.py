@@ -8,8 +8,11 @@ from tiny_configs import EVERY_MODEL
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.cluster import LINKS, cpu_cluster
-from motet.costs.analytic import analytic_module_costs, analytic_table, layer_flops
+from motet.costs.analytic import AnalyticCosts, analytic_table, layer_flops
+from motet.costs.collectives import collective_seconds
+from motet.costs.kernels import layer_kernels
 from motet.costs.load import Load
+from motet.costs.speeds import Speed, Speeds
 from motet.models.projector import build_projector
 from motet.workload import module_workload, projector_layer
 
@@ -178,17 +181,46 @@ def test_projectors(projector):
     assert_equal_parts(layer_flops(projector_layer(projector, 24, 40)), Load(outputs=TOKENS), parts)
 
 
-def test_seconds_are_flops_over_speed_and_tensor_parallelism_halves_blocks():
+SPEED = Speed(limit=0.5, overhead_s=1e-6)
+SPEEDS = Speeds(gemm=SPEED, convolution=SPEED, attention=SPEED, memory=Speed(limit=1.0, overhead_s=0.0))
+LOAD = Load(tokens=64, pairs=64**2, sequences=1, outputs=8)
+
+
+def costs_of(num_devices=2):
+    return AnalyticCosts(cluster=cpu_cluster(num_devices), dtype="float32", message_bytes=4, speeds=SPEEDS)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("reference", [None, LOAD])
+def test_a_layers_seconds_are_the_sum_of_its_kernels(tp_size, sequence_parallel, reference):
+    cluster = cpu_cluster(2)
     workload = module_workload(EVERY_MODEL["llama"][0])
-    load = Load(tokens=64, pairs=64**2, sequences=1)
+    costs = costs_of().module(workload, tp_size=tp_size, sequence_parallel=sequence_parallel, reference=reference)
+    for index, layer in enumerate(workload.layers):
+        kernels = layer_kernels(layer, tp_size=tp_size, sequence_parallel=sequence_parallel, element_bytes=4)
+        expected = 0.0
+        for shape in kernels.forward:
+            kernel = shape.at(LOAD)
+            if kernel.collective:
+                expected += collective_seconds(cluster, kernel.collective, range(tp_size), kernel.num_bytes)
+                continue
+            moved = kernel.num_bytes / cluster.device.memory_bytes_per_s
+            computed = kernel.flops / (0.5 * cluster.device.peak("float32")) + 1e-6
+            bound_by_bytes = kernel.kind in ("norm", "elementwise")
+            expected += moved if bound_by_bytes else max(computed, moved) if reference else computed
+        assert costs.layers[index].forward.seconds(LOAD) == pytest.approx(expected)
+
+
+def test_tensor_parallelism_divides_blocks_and_adds_collectives():
+    workload = module_workload(EVERY_MODEL["llama"][0])
+    one, two = (costs_of().module(workload, tp_size=size).layers[1].forward for size in (1, 2))
+    flops = layer_flops(workload.layers[1]).forward.seconds(LOAD)
     link = LINKS["loopback"]
-    one = analytic_module_costs(workload, flops_per_s=1e9, dtype_bytes=4, tp_size=1, link=link)
-    two = analytic_module_costs(workload, flops_per_s=1e9, dtype_bytes=4, tp_size=2, link=link)
-    flops = layer_flops(workload.layers[1]).forward.seconds(load)
-    assert one.layers[1].forward.seconds(load) == pytest.approx(flops / 1e9)
     # Two all-reduces, each two steps with half of the bytes.
     collectives = 2 * (2 * link.latency_s + 64 * 64 * 4 / link.bytes_per_s)
-    assert two.layers[1].forward.seconds(load) == pytest.approx(flops / 2e9 + collectives)
+    saved = flops / 2 / 4e10 + 64 * 96 * 3 * 4 / 2 / 2e10
+    assert two.seconds(LOAD) - one.seconds(LOAD) == pytest.approx(collectives - saved)
 
 
 def test_table_of_a_cluster():

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from tiny_configs import EVERY_MODEL
 
-from motet.cluster import cpu_cluster
+from motet.cluster import LINKS, cpu_cluster
+from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
 from motet.costs.iteration import IterationCosts
 from motet.costs.load import Load, microbatch_load
@@ -230,3 +231,61 @@ def test_loads_of_cross_attention():
     load = microbatch_load(workload, "m", samples, ("v",))
     # Both rows see the tokens of both images.
     assert (load.incoming, load.incoming_pairs) == (2 * 8, 10 * 8)
+
+
+def cut_plan(tp_size=1, cp_size=1, sequence_parallel=False, recompute=()):
+    """One trainable language model on one group."""
+    group = Stage(layers=(0, 4), ranks=tuple(range(tp_size * cp_size)), tp_size=tp_size, cp_size=cp_size)
+    return Plan(
+        modules={
+            "text": ModulePlan(
+                kind="language_model",
+                num_layers=4,
+                replicas=(Replica(stages=(group,)),),
+                trainable=((0, 4),),
+                loss_weight=1.0,
+                sequence_parallel=sequence_parallel,
+            )
+        },
+        edges=(),
+        num_microbatches=4,
+        recompute=recompute,
+    )
+
+
+LONG = [Sample(str(i), {"text": (Segment(240),)}, {"text": 120}) for i in range(4)]
+CELL = Cell("text", 0, 0, 0)
+
+
+def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
+    table = analytic_table({"text": TEXT}, cpu_cluster(8))
+    one, two = (bind(cut_plan(cp_size=size), LONG, table=table) for size in (1, 2))
+    assert two.rank_load(CELL) == Load(tokens=120, pairs=240**2 / 2, sequences=1, outputs=60, tokens_squared=120**2)
+    forward = Compute(Kind.FORWARD, CELL)
+    layers = table.of("text", 1).layers
+    overhead = sum(layer.forward.constant for layer in layers)
+    # Two blocks gather 2 heads of keys and of values, 16 wide, of 240 tokens: one step with half of the bytes.
+    link = LINKS["loopback"]
+    exchange = 2 * (link.latency_s + 240 * 2 * 2 * 16 * 4 / 2 / link.bytes_per_s)
+    shared = (one.compute_s(forward) - overhead) / 2 + overhead + exchange
+    assert two.compute_s(forward) == pytest.approx(shared)
+
+
+@pytest.mark.parametrize("recompute", [(), ("text",)])
+def test_shared_activations(recompute):
+    """Context parallelism shares all that is saved; sequence parallelism what norms and recomputed blocks save."""
+    one = bind(cut_plan(recompute=recompute), LONG).saved_bytes(CELL, False)
+    two = bind(cut_plan(cp_size=2, recompute=recompute), LONG).saved_bytes(CELL, False)
+    assert two == pytest.approx(one / 2)
+    plain, shared = (
+        bind(cut_plan(tp_size=2, sequence_parallel=sp, recompute=recompute), LONG).saved_bytes(CELL, False)
+        for sp in (False, True)
+    )
+    vectors = 1 if recompute else TEXT.layers[1].saved_vectors + TEXT.layers[1].saved_vectors_for_weights
+    assert plain - shared == 2 * vectors * 240 * 64 * 4 / 2
+
+
+def test_context_parallel_ranks_share_the_optimizer_too():
+    options = MemoryOptions(zero1=True)
+    one, two = (bind(cut_plan(cp_size=size), LONG, memory=options).static_bytes(0) for size in (1, 2))
+    assert two == pytest.approx(one * 3 / 4)

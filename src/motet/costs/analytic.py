@@ -1,89 +1,100 @@
-"""FLOPs of layers, and times from them: FLOPs / (peak x efficiency).
+"""Costs of layers that nobody has measured: their kernels' FLOPs and bytes over what the device reaches of its peaks.
 
-Counted are matrix products: a linear is 2 x rows x in x out, attention 4 x heads x head_dim x pairs (scores, and
-weighted values), a convolution over patches or mel frames is the linear that it is. Their input gradient and their
-weight gradient cost as much as the forward each; attention has no weights, its backward is two of its forwards. Causal
-and sliding-window masks do not reduce the count: kernels that compute masked scores are what runs everywhere.
+Which kernels are bound by memory is decided once, at a reference load (a typical microbatch); around it times are
+linear in the load's sums, as the costs of a table must be. Without a reference matrix products, convolutions and
+attention are taken to be bound by their FLOPs.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import date
 
-from motet.cluster import Cluster, Link
-from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
-from motet.workload import LayerShape, Linear, ModuleWorkload
+from motet.cluster import Cluster
+from motet.costs.collectives import collective_terms
+from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic, total
+from motet.costs.kernels import KernelShape, layer_kernels, total_flops
+from motet.costs.load import Load
+from motet.costs.speeds import Speed, Speeds, default_speeds
+from motet.workload import LayerShape, ModuleWorkload
+
+ELEMENT_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Of the operands of kernels, by the dtype of the computation."""
 
 
 def layer_flops(layer: LayerShape) -> LayerCost:
     """Like a layer's cost, but in FLOPs instead of seconds."""
-    forward, input_gradient, weight_gradient, inner = ([0.0] * len(Quadratic._fields) for _ in range(4))
-    for linear in layer.linears:
-        term, flops = _linear_term(linear)
-        for part in (forward, input_gradient, weight_gradient):
-            part[term] += flops
-        if not linear.reads_layer_input:
-            inner[term] += flops
-    if layer.attention is not None:
-        attention = layer.attention
-        per_pair = 4.0 * attention.num_heads * attention.head_dim
-        if attention.reads_encoder:
-            term, flops = Quadratic._fields.index("per_incoming_pair"), per_pair
-        elif attention.window is not None:
-            term, flops = Quadratic._fields.index("per_token"), per_pair * attention.window
-        else:
-            term, flops = Quadratic._fields.index("per_pair"), per_pair
-        forward[term] += flops
-        for part in (input_gradient, inner):
-            part[term] += 2 * flops
+    kernels = layer_kernels(layer)
+    forward = total_flops(kernels.forward)
     return LayerCost(
-        forward=Quadratic(*forward),
-        forward_without_graph=Quadratic(*forward),
-        input_gradient=Quadratic(*([0.0] * len(forward) if layer.part == "embed" else input_gradient)),
-        weight_gradient=Quadratic(*weight_gradient),
-        weight_gradient_alone=Quadratic(*inner).plus(Quadratic(*weight_gradient)),
+        forward=forward,
+        forward_without_graph=forward,
+        input_gradient=Quadratic() if layer.part == "embed" else total_flops(kernels.input_gradient),
+        weight_gradient=total_flops(kernels.weight_gradient),
+        weight_gradient_alone=total_flops(kernels.weight_gradient_alone),
     )
 
 
-_TERM_OF_ROWS = {"tokens": "per_token", "outputs": "per_output", "incoming": "per_incoming"}
+@dataclass(frozen=True, kw_only=True)
+class AnalyticCosts:
+    """What seconds are computed from."""
 
+    cluster: Cluster
+    dtype: str
+    message_bytes: int
+    """Of each element that collectives carry."""
+    speeds: Speeds
 
-def _linear_term(linear: Linear) -> tuple[int, float]:
-    """Which coefficient it counts in, and with how much."""
-    term = Quadratic._fields.index(_TERM_OF_ROWS[linear.rows])
-    return term, 2.0 * linear.in_features * linear.out_features * linear.rows_per_token
+    def module(
+        self,
+        workload: ModuleWorkload,
+        *,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        reference: Load | None = None,
+    ) -> ModuleCosts:
+        """Costs at one tensor-parallel size. Tensor-parallel groups are taken to fill a node before the next."""
+        by_shape = {
+            layer: self._layer(layer, tp_size, sequence_parallel, reference) for layer in dict.fromkeys(workload.layers)
+        }
+        return ModuleCosts(layers=tuple(by_shape[layer] for layer in workload.layers))
 
+    def _layer(self, layer: LayerShape, tp_size: int, sequence_parallel: bool, reference: Load | None) -> LayerCost:
+        kernels = layer_kernels(
+            layer,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            element_bytes=ELEMENT_BYTES[self.dtype],
+        )
 
-def analytic_module_costs(
-    workload: ModuleWorkload, *, flops_per_s: float, dtype_bytes: int, tp_size: int, link: Link
-) -> ModuleCosts:
-    """Costs at one tensor-parallel size.
+        def seconds(shapes: Iterable[KernelShape]) -> Quadratic:
+            return total(self.kernel(shape, tp_size, reference) for shape in shapes)
 
-    A block's linears and attention are divided among the group, and two all-reduces of its tokens close each forward
-    and each backward (Shoeybi et al. 2019, section 3), one those of the vocabulary's layers; embeddings of patches,
-    merger and projector are computed by all.
-    """
-    return ModuleCosts(
-        layers=tuple(_layer_seconds(layer, flops_per_s, dtype_bytes, tp_size, link) for layer in workload.layers)
-    )
+        forward = seconds(kernels.forward)
+        return LayerCost(
+            forward=forward,
+            forward_without_graph=forward,
+            input_gradient=Quadratic() if layer.part == "embed" else seconds(kernels.input_gradient),
+            weight_gradient=seconds(kernels.weight_gradient),
+            weight_gradient_alone=seconds(kernels.weight_gradient_alone),
+        )
 
+    def kernel(self, shape: KernelShape, tp_size: int, reference: Load | None) -> Quadratic:
+        """Seconds of one kernel as a function of the load."""
+        if shape.collective is not None:
+            scale = self.message_bytes / ELEMENT_BYTES[self.dtype]
+            terms = collective_terms(self.cluster, shape.collective, tuple(range(tp_size)))
+            return Quadratic(constant=terms.latency_s).plus(shape.num_bytes.times(scale / terms.bytes_per_s))
+        moved = self._terms(shape.num_bytes, self.cluster.device.memory_bytes_per_s, self.speeds.memory)
+        speed = self.speeds.compute(shape.kind)
+        if speed is None:
+            return moved
+        computed = self._terms(shape.flops, self.cluster.device.peak(self.dtype), speed)
+        if reference is not None and moved.seconds(reference) > computed.seconds(reference):
+            return moved
+        return computed
 
-def _layer_seconds(layer: LayerShape, flops_per_s: float, dtype_bytes: int, tp_size: int, link: Link) -> LayerCost:
-    flops = layer_flops(layer)
-    is_cut = tp_size > 1 and (bool(layer.vocabulary) or any(linear.cut for linear in layer.linears))
-    scale = 1 / flops_per_s / (tp_size if is_cut else 1)
-    num_all_reduces = (2 if layer.part == "block" else 1) if is_cut else 0
-    num_steps = 2 * (tp_size - 1)
-    all_reduce = Quadratic(
-        constant=num_all_reduces * num_steps * link.latency_s,
-        per_token=num_all_reduces * num_steps / tp_size * layer.hidden_size * dtype_bytes / link.bytes_per_s,
-    )
-    return LayerCost(
-        forward=flops.forward.times(scale).plus(all_reduce),
-        forward_without_graph=flops.forward.times(scale).plus(all_reduce),
-        input_gradient=flops.input_gradient.times(scale).plus(all_reduce),
-        weight_gradient=flops.weight_gradient.times(scale),
-        weight_gradient_alone=flops.weight_gradient_alone.times(scale).plus(all_reduce),
-    )
+    def _terms(self, work: Quadratic, peak: float, speed: Speed) -> Quadratic:
+        return Quadratic(constant=speed.overhead_s).plus(work.times(1 / (speed.limit * peak)))
 
 
 def analytic_table(
@@ -93,24 +104,36 @@ def analytic_table(
     dtype: str = "float32",
     dtype_bytes: int = 4,
     tp_sizes: Iterable[int] = (1,),
+    references: Mapping[str, Load] | None = None,
+    speeds: Speeds | None = None,
 ) -> CostTable:
-    """The costs of a model that nobody has measured. Tensor-parallel groups are taken to lie within a node."""
-    flops_per_s = cluster.device.flops_per_s(dtype)
+    """The costs of a model that nobody has measured.
+
+    `dtype_bytes`: of what travels. `references`: by module, a typical microbatch. `speeds`: None: the assumed ones.
+    """
+    costs = AnalyticCosts(
+        cluster=cluster, dtype=dtype, message_bytes=dtype_bytes, speeds=speeds or default_speeds(cluster.device)
+    )
     sizes = tuple(tp_sizes)
-    return CostTable(
-        modules={
+
+    def modules(sequence_parallel: bool) -> dict[str, dict[int, ModuleCosts]]:
+        return {
             name: {
-                size: analytic_module_costs(
+                size: costs.module(
                     workload,
-                    flops_per_s=flops_per_s,
-                    dtype_bytes=dtype_bytes,
                     tp_size=size,
-                    link=cluster.link(0, size - 1),
+                    sequence_parallel=sequence_parallel,
+                    reference=(references or {}).get(name),
                 )
                 for size in sizes
+                if size > 1 or not sequence_parallel
             }
             for name, workload in workloads.items()
-        },
+        }
+
+    return CostTable(
+        modules=modules(False),
+        sequence_parallel=modules(True),
         source="analytic",
         hardware=cluster.device.name,
         date=date.today().isoformat(),

@@ -109,9 +109,13 @@ class CostTable:
     """For each trainable parameter on a rank: its update, its part in the gradient norm."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """How it was measured, and how well it fits."""
+    sequence_parallel: Mapping[str, Mapping[int, ModuleCosts]] = field(default_factory=dict)
+    """Like `modules`, with sequence parallelism; what is not here costs the same as without."""
 
-    def of(self, module: str, tp_size: int) -> ModuleCosts:
+    def of(self, module: str, tp_size: int, *, sequence_parallel: bool = False) -> ModuleCosts:
         """Raises `ValueError` for what the table does not have."""
+        if sequence_parallel and tp_size in self.sequence_parallel.get(module, {}):
+            return self.sequence_parallel[module][tp_size]
         if module not in self.modules:
             raise UserError(f"costs: there is no module {module!r}; the table has {', '.join(self.modules)}")
         by_size = self.modules[module]
@@ -138,24 +142,28 @@ class CostTable:
             ) from error
 
     def to_json(self) -> str:
-        values = {key: value for key, value in asdict(self).items() if key != "modules"}
-        values["modules"] = {
-            name: {str(size): _module_to_json(costs) for size, costs in sizes.items()}
-            for name, sizes in self.modules.items()
-        }
+        values = {key: value for key, value in asdict(self).items() if key not in TABLES}
+        for table in TABLES:
+            values[table] = {
+                name: {str(size): _module_to_json(costs) for size, costs in sizes.items()}
+                for name, sizes in getattr(self, table).items()
+            }
         return json.dumps(values, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "CostTable":
         values = json.loads(text)
-        values["modules"] = {
-            name: {int(size): _module_from_json(costs) for size, costs in sizes.items()}
-            for name, sizes in values["modules"].items()
-        }
+        for table in TABLES:
+            values[table] = {
+                name: {int(size): _module_from_json(costs) for size, costs in sizes.items()}
+                for name, sizes in values.get(table, {}).items()
+            }
         for key in ("message", "all_reduce"):
             values[key] = None if values[key] is None else LinkCost(**values[key])
         return CostTable(**values)
 
+
+TABLES = ("modules", "sequence_parallel")
 
 STAGE_PARTS = ("stage_forward", "stage_backward", "blocks_forward", "blocks_backward")
 

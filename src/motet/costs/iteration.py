@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from motet.cluster import Cluster
+from motet.costs.collectives import collective_terms
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.cost_model import ZERO, CostTable, Quadratic, total
 from motet.costs.load import Load, microbatch_load
@@ -23,7 +24,7 @@ from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Holder, reductions
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Routes
-from motet.workload import ModuleWorkload
+from motet.workload import LayerShape, ModuleWorkload
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class IterationCosts:
         )
 
     def compute_s(self, action: Compute) -> float:
-        costs, load = self._costs_of(action.cell), self.load(action.cell)
+        costs, load = self._costs_of(action.cell), self.rank_load(action.cell)
         if action.kind is Kind.FORWARD:
             return costs.forward.seconds(load)
         seconds = 0.0
@@ -96,12 +97,11 @@ class IterationCosts:
     def reduce_s(self, reduce: Reduce) -> float:
         holders = self._reductions[reduce]
         tp_size = self._stage_of(holders[0]).tp_size
-        groups = zip(*(holder.ranks for holder in holders), strict=True)
+        num_bytes = self._reduced_bytes(reduce, tp_size)
+        # Context-parallel ranks hold the same shard, and sum their gradients too.
+        groups = [tuple(rank for holder in holders for rank in holder.ranks[t::tp_size]) for t in range(tp_size)]
         return max(
-            all_reduce_seconds(
-                self.table, self.cluster, tuple(dict.fromkeys(ranks)), self._reduced_bytes(reduce, tp_size)
-            )
-            for ranks in groups
+            all_reduce_seconds(self.table, self.cluster, tuple(dict.fromkeys(ranks)), num_bytes) for ranks in groups
         )
 
     # Bytes ----------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class IterationCosts:
         workload = self._workload(source.module)
         rows, width = workload.boundary(self.routes.stage(source).layers[1])
         if source.module == target.module:
-            load = self.load(source)
+            load = self.rank_load(source)
             return round((load.tokens if rows == "tokens" else load.outputs) * width * self.memory.activation_bytes)
         data_module = self.plan.modules[source.module].data_module(source.module)
         route = next(route for route in self.routes.outgoing[source] if route.target == target)
@@ -119,7 +119,7 @@ class IterationCosts:
         return num_tokens * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
-        stage, load = self.routes.stage(cell), self.load(cell)
+        stage, load = self.routes.stage(cell), self.rank_load(cell)
         workload = self._workload(cell.module)
         rows, width = workload.boundary(stage.layers[0])
         has_input = bool(stage.layers[0]) and cell in self.routes.with_backward
@@ -133,6 +133,7 @@ class IterationCosts:
                 recompute=cell.module in self.plan.recompute,
                 tp_size=stage.tp_size,
                 options=self.memory,
+                sequence_parallel=self.plan.modules[cell.module].sequence_parallel,
             )
             for index, gradients in zip(range(*stage.layers), self.gradients(cell), strict=True)
         )
@@ -146,7 +147,7 @@ class IterationCosts:
                     workload.layers[index],
                     trainable=module.is_trainable((index, index + 1)),
                     tp_size=stage.tp_size,
-                    num_holders=len(module.replicas),
+                    num_holders=len(module.replicas) * stage.cp_size,
                     options=self.memory,
                 )
         return num_bytes
@@ -164,6 +165,10 @@ class IterationCosts:
                 self._sources[cell.module],
             )
         return self._loads[key]
+
+    def rank_load(self, cell: Cell) -> Load:
+        """Of one rank of the cell's stage."""
+        return self.load(cell).share(self.routes.stage(cell).cp_size)
 
     def gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
         """For each layer of the cell's stage, what its backward computes."""
@@ -190,13 +195,16 @@ class IterationCosts:
 
     def _costs_of(self, cell: Cell) -> _StageCosts:
         stage, gradients = self.routes.stage(cell), self.gradients(cell)
-        key = (cell.module, stage.layers, stage.tp_size, gradients)
+        group = stage.ranks if stage.cp_size > 1 else stage.tp_size
+        key = (cell.module, stage.layers, group, gradients)
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stage(cell.module, stage, gradients)
         return self._stage_costs[key]
 
     def _sum_stage(self, name: str, stage: Stage, gradients: Sequence[LayerGradients]) -> _StageCosts:
-        costs = self.table.of(self._owner(name), stage.tp_size)
+        costs = self.table.of(
+            self._owner(name), stage.tp_size, sequence_parallel=self.plan.modules[name].sequence_parallel
+        )
         workload = self._workload(name)
         forward, input_half, weight_half = [costs.stage_forward], [], []
         has_block = workload.has_block(stage.layers)
@@ -210,15 +218,29 @@ class IterationCosts:
             layer = costs.layers[index]
             recomputed = needs.any and name in self.plan.recompute and workload.has_block((index, index + 1))
             with_graph = needs.any and not recomputed
-            forward.append(layer.forward if with_graph else layer.forward_without_graph)
+            exchange = self._key_exchange(workload.layers[index], stage)
+            forward += [layer.forward if with_graph else layer.forward_without_graph, exchange]
             if recomputed:
-                input_half.append(layer.forward)
+                input_half += [layer.forward, exchange]
+            if needs.input_gradient:
+                input_half.append(exchange)
             if needs.input_gradient:
                 input_half.append(layer.input_gradient)
                 weight_half.append(layer.weight_gradient if needs.weight_gradient else ZERO)
             elif needs.weight_gradient:
                 weight_half.append(layer.weight_gradient_alone)
         return _StageCosts(total(forward), total(input_half), total(weight_half))
+
+    def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:
+        """Seconds in which context-parallel ranks gather the keys and values of the whole sequence; their gradients
+        go back by a reduce-scatter, which takes as long. A function of one rank's load."""
+        attention = layer.attention
+        if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
+            return ZERO
+        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size])
+        width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
+        per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
+        return Quadratic(constant=terms.latency_s, per_token=per_token)
 
     def _entries(self, source: str, target: str) -> set[int]:
         return {
@@ -265,6 +287,6 @@ class IterationCosts:
         """Parameters that the rank's optimizer updates."""
         return sum(
             self._num_trainable(name, stage.layers, stage.tp_size)
-            / (len(self.plan.modules[name].replicas) if self.memory.zero1 else 1)
+            / (len(self.plan.modules[name].replicas) * stage.cp_size if self.memory.zero1 else 1)
             for name, _, _, stage in self.plan.stages_of_rank(rank)
         )

@@ -25,6 +25,20 @@ class Load(NamedTuple):
     tokens_squared: float = 0.0
     """The square of `tokens`: a large microbatch outgrows caches, so that its tokens cost more."""
 
+    def share(self, cp_size: int) -> "Load":
+        """Of one rank, if the sequences' tokens and pairs are divided equally over a context-parallel group."""
+        if cp_size == 1:
+            return self
+        return Load(
+            tokens=self.tokens / cp_size,
+            pairs=self.pairs / cp_size,
+            sequences=self.sequences,
+            incoming=self.incoming / cp_size,
+            incoming_pairs=self.incoming_pairs / cp_size,
+            outputs=self.outputs / cp_size,
+            tokens_squared=self.tokens_squared / cp_size**2,
+        )
+
 
 def microbatch_load(
     workload: ModuleWorkload, data_module: str, samples: Sequence[Sample], sources: Sequence[str] = ()

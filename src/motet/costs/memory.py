@@ -2,7 +2,8 @@
 
 A linear saves its input if its weights have a gradient; linears that read the same tensor share it. Attention saves
 queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation function its input,
-a gated MLP both branches and their product's factors. With recomputation a block saves its input alone.
+a gated MLP both branches and their product's factors. With recomputation a block saves its input alone. With sequence
+parallelism what norms save is shared by the tensor-parallel group, but not the linears' inputs: each rank gathers them.
 
 Limits: temporary memory inside an action and the allocator's fragmentation are not counted; `RESERVE` stands for them.
 """
@@ -51,19 +52,24 @@ def saved_layer_bytes(
     recompute: bool,
     tp_size: int,
     options: MemoryOptions,
+    sequence_parallel: bool = False,
 ) -> int:
-    """What one rank keeps of one layer for one microbatch. `input_gradient`, `weight_gradient`: as the layer needs."""
+    """What one rank keeps of one layer for one microbatch. `input_gradient`, `weight_gradient`: as the layer needs.
+
+    `load`: that of the rank, which with context parallelism is a share of the microbatch's (`Load.share`)."""
     if not (input_gradient or weight_gradient):
         return 0
-    tokens = load.outputs if layer.part == "projector" else load.tokens
+    tokens = load.outputs if layer.part == "projector" else load.tokens * layer.resolution
+    shared = tp_size if sequence_parallel and layer.part == "block" else 1
     if recompute and layer.part == "block" and layer.runs:
-        return round(tokens * layer.hidden_size * options.activation_bytes)
-    elements = tokens * layer.hidden_size * layer.saved_vectors
+        return round(tokens * layer.hidden_size * options.activation_bytes / shared)
+    elements = tokens * layer.hidden_size * layer.saved_vectors / shared
     if weight_gradient:
-        elements += tokens * layer.hidden_size * layer.saved_vectors_for_weights
+        elements += tokens * layer.hidden_size * layer.saved_vectors_for_weights / shared
         for linear in _different_inputs(layer):
             # What a row-cut linear reads is cut, what a column-cut one reads is whole on every rank.
-            elements += _rows(linear, load) * linear.in_features / (tp_size if linear.cut == "row" else 1)
+            width = linear.in_features / linear.kernel_area
+            elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
     if layer.attention is not None:
         attention = layer.attention
         keys = load.incoming if attention.reads_encoder else tokens
@@ -71,9 +77,10 @@ def saved_layer_bytes(
         if attention.normalizes:
             heads += (attention.num_heads * tokens + attention.num_key_value_heads * keys) * (1 + weight_gradient)
         elements += heads * attention.head_dim / tp_size
-    if layer.part == "block" and layer.runs:
+    if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
-        elements += tokens * layer.linears[-1].in_features * (3 if layer.gated else 1) / tp_size
+        last = layer.linears[-1]
+        elements += tokens * last.in_features / last.kernel_area * (3 if layer.gated else 1) / tp_size
     return round(elements * options.activation_bytes)
 
 
@@ -82,7 +89,11 @@ def _different_inputs(layer: LayerShape) -> list[Linear]:
     return list({(x.in_features, x.cut, x.rows, x.rows_per_token): x for x in layer.linears}.values())
 
 
-def _rows(linear: Linear, load: Load) -> float:
-    return {"tokens": load.tokens, "outputs": load.outputs, "incoming": load.incoming}[
-        linear.rows
-    ] * linear.rows_per_token
+def _rows(linear: Linear, layer: LayerShape, load: Load) -> float:
+    rows = {
+        "tokens": load.tokens * layer.resolution,
+        "outputs": load.outputs,
+        "incoming": load.incoming,
+        "sequences": load.sequences,
+    }
+    return rows[linear.rows] * linear.rows_per_token

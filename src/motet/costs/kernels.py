@@ -1,0 +1,218 @@
+"""The kernels of a layer: what they compute and what they move, as functions of a microbatch's load.
+
+A layer's forward, its input gradient and its weight gradient are each a list of `KernelShape`s: matrix products,
+attention, norms, elementwise functions and the collectives of tensor parallelism, whose FLOPs and bytes are linear in
+the sums of a `Load`. Schedules that fill bubbles with kernels (Optimus, section 4.2) read the lists; costs of layers
+(`motet.costs.analytic`) are sums over them.
+
+FLOPs are counted as torch's `FlopCounterMode` counts them: a linear is 2 x rows x in x out, attention 4 x heads x
+head_dim x pairs, a convolution the linear over its kernel's pixels; input gradient and weight gradient cost as much as
+the forward each; attention has no weights, its backward is two of its forwards. Causal and sliding-window masks do not
+reduce the count. Bytes: each operand is read once and each result is written once (fused attention writes no scores).
+
+Limits: rotary positions, dropout, casts and layout changes are left out; a norm is one kernel, and so is a residual.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from motet.costs.collectives import Collective
+from motet.costs.cost_model import Quadratic
+from motet.costs.load import Load
+from motet.workload import LayerShape, Linear, Rows
+
+KernelKind = Literal["gemm", "convolution", "attention", "norm", "elementwise", "communication"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel of one microbatch."""
+
+    name: str
+    kind: KernelKind
+    flops: float
+    num_bytes: float
+    """Read and written; of a collective: one rank's whole tensor."""
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """A kernel as a function of the load, on each rank of a tensor-parallel group."""
+
+    name: str
+    kind: KernelKind
+    flops: Quadratic
+    num_bytes: Quadratic
+    collective: Collective | None = None
+    leaves_layer: bool = False
+    """It computes the gradient of the layer's own input, which nobody needs if all before is frozen."""
+
+    def at(self, load: Load) -> Kernel:
+        return Kernel(self.name, self.kind, self.flops.seconds(load), self.num_bytes.seconds(load), self.collective)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """Kernels in the order in which they run."""
+
+    forward: tuple[KernelShape, ...]
+    input_gradient: tuple[KernelShape, ...]
+    """Of everything in the layer, and out of it."""
+    weight_gradient: tuple[KernelShape, ...]
+
+    @property
+    def weight_gradient_alone(self) -> tuple[KernelShape, ...]:
+        """Where nothing trainable lies before: the gradient passes through the layer, but not out of it."""
+        return (*(kernel for kernel in self.input_gradient if not kernel.leaves_layer), *self.weight_gradient)
+
+
+def layer_kernels(
+    layer: LayerShape, *, tp_size: int = 1, sequence_parallel: bool = False, element_bytes: int = 2
+) -> LayerKernels:
+    """On each rank of a tensor-parallel group of this size. `element_bytes`: of activations and of weights as computed.
+
+    A block's linears and attention are divided among the group; two all-reduces of its tokens close each forward and
+    each backward (Shoeybi et al. 2019, section 3), one those of the vocabulary's layers. With sequence parallelism each
+    all-reduce is a reduce-scatter and an all-gather, and norms and residuals are divided too (Korthikanti et al. 2022,
+    section 4.2.2). Embeddings of patches, merger and projector are computed by all."""
+    if not layer.runs:
+        return LayerKernels((), (), ())
+    make = _Maker(layer, tp_size, sequence_parallel, element_bytes)
+    return LayerKernels(
+        forward=tuple(make.forward("forward")),
+        input_gradient=tuple(reversed(make.forward("input_gradient"))),
+        weight_gradient=tuple(make.linear(linear, "weight_gradient") for linear in reversed(layer.linears)),
+    )
+
+
+def total_flops(kernels: Iterable[KernelShape]) -> Quadratic:
+    result = [0.0] * len(Quadratic._fields)
+    for kernel in kernels:
+        for term, value in enumerate(kernel.flops):
+            result[term] += value
+    return Quadratic(*result)
+
+
+Pass = Literal["forward", "input_gradient", "weight_gradient"]
+
+_TERM: dict[Rows, str] = {
+    "tokens": "per_token",
+    "outputs": "per_output",
+    "incoming": "per_incoming",
+    "sequences": "per_sequence",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    layer: LayerShape
+    tp_size: int
+    sequence_parallel: bool
+    element_bytes: int
+
+    def forward(self, direction: Pass) -> list[KernelShape]:
+        """The kernels of a forward, or those of the gradients of their inputs, in the forward's order."""
+        layer = self.layer
+        linears = [self.linear(linear, direction) for linear in layer.linears]
+        if layer.part == "embed" and layer.vocabulary:
+            table = self._whole("embedding", "elementwise", 2 * layer.hidden_size)
+            # Its gradient goes into the table alone: no rank needs another's.
+            return [table, *self._closing(1)] if direction == "forward" else [replace(table, leaves_layer=True)]
+        if layer.attention is None:
+            return [*self._norms(direction), *linears, *self._functions(direction), *self._closing(1)]
+        # Queries, keys, values and output of the attention stand before the linears of the MLP.
+        norms = self._norms(direction)
+        first = [*norms[:1], *linears[:3], self._attention(direction), linears[3]]
+        rest = norms[1:]
+        if len(linears) == 4:
+            return [*first, *rest, self._residual(), *self._closing(1)]
+        after = [*rest, *linears[4:-1], *self._functions(direction), linears[-1]]
+        return [*first, *self._closing(1), self._residual(), *after, *self._closing(1), self._residual()]
+
+    def linear(self, linear: Linear, direction: Pass) -> KernelShape:
+        shards = self.tp_size if linear.cut else 1
+        rows = linear.rows_per_token
+        width_in = linear.in_features / (shards if linear.cut == "row" else 1)
+        width_out = linear.out_features / (shards if linear.cut == "column" else 1)
+        moved = rows * (width_in / linear.kernel_area + width_out)
+        return KernelShape(
+            name=f"{linear.in_features}x{linear.out_features}",
+            kind="gemm" if linear.kernel_area == 1 else "convolution",
+            flops=self._terms(linear.rows, 2.0 * linear.in_features * linear.out_features * rows / shards),
+            num_bytes=self._terms(
+                linear.rows, moved * self.element_bytes, constant=width_in * width_out * self.element_bytes
+            ),
+            leaves_layer=direction == "input_gradient" and linear.reads_layer_input,
+        )
+
+    def _attention(self, direction: Pass) -> KernelShape:
+        attention = self.layer.attention
+        assert attention is not None
+        times = 2 if direction == "input_gradient" else 1
+        per_pair = times * 4.0 * attention.num_heads * attention.head_dim / self.tp_size
+        size = attention.head_dim * self.element_bytes * times / self.tp_size
+        queries, keys = 2 * attention.num_heads * size, 2 * attention.num_key_value_heads * size
+        if attention.reads_encoder:
+            flops = self._quadratic(per_incoming_pair=per_pair)
+            num_bytes = self._quadratic(per_token=queries, per_incoming=keys)
+        else:
+            window = attention.window
+            flops = self._quadratic(**({"per_pair": per_pair} if window is None else {"per_token": per_pair * window}))
+            num_bytes = self._quadratic(per_token=queries + keys)
+        return KernelShape("attention", "attention", flops, num_bytes)
+
+    def _norms(self, direction: Pass) -> list[KernelShape]:
+        """Reads a token and writes it; its gradient reads two and writes one."""
+        accesses = 3 if direction == "input_gradient" else 2
+        return [self._whole("norm", "norm", self.layer.hidden_size * accesses) for _ in range(self._num_norms)]
+
+    @property
+    def _num_norms(self) -> int:
+        """A projector's vector is its GELU's."""
+        return 0 if self.layer.part == "projector" else self.layer.saved_vectors
+
+    def _functions(self, direction: Pass) -> list[KernelShape]:
+        """An activation function between the last two linears, or the loss over the vocabulary."""
+        linears, backward = self.layer.linears, direction == "input_gradient"
+        if not linears or len(linears) < 2:
+            loss = [linear for linear in linears if linear.rows == "outputs" and self.layer.part == "head"]
+            return [self._rowwise("cross_entropy", linear, linear.out_features, 2) for linear in loss]
+        last = linears[-1]
+        return [self._rowwise("activation", last, last.in_features, (3 if self.layer.gated else 2) + backward)]
+
+    def _rowwise(self, name: str, linear: Linear, width: int, accesses: int) -> KernelShape:
+        shards = self.tp_size if linear.cut else 1
+        size = width / linear.kernel_area * linear.rows_per_token * accesses * self.element_bytes / shards
+        return KernelShape(name, "elementwise", Quadratic(), self._terms(linear.rows, size))
+
+    def _residual(self) -> KernelShape:
+        return self._whole("residual", "elementwise", 3 * self.layer.hidden_size)
+
+    def _whole(self, name: str, kind: KernelKind, elements: float) -> KernelShape:
+        """What every rank of the group computes on the whole sequence, or on its share of it."""
+        is_shared = self.sequence_parallel and self.tp_size > 1 and self.layer.part == "block"
+        size = elements * self.element_bytes / (self.tp_size if is_shared else 1)
+        return KernelShape(name, kind, Quadratic(), self._quadratic(per_token=size))
+
+    def _closing(self, num_sums: int) -> list[KernelShape]:
+        """The collectives after a row-cut linear or a table cut by the vocabulary."""
+        layer = self.layer
+        is_cut = self.tp_size > 1 and (bool(layer.vocabulary) or any(linear.cut for linear in layer.linears))
+        if not is_cut:
+            return []
+        size = self._quadratic(per_token=layer.hidden_size * self.element_bytes)
+        together: tuple[Collective, ...] = ("all_reduce",)
+        if self.sequence_parallel and layer.part == "block":
+            together = ("reduce_scatter", "all_gather")
+        return [KernelShape(kind, "communication", Quadratic(), size, collective=kind) for kind in together * num_sums]
+
+    def _terms(self, rows: Rows, value: float, constant: float = 0.0) -> Quadratic:
+        return self._quadratic(**{"constant": constant, _TERM[rows]: value})
+
+    def _quadratic(self, **terms: float) -> Quadratic:
+        """Terms of the layer's own sequence as terms of the module's."""
+        at = self.layer.resolution
+        scale = {"per_token": at, "per_pair": at**2, "per_incoming_pair": at}
+        return Quadratic(**{name: value * scale.get(name, 1.0) for name, value in terms.items()})
