@@ -17,6 +17,7 @@ PURE = (
     "motet.cluster",
     "motet.device",
     "motet.workload",
+    "motet.workload_diffusion",
     "motet.timeline",
     "motet.errors",
     "motet.data.sample",

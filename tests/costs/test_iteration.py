@@ -289,3 +289,14 @@ def test_context_parallel_ranks_share_the_optimizer_too():
     options = MemoryOptions(zero1=True)
     one, two = (bind(cut_plan(cp_size=size), LONG, memory=options).static_bytes(0) for size in (1, 2))
     assert two == pytest.approx(one * 3 / 4)
+
+
+def test_after_the_input_half_inputs_and_output_gradients_of_linears_remain():
+    costs = bind(cut_plan(), LONG)
+    tokens, losses, width, keys, inner, vocabulary = 240, 120, 64, 32, 96, 80
+    inputs = tokens * (width + width + width + inner)  # of attention, its output, MLP, its last
+    outputs = tokens * (width + 2 * keys + width + 2 * inner + width)
+    head = losses * (width + vocabulary)
+    assert costs.saved_bytes(CELL, half=True) == 4 * (2 * (inputs + outputs) + head)
+    frozen = bind(small_plan())
+    assert frozen.saved_bytes(Cell("text", 0, 0, 0), half=True) == 0

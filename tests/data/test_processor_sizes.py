@@ -1,5 +1,6 @@
 """Every rule for sizes against the real processor."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_rules_are_those_of_the_processors(case: int, size: tuple[int, int]) -> 
     for read in (processor.to_dict(), {"image_processor_type": kind.__name__, **values}):
         rule = image_rule(read, family="none")
         assert rule is not None
-        assert rule(size) == expected
+        assert pickle.loads(pickle.dumps(rule))(size) == expected
 
 
 def test_every_rule_has_a_case() -> None:

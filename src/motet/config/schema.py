@@ -222,6 +222,8 @@ class ClusterConfig(_Section):
     """Links that motet's catalogue does not have, by name."""
     catalogue: str | None = None
     """YAML file with more `devices` and `links`, to be shared by run files; null: none."""
+    speeds: str | None = None
+    """File of measured speeds of kernels (docs/costs.md) for computed costs; null: assumed ones."""
     costs: str | None = None
     """File of measured costs that `motet profile` wrote; null: they are computed."""
 

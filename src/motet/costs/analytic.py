@@ -1,8 +1,9 @@
 """Costs of layers that nobody has measured: their kernels' FLOPs and bytes over what the device reaches of its peaks.
 
-Which kernels are bound by memory is decided once, at a reference load (a typical microbatch); around it times are
-linear in the load's sums, as the costs of a table must be. Without a reference matrix products, convolutions and
-attention are taken to be bound by their FLOPs.
+The costs of a table are linear in the sums of a load; a roofline is not. What stands in for it is the larger of the two
+for every sum by itself: a matrix product takes the time to read its weights, and for each row the longer of computing
+and moving it. That is never less than the roofline (`motet.costs.speeds.kernel_seconds`) and at most twice as much,
+where both take equally long; kernels come near neither peak there.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,8 +14,7 @@ from motet.cluster import Cluster
 from motet.costs.collectives import collective_terms
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels, total_flops
-from motet.costs.load import Load
-from motet.costs.speeds import Speed, Speeds, default_speeds
+from motet.costs.speeds import Speeds, default_speeds
 from motet.workload import LayerShape, ModuleWorkload
 
 ELEMENT_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,21 +44,25 @@ class AnalyticCosts:
     """Of each element that collectives carry."""
     speeds: Speeds
 
-    def module(
-        self,
-        workload: ModuleWorkload,
-        *,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        reference: Load | None = None,
-    ) -> ModuleCosts:
+    def module(self, workload: ModuleWorkload, *, tp_size: int = 1, sequence_parallel: bool = False) -> ModuleCosts:
         """Costs at one tensor-parallel size. Tensor-parallel groups are taken to fill a node before the next."""
-        by_shape = {
-            layer: self._layer(layer, tp_size, sequence_parallel, reference) for layer in dict.fromkeys(workload.layers)
-        }
+        by_shape = {layer: self._layer(layer, tp_size, sequence_parallel) for layer in dict.fromkeys(workload.layers)}
         return ModuleCosts(layers=tuple(by_shape[layer] for layer in workload.layers))
 
-    def _layer(self, layer: LayerShape, tp_size: int, sequence_parallel: bool, reference: Load | None) -> LayerCost:
+    def kernel(self, shape: KernelShape, *, tp_size: int = 1) -> Quadratic:
+        """Seconds of one kernel as a function of the load."""
+        if shape.collective is not None:
+            scale = self.message_bytes / ELEMENT_BYTES[self.dtype]
+            terms = collective_terms(self.cluster, shape.collective, range(tp_size))
+            return Quadratic(constant=terms.latency_s).plus(shape.num_bytes.times(scale / terms.bytes_per_s))
+        device, speed = self.cluster.device, self.speeds.compute(shape.kind)
+        work = shape.num_bytes.times(1 / (self.speeds.memory.limit * device.memory_bytes_per_s))
+        if speed is not None:
+            computed = shape.flops.times(1 / (speed.limit * device.peak(self.dtype)))
+            work = Quadratic(*map(max, work, computed))
+        return work.plus(Quadratic(constant=(speed or self.speeds.memory).overhead_s))
+
+    def _layer(self, layer: LayerShape, tp_size: int, sequence_parallel: bool) -> LayerCost:
         kernels = layer_kernels(
             layer,
             tp_size=tp_size,
@@ -67,7 +71,7 @@ class AnalyticCosts:
         )
 
         def seconds(shapes: Iterable[KernelShape]) -> Quadratic:
-            return total(self.kernel(shape, tp_size, reference) for shape in shapes)
+            return total(self.kernel(shape, tp_size=tp_size) for shape in shapes)
 
         forward = seconds(kernels.forward)
         return LayerCost(
@@ -78,24 +82,6 @@ class AnalyticCosts:
             weight_gradient_alone=seconds(kernels.weight_gradient_alone),
         )
 
-    def kernel(self, shape: KernelShape, tp_size: int, reference: Load | None) -> Quadratic:
-        """Seconds of one kernel as a function of the load."""
-        if shape.collective is not None:
-            scale = self.message_bytes / ELEMENT_BYTES[self.dtype]
-            terms = collective_terms(self.cluster, shape.collective, tuple(range(tp_size)))
-            return Quadratic(constant=terms.latency_s).plus(shape.num_bytes.times(scale / terms.bytes_per_s))
-        moved = self._terms(shape.num_bytes, self.cluster.device.memory_bytes_per_s, self.speeds.memory)
-        speed = self.speeds.compute(shape.kind)
-        if speed is None:
-            return moved
-        computed = self._terms(shape.flops, self.cluster.device.peak(self.dtype), speed)
-        if reference is not None and moved.seconds(reference) > computed.seconds(reference):
-            return moved
-        return computed
-
-    def _terms(self, work: Quadratic, peak: float, speed: Speed) -> Quadratic:
-        return Quadratic(constant=speed.overhead_s).plus(work.times(1 / (speed.limit * peak)))
-
 
 def analytic_table(
     workloads: Mapping[str, ModuleWorkload],
@@ -104,12 +90,11 @@ def analytic_table(
     dtype: str = "float32",
     dtype_bytes: int = 4,
     tp_sizes: Iterable[int] = (1,),
-    references: Mapping[str, Load] | None = None,
     speeds: Speeds | None = None,
 ) -> CostTable:
     """The costs of a model that nobody has measured.
 
-    `dtype_bytes`: of what travels. `references`: by module, a typical microbatch. `speeds`: None: the assumed ones.
+    `dtype_bytes`: of each element that travels. `speeds`: None: the assumed ones.
     """
     costs = AnalyticCosts(
         cluster=cluster, dtype=dtype, message_bytes=dtype_bytes, speeds=speeds or default_speeds(cluster.device)
@@ -119,12 +104,7 @@ def analytic_table(
     def modules(sequence_parallel: bool) -> dict[str, dict[int, ModuleCosts]]:
         return {
             name: {
-                size: costs.module(
-                    workload,
-                    tp_size=size,
-                    sequence_parallel=sequence_parallel,
-                    reference=(references or {}).get(name),
-                )
+                size: costs.module(workload, tp_size=size, sequence_parallel=sequence_parallel)
                 for size in sizes
                 if size > 1 or not sequence_parallel
             }

@@ -4,8 +4,8 @@ Implements `motet.simulator.costs.Costs`. Which parts of a backward a layer pays
 whole graph of modules, and inside a stage layer by layer: an input gradient is needed only if something trainable lies
 strictly before (thesis 3.3.1). Recomputation runs a block's forward once more if the block has any gradient to compute.
 
-Limits: the members of a tensor-parallel group are taken to be equally fast; the weight half of a split backward is
-taken to keep all that its forward saved.
+Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast, the tokens and pairs of
+a sequence to be divided equally over a context-parallel group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,13 @@ from motet.costs.collectives import collective_terms
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.cost_model import ZERO, CostTable, Quadratic, total
 from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import (
+    DEFAULT_MEMORY,
+    MemoryOptions,
+    half_saved_layer_bytes,
+    saved_layer_bytes,
+    static_layer_bytes,
+)
 from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
 from motet.schedule.action import Compute, Kind, Reduce
@@ -121,6 +127,17 @@ class IterationCosts:
     def saved_bytes(self, cell: Cell, half: bool) -> int:
         stage, load = self.routes.stage(cell), self.rank_load(cell)
         workload = self._workload(cell.module)
+        if half:
+            return sum(
+                half_saved_layer_bytes(
+                    workload.layers[index],
+                    load,
+                    weight_gradient=gradients.weight_gradient,
+                    tp_size=stage.tp_size,
+                    options=self.memory,
+                )
+                for index, gradients in zip(range(*stage.layers), self.gradients(cell), strict=True)
+            )
         rows, width = workload.boundary(stage.layers[0])
         has_input = bool(stage.layers[0]) and cell in self.routes.with_backward
         stage_input = (load.tokens if rows == "tokens" else load.outputs) * width if has_input else 0

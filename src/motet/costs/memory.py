@@ -9,6 +9,7 @@ Limits: temporary memory inside an action and the allocator's fragmentation are 
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from motet.costs.load import Load
 from motet.workload import LayerShape, Linear
@@ -84,9 +85,26 @@ def saved_layer_bytes(
     return round(elements * options.activation_bytes)
 
 
+def half_saved_layer_bytes(
+    layer: LayerShape, load: Load, *, weight_gradient: bool, tp_size: int, options: MemoryOptions
+) -> int:
+    """What one rank still keeps after the input half of a backward: for its linears' weights, their different inputs
+    and the gradient of each output."""
+    if not weight_gradient or not layer.runs:
+        return 0
+    elements = 0.0
+    for linear in _different_inputs(layer):
+        width = linear.in_features / linear.kernel_area
+        elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
+    for linear in layer.linears:
+        elements += _rows(linear, layer, load) * linear.out_features / (tp_size if linear.cut == "column" else 1)
+    return round(elements * options.activation_bytes)
+
+
 def _different_inputs(layer: LayerShape) -> list[Linear]:
     """One linear for each tensor that linears save: those of equal width side by side read the same."""
-    return list({(x.in_features, x.cut, x.rows, x.rows_per_token): x for x in layer.linears}.values())
+    groups = groupby(layer.linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))
+    return [next(members) for _, members in groups]
 
 
 def _rows(linear: Linear, layer: LayerShape, load: Load) -> float:

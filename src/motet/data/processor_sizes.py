@@ -9,6 +9,7 @@ Limits: image processors of other types than those in `RULES` have no rule; they
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from motet.errors import UserError
@@ -57,85 +58,106 @@ def sound_rule(values: Values) -> SoundRule:
     return SoundRule(rate, int(values.get("hop_length", 160)), int(values.get("chunk_length", 30)) * rate)
 
 
-def _resized_and_cropped(size: Any, crop: Any, *, crops: bool, is_square: bool) -> Callable[[Values], ImageRule]:
-    """`size`, `crop`, `crops`: the type's defaults. `is_square`: what one number for a size means."""
+@dataclass(frozen=True)
+class _Plain:
+    """One resize, then perhaps a crop from the centre, which pads what is too small."""
 
-    def rule(values: Values) -> ImageRule:
-        target = values.get("size") or size
-        if not isinstance(target, Mapping):
-            target = {"height": target, "width": target} if is_square else {"shortest_edge": target}
-        cut = values.get("crop_size") or crop
-        if values.get("do_center_crop", crops) and cut:
-            height, width = (cut["height"], cut["width"]) if isinstance(cut, Mapping) else (cut, cut)
-            return lambda image: (int(height), int(width))
-        if not values.get("do_resize", True):
-            return lambda image: image
-        return lambda image: _resized(image, target)
+    target: Mapping[str, Any] | None
+    crop: Size | None
 
-    return rule
-
-
-def _resized(image: Size, target: Mapping[str, Any]) -> Size:
-    if target.get("height") and target.get("width"):
-        return int(target["height"]), int(target["width"])
-    edge = target.get("shortest_edge")
-    if not edge or target.get("longest_edge"):
-        raise UserError(f"image processor: size {dict(target)} is not supported; give height and width")
-    height, width = image
-    return (int(edge * height / width), int(edge)) if width <= height else (int(edge), int(edge * width / height))
-
-
-def _pixtral(values: Values) -> ImageRule:
-    """The longest edge is limited, the sides are rounded up to whole patches."""
-    size = values.get("size") or {"longest_edge": 1024}
-    limits = (size["longest_edge"],) * 2 if size.get("longest_edge") else (size["height"], size["width"])
-    patch = values.get("patch_size") or 16
-    rows, columns = (patch["height"], patch["width"]) if isinstance(patch, Mapping) else (patch, patch)
-
-    def rule(image: Size) -> Size:
+    def __call__(self, image: Size) -> Size:
+        if self.crop is not None:
+            return self.crop
+        if self.target is None:
+            return image
+        if self.target.get("height") and self.target.get("width"):
+            return int(self.target["height"]), int(self.target["width"])
+        edge = self.target.get("shortest_edge")
+        if not edge or self.target.get("longest_edge"):
+            raise UserError(f"image processor: size {dict(self.target)} is not supported; give height and width")
         height, width = image
-        if values.get("do_resize", True):
-            ratio = max(1.0, height / limits[0], width / limits[1])
-            if ratio > 1:
-                height, width = math.floor(height / ratio), math.floor(width / ratio)
-            return math.ceil(height / rows) * rows, math.ceil(width / columns) * columns
-        return height, width
-
-    return rule
+        return (int(edge * height / width), int(edge)) if width <= height else (int(edge), int(edge * width / height))
 
 
-def _qwen2_vl(values: Values) -> ImageRule:
+def _plain(values: Values, *, size: Any, crop: Any = None, is_square: bool = False) -> _Plain:
+    """`size`, `crop`: the type's defaults; types with a crop make it. `is_square`: what one number for a size means."""
+    target = values.get("size") or size
+    if not isinstance(target, Mapping):
+        target = {"height": target, "width": target} if is_square else {"shortest_edge": target}
+    cut = values.get("crop_size") or crop
+    if not (cut and values.get("do_center_crop", crop is not None)):
+        return _Plain(target if values.get("do_resize", True) else None, None)
+    return _Plain(None, (int(cut["height"]), int(cut["width"])) if isinstance(cut, Mapping) else (int(cut), int(cut)))
+
+
+@dataclass(frozen=True)
+class _Pixtral:
+    """The longest edge is limited, the sides are rounded up to whole patches."""
+
+    limits: Size
+    patch: Size
+    resizes: bool
+
+    def __call__(self, image: Size) -> Size:
+        if not self.resizes:
+            return image
+        ratio = max(side / limit for side, limit in zip(image, self.limits, strict=True))
+        height, width = (math.floor(side / ratio) for side in image) if ratio > 1 else image
+        rows, columns = self.patch
+        return math.ceil(height / rows) * rows, math.ceil(width / columns) * columns
+
+
+def _pixtral(values: Values) -> _Pixtral:
+    size, patch = values.get("size") or {"longest_edge": 1024}, values.get("patch_size") or 16
+    edge = size.get("longest_edge")
+    limits = (edge, edge) if edge else (size["height"], size["width"])
+    pair = (patch["height"], patch["width"]) if isinstance(patch, Mapping) else (patch, patch)
+    return _Pixtral(limits, pair, values.get("do_resize", True))
+
+
+@dataclass(frozen=True)
+class _Qwen2VL:
     """Sides of whole merged patches, the number of pixels between two limits, the aspect ratio nearly kept."""
-    size = values.get("size") or {}
-    fewest = values.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-    most = values.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-    step = int(values.get("patch_size") or 14) * int(values.get("merge_size") or 2)
 
-    def rule(image: Size) -> Size:
+    fewest: int
+    most: int
+    step: int
+    resizes: bool
+
+    def __call__(self, image: Size) -> Size:
         height, width = image
         if max(image) / min(image) > 200:
             raise UserError(f"an image of {height} x {width} pixels is refused: one side is over 200 times the other")
-        if not values.get("do_resize", True):
+        if not self.resizes:
             return image
+        step = self.step
         rows, columns = round(height / step), round(width / step)
-        if rows * columns * step**2 > most:
-            scale = math.sqrt(height * width / most)
+        if rows * columns * step**2 > self.most:
+            scale = math.sqrt(height * width / self.most)
             rows, columns = (max(1, math.floor(side / scale / step)) for side in image)
-        elif rows * columns * step**2 < fewest:
-            scale = math.sqrt(fewest / (height * width))
+        elif rows * columns * step**2 < self.fewest:
+            scale = math.sqrt(self.fewest / (height * width))
             rows, columns = (math.ceil(side * scale / step) for side in image)
         return rows * step, columns * step
 
-    return rule
+
+def _qwen2_vl(values: Values) -> _Qwen2VL:
+    size = values.get("size") or {}
+    return _Qwen2VL(
+        fewest=values.get("min_pixels") or size.get("shortest_edge") or 56 * 56,
+        most=values.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280,
+        step=int(values.get("patch_size") or 14) * int(values.get("merge_size") or 2),
+        resizes=values.get("do_resize", True),
+    )
 
 
 _SQUARE = {"height": 224, "width": 224}
 
 RULES: Mapping[str, Callable[[Values], ImageRule]] = {
-    "SiglipImageProcessor": _resized_and_cropped(_SQUARE, None, crops=False, is_square=False),
-    "ViTImageProcessor": _resized_and_cropped(_SQUARE, None, crops=False, is_square=True),
-    "CLIPImageProcessor": _resized_and_cropped({"shortest_edge": 224}, _SQUARE, crops=True, is_square=False),
-    "BitImageProcessor": _resized_and_cropped({"shortest_edge": 224}, _SQUARE, crops=True, is_square=False),
+    "SiglipImageProcessor": partial(_plain, size=_SQUARE),
+    "ViTImageProcessor": partial(_plain, size=_SQUARE, is_square=True),
+    "CLIPImageProcessor": partial(_plain, size={"shortest_edge": 224}, crop=_SQUARE),
+    "BitImageProcessor": partial(_plain, size={"shortest_edge": 224}, crop=_SQUARE),
     "PixtralImageProcessor": _pixtral,
     "Qwen2VLImageProcessor": _qwen2_vl,
 }

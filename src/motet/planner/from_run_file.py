@@ -21,6 +21,7 @@ from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
+from motet.costs.speeds import Speeds
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.plan import ContextOptions, Edge, LayerRange, Plan
@@ -233,6 +234,7 @@ def _read_costs(
         dtype=config.train.dtype,
         dtype_bytes=DTYPE_BYTES[config.train.dtype],
         tp_sizes=sorted(tp_sizes),
+        speeds=None if config.cluster.speeds is None else Speeds.load(config.cluster.speeds),
     )
 
 
