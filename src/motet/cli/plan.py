@@ -19,15 +19,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     from motet.cli.typical_batch import read_problem
+    from motet.planner.auto import choose
+    from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for
-    from motet.planner.report import report, report_text
+    from motet.planner.report import choice_text, report_choice, report_evaluation, report_text
 
     problem = read_problem(config)
     started = time.perf_counter()
-    plan = plan_for(config, problem)
+    choice = choose(problem, placement=config.parallel.placement) if config.parallel.planner == "auto" else None
+    plan = choice.evaluation.plan if choice else plan_for(config, problem)
     planning_time_s = time.perf_counter() - started
-    result = report(plan, problem, planning_time_s=planning_time_s, dtype=config.train.dtype)
+    evaluation = choice.evaluation if choice else evaluate(problem, plan)
+    result = report_evaluation(evaluation, planning_time_s=planning_time_s, dtype=config.train.dtype)
     print(report_text(result))
+    if choice:
+        result["choice"] = report_choice(choice)
+        print(choice_text(result["choice"]))
     if arguments.out:
         write_text(Path(arguments.out), plan.to_json() + "\n", "--out")
         print(f"plan written to {arguments.out}", file=sys.stderr)

@@ -272,11 +272,31 @@ class ModuleParallelConfig(_Section):
         return self
 
 
+class ModuleLimitsConfig(_Section):
+    tp: tuple[Count, ...] | None = None
+    """Sizes of tensor-parallel groups; null: as for all modules."""
+    max_pp: Count | None = None
+    """Most stages; null: as for all modules."""
+
+
+class LimitsConfig(_Section):
+    tp: tuple[Count, ...] = (1,)
+    """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there."""
+    dp: tuple[Count, ...] = (1,)
+    """Numbers of replicas."""
+    max_pp: Count | None = None
+    """Most stages of a module; null: as many as it has layers."""
+    modules: dict[str, ModuleLimitsConfig] = {}
+    """For a module by itself, in the place of the above."""
+
+
 class ParallelConfig(_Section):
     planner: str = "cornstarch"
-    """Who lays the model out: a planner's name, or `explicit`."""
+    """Who lays the model out: a planner's name, `auto` for the fastest of all, or `explicit`."""
     explicit: dict[str, ModuleParallelConfig] = {}
     """For planner `explicit`: the layout of every module."""
+    limits: LimitsConfig = LimitsConfig()
+    """What planners other than `explicit` may choose from."""
     placement: Literal["parallel", "colocated", "replicated"] | None = None
     """Encoders on ranks of their own, on one chain of ranks in turns, or copied to each stage of the language model;
     null: as the planner finds best."""

@@ -57,6 +57,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
 def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningProblem:
     """`samples`: a typical global batch. Raises `ValueError` naming the key of the run file that is wrong."""
     workloads = read_workloads(config)
+    for name in config.parallel.limits.modules:
+        if name not in workloads:
+            raise UserError(f"parallel.limits.modules: there is no module {name!r}; give {', '.join(workloads)}")
     cluster = describe_cluster(config)
     dtype_bytes = DTYPE_BYTES[config.train.dtype]
     return PlanningProblem(
@@ -66,6 +69,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
                 trainable=trainable_layers(config, name, workload),
                 loss_weight=float(name == LANGUAGE_MODEL),
                 tp_sizes=_tp_sizes(config, name),
+                max_stages=_max_stages(config, name),
             )
             for name, workload in workloads.items()
         },
@@ -75,6 +79,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         samples=tuple(samples),
         num_microbatches=config.parallel.num_microbatches,
         schedule=config.parallel.schedule,
+        schedules=(config.parallel.schedule,) if "schedule" in config.parallel.model_fields_set else None,
+        dp_sizes=config.parallel.limits.dp,
         recompute=config.parallel.recompute,
         memory=MemoryOptions(parameter_bytes=dtype_bytes, activation_bytes=dtype_bytes, zero1=config.parallel.zero1),
         num_cores=shared_cores(config),
@@ -246,5 +252,14 @@ def shared_cores(config: RunConfig) -> float | None:
 
 
 def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
-    given = config.parallel.explicit.get(name)
-    return (1,) if given is None else (given.tp,)
+    if name in config.parallel.explicit:
+        return (config.parallel.explicit[name].tp,)
+    limits = config.parallel.limits
+    own = limits.modules[name].tp if name in limits.modules else None
+    return own or limits.tp
+
+
+def _max_stages(config: RunConfig, name: str) -> int | None:
+    limits = config.parallel.limits
+    own = limits.modules[name].max_pp if name in limits.modules else None
+    return own or limits.max_pp

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from motet.plan import Plan
+from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.problem import PlanningProblem
+from motet.planner.remedies import remedies
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell
 
@@ -25,6 +27,7 @@ def report_evaluation(
         "planner": plan.planner,
         "fits": evaluation.fits,
         "overflows": [str(overflow) for overflow in evaluation.overflows],
+        "remedies": remedies(evaluation) if evaluation.overflows else [],
         "iteration_time_s": evaluation.iteration_time_s,
         "throughput_samples_per_s": len(problem.samples) / evaluation.iteration_time_s,
         "bubble_fraction": evaluation.result.bubble_fraction,
@@ -38,6 +41,32 @@ def report_evaluation(
         "planning_time_s": planning_time_s,
         "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
     }
+
+
+def report_choice(choice: Choice) -> dict[str, Any]:
+    """What planner `auto` has to say beside its plan: `choice` in the JSON of `motet plan`."""
+    return {
+        "found_by": choice.found_by,
+        "why": choice.why,
+        "problem_lower_bound_s": choice.lower_bound_s,
+        "named": {
+            name: {"iteration_time_s": evaluation.iteration_time_s, "fits": evaluation.fits}
+            for name, evaluation in choice.named.items()
+        },
+        "refused": dict(choice.refused),
+    }
+
+
+def choice_text(values: Mapping[str, Any]) -> str:
+    """The same as a line and a table, the fastest first."""
+    named = sorted(values["named"].items(), key=lambda item: (not item[1]["fits"], item[1]["iteration_time_s"]))
+    width = max((len(name) for name, _ in named), default=0)
+    lines = [f"auto: {values['why']}"]
+    lines += [
+        f"  {name.ljust(width)}  {_ms(value['iteration_time_s'])}{'' if value['fits'] else '  does not fit'}"
+        for name, value in named
+    ]
+    return "\n".join(lines)
 
 
 def _stages(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
@@ -91,6 +120,7 @@ def report_text(values: Mapping[str, Any]) -> str:
     if values["overflows"]:
         worst, *others = values["overflows"]
         lines.append(f"does not fit: {worst}" + (f" (and {len(others)} more ranks)" if others else ""))
+        lines += [f"  {remedy}" for remedy in values["remedies"]]
     return "\n".join(lines)
 
 

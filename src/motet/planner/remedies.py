@@ -1,0 +1,59 @@
+"""What would make a plan fit that does not: changes that were tried, by simulation, on the same layout."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from motet.planner.evaluate import Evaluation, evaluate
+
+MAX_FACTOR = 8
+"""Of the number of microbatches."""
+
+
+def remedies(evaluation: Evaluation) -> list[str]:
+    """One line each, those that suffice, the least intrusive first; else one that says what does not."""
+    found = [f"{what} fits: {_gib(peak)} at most" for what, changed in _changes(evaluation) if (peak := _peak(changed))]
+    if found:
+        return found
+    worst = evaluation.overflows[0]
+    factor = -(-worst.needed_bytes // worst.limit_bytes)
+    return [
+        "zero1, recompute and smaller microbatches do not suffice; "
+        f"spread the layers of rank {worst.rank} over about {factor} times as many devices (more stages, or larger tp)"
+    ]
+
+
+def _peak(changed: Evaluation) -> int:
+    """0 if it does not fit."""
+    return max(changed.result.peak_memory_bytes) if changed.fits else 0
+
+
+def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
+    """Single changes; all of them together only if none of those suffices."""
+    problem, plan = evaluation.problem, evaluation.plan
+    sharded = replace(problem, memory=replace(problem.memory, zero1=True))
+    recompute = tuple(plan.modules)
+    recomputing = replace(problem, recompute=tuple(problem.modules))
+    tried = []
+    if not problem.memory.zero1 and any(len(module.replicas) > 1 for module in plan.modules.values()):
+        tried.append(("parallel.zero1: true", evaluate(sharded, plan)))
+    if set(plan.recompute) != set(recompute):
+        names = ", ".join(problem.modules)
+        tried.append((f"parallel.recompute: [{names}]", evaluate(recomputing, replace(plan, recompute=recompute))))
+    factor = 2
+    replicas = max(len(module.replicas) for module in plan.modules.values())
+    while factor <= MAX_FACTOR and factor * plan.num_microbatches * replicas <= len(problem.samples):
+        number = factor * plan.num_microbatches
+        smaller = evaluate(replace(problem, num_microbatches=number), replace(plan, num_microbatches=number))
+        tried.append((f"parallel.num_microbatches: {number}", smaller))
+        if smaller.fits:
+            break
+        factor *= 2
+    yield from tried
+    if not any(changed.fits for _, changed in tried):
+        both = replace(recomputing, memory=replace(problem.memory, zero1=True))
+        together = evaluate(both, replace(plan, recompute=recompute))
+        yield "parallel.zero1: true with parallel.recompute of all modules", together
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
