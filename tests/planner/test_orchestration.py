@@ -32,6 +32,7 @@ def degrees_of(problem, unit):
         for pp in range(1, min(unit.max_stages or num_layers, num_layers) + 1):
             for dp in range(1, n // (tp * pp) + 1):
                 allowed = unit.dp_sizes is None or dp in unit.dp_sizes
+                allowed &= unit.max_devices is None or tp * pp * dp <= unit.max_devices
                 parts = problem.global_batch_size * (1 if unit.role == "language_model" else unit.items_per_sample)
                 if allowed and parts % dp == 0:
                     yield UnitDegrees(tp, pp, dp, vpp)
@@ -51,7 +52,7 @@ def iteration_s(problem, degrees):
     for name, unit in problem.units.items():
         d = degrees[name]
         num_layers = len(unit.layer_costs)
-        if d.vpp > 1 and (d.pp == 1 or d.pp * d.vpp > num_layers or count % d.pp):
+        if d.vpp > 1 and (d.pp == 1 or d.pp * d.vpp > num_layers):
             return None
         samples = ceil(problem.global_batch_size * unit.items_per_sample / d.dp / count) / unit.items_per_sample
         whole_s = unit.seconds[d.tp] * samples + unit.microbatch_s.get(d.tp, 0.0)
@@ -88,6 +89,7 @@ def units(draw, role):
         boundary_s=draw(st.sampled_from((0.0, 0.1))),
         reduce_s=draw(st.sampled_from((0.0, 0.3))),
         max_stages=draw(st.sampled_from((None, 2))),
+        max_devices=draw(st.sampled_from((None, None, 3))),
         vpp_sizes=draw(st.sampled_from(((1,), (1,), (1, 2)))),
     )
 

@@ -209,7 +209,8 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
     axes = (list(unit.seconds), dp_sizes, _useful_stage_counts(unit) if pp is None else [pp], unit.vpp_sizes)
     grid = [axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")]
     tp, dp, pp_, vpp = grid
-    allowed = (tp * dp * pp_ <= problem.num_devices) & ((vpp == 1) | ((pp_ * vpp <= unit.num_layers) & (pp_ > 1)))
+    most_devices = min(problem.num_devices, unit.max_devices or problem.num_devices)
+    allowed = (tp * dp * pp_ <= most_devices) & ((vpp == 1) | ((pp_ * vpp <= unit.num_layers) & (pp_ > 1)))
     tp, dp, pp_, vpp = (axis[allowed] for axis in grid)
     layer_share = -(-unit.num_layers // pp_) / unit.num_layers
     state = unit.state_bytes + unit.optimizer_bytes / (dp if problem.zero1 else 1)
@@ -227,10 +228,7 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
 
 
 def _useful_stage_counts(unit: Unit) -> list[int]:
-    """Of those with equal stages in time and memory, the smallest: more would cost devices and bring nothing. Where
-    ranks hold several stages, a number may be needed because it divides the microbatches."""
-    if unit.vpp_sizes != (1,):
-        return list(range(1, len(unit.slowest_shares) + 1))
+    """Of those with equal stages in time and memory, the smallest: more would cost devices and bring nothing."""
     first: dict[tuple[float, int], int] = {}
     for pp, share in enumerate(unit.slowest_shares.tolist(), start=1):
         first.setdefault((share, -(-unit.num_layers // pp)), pp)
@@ -251,7 +249,6 @@ def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> 
         room = np.floor(grid.free_bytes / per_microbatch - in_flight)
     room[per_microbatch * num_microbatches <= grid.free_bytes] = inf
     fits = (room >= 0) & (grid.free_bytes >= 0)
-    fits &= (grid.vpp == 1) | (num_microbatches % grid.pp == 0)
     rows = _Rows(
         (grid.tp * grid.dp * grid.pp).astype(float),
         seconds * unit.slowest_shares[grid.pp - 1],

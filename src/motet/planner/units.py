@@ -39,6 +39,7 @@ class Unit:
     dp_sizes: tuple[int, ...] | None = None
     """None: whatever divides the items of the global batch."""
     max_stages: int | None = None
+    max_devices: int | None = None
     vpp_sizes: tuple[int, ...] = (1,)
     """Stages of the module that a rank may hold (interleaved 1F1B)."""
 

@@ -1,0 +1,88 @@
+"""How long do the planners' searches take? One core, no torch in what is timed, on clusters of the papers' sizes.
+
+A search is an entry in `SEARCHES`: what is searched, the time that it may take, and a function that prepares it and
+returns what is timed.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from reporting import REPORTS, Report
+
+from motet.planner.orchestration import orchestrate
+from motet.planner.partition import partition
+from motet.reproduce.disttrain import mllm
+
+
+@dataclass(frozen=True)
+class Search:
+    what: str
+    limit_s: float | None
+    """That it should not exceed; None: there is no such goal."""
+    prepare: Callable[[], Callable[[], object]]
+    published: str = ""
+    """What the paper says of its own."""
+
+
+def _partition() -> Callable[[], object]:
+    costs = np.random.default_rng(0).uniform(0.5, 2.0, 512).tolist()
+    return partial(partition, costs, 64)
+
+
+def _orchestration(num_devices: int, global_batch_size: int) -> Callable[[], object]:
+    return partial(orchestrate, mllm("72B", num_devices, global_batch_size))
+
+
+SEARCHES: Mapping[str, Search] = {
+    "partition": Search("512 layers into 64 stages", 0.020, _partition),
+    **{
+        f"disttrain-{devices}": Search(
+            f"DistTrain's orchestration, MLLM-72B, {devices} GPUs, global batch {batch}",
+            limit_s,
+            partial(_orchestration, devices, batch),
+            published,
+        )
+        for devices, batch, limit_s, published in (
+            (112, 240, None, "133 ms"),
+            (324, 480, None, "441 ms"),
+            (648, 960, None, "641 ms"),
+            (1296, 1920, 0.1, "922 ms"),
+            (16384, 16384, 2.0, ""),
+        )
+    },
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("searches", nargs="*", default=list(SEARCHES), help=f"of {', '.join(SEARCHES)}; all")
+    parser.add_argument("--repetitions", type=int, default=7)
+    options = parser.parse_args(arguments)
+    report = Report("planners", "How long do the planners' searches take?")
+    rows = []
+    for name in options.searches:
+        search = SEARCHES[name]
+        times = []
+        for _ in range(options.repetitions):
+            run = search.prepare()
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        limit = "" if search.limit_s is None else f"{search.limit_s * 1e3:g} ms"
+        rows.append((search.what, f"{median(times) * 1e3:.1f}", f"{min(times) * 1e3:.1f}", limit, search.published))
+    report.table(("search", "median [ms]", "least [ms]", "goal", "paper"), rows)
+    return report
+
+
+if __name__ == "__main__":
+    main().write(Path(REPORTS))
