@@ -323,11 +323,11 @@ def _overall() -> Table:
         "Figures 15 and 16: MFU and throughput against Megatron-LM, up to 1296 GPUs, global batch 1920",
         tuple(rows),
         notes=(
-            "Who wins, and that the gain falls with the model's size, holds. MFU and throughput of one comparison differ "
-            "only by the numbers of GPUs: 2.8 and 2.2 mean that DistTrain ran on 0.79 of Megatron-LM's. The optimum of "
-            "its own objective uses all that help, so our throughput is higher. MFU of 9B is below the published range: "
-            "1920 samples over many replicas leave few microbatches to fill the pipeline with. Whether the baseline had "
-            "StepCCL is not said."
+            "Who wins, and that the gain falls with the model's size, holds. MFU and throughput of one comparison "
+            "differ only by the numbers of GPUs: 2.8 and 2.2 mean that DistTrain ran on 0.79 of Megatron-LM's. The "
+            "optimum of its own objective uses all that help, so our throughput is higher. MFU of 9B is below the "
+            "published range: 1920 samples over many replicas leave few microbatches to fill the pipeline with. "
+            "Whether the baseline had StepCCL is not said."
         ),
     )
 
@@ -376,8 +376,8 @@ def _frozen() -> Table:
             *rows,
         ),
         notes=(
-            "Published throughput begins below MFU (1.2 against 1.4), which a ratio of the same two runs can only do if "
-            "DistTrain used more GPUs."
+            "Published throughput begins below MFU (1.2 against 1.4), which a ratio of the same two runs can only do "
+            "if DistTrain used fewer GPUs."
         ),
     )
 
