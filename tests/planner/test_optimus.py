@@ -10,7 +10,7 @@ from motet.errors import UserError
 from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.optimus import assignment_of, plan_of, schedule_of
-from motet.planner.optimus_layouts import EncoderLayout, LlmLayout, LlmSide, encoder_layouts, solve
+from motet.planner.optimus_layouts import EncoderLayout, LlmLayout, LlmSide, encoder_layouts, solutions
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.routes import derive_routes
 from motet.schedule.validate import validate
@@ -44,7 +44,7 @@ def test_every_schedule_is_valid(llm, encoder, frozen):
 
 def test_every_sample_goes_through_its_pipeline_once():
     problem = problem_with(num_microbatches=4)
-    solution = solve(problem)
+    solution = solutions(problem)[0]
     assignment = assignment_of(solution)
     for name in problem.modules:
         seen = [i for replica in assignment.microbatches[name] for microbatch in replica for i in microbatch]
@@ -100,9 +100,9 @@ def test_states_that_do_not_fit_are_pruned():
 
 def test_memory_chooses_the_encoder_layout():
     problem = problem_with(frozen=(), dp_sizes=(1,))
-    roomy = solve(problem)
+    roomy = solutions(problem)[0]
     device = replace(problem.cluster.device, memory_bytes=max(roomy.needed_bytes) * 0.98 / 0.9)
-    tight = solve(replace(problem, cluster=replace(problem.cluster, device=device)))
+    tight = solutions(replace(problem, cluster=replace(problem.cluster, device=device)))[0]
     assert max(tight.needed_bytes) < max(roomy.needed_bytes)
     assert tight.iteration_s >= roomy.iteration_s
 
@@ -110,7 +110,7 @@ def test_memory_chooses_the_encoder_layout():
 def test_more_memory_than_any_layout_needs_is_never_exceeded_silently():
     problem = problem_with(frozen=())
     device = replace(problem.cluster.device, memory_bytes=1000)
-    solution = solve(replace(problem, cluster=replace(problem.cluster, device=device)))
+    solution = solutions(replace(problem, cluster=replace(problem.cluster, device=device)))[0]
     assert solution.excess_bytes > 0
 
 

@@ -1,7 +1,7 @@
 """Optimus: encoders on the language model's own ranks, under a layout of their own, in its bubbles (Feng et al. 2025).
 
-`motet.planner.optimus_layouts` searches the layouts, `motet.planner.optimus_bubbles` schedules each; here the best one
-becomes a plan, an assignment and an order of actions.
+`motet.planner.optimus_layouts` searches the layouts, `motet.planner.optimus_bubbles` schedules each; here the best ones
+become plans, of which simulation chooses, and any one an assignment and an order of actions.
 
 Stages of the language model: stage s on group s mod PP. Encoder replicas: one for each encoder pipeline, on ranks of
 the language model's groups. Kernels have no actions of their own: an encoder stage is cut into runs of layers, each
@@ -15,20 +15,26 @@ from math import ceil
 from motet.data.assignment import BatchAssignment, split_evenly
 from motet.errors import UserError
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
+from motet.planner.bound_and_simulate import rank
+from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
-from motet.planner.optimus_layouts import LlmSide, Solution, cut, solve
+from motet.planner.optimus_layouts import LlmSide, Solution, cut, solutions
 from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 
+MAX_SIMULATED = 3
+"""Of the best layouts, by the bubble scheduler's account, so many are simulated as plans."""
+
 
 def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
     """Raises `UserError` where it does not apply: no encoder, or no layout within the limits."""
     if placement is not None:
         raise UserError("parallel.placement: planner optimus places encoders in its own way; leave placement out")
-    return plan_of(solve(problem))
+    plans = [plan_of(solution) for solution in solutions(problem)[:MAX_SIMULATED]]
+    return min((evaluate(problem, plan) for plan in plans), key=rank).plan
 
 
 def plan_of(solution: Solution) -> Plan:
@@ -142,8 +148,8 @@ def schedule_of(solution: Solution, routes: Routes) -> Schedule:
         for kind in kinds:
             order = place[cell] if kind is Kind.FORWARD else -place[cell]
             key = (times.of(kind, cell), int(kind is Kind.BACKWARD), order)
-            for rank in routes.stage(cell).ranks:
-                lists[rank].append((*key, Compute(kind, cell)))
+            for member in routes.stage(cell).ranks:
+                lists[member].append((*key, Compute(kind, cell)))
     return Schedule(tuple(tuple(action for *_, action in sorted(actions)) for actions in lists))
 
 

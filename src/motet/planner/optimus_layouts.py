@@ -75,25 +75,27 @@ class Solution:
         return max(0, max(self.needed_bytes) - _limit_bytes(self.problem))
 
 
-def solve(problem: PlanningProblem) -> Solution:
-    """The solution that fits with the shortest iteration; if none fits, the one that exceeds memory least."""
+def solutions(problem: PlanningProblem) -> list[Solution]:
+    """Those worth looking at, the best first: those that fit by their iterations, then the others by their excess.
+
+    Raises `UserError` where Optimus does not apply: no encoder, or no layout within the limits."""
     check_applies(problem)
-    solutions: list[Solution] = []
+    found: list[Solution] = []
     for llm, timeline in _llm_layouts(problem):
         side = LlmSide(problem, llm)
         for encoder in encoder_layouts(problem, llm):
-            best_s = min((s.iteration_s for s in solutions if not s.excess_bytes), default=inf)
+            best_s = min((s.iteration_s for s in found if not s.excess_bytes), default=inf)
             if best_s < inf and not (
                 side.states_fit(encoder) and can_take_less(timeline, side.encoder_pipelines(encoder), best_s)
             ):
                 continue
-            solutions.append(side.solve(encoder, timeline))
-    if not solutions:
+            found.append(side.solve(encoder, timeline))
+    if not found:
         raise UserError(
             f"parallel.planner: optimus finds no layout on {problem.num_devices} devices within the limits on degrees; "
             "allow other tp or dp sizes"
         )
-    return min(solutions, key=lambda solution: (solution.excess_bytes, solution.iteration_s))
+    return sorted(found, key=lambda solution: (solution.excess_bytes, solution.iteration_s))
 
 
 def check_applies(problem: PlanningProblem) -> None:
