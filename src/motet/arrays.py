@@ -33,6 +33,14 @@ class Rows:
         values, starts = self.values.tolist(), self.starts.tolist()
         return [values[begin:end] for begin, end in pairwise(starts)]
 
+    def only(self, *, none: int, many: int) -> Ints:
+        """For each row its value if it has one, `none` if it has none, `many` if it has several."""
+        result = np.full(len(self), none)
+        result[self.lengths > 1] = many
+        single = self.lengths == 1
+        result[single] = self.values[self.starts[:-1][single]]
+        return result
+
     def where(self, keep: Bools) -> "Rows":
         """The rows without the values that are not kept; `keep` is by value."""
         kept = keep[self.values]
@@ -73,3 +81,13 @@ def ranges(first: Ints, lengths: Ints) -> Ints:
 def rows_of(owner: Ints, num_rows: int) -> Rows:
     """Row i lists, in ascending order, the positions at which `owner` is i."""
     return Rows(starts_of(np.bincount(owner, minlength=num_rows)), np.argsort(owner, kind="stable"))
+
+
+def distinct(codes: Ints, num_codes: int) -> tuple[Ints, Ints]:
+    """The different ones of these codes below `num_codes`, ascending, and for each code its place among them."""
+    if num_codes > 4 * len(codes) + 2**16:
+        values, places = np.unique(codes, return_inverse=True)
+        return values, places
+    seen = np.zeros(num_codes, dtype=bool)
+    seen[codes] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[codes]

@@ -59,11 +59,21 @@ class Program:
     """The messages of action i are those from message_starts[i] to message_starts[i + 1]."""
     message_value: Ints
     """The number of the value that each message carries a share of."""
-    message_sender: Ints
-    message_receiver: Ints
+    links: Ints
+    """The pairs (sender, receiver) of ranks that messages go between, one a row."""
+    message_link: Ints
+    """For each message, its row of `links`."""
     reductions: tuple[Reduce, ...]
     reduction_after: Ints
     """For each reduction, the place of the last action that it waits for; those that wait for none stand at the end."""
+
+    @property
+    def message_sender(self) -> Ints:
+        return self.links[self.message_link, 0]
+
+    @property
+    def message_receiver(self) -> Ints:
+        return self.links[self.message_link, 1]
 
     @cached_property
     def places(self) -> tuple[Ints, Ints, Ints]:
@@ -143,8 +153,8 @@ def lower(schedule: Schedule, dependencies: Dependencies, duration_s: Durations 
         actions=actions,
         message_starts=starts_of(num_messages)[written.starts],
         message_value=values,
-        message_sender=carriers.senders[member],
-        message_receiver=carriers.receivers[member],
+        links=carriers.links,
+        message_link=carriers.link[member],
         reductions=reductions,
         reduction_after=after,
     )
@@ -174,8 +184,7 @@ class _Carriers:
     def __init__(self, dependencies: Dependencies) -> None:
         routes = dependencies.routes
         num_stages = len(routes.stages)
-        ends = routes.cell_stage[routes.route_source] * num_stages + routes.cell_stage[routes.route_target]
-        codes, pair = np.unique(ends, return_inverse=True)
+        codes, pair = routes.stage_pairs
         pairs: list[tuple[int, int]] = []
         first, count = [], []
         for gradient in (False, True):
@@ -188,10 +197,11 @@ class _Carriers:
                 count.append(len(pairs) - first[-1])
         which = np.concatenate([pair, len(codes) + pair])
         self.first_pair = np.array(first, dtype=np.int64)[which]
-        """For each value, where its pairs begin in `senders` and `receivers`."""
+        """For each value, where its links begin in `link`."""
         self.num_messages = np.array(count, dtype=np.int64)[which]
-        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        self.senders, self.receivers = table[:, 0], table[:, 1]
+        row = {link: i for i, link in enumerate(sorted(set(pairs)))}
+        self.links = np.array(list(row), dtype=np.int64).reshape(-1, 2)
+        self.link = np.array([row[link] for link in pairs], dtype=np.int64)
 
 
 def messages(value: Value, dependencies: Dependencies) -> list[Message]:

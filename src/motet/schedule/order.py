@@ -9,6 +9,7 @@ Each lane is run until it is blocked, then the lanes that wait for what it has d
 every action's end follows from those of the actions before it, in whatever order one looks at them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,15 +73,12 @@ def order_actions(
     """The numbers of the schedule's actions by their ends; ties by rank. `is_sent`: of each value that routes carry.
 
     Raises `CyclicScheduleError` if actions wait for each other, or for what no action makes."""
-    sequence = np.concatenate(lanes.actions)
-    clock = _Clock(schedule, lanes, dependencies, is_sent, sequence)
-    clock.seconds = seconds_of_actions(clock.present, dependencies, duration_s).tolist()
-    clock.run()
-    present = clock.present
-    end_s, ticks = np.array(clock.end_s)[present], np.array(clock.ticks)[present]
-    min_rank = np.array([min(stage.planned.ranks) for stage in dependencies.routes.stages], dtype=np.int64)
-    rank = min_rank[dependencies.routes.cell_stage[present % dependencies.routes.num_cells]]
-    return present[np.lexsort((rank, ticks, end_s))]
+    clock = _Clock(schedule, lanes, dependencies, is_sent)
+    end_s, ticks = clock.run(seconds_of_actions(clock.present, dependencies, duration_s))
+    routes = dependencies.routes
+    min_rank = np.array([min(stage.planned.ranks) for stage in routes.stages], dtype=np.int64)
+    rank = min_rank[routes.cell_stage[clock.present % max(1, routes.num_cells)]]
+    return clock.present[np.lexsort((rank, ticks, end_s))]
 
 
 def check_acyclic(schedule: Schedule, dependencies: Dependencies) -> None:
@@ -89,137 +87,157 @@ def check_acyclic(schedule: Schedule, dependencies: Dependencies) -> None:
     order_actions(schedule, lanes_of(schedule, dependencies), dependencies, nothing_sent, unit_duration)
 
 
+NONE, MANY, SHARED = -1, -2, -3
+
+
 class _Clock:
-    def __init__(
-        self, schedule: Schedule, lanes: Lanes, dependencies: Dependencies, is_sent: Bools, sequence: Ints
-    ) -> None:
+    """Lanes stand one after the other in one sequence, and an action is known by its place there; one that several
+    lanes do together, by its place in the first of them (its home)."""
+
+    def __init__(self, schedule: Schedule, lanes: Lanes, dependencies: Dependencies, is_sent: Bools) -> None:
         self.schedule, self.lanes, self.dependencies = schedule, lanes, dependencies
-        is_present = np.zeros(dependencies.num_actions, dtype=bool)
-        is_present[sequence] = True
-        self.present = np.flatnonzero(is_present)
-        self.sequence = sequence.tolist()
+        self.sequence = np.concatenate(lanes.actions)
+        self.home_of_action = np.full(dependencies.num_actions, NOTHING)
+        self.home_of_action[self.sequence[::-1]] = np.arange(len(self.sequence))[::-1]
+        self.present = np.flatnonzero(self.home_of_action != NOTHING)
         self.bounds = starts_of(np.array([len(actions) for actions in lanes.actions], dtype=np.int64)).tolist()
-        stage = dependencies.routes.cell_stage[sequence % max(1, dependencies.routes.num_cells)]
-        is_shared = lanes.of_stage.lengths[stage] > 1
-        self.any_shared = bool(is_shared.any())
-        self.is_shared = is_shared.tolist()
-        """For each place of the sequence, whether other lanes take part."""
-        self.awaited, self.awaited_starts = self._awaited(sequence, is_sent)
-        self.seconds: list[float] = []
-        self.end_s = [-1.0] * dependencies.num_actions
-        """Of each action; negative until it has ended."""
-        self.ticks = [0] * dependencies.num_actions
+        self.stage = dependencies.routes.cell_stage[self.sequence % max(1, dependencies.routes.num_cells)]
+        self.awaited = self._awaited(is_sent)
+        """For each place, what it waits for: twice the other's home, plus 1 if a transfer lies between."""
+        self.only = self.awaited.only(none=NONE, many=MANY)
+        self.only[lanes.of_stage.lengths[self.stage] > 1] = SHARED
         self.place = self.bounds[:-1]
         self.free_s = [0.0] * len(lanes.actions)
         self.free_ticks = [0] * len(lanes.actions)
+        self.end_s = [-1.0] * len(self.sequence)
+        """By home; negative until it has ended."""
+        self.ticks = [0] * len(self.sequence)
         self.arrived: dict[int, set[int]] = {}
-        """For each action that several lanes do together, the lanes that have reached it."""
-        self.parked: dict[int, list[int]] = {}
-        """For each action that has not ended, the lanes that wait for it."""
+        """For each home of several lanes' action, the lanes that have reached it."""
+        self.parked = [NONE] * len(self.sequence)
+        """For each home that has not ended, a lane that waits for it; `also_parked` says which other one does too."""
+        self.also_parked = [NONE] * len(lanes.actions)
 
-    def _awaited(self, sequence: Ints, is_sent: Bools) -> tuple[list[int], list[int]]:
-        """For each place of the sequence, the actions whose ends it waits for: twice their number, plus 1 if a transfer
-        lies between."""
-        dependencies = self.dependencies
-        writes, reads = (
-            dependencies.carried_writes.selected(self.present),
-            dependencies.carried_reads.selected(sequence),
-        )
-        num_carried = 2 * dependencies.routes.num_routes
-        writer = np.full(num_carried + 3 * dependencies.routes.num_cells, NOTHING)
-        writer[writes.values] = np.repeat(self.present, writes.lengths)
-        kept = dependencies.kept_write[self.present]
-        writer[kept[kept != NOTHING]] = self.present[kept != NOTHING]
+    def _awaited(self, is_sent: Bools) -> Rows:
+        dependencies, sequence = self.dependencies, self.sequence
+        num_kept = 3 * dependencies.routes.num_cells
+        writer = np.full(2 * dependencies.routes.num_routes + num_kept, NOTHING)
+        writes = dependencies.carried_writes.selected(self.present)
+        writer[writes.values] = np.repeat(self.home_of_action[self.present], writes.lengths)
+        kept_write = dependencies.kept_write[self.present]
+        writer[kept_write[kept_write != NOTHING]] = self.home_of_action[self.present[kept_write != NOTHING]]
+        reads = dependencies.carried_reads.selected(sequence)
         kept_read = dependencies.kept_read[sequence]
-        for place, values in ((np.repeat(np.arange(len(sequence)), reads.lengths), reads.values), _without(kept_read)):
-            if (missing := np.flatnonzero(writer[values] == NOTHING)).size:
-                action = dependencies.actions(sequence[place[missing[:1]]])[0]
-                value = dependencies.value(int(values[missing[0]]))
-                raise CyclicScheduleError(f"{action} reads {value}, which no action writes")
-        if not self._keeps_order(sequence, writer, kept_read):
-            keeps = kept_read != NOTHING
-            kept_rows = Rows(starts_of(keeps), kept_read[keeps])
-            reads = reads.joined(kept_rows)
-            is_sent = np.concatenate([is_sent, np.zeros(3 * dependencies.routes.num_cells, dtype=bool)])
-        return (2 * writer[reads.values] + is_sent[reads.values]).tolist(), reads.starts.tolist()
+        keeps = kept_read != NOTHING
+        kept = Rows(starts_of(keeps), kept_read[keeps])
+        for rows in (reads, kept):
+            if (missing := np.flatnonzero(writer[rows.values] == NOTHING)).size:
+                place = np.searchsorted(rows.starts, missing[:1], side="right") - 1
+                action, value = dependencies.actions(sequence[place])[0], int(rows.values[missing[0]])
+                raise CyclicScheduleError(f"{action} reads {dependencies.value(value)}, which no action writes")
+        if not self._keeps_order(writer[kept.values], np.flatnonzero(keeps)):
+            reads = reads.joined(kept)
+            is_sent = np.concatenate([is_sent, np.zeros(num_kept, dtype=bool)])
+        return Rows(reads.starts, 2 * writer[reads.values] + is_sent[reads.values])
 
-    def _keeps_order(self, sequence: Ints, writer: Ints, kept_read: Ints) -> bool:
+    def _keeps_order(self, written_at: Ints, read_at: Ints) -> bool:
         """Whether what stays on a rank is everywhere written before it is read: then nothing has to wait for it."""
-        if self.any_shared:
-            return False  # They may still, but a place for each action is not enough to see it.
-        place = np.empty(self.dependencies.num_actions, dtype=np.int64)
-        place[sequence] = np.arange(len(sequence))
-        lane = np.repeat(np.arange(len(self.lanes.actions)), [len(actions) for actions in self.lanes.actions])
-        read_at = np.flatnonzero(kept_read != NOTHING)
-        written_at = place[writer[kept_read[read_at]]]
+        if (self.lanes.of_stage.lengths[self.stage] > 1).any():
+            return False  # They may still, but homes are not enough to see it.
+        lane = np.repeat(np.arange(len(self.lanes.actions)), np.diff(self.bounds))
         return bool(((written_at < read_at) & (lane[written_at] == lane[read_at])).all())
 
-    def run(self) -> None:
-        awake = list(range(len(self.place)))
-        while awake:
-            self._run_lane(awake.pop(), awake)
+    def run(self, seconds: Floats) -> tuple[Floats, Ints]:
+        """The moments at which the actions that are `present` end. `seconds`: by number."""
+        self._run_lanes(seconds[self.sequence].tolist())
         if any(place < bound for place, bound in zip(self.place, self.bounds[1:], strict=True)):
             positions = [place - bound for place, bound in zip(self.place, self.bounds, strict=False)]
             marks = {rank: positions[lane] for rank, lane in enumerate(self.lanes.of_rank.tolist())}
             raise CyclicScheduleError(
                 "the schedule's actions wait for each other:\n" + grid(self.schedule.ranks, marks)
             )
+        homes = self.home_of_action[self.present]
+        return np.array(self.end_s)[homes], np.array(self.ticks)[homes]
 
-    def _run_lane(self, lane: int, awake: list[int]) -> None:
-        """Runs the lane until it is blocked; puts into `awake` the lanes that waited for what it did."""
-        end_s, ticks, seconds, parked = self.end_s, self.ticks, self.seconds, self.parked
-        awaited, starts = self.awaited, self.awaited_starts
-        free_s, free_ticks = self.free_s[lane], self.free_ticks[lane]
-        for place in range(self.place[lane], self.bounds[lane + 1]):
-            action = self.sequence[place]
-            if self.is_shared[place]:
-                self.place[lane], self.free_s[lane], self.free_ticks[lane] = place, free_s, free_ticks
-                self._run_shared(lane, action, place, awake)
-                return
-            for code in awaited[starts[place] : starts[place + 1]]:
-                before_s = end_s[code >> 1]
-                if before_s >= free_s:
-                    before_ticks = ticks[code >> 1] + (code & 1)
-                    if before_s > free_s or before_ticks > free_ticks:
-                        free_s, free_ticks = before_s, before_ticks
-                elif before_s < 0.0:
-                    # What has been waited for until here is waited for once more when it goes on.
-                    self.place[lane], self.free_s[lane], self.free_ticks[lane] = place, free_s, free_ticks
-                    parked.setdefault(code >> 1, []).append(lane)
-                    return
-            started_s = free_s
-            free_s += seconds[action]
-            if free_s == started_s:
-                free_ticks += 1
-            end_s[action], ticks[action] = free_s, free_ticks
-            if action in parked:
-                awake += parked.pop(action)
-        self.place[lane] = self.bounds[lane + 1]
+    def _run_lanes(self, seconds: list[float]) -> None:
+        """Each until it is blocked, then those that waited for what it did. The one loop over all actions: plain."""
+        end_s, ticks, parked, also_parked, only = (
+            self.end_s,
+            self.ticks,
+            self.parked,
+            self.also_parked,
+            self.only.tolist(),
+        )
+        awake = list(range(len(self.place)))
+        while awake:
+            lane = awake.pop()
+            place, bound = self.place[lane], self.bounds[lane + 1]
+            now_s, now_ticks = self.free_s[lane], self.free_ticks[lane]
+            code = NONE
+            while place < bound:
+                code = only[place]
+                if code >= 0:
+                    other = code >> 1
+                    before_s = end_s[other]
+                    if before_s >= now_s:
+                        before_ticks = ticks[other] + (code & 1)
+                        if before_s > now_s or before_ticks > now_ticks:
+                            now_s, now_ticks = before_s, before_ticks
+                    elif before_s < 0.0:
+                        also_parked[lane], parked[other] = parked[other], lane
+                        break
+                elif code != NONE:
+                    self.place[lane], self.free_s[lane], self.free_ticks[lane] = place, now_s, now_ticks
+                    if code == SHARED:
+                        awake += self._run_shared(lane, place, seconds)
+                        break
+                    moment = self._latest([lane], place)
+                    if moment is None:
+                        break
+                    now_s, now_ticks = moment
+                started_s = now_s
+                now_s += seconds[place]
+                if now_s == started_s:
+                    now_ticks += 1
+                end_s[place], ticks[place] = now_s, now_ticks
+                waiting = parked[place]
+                while waiting >= 0:
+                    awake.append(waiting)
+                    waiting = also_parked[waiting]
+                place += 1
+            if code != SHARED:
+                self.place[lane], self.free_s[lane], self.free_ticks[lane] = place, now_s, now_ticks
 
-    def _run_shared(self, lane: int, action: int, place: int, awake: list[int]) -> None:
-        """Runs an action that several lanes do together, when the last of them has reached it."""
-        lanes = self.lanes.of_stage[self.dependencies.routes.cell_stage[action % self.dependencies.routes.num_cells]]
-        arrived = self.arrived.setdefault(action, set())
-        arrived.add(lane)
-        if len(arrived) < len(lanes):
-            return
-        moments = [(self.free_s[other], self.free_ticks[other]) for other in arrived]
-        for code in self.awaited[self.awaited_starts[place] : self.awaited_starts[place + 1]]:
+    def _latest(self, lanes: Iterable[int], place: int) -> tuple[float, int] | None:
+        """When all that the action waits for has happened; None, and the last of the lanes parked, if it has not."""
+        moments = [(self.free_s[lane], self.free_ticks[lane]) for lane in lanes]
+        for code in self.awaited[place].tolist():
             if self.end_s[code >> 1] < 0.0:
-                self.parked.setdefault(code >> 1, []).append(lane)
-                return
+                *_, lane = lanes
+                self.also_parked[lane], self.parked[code >> 1] = self.parked[code >> 1], lane
+                return None
             moments.append((self.end_s[code >> 1], self.ticks[code >> 1] + (code & 1)))
-        started_s, num_ticks = max(moments)
-        end_s = started_s + self.seconds[action]
-        num_ticks += end_s == started_s
-        self.end_s[action], self.ticks[action] = end_s, num_ticks
+        return max(moments)
+
+    def _run_shared(self, lane: int, place: int, seconds: list[float]) -> list[int]:
+        """Runs an action of several lanes when the last of them has reached it; returns the lanes that go on then."""
+        home = int(self.home_of_action[self.sequence[place]])
+        arrived = self.arrived.setdefault(home, set())
+        arrived.add(lane)
+        if len(arrived) < len(self.lanes.of_stage[self.stage[place]]):
+            return []
+        moment = self._latest([*(arrived - {lane}), lane], place)
+        if moment is None:
+            return []
+        end_s = moment[0] + seconds[place]
+        num_ticks = moment[1] + (end_s == moment[0])
+        self.end_s[home], self.ticks[home] = end_s, num_ticks
         for other in arrived:
             self.place[other] += 1
             self.free_s[other], self.free_ticks[other] = end_s, num_ticks
-        awake += [*sorted(arrived), *self.parked.pop(action, [])]
-
-
-def _without(values: Ints) -> tuple[Ints, Ints]:
-    """The places at which something stands, and what stands there."""
-    places = np.flatnonzero(values != NOTHING)
-    return places, values[places]
+        woken = sorted(arrived)
+        waiting = self.parked[home]
+        while waiting >= 0:
+            woken.append(waiting)
+            waiting = self.also_parked[waiting]
+        return woken

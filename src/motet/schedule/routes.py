@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Bools, Ints, Rows, ranges, rows_of
+from motet.arrays import Bools, Ints, Rows, distinct, ranges, rows_of
 from motet.data.assignment import BatchAssignment
 from motet.data.sample import Sample
 from motet.plan import Plan, Stage, module_order
@@ -105,6 +105,14 @@ class Routes:
     def routes_out(self) -> Rows:
         """For each cell, the numbers of the routes that leave it."""
         return rows_of(self.route_source, self.num_cells)
+
+    @cached_property
+    def stage_pairs(self) -> tuple[Ints, Ints]:
+        """The different pairs of stages that routes join, as source * number of stages + target, and for each route its
+        place among them."""
+        num_stages = len(self.stages)
+        codes = self.cell_stage[self.route_source] * num_stages + self.cell_stage[self.route_target]
+        return distinct(codes, num_stages**2)
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-
 from motet.plan import Plan
 from motet.schedule.routes import Cell, Routes
 
@@ -44,9 +42,8 @@ def stages_after(routes: Routes) -> dict[StageKey, set[StageKey]]:
     """For each stage, the stages that its output goes to; the stages in topological order."""
     keys = [StageKey(*stage[:3]) for stage in routes.stages]
     result: dict[StageKey, set[StageKey]] = {key: set() for key in keys}
-    sources, targets = routes.cell_stage[routes.route_source], routes.cell_stage[routes.route_target]
-    for pair in np.unique(sources * len(keys) + targets).tolist():
-        source, target = divmod(pair, len(keys))
+    for code in routes.stage_pairs[0].tolist():
+        source, target = divmod(code, len(keys))
         result[keys[source]].add(keys[target])
     return result
 

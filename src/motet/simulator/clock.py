@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.arrays import Floats, Ints, Rows
+from motet.arrays import Floats
 from motet.schedule.lower import Program
 from motet.simulator.step_costs import StepCosts
+
+NONE, MANY = -1, -2
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,68 +47,67 @@ def run_in_order(program: Program, seconds: StepCosts) -> Times:
 class _Pass:
     def __init__(self, program: Program, seconds: StepCosts) -> None:
         self.program, self.seconds = program, seconds
-        lanes = program.lanes
-        self.free_s = [0.0] * len(lanes.actions)
+        self.free_s = [0.0] * len(program.lanes.actions)
         """For each lane, the end of its last action so far."""
-        num_ranks = len(lanes.of_rank)
-        links, link = np.unique(program.message_sender * num_ranks + program.message_receiver, return_inverse=True)
-        self.link = link.tolist()
-        self.link_free_s = [0.0] * len(links)
         self.arrived_s = [0.0] * (2 * program.dependencies.routes.num_routes)
         self.reduction_times: list[tuple[float, float]] = []
-        self.reductions_free_s = np.zeros(num_ranks)
+        self.reductions_free_s = np.zeros(len(program.lanes.of_rank))
 
     def run(self) -> Times:
-        program, free_s, arrived_s, link_free_s = self.program, self.free_s, self.arrived_s, self.link_free_s
+        program, free_s, arrived_s = self.program, self.free_s, self.arrived_s
         lanes, routes = program.lanes, program.dependencies.routes
         stage = routes.cell_stage[program.actions % max(1, routes.num_cells)]
-        lane_of = lanes.of_stage.values[lanes.of_stage.starts[stage]].tolist()
-        others = _other_lanes(lanes.of_stage, stage)
         reads = program.dependencies.carried_reads.selected(program.actions)
-        read, read_starts = reads.values.tolist(), reads.starts.tolist()
-        compute_s, message_s = self.seconds.compute_s.tolist(), self.seconds.message_s.tolist()
-        value, link = program.message_value.tolist(), self.link
-        sender = lanes.of_rank[program.message_sender].tolist()
-        receiver = lanes.of_rank[program.message_receiver].tolist()
+        # Most actions read one value at most and are done by one lane; the others are told apart by a negative number.
+        read = reads.only(none=NONE, many=MANY)
+        read[lanes.of_stage.lengths[stage] > 1] = MANY
         message_starts = program.message_starts.tolist()
+        value, link, message_s = program.message_value.tolist(), program.message_link.tolist(), self.seconds.message_s
+        receiver = lanes.of_rank[program.links[:, 1]].tolist()
+        link_free_s = [0.0] * len(receiver)
         reduction_after = [*program.reduction_after.tolist(), -1]
         starts: list[float] = []
         ends: list[float] = []
         message_start: list[float] = []
         message_end: list[float] = []
-        next_reduction = 0
-        first_read = first_message = 0
-        for place, lane in enumerate(lane_of):
+        next_reduction = first_message = 0
+        per_action = zip(
+            lanes.of_stage.values[lanes.of_stage.starts[stage]].tolist(),
+            read.tolist(),
+            self.seconds.compute_s.tolist(),
+            message_starts[1:],
+            strict=True,
+        )
+        of_messages = zip(value, link, message_s.tolist(), strict=True)
+        for place, (lane, only_read, action_s, last_message) in enumerate(per_action):
             now = free_s[lane]
-            if place in others:
-                now = max(now, *(free_s[other] for other in others[place]))
-            last_read = read_starts[place + 1]
-            while first_read < last_read:
-                if arrived_s[read[first_read]] > now:
-                    now = arrived_s[read[first_read]]
-                first_read += 1
+            if only_read >= 0:
+                if arrived_s[only_read] > now:
+                    now = arrived_s[only_read]
+            elif only_read == MANY:
+                group = lanes.of_stage[stage[place]].tolist()
+                now = max(now, *(free_s[other] for other in group), *(arrived_s[v] for v in reads[place].tolist()))
+                for other in group:
+                    free_s[other] = now + action_s
             starts.append(now)
-            now += compute_s[place]
+            now += action_s
             ends.append(now)
             free_s[lane] = now
-            if place in others:
-                for other in others[place]:
-                    free_s[other] = now
-            last_message = message_starts[place + 1]
-            while first_message < last_message:
-                m = first_message
-                begin, received = free_s[sender[m]], free_s[receiver[m]]
-                if received > begin:
-                    begin = received
-                if link_free_s[link[m]] > begin:
-                    begin = link_free_s[link[m]]
+            # The sender of what has just been made is free just now.
+            for _ in range(first_message, last_message):
+                carried, on, seconds = next(of_messages)
+                begin = now
+                if free_s[receiver[on]] > begin:
+                    begin = free_s[receiver[on]]
+                if link_free_s[on] > begin:
+                    begin = link_free_s[on]
                 message_start.append(begin)
-                begin += message_s[m]
+                begin += seconds
                 message_end.append(begin)
-                link_free_s[link[m]] = begin
-                if begin > arrived_s[value[m]]:
-                    arrived_s[value[m]] = begin
-                first_message += 1
+                link_free_s[on] = begin
+                if begin > arrived_s[carried]:
+                    arrived_s[carried] = begin
+            first_message = last_message
             while reduction_after[next_reduction] == place:
                 self._reduce(next_reduction)
                 next_reduction += 1
@@ -115,12 +116,12 @@ class _Pass:
             next_reduction += 1
         reductions = np.array(self.reduction_times, dtype=float).reshape(-1, 2)
         return Times(
-            np.array(starts, dtype=float),
-            np.array(ends, dtype=float),
-            np.array(message_start, dtype=float),
-            np.array(message_end, dtype=float),
-            reductions[:, 0],
-            reductions[:, 1],
+            action_start=np.array(starts, dtype=float),
+            action_end=np.array(ends, dtype=float),
+            message_start=np.array(message_start, dtype=float),
+            message_end=np.array(message_end, dtype=float),
+            reduction_start=reductions[:, 0],
+            reduction_end=reductions[:, 1],
         )
 
     def _reduce(self, i: int) -> None:
@@ -130,9 +131,3 @@ class _Pass:
         end = begin + float(self.seconds.reduce_s[i])
         self.reductions_free_s[ranks] = end
         self.reduction_times.append((begin, end))
-
-
-def _other_lanes(of_stage: Rows, stage: Ints) -> dict[int, list[int]]:
-    """For each action whose group has several lanes, all of them but the first."""
-    shared = np.flatnonzero(of_stage.lengths[stage] > 1)
-    return {place: of_stage[stage[place]].tolist()[1:] for place in shared.tolist()}

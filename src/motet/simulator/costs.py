@@ -59,8 +59,8 @@ class ArrayCosts(Protocol):
     def carried_sizes(self, dependencies: Dependencies) -> Ints:
         """`message_bytes` of each value that routes carry."""
 
-    def link_s(self, sender: int, receiver: int, num_bytes: int) -> float:
-        """`message_s` of a message of this size."""
+    def link(self, sender: int, receiver: int) -> tuple[float, float]:
+        """Latency in seconds and bytes per second: a message takes the latency, then its bytes at that rate."""
 
 
 @runtime_checkable

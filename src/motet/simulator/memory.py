@@ -13,6 +13,7 @@ inside an action and fragmentation are the cost model's to add to the static par
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -48,23 +49,25 @@ class _Holds:
     begin: Floats
     end: Floats
 
+    def selected(self, places: Ints | slice) -> "_Holds":
+        return _Holds(self.rank[places], self.size[places], self.begin[places], self.end[places])
+
+    def by_rank(self, num_ranks: int) -> list["_Holds"]:
+        """Of each rank those that last."""
+        lasting = (self.size != 0) & (self.begin < self.end)
+        holds = self if lasting.all() else self.selected(np.flatnonzero(lasting))
+        # Small numbers are sorted by their digits, which is quicker.
+        number = np.uint16 if num_ranks < 2**16 else np.int64
+        holds = holds.selected(np.argsort(holds.rank.astype(number), kind="stable"))
+        bounds = starts_of(np.bincount(holds.rank, minlength=num_ranks)).tolist()
+        return [holds.selected(slice(first, last)) for first, last in pairwise(bounds)]
+
 
 def memory_curves(program: Program, costs: Costs, seconds: StepCosts, times: Times) -> tuple[MemoryCurve, ...]:
     """One for each rank."""
-    holds = [_saved(program, costs, times), *_buffers(program, seconds, times)]
     num_ranks = len(program.lanes.of_rank)
-    rank, moment, change = [], [], []
-    for hold in holds:
-        lasting = np.flatnonzero((hold.size != 0) & (hold.begin < hold.end))
-        rank += [hold.rank[lasting]] * 2
-        moment += [hold.begin[lasting], hold.end[lasting]]
-        change += [hold.size[lasting], -hold.size[lasting]]
-    return _curves(
-        np.concatenate(rank),
-        np.concatenate(moment),
-        np.concatenate(change),
-        [costs.static_bytes(r) for r in range(num_ranks)],
-    )
+    holds = [hold.by_rank(num_ranks) for hold in (_saved(program, costs, times), *_buffers(program, seconds, times))]
+    return tuple(_curve([hold[rank] for hold in holds], costs.static_bytes(rank)) for rank in range(num_ranks))
 
 
 def _saved(program: Program, costs: Costs, times: Times) -> _Holds:
@@ -111,18 +114,15 @@ def _buffers(program: Program, seconds: StepCosts, times: Times) -> tuple[_Holds
     )
 
 
-def _curves(rank: Ints, moment: Floats, change: Ints, static_bytes: list[int]) -> tuple[MemoryCurve, ...]:
-    by_rank = np.argsort(rank.astype(np.uint16 if len(static_bytes) < 2**16 else np.int64), kind="stable")
-    bounds = starts_of(np.bincount(rank, minlength=len(static_bytes))).tolist()
-    moment, change = moment[by_rank], change[by_rank]
-    curves = []
-    for first, last, static in zip(bounds, bounds[1:], static_bytes, strict=False):
-        in_order = first + np.argsort(moment[first:last], kind="stable")
-        times, held = moment[in_order], np.cumsum(change[in_order]) + static
-        # Of what happens at one moment only the sum counts.
-        final = np.flatnonzero(np.append(times[1:] != times[:-1], True)) if len(times) else np.zeros(0, dtype=np.int64)
-        times, held = times[final], held[final]
-        if not len(times) or times[0] > 0:
-            times, held = np.append(0.0, times), np.append(static, held)
-        curves.append(MemoryCurve(times, held))
-    return tuple(curves)
+def _curve(holds: list[_Holds], static_bytes: int) -> MemoryCurve:
+    moments = np.concatenate([ends for hold in holds for ends in (hold.begin, hold.end)])
+    changes = np.concatenate([sizes for hold in holds for sizes in (hold.size, -hold.size)])
+    in_order = np.argsort(moments, kind="stable")
+    times, held = moments[in_order], np.cumsum(changes[in_order]) + static_bytes
+    # Of what happens at one moment only the sum counts.
+    final = np.flatnonzero(times[1:] != times[:-1])
+    final = np.append(final, len(times) - 1) if len(times) else final
+    times, held = times[final], held[final]
+    if not len(times) or times[0] > 0:
+        times, held = np.append(0.0, times), np.append(static_bytes, held)
+    return MemoryCurve(times, held)

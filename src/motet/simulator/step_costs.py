@@ -72,17 +72,9 @@ def step_costs(program: Program, costs: Costs, disturbances: Disturbances | None
 
 
 def _link_seconds(program: Program, costs: ArrayCosts, sizes: Ints) -> Floats:
-    """Asked once for each link and size."""
-    num_ranks = len(program.lanes.of_rank)
-    different, size = np.unique(sizes, return_inverse=True)
-    codes = (program.message_sender * num_ranks + program.message_receiver) * max(1, len(different)) + size
-    codes, which = np.unique(codes, return_inverse=True)
-    seconds = []
-    for code in codes.tolist():
-        link, size_index = divmod(code, len(different))
-        sender, receiver = divmod(link, num_ranks)
-        seconds.append(costs.link_s(sender, receiver, int(different[size_index])))
-    return np.array(seconds, dtype=float)[which]
+    links = [costs.link(sender, receiver) for sender, receiver in program.links.tolist()]
+    latency_s, bytes_per_s = np.array(links, dtype=float).reshape(-1, 2).T
+    return latency_s[program.message_link] + sizes / bytes_per_s[program.message_link]
 
 
 def _factors(program: Program, disturbances: Disturbances) -> Floats:
