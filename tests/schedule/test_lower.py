@@ -106,9 +106,9 @@ def test_context_parallel_members_pass_on_what_their_place_holds() -> None:
     wide = Stage(layers=(0, 1), ranks=(0, 1, 2, 3), tp_size=2, cp_size=2)
     narrow = Stage(layers=(1, 2), ranks=(4, 5), tp_size=1, cp_size=2)
     assert pairs(wide, narrow) == [[(0, 4), (2, 5)], [(4, 0), (4, 1), (5, 2), (5, 3)]]
-    crossed = Stage(layers=(1, 2), ranks=(1, 0), tp_size=1, cp_size=2)
+    shifted = Stage(layers=(1, 2), ranks=(1, 2), tp_size=1, cp_size=2)
     straight = Stage(layers=(0, 1), ranks=(0, 1), tp_size=1, cp_size=2)
-    assert pairs(straight, crossed) == [[(0, 1), (1, 0)], [(1, 0), (0, 1)]]
+    assert pairs(straight, shifted) == [[(0, 1), (1, 2)], [(1, 0), (2, 1)]]
     assert pairs(straight, replace(straight, layers=(1, 2))) == [[], []]
 
 
