@@ -71,8 +71,8 @@ ATTENTION_SHARE = 0.7
 """Assumed: attention's limit over that of matrix products."""
 MEMORY_LIMIT = 0.8
 """Assumed: share of the memory's bandwidth."""
-GPU_OVERHEAD_S, CPU_OVERHEAD_S = 3e-6, 2e-6
-"""Assumed: of one kernel or one operator."""
+GPU_OVERHEAD_S, CPU_OVERHEAD_S = 3e-6, 20e-6
+"""Assumed: of one kernel on a GPU, of PyTorch's operators for it on a CPU."""
 
 
 def default_speeds(device: Device) -> Speeds:

@@ -62,6 +62,9 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
             raise UserError(f"parallel.limits.modules: there is no module {name!r}; give {', '.join(workloads)}")
     cluster = describe_cluster(config)
     dtype_bytes = DTYPE_BYTES[config.train.dtype]
+    table = read_costs(config, workloads, cluster)
+    measured_sizes = {size for sizes in table.modules.values() for size in sizes}
+    is_measured = config.cluster.costs is not None
     return PlanningProblem(
         modules={
             name: ModuleProblem(
@@ -75,7 +78,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         },
         edges=edges_between(config, workloads[LANGUAGE_MODEL]),
         cluster=cluster,
-        table=read_costs(config, workloads, cluster),
+        table=table,
+        computed=_compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
         samples=tuple(samples),
         num_microbatches=config.parallel.num_microbatches,
         schedule=config.parallel.schedule,
@@ -234,6 +238,12 @@ def _read_costs(
 ) -> CostTable:
     if config.cluster.costs is not None:
         return CostTable.load(config.cluster.costs)
+    return _compute_costs(config, workloads, cluster, tp_sizes)
+
+
+def _compute_costs(
+    config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster, tp_sizes: Set[int]
+) -> CostTable:
     return analytic_table(
         workloads,
         cluster,

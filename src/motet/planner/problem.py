@@ -85,6 +85,8 @@ class PlanningProblem:
     """That a planner may choose from, the same for all modules."""
     num_cores: float | None = None
     """That all devices share (processes on one machine); None: each has its own."""
+    computed: CostTable | None = None
+    """What costs would be if they were computed, where those in `table` are measured."""
     program_s: float = 0.0
     """What it takes to derive an iteration's program, if that is not hidden behind the iteration before."""
     _loads: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 from motet.plan import Plan
 from motet.planner.auto import Choice
+from motet.planner.cost_comparison import compare_costs
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.remedies import remedies
@@ -40,6 +41,7 @@ def report_evaluation(
         "lower_bound_s": evaluation.lower_bound_s,
         "planning_time_s": planning_time_s,
         "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
+        "cost_comparison": compare_costs(problem, plan),
     }
 
 
@@ -109,19 +111,37 @@ def report_text(values: Mapping[str, Any]) -> str:
     ]
     if values["mfu"] is not None:
         lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
-    rows = [("module", "layers", "ranks", "forward", "backward")]
+    rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]
     for stage in values["stages"]:
         module = stage["module"] + (f"[{stage['replica']}]" if stage["replica"] else "")
         first, last = stage["layers"]
         ranks = ",".join(str(rank) for rank in stage["ranks"])
         rows.append((module, f"{first}-{last - 1}", ranks, _ms(stage["forward_s"]), _ms(stage["backward_s"])))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += _table(rows)
+    if values["cost_comparison"]:
+        lines += _table(_comparison_rows(values["cost_comparison"]))
     if values["overflows"]:
         worst, *others = values["overflows"]
         lines.append(f"does not fit: {worst}" + (f" (and {len(others)} more ranks)" if others else ""))
         lines += [f"  {remedy}" for remedy in values["remedies"]]
     return "\n".join(lines)
+
+
+def _comparison_rows(comparison: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("measured against computed", "forward", "computed", "", "backward", "computed", "")]
+    for module in comparison:
+        cells = [module["module"]]
+        for part in ("forward", "backward"):
+            ratio = module[f"{part}_ratio"]
+            cells += [_ms(module[f"measured_{part}_s"]), _ms(module[f"computed_{part}_s"])]
+            cells.append("" if ratio is None else f"{ratio - 1:+.0%}")
+        rows.append(tuple(cells))
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _ms(seconds: float) -> str:
