@@ -1,17 +1,18 @@
 """Simulated attention: by hand, against bounds, and the thesis' observation that even sums alone do not help."""
 
+import dense_masks
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.attention.blocks import TileCounts, tile_counts
+from motet.attention.blocks import FULL, PARTIAL, tile_counts
 from motet.attention.distribution import TileCost, distribute
 from motet.attention.execution import (
     AttentionKernel,
     devices_s,
     gathered_s,
-    pairs_of_ranks_s,
+    ring_rounds_s,
     ring_s,
 )
 from motet.attention.layout import Document, layout_of_documents
@@ -21,28 +22,32 @@ from motet.data.sample import Segment
 COST = TileCost(full_s=1.0, partial_s=1.0)
 
 
-def rows(*tiles: int) -> TileCounts:
-    counts = np.array(tiles)
-    return TileCounts(counts, np.zeros_like(counts), counts, 128 * len(tiles), 128)
+def full(*tiles: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of so many full tiles."""
+    return np.array(tiles), np.zeros(len(tiles), int)
 
 
 def test_figure_3_3b() -> None:
     """Rows of 1 and 5 tiles on two units: the long one alone decides, until it is split into pieces of two tiles."""
-    counts, both = rows(1, 5), np.arange(2)
-    assert AttentionKernel(num_units=2, cost=COST).device_s(counts, both, 1) == 5
+    rows = full(1, 5)
+    assert AttentionKernel(num_units=2, cost=COST).device_s(*rows, 1) == 5
     split = AttentionKernel(num_units=2, cost=COST, tiles_per_piece=2)
-    assert split.tasks(counts, both).tolist() == pytest.approx([5 / 3, 5 / 3, 5 / 3, 1])
-    assert split.device_s(counts, both, 1) == pytest.approx(10 / 3)
+    assert split.tasks(*rows).tolist() == pytest.approx([5 / 3, 5 / 3, 5 / 3, 1])
+    assert split.device_s(*rows, 1) == pytest.approx(10 / 3)
     merging = AttentionKernel(num_units=2, cost=COST, tiles_per_piece=2, piece_s=1.0)
-    assert merging.tasks(counts, both).sum() == pytest.approx(6 + 3)
+    assert merging.tasks(*rows).sum() == pytest.approx(6 + 3)
 
 
 def test_heads_of_a_launch_share_the_units() -> None:
-    counts, both = rows(1, 5), np.arange(2)
     # Of two heads: 1, 1, 5 beside 5. Of three: 1, 1, 5 beside 5, 1, 5, and one head after them.
     for heads, seconds in ((1, 4 * 5), (2, 2 * 7), (3, 11 + 5), (4, 13)):
         kernel = AttentionKernel(num_units=2, cost=COST, heads_per_launch=heads)
-        assert kernel.device_s(counts, both, 4) == seconds
+        assert kernel.device_s(*full(1, 5), 4) == seconds
+
+
+def test_a_round_of_a_ring_leaves_empty_rows_out_and_merges_the_others() -> None:
+    kernel = AttentionKernel(num_units=1, cost=TileCost(full_s=1.0, partial_s=2.0, block_s=0.25), piece_s=0.5)
+    assert kernel.ring_round_s(np.array([3, 0, 0]), np.array([1, 0, 1]), 2) == 2 * (5 + 2 + 2 * 0.75)
 
 
 @given(
@@ -53,9 +58,8 @@ def test_heads_of_a_launch_share_the_units() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_no_device_beats_its_bounds(tasks: list[int], units: int, pieces: int, heads: int) -> None:
-    counts, every = rows(*tasks), np.arange(len(tasks))
-    whole = AttentionKernel(num_units=units, cost=COST).device_s(counts, every, heads)
-    split = AttentionKernel(num_units=units, cost=COST, tiles_per_piece=pieces).device_s(counts, every, heads)
+    whole = AttentionKernel(num_units=units, cost=COST).device_s(*full(*tasks), heads)
+    split = AttentionKernel(num_units=units, cost=COST, tiles_per_piece=pieces).device_s(*full(*tasks), heads)
     assert heads * max(max(tasks), sum(tasks) / units) <= whole <= heads * (sum(tasks) / units + max(tasks)) + 1e-9
     assert heads * sum(tasks) / units - 1e-9 <= split <= heads * (sum(tasks) / units + pieces) + 1e-9
 
@@ -79,18 +83,18 @@ def test_a_ring_waits_for_the_slowest_in_every_round() -> None:
     assert ring_s(np.array([[4.0]]), send_s=9.0) == 4
 
 
-def test_pairs_of_ranks() -> None:
+def test_rounds_of_a_ring() -> None:
+    """Against tiles counted in the dense mask, tokens in the ranks' own order."""
     mask = mask_of(layout_of_documents([Document((Segment(1000),))]), AttentionRule(window=300))
-    counts = tile_counts(mask)
     cost = TileCost(full_s=1.0, partial_s=1.5)
-    shares = distribute(cost.of_blocks(counts), 3, num_tokens=1000, policy="striped")
-    pairs = pairs_of_ranks_s(mask, shares, cost)
-    np.testing.assert_allclose(pairs.sum(axis=1), shares.loads)
-    seen = mask.dense()
+    kernel = AttentionKernel(num_units=1, cost=cost)
+    shares = distribute(cost.of_blocks(tile_counts(mask)), 3, num_tokens=1000, policy="striped")
+    rounds = ring_rounds_s(mask, shares, kernel, num_heads=2)
+    tiles = dense_masks.tiles(mask.dense(), 128)
     for one in range(3):
         for other in range(3):
-            part = seen[shares.tokens_of(one)][:, shares.tokens_of(other)]
-            assert (pairs[one, other] > 0) == part.any()
+            part = tiles[shares.blocks_of(one)][:, shares.blocks_of(other)]
+            assert rounds[one, other] == 2 * ((part == FULL).sum() + 1.5 * (part == PARTIAL).sum())
 
 
 def test_even_sums_do_not_help_until_long_rows_are_split() -> None:

@@ -4,6 +4,7 @@ import re
 
 import against_ddp_and_fsdp
 import attention_distribution
+import attention_policies
 import frozen_aware
 import pipeline_against_torch
 import prediction
@@ -90,3 +91,11 @@ def test_every_policy_is_compared(tmp_path):
         assert f" {policy} |" in text
     assert re.search(r"in every draw: (reached|missed), 1\.\d+\.", text)
     assert len(re.findall(r"^\| packed documents, causal \|", text, flags=re.MULTILINE)) == 3
+
+
+def test_simulated_attention_never_beats_busy_units(tmp_path):
+    text = text_of(attention_policies.main(["--lengths", "12000", "--ranks", "3", "--draws", "1"]), tmp_path)
+    rows = re.findall(r"^\| ([\w ]+) \| ([\d.]+) \| ([\d.* |]+) \|$", text, flags=re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(attention_policies.MASKS)
+    for _, evenly, times in rows:
+        assert all(float(time.strip("* ")) >= float(evenly) for time in times.split("|"))

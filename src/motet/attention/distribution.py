@@ -47,7 +47,11 @@ class TileCost:
 
     def of_blocks(self, counts: TileCounts) -> NDArray[np.float64]:
         """[N]: seconds of every block of queries, per head."""
-        return self.full_s * counts.full + self.partial_s * counts.partial + self.block_s
+        return self.of_rows(counts.full, counts.partial)
+
+    def of_rows(self, full: Int64, partial: Int64) -> NDArray[np.float64]:
+        """[n]: seconds of rows with so many full and partial tiles, per head."""
+        return self.full_s * full + self.partial_s * partial + self.block_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

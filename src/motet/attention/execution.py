@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.attention.blocks import FULL, PARTIAL, TileCounts, block_map
+from motet.attention.blocks import FULL, PARTIAL, Int64, TileCounts, block_map
 from motet.attention.distribution import Distribution, TileCost
 from motet.attention.interval_mask import IntervalMask
 
@@ -39,18 +39,26 @@ class AttentionKernel:
     piece_s: float = 0.0
     """Writing and merging the partial result of a piece of a split row."""
 
-    def tasks(self, counts: TileCounts, blocks: NDArray[np.integer]) -> Float64:
-        """Seconds of every task of one head of these rows: in their order, or if rows are split the longest first."""
-        rows = self.cost.of_blocks(counts)[blocks]
+    def tasks(self, full: Int64, partial: Int64) -> Float64:
+        """Seconds of every task of one head of rows with so many tiles; if rows are split, the longest first."""
+        rows = self.cost.of_rows(full, partial)
         if self.tiles_per_piece is None:
             return rows
-        pieces = np.maximum(1, -(-(counts.full + counts.partial)[blocks] // self.tiles_per_piece))
+        pieces = np.maximum(1, -(-(full + partial) // self.tiles_per_piece))
         seconds = rows / pieces + np.where(pieces > 1, self.piece_s, 0.0)
         return np.sort(np.repeat(seconds, pieces))[::-1]
 
-    def device_s(self, counts: TileCounts, blocks: NDArray[np.integer], num_heads: int) -> float:
-        """Seconds of all heads of these rows on one device."""
-        tasks = self.tasks(counts, blocks).tolist()
+    def device_s(self, full: Int64, partial: Int64, num_heads: int) -> float:
+        """Seconds of all heads of rows with so many tiles on one device."""
+        return self._launches_s(self.tasks(full, partial).tolist(), num_heads)
+
+    def ring_round_s(self, full: Int64, partial: Int64, num_heads: int) -> float:
+        """The same for a round of a ring: rows without tiles are left out, all others leave a partial result."""
+        rows = (full + partial) > 0
+        tasks = self.cost.of_rows(full[rows], partial[rows]) + self.piece_s
+        return self._launches_s(np.sort(tasks)[::-1].tolist(), num_heads)
+
+    def _launches_s(self, tasks: list[float], num_heads: int) -> float:
         launches, rest = divmod(num_heads, self.heads_per_launch)
         whole = launches * makespan_s(tasks * self.heads_per_launch, self.num_units) if launches else 0.0
         return whole + makespan_s(tasks * rest, self.num_units)
@@ -58,8 +66,8 @@ class AttentionKernel:
 
 def devices_s(counts: TileCounts, shares: Distribution, kernel: AttentionKernel, num_heads: int) -> Float64:
     """[G]: seconds that each rank computes."""
-    ranks = range(shares.num_ranks)
-    return np.array([kernel.device_s(counts, shares.blocks_of(rank), num_heads) for rank in ranks])
+    owned = (shares.blocks_of(rank) for rank in range(shares.num_ranks))
+    return np.array([kernel.device_s(counts.full[rows], counts.partial[rows], num_heads) for rows in owned])
 
 
 def makespan_s(tasks: Iterable[float], num_units: int) -> float:
@@ -77,22 +85,31 @@ def gathered_s(compute_s: float, gather_s: float, num_steps: int) -> float:
     return gather + (num_steps - 1) * max(compute, gather) + compute
 
 
-def ring_s(pairs_s: Float64, send_s: float) -> float:
-    """`pairs_s` [G, G]: seconds of each rank's queries (row) with each rank's keys (column).
+def ring_s(rounds_s: Float64, send_s: float) -> float:
+    """`rounds_s` [G, G]: seconds of each rank's queries (row) with each rank's keys (column).
     `send_s`: seconds to send one rank's keys and values on.
 
     In round r rank i has the keys of rank i - r, computes with them and passes them on."""
-    num_ranks = len(pairs_s)
+    num_ranks = len(rounds_s)
     ranks = np.arange(num_ranks)
-    rounds = [float(pairs_s[ranks, (ranks - r) % num_ranks].max()) for r in range(num_ranks)]
+    rounds = [float(rounds_s[ranks, (ranks - r) % num_ranks].max()) for r in range(num_ranks)]
     return sum(max(compute, send_s) for compute in rounds[:-1]) + rounds[-1]
 
 
-def pairs_of_ranks_s(mask: IntervalMask, shares: Distribution, cost: TileCost) -> Float64:
-    """[G, G]: seconds per head of each rank's queries (row) with each rank's keys (column), one tile after the other.
+def ring_rounds_s(mask: IntervalMask, shares: Distribution, kernel: AttentionKernel, num_heads: int) -> Float64:
+    """[G, G]: seconds that each rank (row) computes with each rank's keys (column), as `ring_s` takes them.
 
     Writes the block map out: for sequences of up to some 100,000 tokens."""
     tiles = block_map(mask, block_size=shares.block_size)
-    seconds = np.where(tiles == FULL, cost.full_s, np.where(tiles == PARTIAL, cost.partial_s, 0.0))
-    owned = (shares.rank_of_block == np.arange(shares.num_ranks)[:, None]).astype(np.float64)
-    return owned @ seconds @ owned.T
+    owner = (shares.rank_of_block[:, None] == np.arange(shares.num_ranks)).astype(np.float32)
+    full, partial = (((tiles == kind) @ owner).astype(np.int64) for kind in (FULL, PARTIAL))
+    owned = [shares.blocks_of(rank) for rank in range(shares.num_ranks)]
+    return np.array(
+        [
+            [
+                kernel.ring_round_s(full[rows, other], partial[rows, other], num_heads)
+                for other in range(shares.num_ranks)
+            ]
+            for rows in owned
+        ]
+    )
