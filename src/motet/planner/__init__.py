@@ -17,6 +17,7 @@ from motet.planner.baselines import (
 )
 from motet.planner.cornstarch import cornstarch
 from motet.planner.disttrain import disttrain
+from motet.planner.entrain import entrain
 from motet.planner.explicit import Placement, explicit_plan
 from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
 from motet.planner.optimus import optimus
@@ -31,6 +32,7 @@ class Planner(Protocol):
 PLANNERS: Mapping[str, Planner] = {
     "cornstarch": cornstarch,
     "disttrain": disttrain,
+    "entrain": entrain,
     "frozen_unaware": frozen_unaware,
     "even": even,
     "optimus": optimus,

@@ -23,6 +23,8 @@ import numpy as np
 from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.planner.bound_and_simulate import rank
+from motet.planner.degrees import tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, cut_module
 from motet.planner.orchestration import orchestrate
@@ -58,17 +60,12 @@ def disttrain(problem: PlanningProblem, *, placement: Placement | None = None) -
     if not evaluations:
         names = " and ".join(problem.modules)
         raise UserError(f"cluster.num_devices: is {problem.num_devices}, but {names} need ranks of their own")
-    return min(evaluations, key=_rank).plan
+    return min(evaluations, key=rank).plan
 
 
 def _share_that_fits(evaluations: list[Evaluation]) -> float:
     """By how much the fullest rank of the best of them is over its memory."""
     return max(each.overflows[0].limit_bytes / each.overflows[0].needed_bytes for each in evaluations)
-
-
-def _rank(evaluation: Evaluation) -> tuple[int, float, int]:
-    excess = evaluation.overflows[0].needed_bytes if evaluation.overflows else 0
-    return excess, evaluation.iteration_time_s, evaluation.plan.num_ranks
 
 
 def _candidates(orchestration: OrchestrationProblem) -> list[Orchestration]:
@@ -116,8 +113,7 @@ def _roles(problem: PlanningProblem) -> dict[str, Role]:
 def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
     module = problem.modules[name]
     dp_sizes = tuple(dp for dp in problem.dp_sizes if len(problem.samples) % dp == 0)
-    tp_sizes = [size for size in module.tp_sizes if _divides(problem, name, size)]
-    fits = {size: _linear_fit(problem, name, size, dp_sizes) for size in tp_sizes}
+    fits = {size: _linear_fit(problem, name, size, dp_sizes) for size in tp_sizes(problem, name)}
     num_samples = _samples_per_microbatch(problem, dp_sizes[0])
     load = problem.typical_load(name, dp_sizes[0])
     memory = problem.memory
@@ -140,7 +136,7 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         )
     return Unit(
         role=role,
-        layer_costs=tuple(time.total_s for time in problem.layer_times(name, tp_sizes[0], dp_sizes[0])),
+        layer_costs=tuple(time.total_s for time in problem.layer_times(name, min(fits), dp_sizes[0])),
         seconds={size: per_sample for size, (per_sample, _) in fits.items()},
         microbatch_s={size: constant for size, (_, constant) in fits.items()},
         state_bytes=state,
@@ -150,14 +146,6 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         max_stages=module.max_stages,
         vpp_sizes=VPP_SIZES if role == "language_model" and problem.schedule in INTERLEAVED else (1,),
     )
-
-
-def _divides(problem: PlanningProblem, name: str, tp_size: int) -> bool:
-    try:
-        problem.check_degrees(name, Degrees(tp=tp_size))
-    except UserError:
-        return False
-    return True
 
 
 def _samples_per_microbatch(problem: PlanningProblem, dp: int) -> float:
