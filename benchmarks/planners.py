@@ -22,6 +22,7 @@ from reporting import REPORTS, Report
 from motet.planner.orchestration import orchestrate
 from motet.planner.partition import partition
 from motet.reproduce.disttrain import mllm
+from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus_llm, search, strong_scaling
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ def _orchestration(num_devices: int, global_batch_size: int) -> Callable[[], obj
     return partial(orchestrate, mllm("72B", num_devices, global_batch_size))
 
 
+def _bubbles(num_microbatches: int) -> Callable[[], object]:
+    """The language model's timeline and all encoder layouts that fit (Optimus, Algorithm 1)."""
+    constants, case = fit_constants(), strong_scaling(num_microbatches)
+    width_s = fit_bubble_width(constants)
+    return lambda: search(case, constants, optimus_llm(case, constants, reduction_s=width_s))
+
+
 SEARCHES: Mapping[str, Search] = {
     "partition": Search("512 layers into 64 stages", 0.020, _partition),
     **{
@@ -58,6 +66,19 @@ SEARCHES: Mapping[str, Search] = {
             (648, 960, None, "641 ms"),
             (1296, 1920, 0.1, "922 ms"),
             (16384, 16384, 2.0, ""),
+        )
+    },
+    **{
+        f"optimus-{devices}": Search(
+            f"Optimus' search, ViT-22B + GPT-175B, {devices} GPUs, {num_microbatches} microbatches",
+            limit_s,
+            partial(_bubbles, num_microbatches),
+            published,
+        )
+        for devices, num_microbatches, limit_s, published in (
+            (1536, 32, 3.0, "322 s"),
+            (2048, 24, 1.0, "90 s"),
+            (3072, 16, 0.5, "15 s"),
         )
     },
 }
