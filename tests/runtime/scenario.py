@@ -52,6 +52,7 @@ class Scenario:
     cp: int = 1
     """Of the language model."""
     cp_method: str = "all_gather"
+    media_attention: str = "causal"
     sequence_parallel: bool = False
     dp: int = 1
     num_microbatches: int = 2
@@ -94,6 +95,7 @@ class Scenario:
                         "train": {"module": "language_model" not in frozen},
                     },
                     "merge": self.merge,
+                    "media_attention": self.media_attention,
                 },
                 "data": {"kind": "dial-a-digit"},
                 "parallel": {"packing": self.packing},
@@ -299,5 +301,6 @@ def verify(scenario: Scenario) -> Comparison | None:
             dtype=scenario.dtype,
             merge=scenario.merge,
             placeholder_token_ids=PLACEHOLDERS,
+            media_attention=scenario.media_attention,
             autocast=autocast_for(config, torch.device("cpu")),
         )

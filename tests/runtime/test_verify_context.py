@@ -18,6 +18,16 @@ SCENARIOS = [
 ]
 
 
+RULES = [
+    Scenario(llm="gemma3", media_attention="block_causal", placement="colocated"),
+    Scenario(llm="gemma3", media_attention="block_causal", cp=2, llm_pp=2, placement="colocated"),
+    Scenario(llm="llama", media_attention="own_item", cp=2, placement="colocated", frozen="all but projectors"),
+    Scenario(llm="mistral", media_attention="own_modality", cp=3, placement="colocated", merge="prepend"),
+    Scenario(llm="qwen3", media_attention="own_item", tp=2, llm_pp=2, placement="colocated", items="half"),
+]
+"""What media tokens see, with and without context parallelism."""
+
+
 def check(scenarios: list[Scenario], dtype: str) -> None:
     by_size: dict[int, list[Scenario]] = {}
     for scenario in scenarios:
@@ -29,7 +39,7 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", SCENARIOS, ids=lambda s: f"{s.llm}-cp{s.cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}"
+    "scenario", [*SCENARIOS, *RULES], ids=lambda s: f"{s.llm}-cp{s.cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}"
 )
 def test_equals_one_process(scenario: Scenario) -> None:
     check([scenario], "float64")

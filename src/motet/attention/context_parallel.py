@@ -82,6 +82,8 @@ class SharedAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[1, heads, n, dim] of this rank's n tokens, from its query [1, heads, n, dim], key and value."""
         attend = _gathered if self.cp.method == "all_gather" else _traded
+        if self.cp.size == 1:
+            attend = _alone
         whole = len(self._blocks[self.cp.rank]) * self.cp.block_size
         query, key, value = (torch.nn.functional.pad(t[0], (0, 0, 0, whole - t.shape[2])) for t in (query, key, value))
         return attend(query, key, value, self, scale)[None, :, : self.num_local_tokens]
@@ -297,6 +299,10 @@ class _Whole(torch.autograd.Function):
         mask = ctx.shared.mask_of_all
         gradients = ctx.shared.backend.backward(d_out, (query, key, value), out, tuple(kept), mask, ctx.scale)
         return *gradients, None, None
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    return _Whole.apply(query[None], key[None], value[None], shared, scale)[0]
 
 
 def _traded(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:

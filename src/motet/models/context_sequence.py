@@ -20,34 +20,35 @@ from motet.attention.blocks import tile_counts
 from motet.attention.context_parallel import ContextParallel, SharedAttention
 from motet.attention.distribution import Distribution, distribute
 from motet.attention.layout import Document, TokenLayout, layout_of_documents
-from motet.attention.rules import AttentionRule, mask_of
+from motet.attention.rules import AttentionRule, MediaAttention, mask_of
 from motet.data.sample import Sample
 
 ATTENTION = "motet_context"
 """The name under which transformers finds `shared_attention`."""
 
-Windows = tuple[int | None, ...]
-"""Of every block of the whole model: its sliding window, None: it sees all that stands before."""
 
-
-def attention_windows(config: Any) -> Windows:
-    """As a transformers configuration has them."""
+def attention_rules(config: Any, media: MediaAttention) -> tuple[AttentionRule, ...]:
+    """Of every block of the whole model, with the sliding windows of its transformers configuration."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return (window,) * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(AttentionRule(window=window if kind == "sliding_attention" else None, media=media) for kind in kinds)
 
 
 class ContextSequence:
     """One microbatch on one rank of the group."""
 
     def __init__(
-        self, samples: Sequence[Sample], module: str, windows: Windows, cp: ContextParallel, device: torch.device
+        self,
+        samples: Sequence[Sample],
+        module: str,
+        rules: tuple[AttentionRule, ...],
+        cp: ContextParallel,
+        device: torch.device,
     ) -> None:
         self._cp, self._device = cp, device
+        self._rule_of_window = {rule.window: rule for rule in rules}
         documents = tuple(Document(tuple(sample.layouts[module])) for sample in samples)
-        self._layout, self._distribution = _distribution(documents, windows, cp.size, cp.block_size, cp.policy)
+        self._layout, self._distribution = _distribution(documents, rules, cp.size, cp.block_size, cp.policy)
         self._attention: dict[int | None, SharedAttention] = {}
 
     @property
@@ -87,7 +88,7 @@ class ContextSequence:
 
     def attention(self, window: int | None) -> SharedAttention:
         if window not in self._attention:
-            mask = mask_of(self._layout, AttentionRule(window=window))
+            mask = mask_of(self._layout, self._rule_of_window[window])
             backend = backend_for(self._device)
             self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
         return self._attention[window]
@@ -95,14 +96,12 @@ class ContextSequence:
 
 @lru_cache(maxsize=64)
 def _distribution(
-    documents: tuple[Document, ...], windows: Windows, cp_size: int, block_size: int, policy: str
+    documents: tuple[Document, ...], rules: tuple[AttentionRule, ...], cp_size: int, block_size: int, policy: str
 ) -> tuple[TokenLayout, Distribution]:
     layout = layout_of_documents(documents)
     workloads: Any = 0
-    for window, num_layers in Counter(windows).items():
-        workloads = (
-            workloads + num_layers * tile_counts(mask_of(layout, AttentionRule(window=window)), block_size).pairs
-        )
+    for rule, num_layers in Counter(rules).items():
+        workloads = workloads + num_layers * tile_counts(mask_of(layout, rule), block_size).pairs
     distribution = distribute(
         np.asarray(workloads),
         cp_size,

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
+from motet.attention.rules import rule_of_family
 from motet.config import LANGUAGE_MODEL, ModelConfig
 from motet.errors import UserError
 from motet.models.encoders import ENCODER_FAMILIES
@@ -67,6 +68,8 @@ class ModelDescription:
     encoders: Mapping[str, EncoderDescription]
     language_model: PretrainedConfig
     merge: Merge = "placeholder"
+    media_attention: str = "causal"
+    """As in a run file: what tokens of images and clips see in the language model."""
 
     def projector_sizes(self, encoder: str) -> tuple[int, int]:
         """(in_features, out_features) of a projector by name."""
@@ -87,7 +90,10 @@ def describe_config(config: ModelConfig, placeholder_token_ids: Mapping[str, int
         for name, part in config.encoders.items()
     }
     language_model = read_part_config(config.language_model, "language_model", where=f"model.{LANGUAGE_MODEL}")
-    return ModelDescription(encoders=encoders, language_model=language_model, merge=config.merge)
+    media = config.media_attention
+    if media == "family":
+        media = rule_of_family(language_model.model_type).media
+    return ModelDescription(encoders=encoders, language_model=language_model, merge=config.merge, media_attention=media)
 
 
 def describe_module(model: MultimodalModule) -> ModelDescription:
@@ -198,6 +204,11 @@ def load_export(folder: str | Path, *, projectors: Mapping[str, nn.Module] | Non
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)
+    if manifest["media_attention"] != "causal":
+        raise UserError(
+            f"{folder}: was trained with media_attention {manifest['media_attention']}, which transformers' own "
+            "attention does not have; its parts load one by one, and motet train and verify take its run file"
+        )
     language_model = load_part(folder / LANGUAGE_MODEL, "language_model")
     encoders, placeholders = {}, {}
     for name, entry in manifest["encoders"].items():
@@ -298,7 +309,13 @@ def _manifest(description: ModelDescription) -> dict[str, Any]:
             "placeholder_token_id": encoder.placeholder_token_id,
         }
     language_model = _class_entry(description.language_model, "language_model")
-    return {"format": 1, "merge": description.merge, "encoders": encoders, LANGUAGE_MODEL: language_model}
+    return {
+        "format": 1,
+        "merge": description.merge,
+        "media_attention": description.media_attention,
+        "encoders": encoders,
+        LANGUAGE_MODEL: language_model,
+    }
 
 
 def _class_entry(config: PretrainedConfig, kind: Kind) -> dict[str, str]:
@@ -310,9 +327,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        is_known = manifest["format"] == 1 and all(
-            {"projector", "feature_layer", "feature_select", "placeholder_token_id"} <= entry.keys()
-            for entry in manifest["encoders"].values()
+        is_known = (
+            manifest["format"] == 1
+            and "media_attention" in manifest
+            and all(
+                {"projector", "feature_layer", "feature_select", "placeholder_token_id"} <= entry.keys()
+                for entry in manifest["encoders"].values()
+            )
         )
     except FileNotFoundError:
         raise UserError(f"{folder}: is no exported model ({MANIFEST} is missing)") from None

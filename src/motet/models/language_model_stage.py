@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel
 from motet.attention.distribution import check_ulysses
+from motet.attention.rules import MediaAttention
 from motet.data.sample import Sample
 from motet.errors import UserError
-from motet.models.context_sequence import ATTENTION, ContextSequence, attention_windows
+from motet.models.context_sequence import ATTENTION, ContextSequence, attention_rules
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import LayerRange
@@ -91,6 +92,7 @@ class LanguageModelStage(nn.Module):
         layers: half-open.
         packing: samples of a microbatch stand in one row, one after the other, instead of one row each.
         recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
+        media_attention: what tokens of images and clips see; other than causal, samples are packed.
         preprocess_callback: merges encoder outputs in the stage's stead, sample by sample.
     """
 
@@ -102,6 +104,7 @@ class LanguageModelStage(nn.Module):
         *,
         packing: bool = False,
         recompute: bool = False,
+        media_attention: MediaAttention = "causal",
         preprocess_callback: PreprocessCallback | None = None,
     ) -> None:
         super().__init__()
@@ -117,13 +120,15 @@ class LanguageModelStage(nn.Module):
         self.hidden_size: int = model.config.hidden_size
         self.output_size = self.hidden_size
         self.cross_attends = bool(getattr(model.config, "cross_attention_layers", ()))
-        self._windows = attention_windows(model.config)
+        self._rules = attention_rules(model.config, media_attention)
         self._context: ContextParallel | None = None
         self.module = model
         if layers != (0, num_layers):
             self._keep_own_layers(num_layers)
         if recompute:
             self._recompute_blocks()
+        if media_attention != "causal":
+            self.share_context(ContextParallel(group=None, rank=0, size=1))
 
     def _keep_own_layers(self, num_layers: int) -> None:
         base = base_model(self.module)
@@ -150,18 +155,20 @@ class LanguageModelStage(nn.Module):
         self.train(self.training)
 
     def share_context(self, cp: ContextParallel) -> None:
-        """From now on this rank holds its share of every sequence only; samples are packed.
+        """From now on this rank holds its share of every sequence only; samples are packed, and see each other as the
+        rules say.
 
-        Raises `UserError` for what context parallelism cannot do."""
+        Raises `UserError` for what that attention cannot do."""
         config = self.module.config
         if self.cross_attends:
             raise UserError(
-                f"parallel: {self.name} has cross-attention, which context parallelism does not support; use cp 1"
+                f"parallel: {self.name} has cross-attention, which context parallelism and media_attention do not "
+                "support; use cp 1 and media_attention causal"
             )
         if getattr(config, "attention_dropout", 0.0):
             raise UserError(
                 f"parallel: {self.name} has attention_dropout {config.attention_dropout}, which context parallelism "
-                "does not support; set it to 0, or use cp 1"
+                "and media_attention do not support; set it to 0, or use cp 1 and media_attention causal"
             )
         if cp.method == "ulysses":
             check_ulysses(config.num_attention_heads, config.num_key_value_heads, cp.size)
@@ -204,7 +211,7 @@ class LanguageModelStage(nn.Module):
 
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
-        return ContextSequence(samples, self.name, self._windows, self._context, device)
+        return ContextSequence(samples, self.name, self._rules, self._context, device)
 
     def forward(
         self,
@@ -218,8 +225,9 @@ class LanguageModelStage(nn.Module):
         if self._context is not None:
             device = features[0]["input_ids"].device if hidden is None else hidden.device
             context = self._shared(samples, device)
-            group = self._context.as_group()
-            incoming = {source: copy_to_group(tokens, group) for source, tokens in incoming.items()}
+            if self._context.size > 1:
+                group = self._context.as_group()
+                incoming = {source: copy_to_group(tokens, group) for source, tokens in incoming.items()}
         output = self.hidden_states(hidden, incoming, features, samples, sequences, context)
         return self.loss_sum(output, features, sequences, context) if self.is_last else output
 
@@ -363,7 +371,9 @@ class LanguageModelStage(nn.Module):
         counted = labels != IGNORED_LABEL
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places[counted])
         loss = cross_entropy_sum(self.logits(rows), labels[counted], vocabulary_group(self.module.lm_head))
-        return loss if self._context is None else reduce_from_group(loss, self._context.as_group())
+        if self._context is None or self._context.size == 1:
+            return loss
+        return reduce_from_group(loss, self._context.as_group())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., vocabulary], of this rank's share of the vocabulary."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from motet.data.batch import Batch
+from motet.data.sample import Sample
 from motet.models.plain import plain_encoder_output
 
 IGNORED_LABEL = -100
@@ -24,6 +25,7 @@ def plain_loss(
     *,
     merge: str,
     placeholder_token_ids: Mapping[str, int],
+    media_attention: str = "causal",
     language_model_name: str = "language_model",
 ) -> Tensor:
     """Mean loss over all tokens of the batch that have a label and a token before them, with its graph.
@@ -33,6 +35,7 @@ def plain_loss(
         language_model: a plain `...ForCausalLM`.
         merge: "placeholder", "prepend" or "cross_attention".
         placeholder_token_ids: by encoder, for "placeholder".
+        media_attention: as in a run file, but not "family"; anything but "causal" is given to the model as a matrix.
     """
     total: Any = 0.0
     num_tokens = 0
@@ -58,8 +61,54 @@ def plain_loss(
             for name, outputs in tokens.items():
                 here = (ids == placeholder_token_ids[name]).nonzero().squeeze(-1)
                 embeddings = embeddings.index_put((here,), outputs.to(embeddings.dtype))
+        if media_attention != "causal":
+            items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
+            extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention)
         logits = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra).logits[0]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
         num_tokens += int((labels[1:] != IGNORED_LABEL).sum())
     return total / num_tokens
+
+
+def _items_of_tokens(
+    sample: Sample, ids: Tensor, merge: str, placeholder_token_ids: Mapping[str, int]
+) -> list[tuple[str, int] | None]:
+    """Of each token: the encoder and item whose output stands there; None: it is text."""
+    items: list[tuple[str, int] | None] = [None] * len(ids)
+    front = 0
+    for name in placeholder_token_ids:
+        outputs = [(name, segment.item) for segment in sample.layouts.get(name, ()) for _ in range(segment.outputs)]
+        if merge == "placeholder":
+            places = (ids == placeholder_token_ids[name]).nonzero().squeeze(-1).tolist()
+        else:
+            places = list(range(front, front + len(outputs)))
+            front += len(outputs)
+        for place, item in zip(places, outputs, strict=True):
+            items[place] = item
+    return items
+
+
+def _attention_masks(config: Any, items: list[tuple[str, int] | None], media_attention: str) -> Any:
+    """What transformers takes: whether it sees, [1, 1, T, T]; by kind of layer where the model has several.
+
+    A sliding window cuts what a text token and a token of `block_causal` media sees, as in transformers' Gemma3."""
+    place = torch.arange(len(items))
+    same_item = torch.tensor([[item is not None and other == item for other in items] for item in items])
+    same_modality = torch.tensor([[bool(item and other and other[0] == item[0]) for other in items] for item in items])
+    is_media = torch.tensor([item is not None for item in items])[:, None]
+
+    def matrix(window: int | None) -> Tensor:
+        sees = place[None] <= place[:, None]
+        if media_attention == "block_causal":
+            sees = sees | same_item
+        if window is not None:
+            sees = sees & (place[:, None] - place[None] < window)
+        if media_attention != "block_causal":
+            sees = torch.where(is_media, same_item if media_attention == "own_item" else same_modality, sees)
+        return sees[None, None]
+
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "layer_types", None):
+        return {"full_attention": matrix(None), "sliding_attention": matrix(window)}
+    return matrix(window)

@@ -99,7 +99,8 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
 
 def _is_packed(config: RunConfig) -> bool:
     given = config.parallel.explicit.get(LANGUAGE_MODEL)
-    return config.parallel.packing or (given is not None and given.cp > 1)
+    shared = given is not None and given.cp > 1
+    return config.parallel.packing or shared or config.model.media_attention != "causal"
 
 
 def _degrees(given: ModuleParallelConfig) -> Degrees:

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from motet.attention.rules import MediaAttention, rule_of_family
 from motet.config import EncoderConfig, PartConfig, RunConfig
 from motet.config.schema import LANGUAGE_MODEL
 from motet.models.encoder_stage import EncoderStage
@@ -75,6 +76,12 @@ def _set_trainable(part: nn.Module, trainable: bool) -> None:
     part.requires_grad_(trainable).train(trainable)
 
 
+def media_attention_of(config: RunConfig, family: str) -> MediaAttention:
+    """What the run file asks for, of a language model of the family."""
+    given = config.model.media_attention
+    return rule_of_family(family).media if given == "family" else given
+
+
 def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMaker:
     """Makes this rank's stages, with the weights of their layers only."""
 
@@ -93,7 +100,14 @@ def build_stage(
     module = build_module(config, owner, layers, PARAMETER_DTYPES[config.train.dtype])
     made: EncoderStage | LanguageModelStage
     if owner == LANGUAGE_MODEL:
-        made = LanguageModelStage(owner, module.module, layers, packing=config.parallel.packing, recompute=recompute)
+        made = LanguageModelStage(
+            owner,
+            module.module,
+            layers,
+            packing=config.parallel.packing,
+            recompute=recompute,
+            media_attention=media_attention_of(config, module.module.config.model_type),
+        )
     else:
         made = EncoderStage(owner, module, layers, recompute=recompute)
     if tp.size > 1:

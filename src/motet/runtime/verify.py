@@ -91,6 +91,7 @@ def verify_batch(
     dtype: str,
     merge: str,
     placeholder_token_ids: Mapping[str, int],
+    media_attention: str = "causal",
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Comparison | None:
     """One iteration of the engine against the references. Collective; returns the comparison on rank 0, else None.
@@ -115,6 +116,7 @@ def verify_batch(
             dtype=dtype,
             merge=merge,
             placeholder_token_ids=placeholder_token_ids,
+            media_attention=media_attention,
             autocast=autocast,
         )
         comparison = compare(result.loss, gradients, references, dtype=dtype, world_size=dist.get_world_size())
@@ -131,6 +133,7 @@ def run_references(
     dtype: str,
     merge: str,
     placeholder_token_ids: Mapping[str, int],
+    media_attention: str = "causal",
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> References:
     """Plainly built modules, filled with `weights` (names as in the whole model), on the batch.
@@ -142,7 +145,14 @@ def run_references(
 
     def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
         with context:
-            loss = plain_loss(encoders, language_model, batch, merge=merge, placeholder_token_ids=placeholder_token_ids)
+            loss = plain_loss(
+                encoders,
+                language_model,
+                batch,
+                merge=merge,
+                placeholder_token_ids=placeholder_token_ids,
+                media_attention=media_attention,
+            )
         if loss.requires_grad:
             loss.backward()
         return LossAndGradients(loss.item(), _take_gradients(modules))

@@ -19,6 +19,7 @@ from motet.runtime.assembly import (
     PARAMETER_DTYPES,
     autocast_for,
     build_engine,
+    media_attention_of,
     part_of,
     pick_device,
     where_of,
@@ -43,9 +44,17 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
             dtype=config.train.dtype,
             merge=config.model.merge,
             placeholder_token_ids={name: data.preparation.placeholder_id(name) for name in config.model.encoders},
+            media_attention=_media_attention(config),
             autocast=autocast_for(config, engine.device),
         )
     return comparison.to_json() if comparison is not None else {}
+
+
+def _media_attention(config: RunConfig) -> str:
+    part = config.model.language_model
+    return media_attention_of(
+        config, read_part_config(part, "language_model", where=where_of(LANGUAGE_MODEL)).model_type
+    )
 
 
 def plainly_built(config: RunConfig) -> tuple[Mapping[str, ModalityModule], nn.Module]:
