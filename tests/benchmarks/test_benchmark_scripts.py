@@ -9,6 +9,7 @@ import frozen_aware
 import pipeline_against_torch
 import prediction
 import pytest
+import zero_bubble
 from measuring import Spread, ratio, seconds
 from reporting import Report
 
@@ -36,6 +37,17 @@ def test_pipeline_and_torch_compute_the_same(tmp_path):
     loss, norm, torch_loss, torch_norm = map(float, numbers.groups())
     assert loss == pytest.approx(torch_loss, rel=1e-5)
     assert norm == pytest.approx(torch_norm, rel=1e-5)
+
+
+def test_zero_bubble_and_1f1b_compute_the_same(tmp_path):
+    tiny = ["--blocks", "1", "--steps", "2", "--layers", "4", "--width", "64"]
+    text = text_of(zero_bubble.main([*tiny, "--microbatches", "3", "--samples", "1", "--tokens", "8"]), tmp_path)
+    results = re.findall(r"'(1f1b|zero_bubble_\w+)': \(([\d.]+), ([\d.]+)\)", text)
+    assert [name for name, _, _ in results] == list(zero_bubble.SCHEDULES)
+    for number in (1, 2):
+        values = [float(result[number]) for result in results]
+        assert values == pytest.approx([values[0]] * 4, rel=1e-5)
+    assert text.count("Goal: ") == 3
 
 
 def test_pipeline_ddp_and_fsdp_learn_the_same(tmp_path):

@@ -92,10 +92,11 @@ def test_buckets_start_inside_the_last_backward(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("two_per_bucket")
 def test_what_is_final_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Armed for a weight half, whose norms had their last gradients before: buckets wait for its own parameters."""
+    """In a weight half: norms had their last gradients before, and buckets wait for its own parameters."""
 
     def work(rank: int) -> tuple[list[list[int]], list[list[float]]]:
         weights = parameters(6)  # Buckets: 5 and 4, 3 and 2, 1 and 0.
+        (other,) = parameters(1)
         reducer = GradientReducer([(weight,) for weight in weights], everyone())
         started: list[int] = []
         seen = []
@@ -108,17 +109,17 @@ def test_what_is_final_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(Bucket, "start", start_and_tell)
         for i in (5, 4, 2, 0):
             weights[i].backward(torch.ones(SIZE))
-        reducer.arm({weights[3], weights[1], torch.ones(1)})
+        reducer.expect({weights[3], weights[1], other})
         seen.append(list(started))
-        for i in (3, 1):
-            weights[i].backward(torch.ones(SIZE))
+        for parameter in (weights[3], other, weights[1]):
+            parameter.grad = torch.ones(SIZE)
+            reducer.accumulated(parameter)
             seen.append(list(started))
-        reducer.disarm()
         finish(reducer)
         return seen, [weight.grad.tolist() for weight in weights if weight.grad is not None]
 
     for seen, summed in run_distributed(work, 2):
-        assert seen == [[5], [5, 3], [5, 3, 1]]
+        assert seen == [[5], [5, 3], [5, 3], [5, 3, 1]]
         assert summed == [[2.0] * SIZE] * 6
 
 

@@ -9,17 +9,17 @@ import torch
 from tiny_language_models import TINY, tiny_language_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from motet.runtime.split_backward import SplitBackward
+from motet.runtime.split_backward import SplitBackward, linear, make_splittable
 
 TOKENS = torch.arange(5, 29).reshape(2, 12) % 40
 
 
 def model_of(family: str = "llama", *, recompute: bool = False) -> nn.Module:
     model = tiny_language_model(family)
+    make_splittable(model)
     if recompute:
         model.activation_checkpointing_enable()
         model.train()
@@ -47,7 +47,7 @@ def forward_split(forward: Callable[[], Tensor]) -> tuple[Tensor, SplitBackward]
 def split_gradients(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, Tensor]:
     loss, split = forward_split(forward)
     split.input_half([loss], [None])
-    split.weight_half()
+    list(split.weight_half())
     return take_gradients(model)
 
 
@@ -79,9 +79,11 @@ def test_what_is_frozen_stays_without_gradient() -> None:
     model.model.layers[1].requires_grad_(False)
     model.model.layers[2].self_attn.o_proj.requires_grad_(False)
     assert_same(model, lambda: loss_of(model))
-    biased = nn.Linear(3, 2, dtype=torch.float64)
-    biased.bias.requires_grad_(False)
-    assert_same(biased, lambda: biased(torch.ones(5, 3, dtype=torch.float64)).sin().sum())
+    for frozen in ("weight", "bias"):
+        model = nn.Sequential(nn.Linear(3, 2, dtype=torch.float64))
+        make_splittable(model)
+        model[0].get_parameter(frozen).requires_grad_(False)
+        assert_same(model, lambda model=model: model(torch.ones(5, 3, dtype=torch.float64)).sin().sum())
 
 
 def test_a_weight_used_twice_and_in_other_ways_gets_the_sum() -> None:
@@ -136,11 +138,12 @@ def test_no_product_is_made_twice(with_input_gradient: bool) -> None:
         before = whole_flops.get_total_flops()
         loss.backward()
     backward_flops = whole_flops.get_total_flops() - before
+    model.zero_grad()
     loss, split = forward_split(lambda: loss_of(model, embeddings))
     with Products() as inputs, FlopCounterMode(display=False) as input_flops:
         split.input_half([loss], [None])
     with Products() as weights, FlopCounterMode(display=False) as weight_flops:
-        split.weight_half()
+        list(split.weight_half())
     assert inputs.count + weights.count == whole.count
     assert weights.count.total() == num_linears
     expected = 2 * TOKENS.numel() * sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
@@ -157,7 +160,7 @@ def test_recomputation_is_done_once_and_in_the_input_half() -> None:
     assert calls == [0, 1, 2, 3]
     split.input_half([loss], [None])
     assert calls == [0, 1, 2, 3, 3, 2, 1, 0]
-    split.weight_half()
+    list(split.weight_half())
     assert len(calls) == 8
 
 
@@ -194,7 +197,7 @@ def test_between_the_halves_only_inputs_and_output_gradients_of_linears_are_kept
         split.input_half([loss], [None])
         del loss
         after_input_half = made.alive
-        split.weight_half()
+        list(split.weight_half())
         after_weight_half = made.alive
     gradients = {name: p.grad.nbytes for name, p in model.named_parameters() if p.grad is not None}
     assert embeddings.grad is not None
@@ -220,15 +223,27 @@ def linear_sizes(model: nn.Module, embeddings: Tensor) -> tuple[int, int]:
     return sum(x.nbytes for x in inputs.values()), sum(y.nbytes for y in outputs)
 
 
-def test_the_last_layers_weights_come_first() -> None:
+def test_parameters_are_told_when_they_are_final_the_last_layers_first() -> None:
     layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    told: list[int] = []
-    for i, layer in enumerate(layers):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: told.append(i))
+    make_splittable(layers)
     loss, split = forward_split(lambda: layers(torch.ones(2, 3)).sum())
     split.input_half([loss], [None])
     assert split.parameters == set(layers.parameters())
-    assert told == []
-    split.weight_half()
-    assert told == [2, 1, 0]
+    told = []
+    for parameter in split.weight_half():
+        assert parameter.grad is not None
+        told.append(parameter)
+    assert [id(p) for p in told] == [id(p) for i in (2, 1, 0) for p in (layers[i].weight, layers[i].bias)]
     assert not split.parameters
+
+
+def test_contexts_may_stand_in_each_other() -> None:
+    weight = nn.Parameter(torch.ones(1, 1))
+    outer, inner = SplitBackward(), SplitBackward()
+    with outer:
+        with inner:
+            linear(torch.ones(1), weight).sum()
+        loss = linear(torch.ones(1), weight).sum()
+    assert linear(torch.ones(1), weight).grad_fn.name() != loss.grad_fn.next_functions[0][0].name()
+    outer.input_half([loss], [None])
+    assert (len(outer.parameters), len(inner.parameters)) == (1, 0)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from motet.data.sample import Sample
 from motet.plan import ModulePlan, Plan, Stage
+from motet.runtime.split_backward import linear
 from motet.runtime.tensor_parallel import TensorParallel
 
 WIDTH = 5

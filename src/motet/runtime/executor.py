@@ -8,7 +8,7 @@ and for which message of which rank it waited.
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -120,31 +120,32 @@ class Executor:
         gradients = {
             route: self._take(route, Gradient) for route in self._routes.outgoing[cell] if route.carries_gradient
         }
-        with self.measured(str(action), action.kind.value), self._overlapped(action):
+        reducers = self._overlapping_with(action)
+        with self.measured(str(action), action.kind.value):
+            for reducer in reducers:
+                reducer.arm()
             returned = runner.backward(cell, gradients)
+            for reducer in reducers:
+                reducer.disarm()
         for route, gradient in returned.items():
             self._mailbox.put(Gradient(route.source, route.target), gradient)
         self._mailbox.release(cell)
 
     def _weight_half(self, action: Compute) -> None:
         runner = self.runners[action.cell[:3]]
-        with (
-            self.measured(str(action), action.kind.value),
-            self._overlapped(action, runner.parameters_left(action.cell)),
-        ):
-            runner.backward_weight(action.cell)
+        reducers = self._overlapping_with(action)
+        with self.measured(str(action), action.kind.value):
+            for reducer in reducers:
+                reducer.expect(runner.parameters_left(action.cell))
+            for parameter in runner.backward_weight(action.cell):
+                for reducer in reducers:
+                    reducer.accumulated(parameter)
 
-    @contextmanager
-    def _overlapped(self, action: Compute, parameters: Set[torch.Tensor] | None = None) -> Iterator[None]:
-        """Sums begin in the block if gradients become final in it. `parameters`: that get one; None: any may."""
+    def _overlapping_with(self, action: Compute) -> tuple[GradientReducer, ...]:
+        """The reductions whose gradients become final in this action."""
         stage = action.cell[:3]
         is_final = self._program.final_backwards.get(stage) == action
-        reducers = self._overlapping.get(stage, ()) if is_final else ()
-        for reducer in reducers:
-            reducer.arm(parameters)
-        yield
-        for reducer in reducers:
-            reducer.disarm()
+        return self._overlapping.get(stage, ()) if is_final else ()
 
     def _take(self, route: Route, kind: type[Activation] | type[Gradient]) -> torch.Tensor:
         value = kind(route.source, route.target)

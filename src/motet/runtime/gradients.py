@@ -53,7 +53,7 @@ class GradientReducer:
     def __init__(self, parameters: Sequence[Copies], group: ReduceGroup) -> None:
         self._group, self._ranks = group.group, group.ranks
         self._buckets = _buckets(reversed(parameters))
-        self._bucket_of = {
+        self._bucket_of: dict[Tensor, Bucket] = {
             parameter: bucket for bucket in self._buckets for copies in bucket.parameters for parameter in copies
         }
         self._num_started = 0
@@ -64,25 +64,25 @@ class GradientReducer:
         """Whether every parameter has one local copy, so that its gradient is final in one backward."""
         return self._group is not None and all(len(c) == 1 for bucket in self._buckets for c in bucket.parameters)
 
-    def arm(self, parameters: Set[Tensor] | None = None) -> None:
-        """Called before this rank's last backward of the layers: buckets may start within it.
-
-        `parameters`: that will get a gradient in it, those of other reductions among them; None: any may."""
-        for bucket in self._buckets:
-            bucket.missing = {
-                parameter
-                for copies in bucket.parameters
-                for parameter in copies
-                if parameters is None or parameter in parameters
-            }
+    def arm(self) -> None:
+        """Called before this rank's last backward of the layers, if it is a whole one: buckets may start within it."""
+        self.expect(self._bucket_of.keys())
         for parameter in self._bucket_of:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self.accumulated))
+
+    def expect(self, parameters: Set[Tensor]) -> None:
+        """Called before this rank's last backward: `parameters`, and maybe others, get their final gradients in it.
+
+        Those of the reduction that are not among them have theirs already."""
+        for bucket in self._buckets:
+            bucket.missing = {p for copies in bucket.parameters for p in copies if p in parameters}
         self._start_final()
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        self._bucket_of[parameter].missing.discard(parameter)
-        self._start_final()
+    def accumulated(self, parameter: Tensor) -> None:
+        """Called after `expect`, when the parameter has got its final gradient. It may be another reduction's."""
+        if bucket := self._bucket_of.get(parameter):
+            bucket.missing.discard(parameter)
+            self._start_final()
 
     def _start_final(self) -> None:
         while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:

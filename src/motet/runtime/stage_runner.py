@@ -1,16 +1,17 @@
 """Runs forward and backward of one stage, one microbatch at a time, and keeps the graphs in between."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Stage
-from motet.runtime.split_backward import SplitBackward
+from motet.runtime.split_backward import SplitBackward, make_splittable
 from motet.runtime.tokens import merge_order, rows_of
 from motet.schedule.routes import Cell, Route, Routes
 
@@ -50,6 +51,7 @@ class StageRunner:
         self.boundary_dtype = boundary_dtype
         self.device = device
         self._autocast = autocast
+        make_splittable(cast(nn.Module, module))
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
         self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
         self._saved: dict[Cell, _Saved] = {}
@@ -152,9 +154,9 @@ class StageRunner:
                 result[route] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
         return result
 
-    def backward_weight(self, cell: Cell) -> None:
-        """The weight half: accumulates what the input half has left."""
-        self._half_done.pop(cell).weight_half()
+    def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
+        """The weight half: accumulates what the input half has left; yields each parameter that has got its share."""
+        return self._half_done.pop(cell).weight_half()
 
     def parameters_left(self, cell: Cell) -> set[Tensor]:
         """Those that get a gradient in the cell's weight half."""

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from motet.errors import UserError
 from motet.models.shards import Config, FamilyShards, Shard, check_tp, family_shards, layer_pattern, parameter_shard
 from motet.runtime.sequence_parallel import enter_regions, has_submodule
 from motet.runtime.sharding import shard_parameter
+from motet.runtime.split_backward import linear
 from motet.runtime.tensor_collectives import TensorParallel, reduce_from_group, reduce_scatter_from_group
 from motet.runtime.vocab_parallel import shard_embedding, shard_head
 

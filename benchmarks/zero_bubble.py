@@ -1,0 +1,153 @@
+"""Two processes, a Llama stack: how long ranks are idle, and what a step takes, under 1F1B and zero-bubble schedules.
+
+Same weights, same microbatches. 1F1B, ZB-H1 and ZB-H2 run on two stages; ZB-V on four, in V shape. Idle is what the
+measured spans of a step leave of both ranks' time, from the first span's begin to the last one's end. Schedules take
+turns. The simulator's forecast, with the run's own computed costs, stands beside.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+from measuring import Blocks, measure_in_turn, ratio, seconds
+from reporting import Report
+from workloads import SyntheticBatch, llama_config
+
+from motet.config import RunConfig
+from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.planner.evaluate import evaluate
+from motet.planner.from_run_file import planning_problem
+from motet.runtime.assembly import build_engine
+from motet.runtime.launch import launch
+from motet.timeline import Timeline
+
+NAME = "language_model"
+CHAIN, V_SHAPE = (0, 1), (0, 1, 1, 0)
+SCHEDULES = {"1f1b": CHAIN, "zero_bubble_h1": CHAIN, "zero_bubble_h2": CHAIN, "zero_bubble_v": V_SHAPE}
+"""The rank of each stage."""
+
+WARM_UP = 2
+
+
+def plan_of(schedule: str, num_blocks: int, num_microbatches: int) -> Plan:
+    """As many blocks on each stage; the embedding on the first, the head on the last."""
+    ranks = SCHEDULES[schedule]
+    num_layers = num_blocks + 2
+    bounds = [0, *(1 + num_blocks * s // len(ranks) for s in range(1, len(ranks))), num_layers]
+    stages = tuple(Stage(layers=layers, ranks=(rank,)) for rank, layers in zip(ranks, pairwise(bounds), strict=True))
+    module = ModulePlan(
+        kind="language_model",
+        num_layers=num_layers,
+        replicas=(Replica(stages=stages),),
+        trainable=((0, num_layers),),
+        loss_weight=1.0,
+    )
+    return Plan(modules={NAME: module}, edges=(), num_microbatches=num_microbatches, schedule=schedule)
+
+
+def idle_s(timeline: Timeline) -> float:
+    """The mean over ranks."""
+    return timeline.iteration_time_s - sum(timeline.busy_s) / timeline.num_ranks
+
+
+def compare(
+    config: RunConfig, plans: dict[str, Plan], batch: SyntheticBatch, num_blocks: int, steps_per_block: int
+) -> dict[str, object]:
+    """On each of the two ranks."""
+    engines = {name: build_engine(config, plan, torch.device("cpu")) for name, plan in plans.items()}
+    idle: dict[str, list[float]] = {name: [] for name in plans}
+    ran: list[str] = []
+
+    def run(name: str) -> None:
+        engines[name].run(batch)
+        ran.append(name)
+
+    def take_idle() -> None:
+        """Of the step that has just run; not timed."""
+        if ran:
+            idle[ran[-1]].append(idle_s(engines[ran[-1]].timeline()))
+        for engine in engines.values():
+            engine.model.zero_gradients()
+
+    steps = measure_in_turn(
+        {name: partial(run, name) for name in plans},
+        num_blocks=num_blocks,
+        steps_per_block=steps_per_block,
+        warm_up=WARM_UP,
+        between_steps=take_idle,
+    )
+    take_idle()
+    results = {name: engine.run(batch) for name, engine in engines.items()}
+    return {
+        "steps": steps,
+        "idle": {name: in_blocks(values[WARM_UP:], steps_per_block) for name, values in idle.items()},
+        "loss and norm": {name: (result.loss, result.gradient_norm) for name, result in results.items()},
+    }
+
+
+def in_blocks(values: Sequence[float], size: int) -> list[list[float]]:
+    return [list(values[i : i + size]) for i in range(0, len(values), size)]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=10, help="measured blocks of each schedule")
+    parser.add_argument("--steps", type=int, default=3, help="steps of one block")
+    parser.add_argument("--layers", type=int, default=12, help="decoder layers, divisible by 4")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--microbatches", type=int, default=6)
+    parser.add_argument("--samples", type=int, default=2, help="of one microbatch")
+    parser.add_argument("--tokens", type=int, default=128, help="of one sample")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    args = parse(arguments)
+    config = llama_config(num_blocks=args.layers, width=args.width, num_microbatches=args.microbatches)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": 2})})
+    plans = {name: plan_of(name, args.layers, args.microbatches) for name in SCHEDULES}
+    batch = SyntheticBatch(config, num_samples=args.samples * args.microbatches, num_text_tokens=args.tokens)
+    problem = planning_problem(config, batch.samples)
+    forecasts = {name: evaluate(problem, plan).result.timeline for name, plan in plans.items()}
+    result = launch(compare, config, plans, batch, args.blocks, args.steps, num_processes=2)
+
+    report = Report("zero-bubble", "Idle time of 1F1B and of zero-bubble schedules, two processes")
+    report.add(
+        f"Llama, {args.layers} decoder layers of width {args.width}, {args.microbatches} microbatches of "
+        f"{args.samples} x {args.tokens} tokens, forward and backward, no optimizer; {args.blocks} blocks of "
+        f"{args.steps} steps of each, in turns. Idle: mean over both ranks. Median (quartiles); ratios are of the "
+        "blocks of one round."
+    )
+    steps: Blocks = result["steps"]
+    idle: Blocks = result["idle"]
+    report.table(
+        ["", "idle, ms", "idle / 1F1B's", "step, ms", "step / 1F1B's", "forecast: idle / 1F1B's, step / 1F1B's"],
+        [
+            [
+                name,
+                seconds(idle, name).text(1e3),
+                ratio(idle, name, "1f1b").text(1, 3),
+                seconds(steps, name).text(1e3),
+                ratio(steps, name, "1f1b").text(1, 3),
+                f"{idle_s(forecasts[name]) / idle_s(forecasts['1f1b']):.3f}, "
+                f"{forecasts[name].iteration_time_s / forecasts['1f1b'].iteration_time_s:.3f}",
+            ]
+            for name in SCHEDULES
+        ],
+    )
+    report.add(f"Loss and norm of the gradient: {result['loss and norm']}.")
+    for name in list(SCHEDULES)[1:]:
+        measured = ratio(idle, name, "1f1b").median
+        verdict = "reached" if measured < 1 else "missed"
+        report.add(f"Goal: {name} is idle for less time than 1F1B. {verdict}: {measured:.3f} of its.")
+    return report
+
+
+if __name__ == "__main__":
+    main().write()
