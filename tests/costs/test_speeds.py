@@ -67,7 +67,7 @@ def test_calibration_finds_the_speeds_that_made_the_measurements(tmp_path):
     for kind in ("gemm", "convolution", "attention", "memory"):
         assert getattr(fitted, kind).limit == pytest.approx(getattr(TRUE, kind).limit, rel=1e-3)
         assert getattr(fitted, kind).overhead_s == pytest.approx(getattr(TRUE, kind).overhead_s, rel=1e-2)
-    fitted.save(tmp_path / "speeds.json")
+    (tmp_path / "speeds.json").write_text(fitted.to_json())
     assert Speeds.load(tmp_path / "speeds.json") == fitted
 
 

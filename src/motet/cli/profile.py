@@ -17,9 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument("--out", metavar="costs.json", help="where the costs go (default: costs.json in train.output)")
 
+    parser.add_argument("--speeds", metavar="speeds.json", help="measure kernels instead, to calibrate computed costs")
+
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
+    if arguments.speeds:
+        return _calibrate(config, Path(arguments.speeds))
     path = Path(arguments.out or Path(config.train.output) / "costs.json")
     table = measure(config)
     write_text(path, table.to_json() + "\n", "--out")
@@ -28,6 +32,27 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for key, fit in fits.items():
         print(f"{key}: median error of the fit {fit['median_error']:.1%}, worst {fit['worst_error']:.1%}")
     return {"path": str(path), "hardware": table.hardware, "date": table.date, "notes": dict(table.notes)}
+
+
+def _calibrate(config: "RunConfig", path: Path) -> dict[str, Any]:
+    """On one device, in this process."""
+    from dataclasses import asdict
+
+    import torch
+
+    from motet.costs.profiler_kernels import measure_speeds
+    from motet.planner.from_run_file import describe_cluster
+
+    torch.set_num_threads(1)
+    described = describe_cluster(config).device
+    speeds, measured = measure_speeds(torch.device(config.cluster.device), described, config.train.dtype)
+    write_text(path, speeds.to_json() + "\n", "--speeds")
+    print(f"{len(measured)} kernels measured; speeds written to {path}; use them by --set cluster.speeds={path}")
+    for kind in ("gemm", "convolution", "attention", "memory"):
+        speed = getattr(speeds, kind)
+        peak = f"{speed.limit:.1%} of {described.name}'s peak"
+        print(f"{kind}: {peak} when large, {speed.overhead_s * 1e6:.1f} us on top of each kernel")
+    return {"path": str(path), **asdict(speeds)}
 
 
 def measure(config: "RunConfig") -> "CostTable":

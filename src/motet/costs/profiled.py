@@ -4,6 +4,12 @@ A run's time is what a stage costs beside its layers, what comes on top if it ha
 its layers; each is a `Quadratic`. Runs of one layer and of many tell them apart. All are fitted at once, by least
 squares of the *relative* error with no coefficient below zero, so that small and large microbatches count alike and no
 prediction can be negative; longer runs, which are what stages are made of, weigh more.
+
+The thesis fits a x^2 + b x + c to each layer, tensor-parallel and context-parallel size, x being a number of tokens.
+Deviations: x^2 is the sum over a microbatch's sequences (`pairs`), beside which `tokens_squared` stands for all of them
+together; microbatches are the user's own, not synthetic sequences of 64 to 16k tokens; tensor-parallel sizes are
+measured, a context-parallel rank's share is computed (`Load.share`, `IterationCosts`). Limit: far outside the measured
+sizes a fit says little.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ memory's bandwidth, whichever takes longer (Williams et al. 2009). So its effici
 the lengths of sequences.
 
 `default_speeds` are assumptions, not measurements: `Device.efficiency` for matrix products. `fit_speeds` calibrates
-them; `motet.costs.kernel_profiler` measures what it needs.
+them; `motet.costs.profiler_kernels` measures what it needs.
 """
 
 import json
@@ -52,8 +52,8 @@ class Speeds:
         """Of FLOPs against the peak; None: kernels of this kind only move bytes."""
         return {"gemm": self.gemm, "convolution": self.convolution, "attention": self.attention}.get(kind)
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def load(path: str | Path) -> "Speeds":
