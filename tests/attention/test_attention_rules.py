@@ -91,8 +91,19 @@ def test_layouts_of_samples() -> None:
     packed = layout_of_samples([sample, sample], "llm")
     drawn = [Document(sample.layouts["llm"])] * 2
     np.testing.assert_array_equal(mask_of(packed, AttentionRule()).dense(), dense(drawn, dense_masks.causal))
-    items = mask_of(layout_of_items([sample], "vision"), AttentionRule(text="full")).dense()
-    assert items.sum() == 4 * 4 + 6 * 6
+
+
+def test_layouts_of_encoders() -> None:
+    """Two images, of 4 and 6 tokens; the second is perhaps three tiles."""
+    sample = Sample("a", {"vision": (Segment(4, num_outputs=2), Segment(6, item=1))})
+    full = AttentionRule(text="full")
+    assert mask_of(layout_of_items([sample], "vision"), full).dense().sum() == 4 * 4 + 6 * 6
+    tiles = layout_of_items([sample, sample], "vision", image_tokens=lambda segment: 2 if segment.item else 4)
+    assert mask_of(tiles, full).dense().sum() == 2 * (4 * 4 + 3 * 2 * 2)
+    with pytest.raises(
+        UserError, match=r"item 1 of 'vision' in sample 'a' has 6 tokens, .* no whole number of images of 4"
+    ):
+        layout_of_items([sample], "vision", image_tokens=lambda segment: 4)
 
 
 class TestWrongInput:

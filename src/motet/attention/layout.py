@@ -4,7 +4,7 @@ Masks depend on nothing else, so every rank derives them from the samples' metad
 a text segment, an image, a frame of a clip. There are thousands of runs where there are a million tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -125,10 +125,24 @@ def layout_of_samples(samples: Sequence[Sample], module: str, *, num_tokens: int
     return layout_of_documents(documents, num_tokens=num_tokens)
 
 
-def layout_of_items(samples: Sequence[Sample], module: str) -> TokenLayout:
-    """The sequences of an encoder, one after the other: each item is a document."""
-    segments = (segment for sample in samples for segment in sample.layouts.get(module, ()))
-    return layout_of_documents(Document((Segment(segment.num_tokens),)) for segment in segments)
+def layout_of_items(
+    samples: Sequence[Sample], module: str, *, image_tokens: Callable[[Segment], int] | None = None
+) -> TokenLayout:
+    """The sequences of an encoder, one after the other: each item is a document.
+
+    `image_tokens`: tokens of one image of an item, where an item is several that do not see one another (AnyRes' tiles,
+    the frames of Qwen2.5-VL). Raises `UserError` if an item is no whole number of them."""
+    documents: list[Document] = []
+    for sample in samples:
+        for segment in sample.layouts.get(module, ()):
+            each = segment.num_tokens if image_tokens is None else image_tokens(segment)
+            if segment.num_tokens and (each < 1 or segment.num_tokens % each):
+                raise UserError(
+                    f"item {segment.item} of {module!r} in sample {sample.id!r} has {segment.num_tokens} tokens, "
+                    f"which are no whole number of images of {each}"
+                )
+            documents += [Document((Segment(each),))] * (segment.num_tokens // max(1, each))
+    return layout_of_documents(documents)
 
 
 def segments_from_spans(num_tokens: int, spans: Iterable[tuple[int, int, str, int]]) -> tuple[Segment, ...]:
