@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from motet.planner import make_plan
+from motet.planner.evaluate import evaluate
 from motet.planner.optimus_bubbles import schedule_bubbles
 from motet.planner.partition import partition
 from motet.reproduce import optimus_published as paper
-from motet.reproduce.optimus import table_5, table_7, table_7_narrow, table_10
+from motet.reproduce.optimus import problems, table_5, table_7, table_7_narrow, table_10
 from motet.reproduce.optimus_figures import figure_15, figure_16
 from motet.reproduce.optimus_model import (
     balanced_s,
@@ -107,6 +109,23 @@ def test_published_tflops_count_recomputation():
 def test_sizes_are_those_of_the_names():
     for name, billions in {"ViT-22B": 22, "ViT-5B": 5.5, "ViT-3B": 3, "GPT-175B": 175, "LLAMA-70B": 70}.items():
         assert parameters([paper.MODELS[name]]) / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_problems_have_the_models_of_the_paper():
+    named = {"ViT-3B": 3, "ViT-11B": 10, "GPT-11B": 9.4, "LLAMA-70B": 70}
+    for what, problem in problems():
+        sizes = [billions for name, billions in named.items() if name in what]
+        found = [module.workload.num_parameters / 1e9 for module in problem.modules.values()]
+        assert found == pytest.approx(sizes, rel=0.05)
+        assert str(problem.num_devices) in what
+
+
+@pytest.mark.slow
+def test_a_planner_takes_the_problems():
+    _, problem = problems()[0]
+    evaluation = evaluate(problem, make_plan(problem, "optimus"))
+    assert evaluation.fits
+    assert evaluation.plan.num_ranks == problem.num_devices
 
 
 def test_equal_cuts_are_resolved_as_appendix_b_does():

@@ -24,8 +24,11 @@ from motet.reproduce.optimus_model import (
     search,
     strong_scaling,
 )
+from motet.reproduce.optimus_problems import problems
 from motet.reproduce.optimus_published import MODELS
 from motet.reproduce.tables import Row, Table
+
+__all__ = ["problems", "tables"]
 
 
 def tables() -> Sequence[Table]:
