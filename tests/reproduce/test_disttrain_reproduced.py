@@ -10,6 +10,7 @@ from motet.reproduce.disttrain import (
     MEGATRON_STAGES,
     SMALL,
     _transformer,
+    _unet,
     _vit_huge,
     disttrain,
     megatron,
@@ -25,6 +26,7 @@ def rows():
 
 def test_the_models_have_the_papers_sizes():
     assert _vit_huge(512)[1] == pytest.approx(0.63e9, rel=0.01)
+    assert _unet(512)[1] == pytest.approx(866e6, rel=0.01)
     parameters = {size: _transformer(*shape, ASSUMED.vocabulary)[1] for size, shape in BACKBONES.items()}
     assert parameters["9B"] == pytest.approx(7e9, rel=0.05)
     assert parameters["15B"] == pytest.approx(13e9, rel=0.05)

@@ -23,6 +23,7 @@ from motet.planner.profiling_size import proportional_allocation
 from motet.planner.units import Orchestration, OrchestrationProblem, Unit, UnitDegrees
 from motet.reproduce.tables import Row, Table
 from motet.workload import module_workload
+from motet.workload_diffusion import generator_workload
 
 SEQUENCE = 8192
 PEAK_FLOPS = DEVICES["a800"].peak("bfloat16")
@@ -135,10 +136,31 @@ def _vit_huge(side: int) -> tuple[float, float]:
     return sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers), workload.num_parameters
 
 
-UNET_FLOPS: Mapping[int, float] = {512: 0.8043e12, 1024: 4.675e12}
-"""Forward of Stable Diffusion 2.1's U-Net (866M parameters) on one image's latents, counted layer by layer; encoding
-the image into latents is left to preprocessing."""
-UNET_PARAMETERS = 866e6
+@cache
+def _unet(side: int) -> tuple[float, float]:
+    """Stable Diffusion 2.1's: FLOPs of an image's forward, parameters (866M). Encoding images into latents, which are
+    an eighth as wide, is left to preprocessing."""
+    workload = generator_workload(
+        {
+            "_class_name": "UNet2DConditionModel",
+            "cross_attention_dim": 1024,
+            "attention_head_dim": [5, 10, 20, 20],
+            "layers_per_block": 2,
+        }
+    )
+    tokens, text = (side // 8) ** 2, 77
+    load = Load(
+        tokens=tokens,
+        pairs=tokens**2,
+        sequences=1,
+        incoming=text,
+        incoming_pairs=text * tokens,
+        outputs=tokens,
+        tokens_squared=tokens**2,
+    )
+    return sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers), workload.num_parameters
+
+
 UNET_ACTIVATION_BYTES: Mapping[int, float] = {512: 4e9, 1024: 16e9}
 
 
@@ -155,6 +177,7 @@ def mllm(
     layers, hidden, *_ = BACKBONES[size]
     _, parameters = _transformer(*BACKBONES[size], assumed.vocabulary)
     vit_flops, vit_parameters = _vit_huge(512)
+    unet_flops, unet_parameters = _unet(IMAGE_SIDE[size])
     side = IMAGE_SIDE[size]
     network = assumed.network_bytes_per_s
 
@@ -192,10 +215,10 @@ def mllm(
             ),
             "generator": unit(
                 2,
-                UNET_PARAMETERS,
+                unet_parameters,
                 role="generator",
                 layer_costs=(1.0,),
-                seconds={1: passes[2] * assumed.images * UNET_FLOPS[side] / modality_flops},
+                seconds={1: passes[2] * assumed.images * unet_flops / modality_flops},
                 items_per_sample=assumed.images,
                 activation_bytes=assumed.images * UNET_ACTIVATION_BYTES[side],
             ),
@@ -238,7 +261,7 @@ class Outcome:
         flops = (
             ASSUMED.images * _vit_huge(512)[0],
             _transformer(*BACKBONES[size], ASSUMED.vocabulary)[0],
-            ASSUMED.images * UNET_FLOPS[IMAGE_SIDE[size]],
+            ASSUMED.images * _unet(IMAGE_SIDE[size])[0],
         )
         work = global_batch_size * sum(count * each for count, each in zip(passes, flops, strict=True))
         num_devices = allocated or found.num_devices

@@ -1,9 +1,9 @@
 """Entrain's profiling (thesis 4.7.3, appendix C.5) and what it is good for (Figure 4.15), beside ours.
 
-The data sets' distributions are printed as pictures only. But the trials determine them well enough: with n samples the
-encoder's share of the work is about normal, with the data set's own mean and a spread that falls with the square root of
-n. Mean and spread are fitted to the five rows of each table (to the allocations seen in 60 draws), which shows whether
-Algorithm 2 behaves as printed on *some* such law; the configurations and Figure 4.15's best that follow are held out.
+The data sets' distributions are printed as pictures only. But the trials determine them well enough: with n samples
+the encoder's share of the work is about normal, with the data set's own mean and a spread that falls with the square
+root of n. Mean and spread are fitted to the five rows of each table (to the allocations seen in 60 draws), which shows
+whether Algorithm 2 behaves as printed on *some* such law; the configurations and Figure 4.15's best are held out.
 
 Left out: throughput, memory and variability (Figures 4.12-4.14, 4.16, Table 4.3) are those of microbatch assignment; in
 Table 4.3 the rows of Vision and Llama-1b are identical for three data sets.
