@@ -7,6 +7,7 @@ Layers are numbered as docs/architecture.md says.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -99,7 +100,7 @@ class Plan:
     def __post_init__(self) -> None:
         check_plan(self)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return 1 + max(rank for _, _, _, stage in self.stages() for rank in stage.ranks)
 
@@ -111,7 +112,15 @@ class Plan:
                     yield name, r, s, stage
 
     def stages_of_rank(self, rank: int) -> list[tuple[str, int, int, Stage]]:
-        return [entry for entry in self.stages() if rank in entry[3].ranks]
+        return self._stages_by_rank.get(rank, [])
+
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, list[tuple[str, int, int, Stage]]]:
+        result: dict[int, list[tuple[str, int, int, Stage]]] = {}
+        for entry in self.stages():
+            for rank in entry[3].ranks:
+                result.setdefault(rank, []).append(entry)
+        return result
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

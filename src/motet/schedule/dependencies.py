@@ -199,7 +199,14 @@ class Dependencies:
         """Who executes it, together."""
         if isinstance(action, Compute):
             return self.routes.stage(action.cell).ranks
-        return tuple(dict.fromkeys(rank for holder in self.reductions[action] for rank in holder.ranks))
+        return self._ranks_of_reductions[action]
+
+    @cached_property
+    def _ranks_of_reductions(self) -> dict[Reduce, tuple[int, ...]]:
+        return {
+            reduce: tuple(dict.fromkeys(rank for holder in holders for rank in holder.ranks))
+            for reduce, holders in self.reductions.items()
+        }
 
     def reads(self, action: Action) -> list[Value]:
         if isinstance(action, Reduce):

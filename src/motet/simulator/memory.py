@@ -12,6 +12,7 @@ Limits: what passes between two stages on the same rank is charged to what they 
 inside an action and fragmentation are the cost model's to add to the static part.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -63,11 +64,16 @@ class _Holds:
         return [holds.selected(slice(first, last)) for first, last in pairwise(bounds)]
 
 
-def memory_curves(program: Program, costs: Costs, seconds: StepCosts, times: Times) -> tuple[MemoryCurve, ...]:
-    """One for each rank."""
+def memory_curves(
+    program: Program, costs: Costs, seconds: StepCosts, times: Times, ranks: Iterable[int] | None = None
+) -> dict[int, MemoryCurve]:
+    """By rank. `ranks`: which ones; None: all."""
     num_ranks = len(program.lanes.of_rank)
     holds = [hold.by_rank(num_ranks) for hold in (_saved(program, costs, times), *_buffers(program, seconds, times))]
-    return tuple(_curve([hold[rank] for hold in holds], costs.static_bytes(rank)) for rank in range(num_ranks))
+    return {
+        rank: _curve([hold[rank] for hold in holds], costs.static_bytes(rank))
+        for rank in (range(num_ranks) if ranks is None else ranks)
+    }
 
 
 def _saved(program: Program, costs: Costs, times: Times) -> _Holds:

@@ -9,7 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from motet.arrays import Floats
-from motet.schedule.lower import Program
+from motet.schedule.action import Compute
+from motet.schedule.lower import Message, Program
+from motet.schedule.routes import Cell
+from motet.simulator.alike import Folding
 from motet.simulator.clock import Times
 from motet.simulator.costs import Costs
 from motet.simulator.memory import MemoryCurve, memory_curves
@@ -23,6 +26,8 @@ class SimulationResult:
     costs: Costs
     seconds: StepCosts
     times: Times
+    folding: Folding | None = None
+    """Which pipelines stand for others, if not each for itself."""
 
     @property
     def num_ranks(self) -> int:
@@ -63,7 +68,7 @@ class SimulationResult:
         result = np.full(self.num_ranks, self.costs.fixed_s, dtype=float)
         for stage_cells, seconds in zip(routes.stages, busy.tolist(), strict=True):
             result[list(stage_cells.planned.ranks)] += seconds
-        return result
+        return result if self.folding is None else result[self.folding.rank_of]
 
     @property
     def bubble_fraction(self) -> float:
@@ -77,13 +82,19 @@ class SimulationResult:
         actions = program.dependencies.actions(program.actions)
         spans: list[list[Span]] = []
         for action, begin, end in zip(actions, times.action_start.tolist(), times.action_end.tolist(), strict=True):
-            name = str(action)
-            ranks = program.participants(action)
-            spans.append([Span(rank, name, action.kind.value, begin, end) for rank in ranks])
+            copies = [Compute(action.kind, cell) for cell in self._copies(action.cell)]
+            spans.append(
+                [
+                    Span(rank, str(copy), copy.kind.value, begin, end)
+                    for copy in copies
+                    for rank in program.participants(copy)
+                ]
+            )
         for message, begin, end in zip(
             program.messages, times.message_start.tolist(), times.message_end.tolist(), strict=True
         ):
-            spans.append([Span(message.sender, str(message), "message", begin, end)])
+            copied = [Span(copy.sender, str(copy), "message", begin, end) for copy in self._message_copies(message)]
+            spans.append(copied)
         reduction_times = zip(times.reduction_start.tolist(), times.reduction_end.tolist(), strict=True)
         for reduce, (begin, end) in zip(program.reductions, reduction_times, strict=True):
             spans.append([Span(rank, str(reduce), "reduce", begin, end) for rank in program.participants(reduce)])
@@ -99,11 +110,35 @@ class SimulationResult:
                 in_order += [Span(rank, name, "gather", begin, end) for rank in program.participants(reduce)]
         return Timeline(tuple(in_order), self.num_ranks)
 
+    def _copies(self, cell: Cell) -> list[Cell]:
+        """The cells that this one stands for."""
+        if self.folding is None:
+            return [cell]
+        replicas = self.folding.copies[cell.module, cell.replica]
+        return [cell._replace(replica=replica) for _, replica in replicas]
+
+    def _message_copies(self, message: Message) -> list[Message]:
+        """The copies of both ends are in the same order, as pipelines come one after the other."""
+        routes = self.program.dependencies.routes
+        sends, receives = (message.target, message.source) if message.gradient else (message.source, message.target)
+        sender = routes.stage(sends).ranks.index(message.sender)
+        receiver = routes.stage(receives).ranks.index(message.receiver)
+        result = []
+        for source, target in zip(self._copies(message.source), self._copies(message.target), strict=True):
+            begin, end = (target, source) if message.gradient else (source, target)
+            ranks = routes.stage(begin).ranks[sender], routes.stage(end).ranks[receiver]
+            result.append(Message(source, target, message.gradient, *ranks))
+        return result
+
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
         """For each rank."""
-        return memory_curves(self.program, self.costs, self.seconds, self.times)
+        if self.folding is None:
+            return tuple(memory_curves(self.program, self.costs, self.seconds, self.times).values())
+        curves = memory_curves(self.program, self.costs, self.seconds, self.times, set(self.folding.rank_of.tolist()))
+        return tuple(curves[rank] for rank in self.folding.rank_of.tolist())
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        return tuple(curve.peak_bytes for curve in self.memory)
+        peaks = {id(curve): curve.peak_bytes for curve in self.memory}
+        return tuple(peaks[id(curve)] for curve in self.memory)

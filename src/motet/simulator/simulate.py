@@ -16,6 +16,7 @@ Limits: communication costs no processor time.
 from math import inf
 
 from motet.schedule.lower import Program
+from motet.simulator.alike import Folding
 from motet.simulator.clock import run_in_order
 from motet.simulator.costs import Costs
 from motet.simulator.events import SharedCards, run_events
@@ -32,15 +33,19 @@ def simulate(
     num_cores: float | None = None,
     cards: SharedCards | None = None,
     disturbances: Disturbances | None = None,
+    folding: Folding | None = None,
 ) -> SimulationResult:
     """Predicts when each rank does what.
 
     `num_cores`: that all ranks share; None: each has its own. `cards`: network cards that messages share; None: no link
-    slows another one down. The same arguments give the same result.
+    slows another one down. `folding`: which pipelines stand for others (`motet.simulator.alike`). The same arguments give
+    the same result. Raises `ValueError` if pipelines are folded that something makes different.
     """
+    if folding is not None and (num_cores is not None or cards is not None or disturbances is not None):
+        raise ValueError("ranks that share cores or cards, or are disturbed, are not alike: simulate without folding")
     seconds = step_costs(program, costs, disturbances)
     if num_cores is None and cards is None:
         times = run_in_order(program, seconds)
     else:
         times = run_events(program, seconds, inf if num_cores is None else num_cores, cards)
-    return SimulationResult(program, costs, seconds, times)
+    return SimulationResult(program, costs, seconds, times, folding)

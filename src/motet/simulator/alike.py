@@ -1,0 +1,134 @@
+"""Pipelines that are alike are simulated once.
+
+A pipeline here is what hangs together by routes and by shared ranks: replicas of modules that pass tokens on to each
+other. Two are alike if they have the same stages on ranks that lie alike on the nodes, and microbatches of the same
+layouts. Then all that they do happens at the same moments; they meet only in reductions, where each finds the others
+just arrived. So one of them is given its microbatches, and the others none (a microbatch without samples has no
+actions), and what is seen on its ranks holds for theirs.
+
+Limits: the costs of a pipeline may depend on nothing else (`motet.costs` keeps to that); all ranks compute equally
+fast. Schedules must not let one pipeline's order depend on another's: the list scheduler, where a limit blocks it, may.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from motet.arrays import Ints
+from motet.data.assignment import BatchAssignment
+from motet.data.sample import Sample
+from motet.plan import Plan
+
+ReplicaKey = tuple[str, int]
+"""Module and replica."""
+
+
+@dataclass(frozen=True, eq=False)
+class Folding:
+    """Which pipelines stand for which."""
+
+    assignment: BatchAssignment
+    """The batch's cut, without the microbatches of pipelines for which another one stands."""
+    rank_of: Ints
+    """For each rank, the one that stands for it: itself, or the one at its place in the pipeline that does."""
+    replica_of: Mapping[ReplicaKey, ReplicaKey]
+    """The same for replicas."""
+
+    @cached_property
+    def copies(self) -> Mapping[ReplicaKey, list[ReplicaKey]]:
+        """For each replica that stands for itself, those it stands for, itself first."""
+        result: dict[ReplicaKey, list[ReplicaKey]] = defaultdict(list)
+        for key, stands_for_it in self.replica_of.items():
+            result[stands_for_it].append(key)
+        return result
+
+
+def fold(
+    plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample], node: Callable[[int], int] = lambda rank: 0
+) -> Folding:
+    """`node`: of a rank; what is on one node has other links than what is not."""
+    kinds = _kinds_of_samples(samples)
+    rank_of = np.arange(plan.num_ranks)
+    replica_of: dict[ReplicaKey, ReplicaKey] = {}
+    first_alike: dict[Hashable, tuple[list[ReplicaKey], list[int]]] = {}
+    for members in _pipelines(plan, assignment, samples):
+        form, ranks = _form(plan, assignment, members, kinds, node)
+        replicas, like_ranks = first_alike.setdefault(form, (members, ranks))
+        rank_of[ranks] = like_ranks
+        replica_of |= zip(members, replicas, strict=True)
+    cut = {
+        name: tuple(
+            microbatches if replica_of[name, r] == (name, r) else ((),) * len(microbatches)
+            for r, microbatches in enumerate(replicas)
+        )
+        for name, replicas in assignment.microbatches.items()
+    }
+    return Folding(BatchAssignment(cut), rank_of, replica_of)
+
+
+def _kinds_of_samples(samples: Sequence[Sample]) -> list[int]:
+    """A number for each sample, the same for those of the same layouts."""
+    numbers: dict[Hashable, int] = {}
+    kinds = []
+    for sample in samples:
+        key = (tuple(sorted(sample.layouts.items())), tuple(sorted(sample.num_loss_tokens.items())))
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return kinds
+
+
+def _pipelines(plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample]) -> list[list[ReplicaKey]]:
+    """The replicas that hang together, each pipeline's in the order of the plan."""
+    keys = [(name, r) for name, module in plan.modules.items() for r in range(len(module.replicas))]
+    parent = {key: key for key in keys}
+
+    def root(key: ReplicaKey) -> ReplicaKey:
+        while parent[key] != key:
+            parent[key] = key = parent[parent[key]]
+        return key
+
+    on_rank: dict[int, ReplicaKey] = {}
+    for name, r, _, stage in plan.stages():
+        for rank in stage.ranks:
+            other = on_rank.setdefault(rank, (name, r))
+            if other != (name, r):
+                parent[root((name, r))] = root(other)
+    for edge in plan.edges:
+        producer = {
+            i: (edge.source, r)
+            for r, microbatches in enumerate(assignment.microbatches[edge.source])
+            for microbatch in microbatches
+            for i in microbatch
+        }
+        for r, microbatches in enumerate(assignment.microbatches[edge.target]):
+            for source in {producer[i] for microbatch in microbatches for i in microbatch if i in producer}:
+                parent[root((edge.target, r))] = root(source)
+    groups: dict[ReplicaKey, list[ReplicaKey]] = defaultdict(list)
+    for key in keys:
+        groups[root(key)].append(key)
+    return list(groups.values())
+
+
+def _form(
+    plan: Plan,
+    assignment: BatchAssignment,
+    members: Sequence[ReplicaKey],
+    kinds: Sequence[int],
+    node: Callable[[int], int],
+) -> tuple[Hashable, list[int]]:
+    """What a pipeline is like, with ranks, nodes and samples numbered as they first occur in it; and its ranks."""
+    ranks: dict[int, int] = {}
+    nodes: dict[int, int] = {}
+    sample_numbers: dict[int, int] = {}
+    form: list[Hashable] = []
+    for name, r in members:
+        form.append(name)
+        for stage in plan.modules[name].replicas[r].stages:
+            group = tuple([ranks.setdefault(rank, len(ranks)) for rank in stage.ranks])
+            form.append((stage.layers, stage.tp_size, stage.cp_size, group))
+        for microbatch in assignment.microbatches[name][r]:
+            form.append(tuple([(sample_numbers.setdefault(i, len(sample_numbers)), kinds[i]) for i in microbatch]))
+    form.append(tuple([nodes.setdefault(node(rank), len(nodes)) for rank in ranks]))
+    return tuple(form), list(ranks)
