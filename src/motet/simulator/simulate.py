@@ -38,8 +38,8 @@ def simulate(
     """Predicts when each rank does what.
 
     `num_cores`: that all ranks share; None: each has its own. `cards`: network cards that messages share; None: no link
-    slows another one down. `folding`: which pipelines stand for others (`motet.simulator.alike`). The same arguments give
-    the same result. Raises `ValueError` if pipelines are folded that something makes different.
+    slows another one down. `folding`: which pipelines stand for others (`motet.simulator.alike`). The same arguments
+    give the same result. Raises `ValueError` if pipelines are folded that something makes different.
     """
     if folding is not None and (num_cores is not None or cards is not None or disturbances is not None):
         raise ValueError("ranks that share cores or cards, or are disturbed, are not alike: simulate without folding")
