@@ -282,9 +282,9 @@ def _as_integers(workloads: NDArray, num_ranks: int) -> Int64:
     """Scaled such that a load and a rank fit into one word together."""
     if len(workloads) and not (np.isfinite(workloads).all() and workloads.min() >= 0):
         raise ValueError("workloads must be finite and not negative")
-    total = float(workloads.sum())
+    most = float(workloads.max(initial=0)) * len(workloads)  # A sum's last bits would depend on the processor.
     room = 2.0 ** (61 - num_ranks.bit_length())
-    if np.issubdtype(workloads.dtype, np.integer) and total < room:
+    if np.issubdtype(workloads.dtype, np.integer) and most < room:
         return workloads.astype(np.int64)
-    scale = 2.0 ** np.floor(np.log2(room / total) - 1) if total else 0.0
+    scale = 2.0 ** np.floor(np.log2(room / most) - 1) if most else 0.0
     return np.rint(workloads * scale).astype(np.int64)

@@ -61,7 +61,12 @@ def rule_of_family(model_type: str, *, sliding_window: int | None = None) -> Att
 
 
 def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
-    """Raises `UserError` where more than two intervals or more than 64 classes would be needed."""
+    """What each token of the layout sees under the rule.
+
+    A token sees all keys from its run's floor, or where its window begins, up to itself or its run's ceiling, whichever
+    is later. A second interval is for the sink, or for the question that answers share.
+
+    Raises `UserError` where more than two intervals or more than 64 classes would be needed."""
     answers = layout.answer_start >= 0
     if answers.any() and (rule.window is not None or rule.text == "full" or rule.media == "own_modality"):
         raise UserError("answers that share a question go with no window, no full attention and no own_modality")
