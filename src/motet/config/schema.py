@@ -284,10 +284,11 @@ class ModuleLimitsConfig(_Section):
 
 
 class LimitsConfig(_Section):
-    tp: tuple[Count, ...] = (1,)
-    """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there."""
-    dp: tuple[Count, ...] = (1,)
-    """Numbers of replicas."""
+    tp: tuple[Count, ...] | None = None
+    """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there. null: powers of
+    two within a node, on CPUs 1; of profiled costs, those that were profiled."""
+    dp: tuple[Count, ...] | None = None
+    """Numbers of replicas; null: powers of two that leave no microbatch empty, on CPUs 1."""
     max_pp: Count | None = None
     """Most stages of a module; null: as many as it has layers."""
     modules: dict[str, ModuleLimitsConfig] = {}

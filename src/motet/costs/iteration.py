@@ -76,6 +76,8 @@ class IterationCosts:
         self._loads: dict[tuple[str, int, int], Load] = {}
         self._stage_costs: dict[object, _StageCosts] = {}
         self._gradients: dict[Cell, tuple[LayerGradients, ...]] = {}
+        self._patterns: dict[object, tuple[LayerGradients, ...]] = {}
+        """The few different ones among them, so that equal ones are the same object."""
 
     # Seconds --------------------------------------------------------------------------------------------------------
 
@@ -196,24 +198,27 @@ class IterationCosts:
     def _derive_gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
         module, (first, last) = self.plan.modules[cell.module], self.routes.stage(cell).layers
         if cell not in self.routes.with_backward:
-            return (LayerGradients(False, False),) * (last - first)
+            return self._patterns.setdefault(last - first, (LayerGradients(False, False),) * (last - first))
         entries: set[int] = set()
         for route in self.routes.incoming[cell]:
             if route.carries_gradient:
                 source = route.source.module
                 entries |= {first} if source == cell.module else self._entries(source, cell.module)
-        result, reached = [], False
-        for index in range(first, last):
-            reached = reached or index in entries
-            trainable = module.is_trainable((index, index + 1))
-            result.append(LayerGradients(reached, trainable))
-            reached = reached or trainable
-        return tuple(result)
+        key = (cell.module, first, last, frozenset(entries))
+        if key not in self._patterns:
+            result, reached = [], False
+            for index in range(first, last):
+                reached = reached or index in entries
+                trainable = module.is_trainable((index, index + 1))
+                result.append(LayerGradients(reached, trainable))
+                reached = reached or trainable
+            self._patterns[key] = tuple(result)
+        return self._patterns[key]
 
     def _costs_of(self, cell: Cell) -> _StageCosts:
         stage, gradients = self.routes.stage(cell), self.gradients(cell)
         group = stage.ranks if stage.cp_size > 1 else stage.tp_size
-        key = (cell.module, stage.layers, group, gradients)
+        key = (cell.module, stage.layers, group, id(gradients))
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stage(cell.module, stage, gradients)
         return self._stage_costs[key]

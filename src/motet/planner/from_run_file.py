@@ -71,7 +71,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
                 workload=workload,
                 trainable=trainable_layers(config, name, workload),
                 loss_weight=float(name == LANGUAGE_MODEL),
-                tp_sizes=_tp_sizes(config, name),
+                tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
                 max_stages=_max_stages(config, name),
             )
             for name, workload in workloads.items()
@@ -84,7 +84,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         num_microbatches=config.parallel.num_microbatches,
         schedule=config.parallel.schedule,
         schedules=(config.parallel.schedule,) if "schedule" in config.parallel.model_fields_set else None,
-        dp_sizes=config.parallel.limits.dp,
+        dp_sizes=_dp_sizes(config),
         recompute=config.parallel.recompute,
         memory=MemoryOptions(parameter_bytes=dtype_bytes, activation_bytes=dtype_bytes, zero1=config.parallel.zero1),
         num_cores=shared_cores(config),
@@ -267,7 +267,25 @@ def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
         return (config.parallel.explicit[name].tp,)
     limits = config.parallel.limits
     own = limits.modules[name].tp if name in limits.modules else None
-    return own or limits.tp
+    within_node = config.cluster.num_devices // config.cluster.num_nodes
+    return own or limits.tp or _powers_of_two(config, within_node)
+
+
+def _known_sizes(table: CostTable, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that the table has costs of; all of them if it has none, so that somebody says which are missing."""
+    return tuple(size for size in sizes if size in table.modules.get(name, ())) or sizes
+
+
+def _dp_sizes(config: RunConfig) -> tuple[int, ...]:
+    cluster = config.cluster
+    most = config.train.global_batch_size // config.parallel.num_microbatches
+    fitting = (dp for dp in _powers_of_two(config, max(1, most)) if cluster.num_devices % dp == 0)
+    return config.parallel.limits.dp or tuple(fitting)
+
+
+def _powers_of_two(config: RunConfig, most: int) -> tuple[int, ...]:
+    """From 1 to `most`; 1 alone on CPUs, whose cores are shared and which no collective makes faster."""
+    return (1,) if config.cluster.device == "cpu" else tuple(2**i for i in range(most.bit_length()))
 
 
 def _max_stages(config: RunConfig, name: str) -> int | None:

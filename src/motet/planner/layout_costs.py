@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from motet.costs.iteration import LayerGradients
 from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import LayerTime, PlanningProblem
@@ -62,7 +63,7 @@ class LayoutCosts:
     def sums(self, chunk: Chunk, layout: Layout) -> _Sums:
         key = (chunk.module, layout.tp(chunk.module, chunk.group), layout.num_replicas(chunk.module))
         if key not in self._sums:
-            self._sums[key] = self._sum_layers(*key)
+            self._sums[key] = self.problem.remembered(("layout sums", *key), lambda: self._sum_layers(*key))
         return self._sums[key]
 
     def _sum_layers(self, name: str, tp: int, dp: int) -> _Sums:
@@ -76,18 +77,22 @@ class LayoutCosts:
             )
             for i, layer in enumerate(module.workload.layers)
         ]
-        saved = [
-            saved_layer_bytes(
-                layer,
-                load,
-                input_gradient=needs.input_gradient,
-                weight_gradient=needs.weight_gradient,
-                recompute=name in problem.recompute,
-                tp_size=tp,
-                options=problem.memory,
-            )
-            for layer, needs in zip(module.workload.layers, problem.gradients[name], strict=True)
-        ]
+        # Most layers are alike.
+        known: dict[tuple[int, LayerGradients], int] = {}
+        saved = []
+        for layer, needs in zip(module.workload.layers, problem.gradients[name], strict=True):
+            key = (id(layer), needs)
+            if key not in known:
+                known[key] = saved_layer_bytes(
+                    layer,
+                    load,
+                    input_gradient=needs.input_gradient,
+                    weight_gradient=needs.weight_gradient,
+                    recompute=name in problem.recompute,
+                    tp_size=tp,
+                    options=problem.memory,
+                )
+            saved.append(known[key])
 
         def prefix(values: Sequence[float]) -> list[float]:
             return [0.0, *accumulate(values)]

@@ -14,7 +14,7 @@ over all devices; ranks may interrupt and share out work at will. What is kept:
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. Only where replicas have equal work.
 
 The bound is the least over all combinations of sizes, which are few; each is a maximum of the three. Loads are summed
-sample by sample, which no cut into microbatches can undercut (`PlanningProblem.sample_times`).
+sample by sample, which no cut into microbatches can undercut (`PlanningProblem.least_total_times`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from itertools import product
 
 from motet.costs.memory import RESERVE, static_layer_bytes
 from motet.planner.degrees import dp_sizes, tp_sizes
-from motet.planner.problem import LayerTime, PlanningProblem
+from motet.planner.problem import PlanningProblem
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _fits(problem: PlanningProblem, tp: Sizes, replicas: Sizes) -> bool:
 
 
 def _layers(problem: PlanningProblem, tp: Sizes, replicas: Sizes) -> list[_Layer]:
-    total = {name: problem.sample_times(name, tp[name])[0] for name in problem.modules}
+    total = {name: problem.least_total_times(name, tp[name], replicas[name]) for name in problem.modules}
     heads, tails = _heads_and_tails(problem, tp, replicas)
     return [
         _Layer(
@@ -125,11 +125,8 @@ def _heads_and_tails(
     one: dict[str, tuple[list[float], list[float]]] = {}
     for name in _in_order(problem):
         smallest = max(1, len(problem.samples) // (replicas[name] * problem.num_microbatches))
-        times: list[LayerTime] = problem.sample_times(name, tp[name])[1]
-        one[name] = (
-            [smallest * time.forward_s for time in times],
-            [smallest * (time.backward_s - time.weight_s) for time in times],
-        )
+        times = problem.least_times(name, tp[name], smallest)
+        one[name] = ([time.forward_s for time in times], [time.backward_s - time.weight_s for time in times])
         heads[name], backs[name] = [], []
         head = back = 0.0
         for i in range(len(times)):

@@ -1,9 +1,9 @@
 """What a planner is given: the model's shape and trainability, its costs, the devices, and a typical global batch."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from motet.attention.distribution import check_ulysses
 from motet.cluster import Cluster
@@ -17,6 +17,8 @@ from motet.errors import UserError
 from motet.models.shards import check_tp
 from motet.plan import ContextOptions, Edge, LayerRange
 from motet.workload import ModuleWorkload
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class PlanningProblem:
     """What costs would be if they were computed, where those in `table` are measured."""
     program_s: float = 0.0
     """What it takes to derive an iteration's program, if that is not hidden behind the iteration before."""
-    _loads: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What has been computed from the samples and is asked for often."""
 
     def __post_init__(self) -> None:
@@ -147,16 +149,21 @@ class PlanningProblem:
     def has_backward(self, name: str, layers: LayerRange) -> bool:
         return any(needs.any for needs in self.gradients[name][slice(*layers)])
 
+    def remembered(self, key: object, compute: Callable[[], T]) -> T:
+        """What `compute` returned for this key the first time; planners ask the same of a problem many times."""
+        if key not in self._known:
+            self._known[key] = compute()
+        value: T = self._known[key]
+        return value
+
     def loads(self, name: str, dp: int = 1) -> Sequence[tuple[Load, frozenset[str]]]:
         """For each microbatch of a batch that is cut in the order in which it comes, empty ones included: its load, and
         which of the modules that bring a gradient enter it."""
-        key = ("loads", name, dp)
-        if key not in self._loads:
-            shares = split_evenly(range(len(self.samples)), dp)
-            cut = [members for share in shares for members in split_evenly(share, self.num_microbatches)]
-            self._loads[key] = self._loads_of(name, cut)
-        loads: Sequence[tuple[Load, frozenset[str]]] = self._loads[key]
-        return loads
+        shares = split_evenly(range(len(self.samples)), dp)
+        return self.remembered(
+            ("loads", name, dp),
+            lambda: self._loads_of(name, [m for share in shares for m in split_evenly(share, self.num_microbatches)]),
+        )
 
     def _loads_of(self, name: str, microbatches: Sequence[Sequence[int]]) -> list[tuple[Load, frozenset[str]]]:
         sources = tuple(edge.source for edge in self.edges if edge.target == name)
@@ -170,11 +177,7 @@ class PlanningProblem:
 
     def typical_load(self, name: str, dp: int = 1) -> Load:
         """The mean over the microbatches."""
-        key = ("mean", name, dp)
-        if key not in self._loads:
-            self._loads[key] = _mean([load for load, _ in self.loads(name, dp)])
-        load: Load = self._loads[key]
-        return load
+        return self.remembered(("mean", name, dp), lambda: _mean([load for load, _ in self.loads(name, dp)]))
 
     def layer_times(
         self, name: str, tp: int = 1, dp: int = 1, *, frozen_aware: bool = True, lightest: bool = False
@@ -183,30 +186,39 @@ class PlanningProblem:
         every layer pays its whole backward for each of them. `lightest`: no microbatch takes less.
 
         Raises `ValueError` if the table has no costs at this tensor-parallel size."""
-        key = ("times", name, tp, dp, frozen_aware, lightest)
-        if key not in self._loads:
-            self._loads[key] = self._layer_times(name, tp, dp, frozen_aware, lightest)
-        times: list[LayerTime] = self._loads[key]
-        return times
+        return self.remembered(
+            ("times", name, tp, dp, frozen_aware, lightest),
+            lambda: self._layer_times(name, tp, dp, frozen_aware, lightest),
+        )
 
-    def sample_times(self, name: str, tp: int = 1) -> tuple[list[LayerTime], list[LayerTime]]:
-        """For each layer: at least what all microbatches together take, and at least what one sample takes, however
-        the batch is cut into microbatches.
+    def least_total_times(self, name: str, tp: int = 1, num_replicas: int = 1) -> list[LayerTime]:
+        """For each layer: at least what all microbatches together take, however the batch is cut into them.
 
         That holds because no sum of a load is less for several samples than the sum of theirs (padding and packing only
         add to it), and because there are at least as many actions as it takes to hold the samples."""
-        key = ("sample times", name, tp)
-        if key not in self._loads:
-            loads = self._loads_of(name, [(i,) for i in range(len(self.samples))])
-            largest = -(-len(self.samples) // self.num_microbatches)
+        largest = -(-len(self.samples) // (self.num_microbatches * num_replicas))
+
+        def compute() -> list[LayerTime]:
             total = [
                 (gradients, Load(*map(sum, zip(*members, strict=True))), float(sum(map(any, members)) // largest))
-                for gradients, members in self._kinds(name, loads, True)
+                for gradients, members in self._kinds(name, self._sample_loads(name), True)
             ]
-            one = [_lightest(gradients, members) for gradients, members in self._kinds(name, loads, True)]
-            self._loads[key] = (self._times(name, tp, total), self._times(name, tp, one))
-        times: tuple[list[LayerTime], list[LayerTime]] = self._loads[key]
-        return times
+            return self._times(name, tp, total)
+
+        return self.remembered(("least total", name, tp, num_replicas), compute)
+
+    def least_times(self, name: str, tp: int = 1, num_samples: int = 1) -> list[LayerTime]:
+        """For each layer: at least what a microbatch of so many samples takes."""
+
+        def compute() -> list[LayerTime]:
+            lightest = [_lightest(*kind) for kind in self._kinds(name, self._sample_loads(name), True)]
+            several = [(gradients, Load(*(num_samples * x for x in load)), n) for gradients, load, n in lightest]
+            return self._times(name, tp, several)
+
+        return self.remembered(("least", name, tp, num_samples), compute)
+
+    def _sample_loads(self, name: str) -> list[tuple[Load, frozenset[str]]]:
+        return self._loads_of(name, [(i,) for i in range(len(self.samples))])
 
     def _layer_times(self, name: str, tp: int, dp: int, frozen_aware: bool, lightest: bool) -> list[LayerTime]:
         kinds = self._kinds(name, self.loads(name, dp), frozen_aware)
@@ -241,14 +253,19 @@ class PlanningProblem:
         assert len(costs) == workload.num_layers, (
             f"{name}: {len(costs)} layers in the table, {workload.num_layers} here"
         )
-        times = []
+        times: list[LayerTime] = []
+        known: dict[object, LayerTime] = {}
         for i, cost in enumerate(costs):
             recompute = name in self.recompute and workload.has_block((i, i + 1))
-            parts = [
-                _layer_time(cost, gradients[i], load, num_actions, recompute=recompute)
-                for gradients, load, num_actions in kinds
-            ]
-            times.append(LayerTime(*(sum(values) for values in zip(*parts, strict=True))))
+            # Most layers are alike.
+            key = (id(cost), recompute, *(gradients[i] for gradients, _, _ in kinds))
+            if key not in known:
+                parts = [
+                    _layer_time(cost, gradients[i], load, num_actions, recompute=recompute)
+                    for gradients, load, num_actions in kinds
+                ]
+                known[key] = LayerTime(*(sum(values) for values in zip(*parts, strict=True)))
+            times.append(known[key])
         return times
 
     def check_degrees(self, name: str, degrees: Degrees) -> None:

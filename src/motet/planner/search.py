@@ -5,7 +5,7 @@ are bounded and simulated (`motet.planner.bound_and_simulate`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import comb
 
@@ -34,7 +34,7 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
     """
     wanted = tuple(placements)
     for num_devices in range(problem.num_devices, 0, -1):
-        replicated = list(_replicated(problem, cut, num_devices, planner)) if "replicated" in wanted else []
+        replicated = _replicated(problem, cut, num_devices, planner) if "replicated" in wanted else []
         layouts = layouts_of(problem, cut, num_devices, planner, [p for p in wanted if p != "replicated"])
         evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
         if evaluations:
@@ -77,21 +77,36 @@ def layouts_of(
 Runs = Callable[[str, Degrees], Sequence[LayerRange]]
 
 
-def _replicated(problem: PlanningProblem, cut: Cut, num_devices: int, planner: str) -> Iterator[Evaluation]:
-    """One for each choice of sizes: the sink's stages take all devices."""
+def _replicated(problem: PlanningProblem, cut: Cut, num_devices: int, planner: str) -> list[Evaluation]:
+    """The sink's stages take all devices, for each choice of sizes; a choice whose busiest rank has more to do than the
+    best so far takes is left out."""
     if len(problem.sinks) != 1:
-        return
+        return []
     sink = problem.sinks[0]
     common = set.intersection(*(set(tp_sizes(problem, name)) for name in problem.modules))
+    choices = []
     for dp, tp in product(dp_sizes(problem, num_devices), sorted(common)):
         pp, left = divmod(num_devices, dp * tp)
         if left or not 1 <= pp <= most_stages(problem, sink):
             continue
         degrees = {name: Degrees(tp=tp, dp=dp, pp=pp if name == sink else 1) for name in problem.modules}
-        cuts = {
-            name: Degrees(tp=tp, dp=dp, pp=d.pp, layers_per_stage=cut(problem, name, d)) for name, d in degrees.items()
-        }
-        yield evaluate(problem, build_plan(problem, cuts, placement="replicated", planner=planner))
+        cuts = {name: cut(problem, name, d) for name, d in degrees.items()}
+        work_s = _replicated_work_s(problem, sink, tp, dp, cuts[sink])
+        choices.append((work_s, {name: replace(d, layers_per_stage=cuts[name]) for name, d in degrees.items()}))
+    evaluations: list[Evaluation] = []
+    for work_s, exact in sorted(choices, key=lambda choice: choice[0]):
+        if not any(e.fits and e.iteration_time_s <= work_s for e in evaluations):
+            plan = build_plan(problem, exact, placement="replicated", planner=planner)
+            evaluations.append(evaluate(problem, plan))
+    return evaluations
+
+
+def _replicated_work_s(problem: PlanningProblem, sink: str, tp: int, dp: int, cut: tuple[int, ...]) -> float:
+    """Of the busiest stage: its part of the sink, and a forward of every encoder."""
+    times = [time.total_s for time in problem.layer_times(sink, tp, dp)]
+    bounds = [sum(cut[:s]) for s in range(len(cut) + 1)]
+    encoders = sum(time.forward_s for name in problem.sources for time in problem.layer_times(name, tp, dp))
+    return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise(bounds)))))
 
 
 def most_stages(problem: PlanningProblem, name: str) -> int:
