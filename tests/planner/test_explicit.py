@@ -99,7 +99,7 @@ ONE = Degrees()
         ({}, "parallel", "the plan uses 3 ranks but cluster has 4"),
         ({"speech": ONE}, "parallel", "there is no module 'speech'"),
         ({"language_model": Degrees(pp=2, layers_per_stage=(5, 6))}, "parallel", "add up to 10"),
-        ({"vision": Degrees(cp=2)}, "parallel", "vision.cp is 2; context parallelism is for language models, give 1"),
+        ({"vision": Degrees(cp=3)}, "parallel", "vision.cp is 3, but .* which are 2 blocks of 128; give a smaller cp"),
         (
             {"language_model": Degrees(cp=9, context=ContextOptions(block_size=64))},
             "parallel",

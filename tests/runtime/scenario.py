@@ -51,6 +51,7 @@ class Scenario:
     tp: int = 1
     cp: int = 1
     """Of the language model."""
+    encoder_cp: int = 1
     cp_method: str = "all_gather"
     media_attention: str = "causal"
     sequence_parallel: bool = False
@@ -126,9 +127,9 @@ class Scenario:
                         stages=tuple(
                             Stage(
                                 layers=layers,
-                                ranks=self._ranks(r, self._places[name], place, self.cp if is_llm else 1),
+                                ranks=self._ranks(r, self._places[name], place, self.cp if is_llm else self.encoder_cp),
                                 tp_size=self.tp,
-                                cp_size=self.cp if is_llm else 1,
+                                cp_size=self.cp if is_llm else self.encoder_cp,
                             )
                             for place, layers in zip(places, bounds, strict=True)
                         )
@@ -161,8 +162,8 @@ class Scenario:
     def _places(self) -> dict[str, int]:
         """Each module's first stage among those of a replica of the whole model."""
         audio, llm = {
-            "parallel": (self.encoder_pp, 2 * self.encoder_pp),
-            "colocated": (0, self.encoder_pp),
+            "parallel": (self.encoder_pp * self.encoder_cp, 2 * self.encoder_pp * self.encoder_cp),
+            "colocated": (0, self.encoder_pp * self.encoder_cp),
             "replicated": (0, 0),
         }[self.placement]
         return {"vision": 0, "audio": audio, "language_model": llm}

@@ -28,6 +28,16 @@ RULES = [
 """What media tokens see, with and without context parallelism."""
 
 
+ENCODERS = [
+    Scenario(encoder_cp=2, placement="colocated"),
+    Scenario(vision="clip", encoder_cp=3, encoder_pp=2, cp=2, placement="colocated", items="half", recompute=True),
+    Scenario(vision="dinov2", encoder_cp=2, tp=2, placement="colocated", frozen="all but projectors"),
+    Scenario(encoder_cp=2, dp=2, cp_method="ulysses", placement="colocated", num_microbatches=1, frozen="audio"),
+    Scenario(encoder_cp=2, encoder_pp=3, placement="colocated", frozen="all but encoders", num_microbatches=3),
+]
+"""Encoders share their tokens, alone or beside the language model."""
+
+
 def check(scenarios: list[Scenario], dtype: str) -> None:
     by_size: dict[int, list[Scenario]] = {}
     for scenario in scenarios:
@@ -39,7 +49,9 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", [*SCENARIOS, *RULES], ids=lambda s: f"{s.llm}-cp{s.cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}"
+    "scenario",
+    [*SCENARIOS, *RULES, *ENCODERS],
+    ids=lambda s: f"{s.llm}-cp{s.cp}-encoders{s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}",
 )
 def test_equals_one_process(scenario: Scenario) -> None:
     check([scenario], "float64")

@@ -254,6 +254,30 @@ def _from_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return key[None], value[None]
 
 
+class _GatherRows(torch.autograd.Function):
+    """This rank's rows [n, H] -> those of all ranks, one after the other; gradients of all copies are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.counts, ctx.group, ctx.num_own = counts, group, len(x)
+        sent = x.repeat(len(counts), 1)
+        return _Pending(sent, [len(x)] * len(counts), counts, group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        size = len(ctx.counts)
+        returned = _Pending(d_rows, ctx.counts, [ctx.num_own] * size, ctx.group).wait()
+        return returned.unflatten(0, (size, ctx.num_own)).sum(0), None, None
+
+
+def gather_rows(x: Tensor, distribution: Distribution, cp: ContextParallel) -> Tensor:
+    """[n, H] of this rank's tokens -> [T, H] of all, in the order of the sequence, on every rank."""
+    rows = _GatherRows.apply(x, distribution.token_counts.tolist(), cp.group)
+    order = torch.from_numpy(np.argsort(distribution.permutation)).to(x.device)
+    return rows.index_select(0, order)
+
+
 class _Trade(torch.autograd.Function):
     """Tokens for heads: [heads, own tokens, dim] -> [heads / size, all tokens, dim]; backwards the other way."""
 

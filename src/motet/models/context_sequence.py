@@ -1,4 +1,4 @@
-"""A packed microbatch of a language model as the ranks of a context-parallel group share it.
+"""A microbatch as the ranks of a context-parallel group share it: samples of a language model, items of an encoder.
 
 Everything follows from the samples' layouts, so all ranks and all stages of a module find the same distribution. It
 balances the layers' attention, each under its own mask (Gemma3: global and sliding-window layers).
@@ -7,7 +7,7 @@ balances the layers' attention, each under its own mask (Gemma3: global and slid
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,14 +17,13 @@ from transformers import AttentionInterface
 
 from motet.attention.backends import backend_for
 from motet.attention.blocks import tile_counts
-from motet.attention.context_parallel import ContextParallel, SharedAttention
+from motet.attention.context_parallel import ContextParallel, SharedAttention, gather_rows
 from motet.attention.distribution import Distribution, distribute
 from motet.attention.layout import Document, TokenLayout, layout_of_documents
 from motet.attention.rules import AttentionRule, MediaAttention, mask_of
-from motet.data.sample import Sample
 
-ATTENTION = "motet_context"
-"""The name under which transformers finds `shared_attention`."""
+ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
+"""The names under which transformers finds `shared_attention` and `shared_item_attention`."""
 
 
 def attention_rules(config: Any, media: MediaAttention) -> tuple[AttentionRule, ...]:
@@ -35,20 +34,20 @@ def attention_rules(config: Any, media: MediaAttention) -> tuple[AttentionRule, 
 
 
 class ContextSequence:
-    """One microbatch on one rank of the group."""
+    """One microbatch on one rank of the group.
+
+    `documents`: what stands one after the other and does not see each other. `rules`: of every block of the module."""
 
     def __init__(
         self,
-        samples: Sequence[Sample],
-        module: str,
+        documents: Sequence[Document],
         rules: tuple[AttentionRule, ...],
         cp: ContextParallel,
         device: torch.device,
     ) -> None:
         self._cp, self._device = cp, device
         self._rule_of_window = {rule.window: rule for rule in rules}
-        documents = tuple(Document(tuple(sample.layouts[module])) for sample in samples)
-        self._layout, self._distribution = _distribution(documents, rules, cp.size, cp.block_size, cp.policy)
+        self._layout, self._distribution = _distribution(tuple(documents), rules, cp.size, cp.block_size, cp.policy)
         self._attention: dict[int | None, SharedAttention] = {}
 
     @property
@@ -85,6 +84,14 @@ class ContextSequence:
         at = self._own_place[places.to(self._device)]
         held = torch.nonzero(at >= 0).squeeze(1)
         return held, at[held]
+
+    def take(self, rows: Tensor) -> Tensor:
+        """[T, H], alike on all ranks -> this rank's [num_rows, H]."""
+        return rows.index_select(0, self.tokens)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """[num_rows, H] -> [T, H] on every rank; gradients of all ranks are added up."""
+        return gather_rows(rows[: self.num_held], self._distribution, self._cp)
 
     def attention(self, window: int | None) -> SharedAttention:
         if window not in self._attention:
@@ -138,4 +145,26 @@ def shared_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+class Holder:
+    """Where an encoder's attention finds its microbatch: SigLIP passes no keyword arguments on."""
+
+    context: ContextSequence
+
+
+def shared_item_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As `shared_attention`; the modules have the `Holder` as an attribute."""
+    context = cast(Holder, module.motet_holder).context
+    return shared_attention(module, query, key, value, attention_mask, scaling, dropout, context=context)
+
+
 AttentionInterface.register(ATTENTION, shared_attention)
+AttentionInterface.register(ITEM_ATTENTION, shared_item_attention)

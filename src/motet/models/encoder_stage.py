@@ -24,13 +24,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from motet.data.sample import Sample
+from motet.attention.context_parallel import ContextParallel
+from motet.attention.distribution import check_ulysses
+from motet.attention.layout import Document
+from motet.attention.rules import AttentionRule
+from motet.data.sample import Sample, Segment
 from motet.errors import UserError
+from motet.models.context_sequence import ITEM_ATTENTION, ContextSequence, Holder
 from motet.models.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.models.token_counts import Selection, selection_of
 from motet.plan import LayerRange
+from motet.runtime.tensor_collectives import scale_gradient
 
 
 def num_encoder_layers(module: nn.Module, projector: nn.Module | None) -> int:
@@ -100,6 +106,37 @@ class EncoderStage(nn.Module):
             or (self._is_last and self._postprocess_projector is not None)
         )
         self.projector = modality_module.projector if self.holds(self._head_layer + 1) else None
+        self._context: ContextParallel | None = None
+        self._holder = Holder()
+
+    def share_context(self, cp: ContextParallel) -> None:
+        """From now on this rank's blocks have its share of the tokens only. What stands before and after the blocks is
+        computed alike on all ranks of the group; gradients are such that the sum over the group is right for both.
+
+        Raises `UserError` for encoders whose attention is not simply that within each item."""
+        if not self.family.has_full_attention:
+            raise UserError(
+                f"parallel: {self.name} is a {self.family.model_class}, which context parallelism does not support; "
+                "use cp 1"
+            )
+        for key in ("attention_dropout", "attention_probs_dropout_prob"):
+            if getattr(self.config, key, 0.0):
+                raise UserError(
+                    f"parallel: {self.name} has {key} {getattr(self.config, key)}, which context parallelism does not "
+                    "support; set it to 0, or use cp 1"
+                )
+        if cp.method == "ulysses":
+            heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
+            check_ulysses(heads, heads, cp.size)
+        self._context = cp
+        self.module.set_attn_implementation(ITEM_ATTENTION)
+        for part in self.module.get_submodule(self.family.blocks).modules():
+            part.motet_holder = self._holder
+
+    def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
+        assert self._context is not None
+        documents = [Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples)]
+        return ContextSequence(documents, (AttentionRule(text="full"),), self._context, device)
 
     def train(self, mode: bool = True) -> "EncoderStage":
         super().train(mode)
@@ -152,10 +189,19 @@ class EncoderStage(nn.Module):
         if self.holds(0):
             hidden = self._embed(inputs, samples)
         assert hidden is not None
-        hidden = self._run_blocks_and_head(hidden, samples)
+        if self._context is not None and self.layers[0] <= self._head_layer:
+            context = self._shared(samples, hidden.device)
+            hidden = self._run_shared_blocks(context.take(hidden) if self.holds(0) else hidden, context)
+            hidden = self._run_head(context.gather(hidden), samples) if self.holds(self._head_layer) else hidden
+        else:
+            hidden = self._run_blocks_and_head(hidden, samples)
         if self.layers[1] <= self._head_layer:
             return hidden
-        return self._hand_on(hidden, inputs, samples)
+        output = self._hand_on(hidden, inputs, samples)
+        if self._context is None or not self._is_last:
+            return output
+        # All ranks compute it alike, and the group adds up their gradients.
+        return scale_gradient(output, 1 / self._context.size)
 
     def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return features if self._preprocess is None else self._preprocess(dict(features))
@@ -170,7 +216,7 @@ class EncoderStage(nn.Module):
                 raise UserError(f"layout: sample {sample.id!r} has {self.name}'s items as {items}; put them in order")
         tensors = [sample_inputs[key] for sample_inputs in inputs]
         hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._tiles(samples)])
-        expected = self._boundary_shape(1, samples)[0]
+        expected = sum(sample.num_tokens(self.name) for sample in samples)
         if hidden.shape[0] != expected:
             ids = ", ".join(repr(sample.id) for sample in samples)
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -180,8 +226,37 @@ class EncoderStage(nn.Module):
             )
         return hidden
 
+    @property
+    def _blocks(self) -> range:
+        """The blocks of this stage that run."""
+        return range(max(self.layers[0], 1) - 1, min(self.layers[1] - 1, self._num_running_blocks))
+
+    def _run_shared_blocks(self, hidden: Tensor, context: ContextSequence) -> Tensor:
+        """[num_rows, hidden_size] -> the same, all of this rank's tokens in one row."""
+
+        def run(block: nn.Module, row: Tensor) -> Tensor:
+            self._holder.context = context  # Also when a block is run again in the backward pass.
+            return _tensor(block(row, attention_mask=None))
+
+        row = hidden[None]
+        for index in self._blocks:
+            block = self.module.get_submodule(f"{self.family.blocks}.{index}")
+            if self.recompute and torch.is_grad_enabled():
+                row = checkpoint(run, block, row, use_reentrant=False)
+            else:
+                row = run(block, row)
+        return row[0]
+
+    def _run_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """[sum of num_tokens, hidden_size] -> what the layouts hand on of it."""
+        if self._runs_head:
+            groups = self._groups(hidden, samples)
+            finished = [self.family.finish(self.module, self._arrange(r, len(g)), g) for g, r in groups]
+            hidden = torch.cat([group.reshape(-1, group.shape[-1]) for group in finished])
+        return self._select(hidden, samples)
+
     def _run_blocks_and_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
-        blocks = range(max(self.layers[0], 1) - 1, min(self.layers[1] - 1, self._num_running_blocks))
+        blocks = self._blocks
         if not blocks and not self.holds(self._head_layer):
             return hidden
         outputs = []
@@ -235,6 +310,8 @@ class EncoderStage(nn.Module):
 
     def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
         """Of what enters `layer` (of what leaves the last one)."""
+        if layer <= self._head_layer and self._context is not None:
+            return self._shared(samples, torch.device("cpu")).num_rows, self._boundary_width(layer)
         if layer <= self._head_layer:
             num_tokens = [sample.num_tokens(self.name) for sample in samples]
         elif layer == self._head_layer + 1 and self._has_projector:

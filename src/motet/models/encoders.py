@@ -72,6 +72,11 @@ class EncoderFamily:
     finish: Callable[[Any, Tensor, Grids], Tensor] = lambda model, hidden, grids: hidden
     """(model, hidden states as arranged, grids) -> all features ("full"), as arranged"""
 
+    @property
+    def has_full_attention(self) -> bool:
+        """Whether blocks know nothing but the tokens, and every token sees its whole item."""
+        return self.block_arguments is _no_mask
+
 
 def family_of(model: nn.Module) -> EncoderFamily:
     """Raises `ValueError` if the module is no encoder that motet knows, or is set up in a way that it cannot run."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel
 from motet.attention.distribution import check_ulysses
+from motet.attention.layout import Document
 from motet.attention.rules import MediaAttention
 from motet.data.sample import Sample
 from motet.errors import UserError
@@ -211,7 +212,8 @@ class LanguageModelStage(nn.Module):
 
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
-        return ContextSequence(samples, self.name, self._rules, self._context, device)
+        documents = [Document(sample.layouts[self.name]) for sample in samples]
+        return ContextSequence(documents, self._rules, self._context, device)
 
     def forward(
         self,

@@ -288,8 +288,6 @@ class PlanningProblem:
 
     def _check_context(self, name: str, degrees: Degrees) -> None:
         workload = self.modules[name].workload
-        if workload.kind != "language_model":
-            raise UserError(f"parallel: {name}.cp is {degrees.cp}; context parallelism is for language models, give 1")
         samples_each = -(-len(self.samples) // self.num_microbatches)
         longest = samples_each * max(sample.num_tokens(name) for sample in self.samples)
         num_blocks = -(-longest // degrees.context.block_size)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel
-from motet.errors import UserError
+from motet.models.encoder_stage import EncoderStage
 from motet.models.language_model_stage import LanguageModelStage
 from motet.models.shards import Shard
 from motet.models.stage import StageModule
@@ -168,8 +168,7 @@ class LocalModel:
 
 def share_context(stage: StageModule, cp: ContextParallel) -> None:
     """Raises `UserError` if the stage cannot hold a share of its tokens only."""
-    if not isinstance(stage, LanguageModelStage):
-        raise UserError("parallel: context parallelism is for language models; give encoders cp 1")
+    assert isinstance(stage, LanguageModelStage | EncoderStage)
     stage.share_context(cp)
 
 

@@ -64,6 +64,11 @@ def reduce_scatter_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
     return _collective(x, lambda x: reduce_scatter_sequence(x, tp), lambda grad: all_gather_sequence(grad, length, tp))
 
 
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Identity; what comes back is multiplied."""
+    return _collective(x, lambda x: x.view_as(x), lambda grad: grad * factor)
+
+
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(
