@@ -306,8 +306,8 @@ class ParallelConfig(_Section):
     """Encoders on ranks of their own, on one chain of ranks in turns, or copied to each stage of the language model;
     null: as the planner finds best."""
     schedule: str = "1f1b"
-    """In which order stages compute: `1f1b`, `gpipe`, `interleaved_1f1b`, `interleaved_1f1b_adjusted`,
-    `zero_bubble_h1`, `zero_bubble_h2` or `zero_bubble_v`."""
+    """In which order stages compute (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
+    `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling` or `dip`."""
     num_microbatches: Count = 4
     """Per replica."""
     packing: bool = False

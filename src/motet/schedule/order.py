@@ -87,6 +87,14 @@ def check_acyclic(schedule: Schedule, dependencies: Dependencies) -> None:
     order_actions(schedule, lanes_of(schedule, dependencies), dependencies, nothing_sent, unit_duration)
 
 
+def iteration_s(schedule: Schedule, dependencies: Dependencies, duration_s: Durations) -> float:
+    """When the last action ends if messages take no time. Raises `CyclicScheduleError` as `order_actions` does."""
+    nothing_sent = np.zeros(2 * dependencies.routes.num_routes, dtype=bool)
+    clock = _Clock(schedule, lanes_of(schedule, dependencies), dependencies, nothing_sent)
+    end_s, _ = clock.run(seconds_of_actions(clock.present, dependencies, duration_s))
+    return float(end_s.max(initial=0.0))
+
+
 NONE, MANY, SHARED = -1, -2, -3
 
 

@@ -4,12 +4,15 @@ A stage here is one replica's: (module, replica, stage). Stages that have nothin
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from motet.plan import Plan
-from motet.schedule.routes import Cell, Routes
+from motet.schedule.routes import Cell, Routes, StageCells
 
 
 class StageKey(NamedTuple):
@@ -56,6 +59,49 @@ def distances_to_sink(routes: Routes) -> dict[StageKey, int]:
     return distances
 
 
+Group = tuple[int, ...]
+"""Ranks that execute the same stages together, in ascending order."""
+
+
+def stages_of_groups(routes: Routes) -> dict[Group, list[StageCells]] | None:
+    """The stages that each group holds, in topological order; None if groups have some ranks in common and not all."""
+    result: dict[Group, list[StageCells]] = defaultdict(list)
+    for stage in routes.stages:
+        result[tuple(sorted(stage.planned.ranks))].append(stage)
+    num_ranks = sum(map(len, result))
+    return dict(result) if num_ranks == len({rank for group in result for rank in group}) else None
+
+
+def group_distances_to_sink(
+    routes: Routes, stages_of_group: Mapping[Group, Sequence[StageCells]]
+) -> dict[Group, int] | None:
+    """The largest number of other groups after this one on a way to one that hands nothing on.
+
+    None if a way comes back to a group that it has left."""
+    group_of = {StageKey(*stage[:3]): group for group, stages in stages_of_group.items() for stage in stages}
+    after: dict[Group, set[Group]] = {group: set() for group in stages_of_group}
+    for stage, targets in stages_after(routes).items():
+        after[group_of[stage]] |= {group_of[target] for target in targets} - {group_of[stage]}
+    distances: dict[Group, int] = {}
+    try:
+        for group in TopologicalSorter(after).static_order():
+            distances[group] = max((1 + distances[target] for target in after[group]), default=0)
+    except CycleError:
+        return None
+    return distances
+
+
+def unread_beside_others(routes: Routes, stages_of_group: Mapping[Group, Sequence[StageCells]]) -> bool:
+    """Whether a group that holds several stages has one that hands nothing on and computes no loss."""
+    is_read = routes.cell_has_backward.copy()
+    is_read[routes.route_source] = True
+    return any(
+        len(stages) > 1 and not is_read[stage.first : stage.last].any()
+        for stages in stages_of_group.values()
+        for stage in stages
+    )
+
+
 def shares_ranks(routes: Routes) -> bool:
     """Whether some rank holds two stages."""
     seen: set[int] = set()
@@ -70,26 +116,27 @@ GroupsOfReplica = dict[tuple[str, int], list[tuple[int, ...]]]
 """For each (module, replica) its groups of ranks, each once, in the order of the stages."""
 
 
-def groups_in_rounds(plan: Plan) -> GroupsOfReplica | None:
-    """If each replica's stage s stands on group s mod P of its P groups, and no other replica there; else None."""
-    return _groups_placed(plan, lambda s, num_groups: s % num_groups)
+def groups_in_rounds(plan: Plan, modules: Set[str]) -> GroupsOfReplica | None:
+    """If each replica's stage s stands on group s mod P of its P groups, and no other replica of these modules there;
+    else None."""
+    return _groups_placed(plan, modules, lambda s, num_groups: s % num_groups)
 
 
 def groups_in_v(plan: Plan) -> GroupsOfReplica | None:
     """If each replica's stages stand on groups of their own, or the 2 P of them on group 0 .. P - 1, P - 1 .. 0."""
-    groups = _groups_placed(plan, lambda s, num_groups: max(0, min(s, 2 * num_groups - 1 - s)))
+    groups = _groups_placed(plan, plan.modules.keys(), lambda s, num_groups: max(0, min(s, 2 * num_groups - 1 - s)))
     if groups is None:
         return None
     lengths = [(len(g), len(plan.modules[name].replicas[r].stages)) for (name, r), g in groups.items()]
     return groups if all(num_stages in (num_groups, 2 * num_groups) for num_groups, num_stages in lengths) else None
 
 
-def _groups_placed(plan: Plan, place: Callable[[int, int], int]) -> GroupsOfReplica | None:
+def _groups_placed(plan: Plan, modules: Set[str], place: Callable[[int, int], int]) -> GroupsOfReplica | None:
     """If each replica's stage s stands on group `place(s, number of groups)`, and no other replica there; else None."""
     result: GroupsOfReplica = {}
     seen: set[int] = set()
-    for name, module in plan.modules.items():
-        for r, replica in enumerate(module.replicas):
+    for name in modules:
+        for r, replica in enumerate(plan.modules[name].replicas):
             groups = list(dict.fromkeys(stage.ranks for stage in replica.stages))
             for group in groups:
                 if not seen.isdisjoint(group):
@@ -101,18 +148,34 @@ def _groups_placed(plan: Plan, place: Callable[[int, int], int]) -> GroupsOfRepl
     return result
 
 
-def cuts_alike(routes: Routes) -> bool:
-    """Whether every microbatch hands its tokens on to microbatches of the same number only."""
-    microbatch = routes.cell_microbatch
-    return bool((microbatch[routes.route_source] == microbatch[routes.route_target]).all())
+def cuts_alike(routes: Routes, modules: Set[str] | None = None) -> bool:
+    """Whether every microbatch hands its tokens on to microbatches of the same number only.
+
+    `modules`: only what they hand to each other counts; None: all."""
+    microbatch, source, target = routes.cell_microbatch, routes.route_source, routes.route_target
+    differs = microbatch[source] != microbatch[target]
+    if modules is not None:
+        counts = np.array([stage.module in modules for stage in routes.stages], dtype=bool)[routes.cell_stage]
+        differs &= counts[source] & counts[target]
+    return not differs.any()
+
+
+def due_by_cell(routes: Routes, *, latest: bool = False) -> list[int]:
+    """For each cell, the first microbatch of a last stage that waits for it: when in the iteration it is needed.
+
+    `latest`: the last such microbatch: when in the iteration all of its gradients have come."""
+    choose = max if latest else min
+    due: list[int] = routes.cell_microbatch.tolist()
+    targets = routes.route_target.tolist()
+    for cell, out in reversed(list(enumerate(routes.routes_out.to_lists()))):
+        if out:
+            due[cell] = choose(due[targets[route]] for route in out)
+    return due
 
 
 def due_microbatches(routes: Routes) -> dict[Cell, int]:
-    """For each cell, the first microbatch of a last stage that waits for it: when in the iteration it is needed."""
-    due: dict[Cell, int] = {}
-    for cell in reversed(routes.cells):
-        due[cell] = min((due[route.target] for route in routes.outgoing[cell]), default=cell.microbatch)
-    return due
+    """The same by `Cell`."""
+    return dict(zip(routes.cells, due_by_cell(routes), strict=True))
 
 
 def microbatches_in_flight(routes: Routes) -> Mapping[StageKey, int]:

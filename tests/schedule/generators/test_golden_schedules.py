@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from plans import chain, interleaved, routes_of, samples, v_shaped, vision_audio_llm
+from plans import chain, interleaved, language_model, module, replica, routes_of, samples, v_shaped, vision_audio_llm
 
+from motet.plan import Edge, Plan
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.routes import Routes
@@ -29,6 +30,18 @@ CASES: dict[str, Routes] = {
     "v_4x8": routes_of(v_shaped(4, 8)),
     # Fewer microbatches than 2 P.
     "v_2x3_after_vision": routes_of(v_shaped(2, 3, num_encoder_stages=1)),
+    # Encoders on the language model's two ranks: vision two layers each, audio frozen and on the first.
+    "colocated_2x4": routes_of(
+        Plan(
+            modules={
+                "vision": module(replica(0, 0, 1, 1)),
+                "audio": module(replica(0), trainable=()),
+                "llm": language_model(replica(0, 1)),
+            },
+            edges=(Edge(source="vision", target="llm"), Edge(source="audio", target="llm")),
+            num_microbatches=4,
+        )
+    ),
 }
 
 WHOLE = ["chain_4x8", "vision_audio_llm_x6", "frozen_vision_x4", "missing_modalities_x8"]
@@ -41,6 +54,9 @@ GOLDEN_OF = {
     "zero_bubble_h1": WHOLE,
     "zero_bubble_h2": ["chain_4x8", "missing_modalities_x8"],
     "zero_bubble_v": ["v_4x8", "v_2x3_after_vision"],
+    "eager_1f1b": ["chain_4x8", "missing_modalities_x8"],
+    "bubble_filling": ["colocated_2x4"],
+    "dip": ["colocated_2x4", "missing_modalities_x8"],
 }
 PAIRS = [(generator, case) for generator, cases in GOLDEN_OF.items() for case in cases]
 

@@ -2,11 +2,13 @@ import pytest
 from plans import chain, language_model, module, replica, routes_of, samples, vision_audio_llm
 
 from motet.plan import Edge, Plan, Replica, Stage
+from motet.schedule.action import unit_duration
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.generators.list_schedule import MemoryLimit
+from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.lower import lower
-from motet.schedule.stage_graph import cuts_alike, shares_ranks
+from motet.schedule.order import iteration_s
+from motet.schedule.stage_graph import cuts_alike, microbatches_in_flight, shares_ranks
 from motet.schedule.validate import liveness, validate
 from motet.simulator.costs import UniformCosts
 from motet.simulator.simulate import simulate
@@ -56,7 +58,7 @@ def test_replicas_that_do_not_look_alike_keep_the_closed_form() -> None:
     assert liveness(one_f_one_b(routes), Dependencies(routes)).peak_activations == (3, 2, 1, 1)
 
 
-def test_colocated_encoders_go_to_the_list_scheduler() -> None:
+def test_colocated_encoders_are_one_stage() -> None:
     """Encoders in a chain on the same two ranks before the language model's two (encoders-colocated)."""
     plan = Plan(
         modules={
@@ -70,9 +72,19 @@ def test_colocated_encoders_go_to_the_list_scheduler() -> None:
     routes = routes_of(plan)
     schedule = one_f_one_b(routes)
     assert validate(schedule, Dependencies(routes)).peak_activations == (8, 6, 2, 1)
+    assert schedule.text().splitlines()[1].startswith("1: vision[0].1F0 audio[0].1F0 vision[0].1F1 audio[0].1F1")
     # The encoders' ranks are the slowest: 6 microbatches of 2 x 3, and nothing hides the language model's first and
     # last (1 + 1 + 2 + 2) but what the encoders have of other microbatches.
     assert makespan(plan) <= 6 * 6 + 6
+    by_list = list_schedule(routes, in_flight=microbatches_in_flight(routes))
+    assert makespan(plan) <= iteration_s(by_list, Dependencies(routes), unit_duration)
+
+
+def test_stages_that_follow_each_other_on_a_rank_are_one_stage() -> None:
+    plan = Plan(modules={"llm": language_model(replica(0, 0, 1))}, edges=(), num_microbatches=2)
+    assert one_f_one_b(routes_of(plan)).text().splitlines()[0] == (
+        "0: llm[0].0F0 llm[0].1F0 llm[0].0F1 llm[0].1F1 llm[0].1B0 llm[0].0B0 llm[0].1B1 llm[0].0B1"
+    )
 
 
 def test_a_limit_in_bytes_is_kept() -> None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from motet.schedule.action import Durations
+from motet.schedule.generators.bubble_filling import bubble_filling
+from motet.schedule.generators.dip import dip
+from motet.schedule.generators.eager_1f1b import eager_1f1b
 from motet.schedule.generators.gpipe import gpipe
 from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interleaved_1f1b_adjusted
 from motet.schedule.generators.list_schedule import MemoryLimit
@@ -26,11 +29,14 @@ class Generator(Protocol):
 GENERATORS: Mapping[str, Generator] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager_1f1b": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "interleaved_1f1b_adjusted": interleaved_1f1b_adjusted,
     "zero_bubble_h1": zero_bubble_h1,
     "zero_bubble_h2": zero_bubble_h2,
     "zero_bubble_v": zero_bubble_v,
+    "bubble_filling": bubble_filling,
+    "dip": dip,
 }
 
 SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"})

@@ -28,6 +28,7 @@ import numpy as np
 from motet.arrays import Ints
 from motet.schedule.action import Durations, Kind, unit_duration
 from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
+from motet.schedule.generators.action_tables import ActionTables
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
@@ -81,25 +82,11 @@ class _SplitOrder:
         holds = np.zeros(dependencies.num_actions, dtype=np.int64)
         holds[:num_cells] = routes.cell_has_backward
         holds[whole] = holds[halves] = -1
-        present = np.flatnonzero(group_of != NOTHING)
-        seconds = np.zeros(dependencies.num_actions)
-        seconds[present] = [duration_s(action) for action in dependencies.actions(present)]
-
-        self.present, self.num_cells, self.cells = present.tolist(), num_cells, routes.cells
+        self.tables = ActionTables(dependencies, np.flatnonzero(group_of != NOTHING), duration_s)
+        self.num_cells, self.cells = num_cells, routes.cells
         self.group_of, self.is_deferred, self.holds = group_of.tolist(), is_deferred.tolist(), holds.tolist()
         """`holds`: by how many microbatches more, or less, a group holds from the action's beginning on. A half that
         ends frees memory for what begins after it, which is as well as if it did so at its beginning."""
-        self.seconds = seconds.tolist()
-        self.reads = _with_kept(dependencies.carried_reads.to_lists(), dependencies.kept_read)
-        self.writes = _with_kept(dependencies.carried_writes.to_lists(), dependencies.kept_write)
-        self.readers: dict[int, list[int]] = {}
-        for action in self.present:
-            for value in self.reads[action]:
-                self.readers.setdefault(value, []).append(action)
-
-
-def _with_kept(carried: list[list[int]], kept: Ints) -> list[list[int]]:
-    return [row if value == NOTHING else [*row, value] for row, value in zip(carried, kept.tolist(), strict=True)]
 
 
 class _Clock:
@@ -118,7 +105,7 @@ class _Clock:
         self.deferred: list[deque[int]] = [deque() for _ in groups]
         self.held = [0] * len(groups)
         self.bytes_held = [0] * len(groups)
-        self.missing = [len(values) for values in order.reads]
+        self.missing = [len(values) for values in order.tables.reads]
         self.written_at: dict[int, float] = {}
         """When each value that is written, or being written, is there."""
         self.running: list[tuple[float, int, int]] = []
@@ -137,7 +124,7 @@ class _Clock:
             touched = []
             while self.running and self.running[0][0] == now:
                 touched += self._finish(heapq.heappop(self.running)[2])
-        assert self.num_started == len(self.order.present), "work is left, but nothing is ready"
+        assert self.num_started == len(self.order.tables.present), "work is left, but nothing is ready"
         return now
 
     def _dispatch(self, now: float, group: int) -> None:
@@ -165,8 +152,8 @@ class _Clock:
         return all(size <= self.memory.limit_bytes(rank) for rank in self.groups[group])
 
     def _is_worth_it(self, now: float, head: int, half: int) -> bool:
-        ready_s = max(self.written_at.get(value, inf) for value in self.order.reads[head])
-        return now + self.order.seconds[half] * (1 - self.lateness) <= ready_s
+        ready_s = max(self.written_at.get(value, inf) for value in self.order.tables.reads[head])
+        return now + self.order.tables.seconds[half] * (1 - self.lateness) <= ready_s
 
     def _let_one_through(self, now: float) -> bool:
         """Starts a forward in spite of a limit in bytes that is too small for it; False if there is none."""
@@ -187,8 +174,8 @@ class _Clock:
         if self.memory is not None and holds:
             self.bytes_held[group] += holds * self.memory.saved_bytes(self.order.cells[action % self.order.num_cells])
         self.num_started += 1
-        end_s = now + self.order.seconds[action]
-        for value in self.order.writes[action]:
+        end_s = now + self.order.tables.seconds[action]
+        for value in self.order.tables.writes[action]:
             self.written_at[value] = end_s
         heapq.heappush(self.running, (end_s, self.num_started, action))
 
@@ -196,8 +183,8 @@ class _Clock:
         """Hands on what the action wrote; returns the groups that may have something to start."""
         touched = [self.order.group_of[action]]
         self.busy[touched[0]] = False
-        for value in self.order.writes[action]:
-            for reader in self.order.readers.get(value, ()):
+        for value in self.order.tables.writes[action]:
+            for reader in self.order.tables.readers.get(value, ()):
                 self.missing[reader] -= 1
                 if not self.missing[reader]:
                     group = self.order.group_of[reader]

@@ -21,7 +21,7 @@ scheduler takes over, under 1F1B's limit on microbatches in flight.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from motet.arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING, Dependencies
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.turns import alternate, backward_turns, forward_turns, num_microbatches, one_stage
+from motet.schedule.generators.turns import alternate, backward_turns, forward_turns, num_microbatches, one_group
 from motet.schedule.routes import Routes, StageCells
 from motet.schedule.schedule import Schedule, schedule_of_groups
 from motet.schedule.stage_graph import StageKey, cuts_alike, groups_in_rounds, microbatches_in_flight, stages_after
@@ -53,13 +53,27 @@ def interleaved_1f1b_adjusted(
 def _interleaved(
     routes: Routes, costs: Durations | None, memory: MemoryLimit | None, *, forwards_per_place: int
 ) -> Schedule:
-    groups = groups_in_rounds(routes.plan)
-    if memory is not None or groups is None or not cuts_alike(routes):
-        return list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
+    if memory is None:
+        order = order_in_rounds(routes, routes.plan.modules.keys(), forwards_per_place)
+        if order is not None:
+            return schedule_of_groups(Dependencies(routes), order)
+    return list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
+
+
+def order_in_rounds(
+    routes: Routes, modules: Set[str], forwards_per_place: int
+) -> list[tuple[tuple[int, ...], Ints]] | None:
+    """What each group of these modules executes, as if there were no others; None where the closed form does not hold.
+
+    `forwards_per_place`: how many more forwards than the next place a group begins with."""
+    groups = groups_in_rounds(routes.plan, modules)
+    if groups is None or not cuts_alike(routes, modules):
+        return None
     after = stages_after(routes)
     stages_of_replica: dict[tuple[str, int], list[StageCells]] = defaultdict(list)
     for stage in routes.stages:
-        stages_of_replica[stage.module, stage.replica].append(stage)
+        if stage.module in modules:
+            stages_of_replica[stage.module, stage.replica].append(stage)
 
     order: list[tuple[tuple[int, ...], Ints]] = []
     in_flight: dict[StageKey, int] = {}
@@ -67,17 +81,17 @@ def _interleaved(
         keys = [StageKey(*stage[:3]) for stage in stages]
         if len(groups[replica]) == len(stages):
             for key, stage in reversed(list(zip(keys, stages, strict=True))):
-                num_after = max((in_flight[target] for target in after[key]), default=0)
+                num_after = max((in_flight[target] for target in after[key] if target in in_flight), default=0)
                 in_flight[key] = 1 + num_after
-                order.append((stage.planned.ranks, one_stage(routes, stage, num_after)))
+                order.append((stage.planned.ranks, one_group(routes, [stage], num_after)))
         else:
-            num_after = max((in_flight[target] for target in after[keys[-1]]), default=0)
+            num_after = max((in_flight[target] for target in after[keys[-1]] if target in in_flight), default=0)
             rounds = _Rounds(num_microbatches(routes, stages[0]), len(groups[replica]), len(stages), num_after)
             for place, group in enumerate(groups[replica]):
                 num_warm_up = rounds.lead + forwards_per_place * (rounds.num_places - 1 - place)
                 order.append((group, rounds.merge(routes, stages[place :: rounds.num_places], num_warm_up)))
             in_flight |= dict.fromkeys(keys, rounds.in_flight_on_entry(forwards_per_place))
-    return schedule_of_groups(Dependencies(routes), order)
+    return order
 
 
 class _Run(NamedTuple):

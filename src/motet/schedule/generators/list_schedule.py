@@ -14,7 +14,7 @@ Limits: greedy, hence not optimal; backwards are not split.
 """
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -106,6 +106,15 @@ class _Clock:
         self.begun: dict[StageKey, int] = defaultdict(int)
         self.consumers_left = {cell: len(routes.outgoing[cell]) for cell in routes.cells}
         self.bytes_held = [0] * routes.plan.num_ranks
+        self.holding: dict[StageKey, int] = defaultdict(int)
+        """Microbatches of each stage that are saved for the backward."""
+        self.to_save = Counter(stage_of(cell) for cell in routes.with_backward)
+        """Those that are not yet."""
+        self.largest: dict[StageKey, int] = defaultdict(int)
+        """Bytes of the largest one."""
+        if memory is not None:
+            for cell in routes.with_backward:
+                self.largest[stage_of(cell)] = max(self.largest[stage_of(cell)], memory.saved_bytes(cell))
         self.lists: list[list[Compute]] = [[] for _ in range(routes.plan.num_ranks)]
         self.running: list[tuple[float, int, Compute]] = []
         self.num_started = 0
@@ -175,7 +184,15 @@ class _Clock:
         if self.memory is None or cell not in self.routes.with_backward:
             return True
         size = self.memory.saved_bytes(cell)
-        return all(self.bytes_held[rank] + size <= self.memory.limit_bytes(rank) for rank in self.ranks[stage])
+        return all(
+            self.bytes_held[rank] + size + self._kept_free(rank, stage) <= self.memory.limit_bytes(rank)
+            for rank in self.ranks[stage]
+        )
+
+    def _kept_free(self, rank: int, stage: StageKey) -> int:
+        """Room on the rank for one microbatch of each other stage that has none, lest it wait for what waits for it."""
+        others = (other for other in self.stages_of_rank[rank] if other != stage and not self.holding[other])
+        return sum(self.largest[other] for other in others if self.to_save[other])
 
     def _let_one_through(self, now: float) -> bool:
         """Starts the most urgent forward in spite of the limits; False if there is none."""
@@ -201,6 +218,8 @@ class _Clock:
         stage = stage_of(cell)
         self.begun[stage] += sign
         if self.memory is not None and cell in self.routes.with_backward:
+            self.holding[stage] += sign
+            self.to_save[stage] -= sign > 0
             size = self.memory.saved_bytes(cell)
             for rank in self.ranks[stage]:
                 self.bytes_held[rank] += sign * size

@@ -4,26 +4,36 @@ A stage begins with as many forwards as there are stages on the longest way from
 forward and one backward, then ends with the backwards that are left. What a microbatch has no need of (an encoder's
 forward where there is no image, a backward where nothing before is trainable) is left out, its turn stays empty.
 
+Stages on the same group of ranks are one stage here (encoders on one chain of ranks): a turn takes a microbatch
+through all of them.
+
 That this cannot deadlock needs only that the number of warm-up forwards falls along every edge, that microbatch i feeds
-microbatch i, and that no rank holds two stages. Otherwise the list scheduler takes over, under the same limit on
-microbatches in flight.
+microbatch i, that groups of ranks are equal or have no rank in common, and that no way through the stages comes back to
+a group that it has left. Otherwise the list scheduler takes over, under the same limit on microbatches in flight; so it
+does where a group has a stage whose output nobody reads beside others, as its place is where the group would be idle.
 """
 
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.turns import one_stage
+from motet.schedule.generators.turns import one_group
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
-from motet.schedule.stage_graph import StageKey, cuts_alike, distances_to_sink, microbatches_in_flight, shares_ranks
+from motet.schedule.stage_graph import (
+    cuts_alike,
+    group_distances_to_sink,
+    microbatches_in_flight,
+    stages_of_groups,
+    unread_beside_others,
+)
 
 
 def one_f_one_b(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """`costs` and `memory` matter only where the closed form does not hold."""
-    if memory is not None or shares_ranks(routes) or not cuts_alike(routes):
-        return list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
-    warm_up = distances_to_sink(routes)
-    return schedule_of_groups(
-        Dependencies(routes),
-        [(stage.planned.ranks, one_stage(routes, stage, warm_up[StageKey(*stage[:3])])) for stage in routes.stages],
-    )
+    groups = stages_of_groups(routes)
+    if memory is None and groups is not None and cuts_alike(routes) and not unread_beside_others(routes, groups):
+        warm_up = group_distances_to_sink(routes, groups)
+        if warm_up is not None:
+            order = [(group, one_group(routes, stages, warm_up[group])) for group, stages in groups.items()]
+            return schedule_of_groups(Dependencies(routes), order)
+    return list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)

@@ -4,6 +4,8 @@ Turns are numbers of actions; where a microbatch gives a stage nothing to do, it
 keep the places of the others, so a form that cannot deadlock with all turns cannot without some of them.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from motet.arrays import Ints
@@ -33,16 +35,19 @@ def backward_turns(routes: Routes, stage: StageCells, num_turns: int) -> Ints:
 
 
 def alternate(forwards: Ints, backwards: Ints, num_warm_up: int) -> Ints:
-    """`num_warm_up` forwards, then one forward and one backward in turn, then what is left of the backwards."""
-    pairs = np.full((num_warm_up + len(backwards), 2), NOTHING)
-    pairs[: len(forwards), 0] = forwards
-    pairs[num_warm_up:, 1] = backwards
+    """`num_warm_up` forwards, then one forward and one backward in turn, then what is left of the backwards.
+
+    Turns of several actions are rows: arrays of shape [turns, actions]."""
+    shape = forwards.shape[1:] or (1,)
+    pairs = np.full((num_warm_up + len(backwards), 2, *shape), NOTHING)
+    pairs[: len(forwards), 0] = forwards.reshape(-1, *shape)
+    pairs[num_warm_up:, 1] = backwards.reshape(-1, *shape)
     return pairs[pairs != NOTHING]
 
 
-def one_stage(routes: Routes, stage: StageCells, num_warm_up: int) -> Ints:
-    """What a stage executes in 1F1B."""
-    num_turns = num_microbatches(routes, stage)
-    return alternate(
-        forward_turns(routes, stage, num_turns), backward_turns(routes, stage, num_turns), min(num_warm_up, num_turns)
-    )
+def one_group(routes: Routes, stages: Sequence[StageCells], num_warm_up: int) -> Ints:
+    """What a group with these stages, in topological order, executes in 1F1B: a turn takes a microbatch through all."""
+    num_turns = max(num_microbatches(routes, stage) for stage in stages)
+    forwards = np.stack([forward_turns(routes, stage, num_turns) for stage in stages], axis=1)
+    backwards = np.stack([backward_turns(routes, stage, num_turns) for stage in reversed(stages)], axis=1)
+    return alternate(forwards, backwards, min(num_warm_up, num_turns))

@@ -23,7 +23,7 @@ from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.fill_weights import Group, fill_weights
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.turns import one_stage
+from motet.schedule.generators.turns import one_group
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.stage_graph import StageKey, cuts_alike, distances_to_sink, microbatches_in_flight, shares_ranks
@@ -53,7 +53,7 @@ def _zero_bubble(
         num_warm_up = forwards_per_stage * distances[StageKey(*stage[:3])]
         # Stages come in topological order: a module's first one, which holds most, before the others.
         of_module[stage.module] = max(of_module.get(stage.module, 0), 1 + num_warm_up)
-        order[stage.planned.ranks] = one_stage(routes, stage, num_warm_up)
+        order[stage.planned.ranks] = one_group(routes, [stage], num_warm_up)
         may_hold[stage.planned.ranks] = of_module[stage.module]
     return fill_weights(routes, order, costs, may_hold=may_hold)
 

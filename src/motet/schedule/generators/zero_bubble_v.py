@@ -25,7 +25,7 @@ from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING
 from motet.schedule.generators.fill_weights import Group, fill_weights
 from motet.schedule.generators.list_schedule import MemoryLimit
-from motet.schedule.generators.turns import backward_turns, forward_turns, num_microbatches, one_stage
+from motet.schedule.generators.turns import backward_turns, forward_turns, num_microbatches, one_group
 from motet.schedule.generators.zero_bubble import zero_bubble_h1
 from motet.schedule.routes import Routes, StageCells
 from motet.schedule.schedule import Schedule
@@ -48,7 +48,7 @@ def zero_bubble_v(routes: Routes, costs: Durations | None = None, *, memory: Mem
         num_after = max((in_flight[target] for target in after[key]), default=0)
         if num_places == len(routes.plan.modules[key.module].replicas[key.replica].stages):
             in_flight[key] = 1 + num_after
-            order[stage.planned.ranks] = one_stage(routes, stage, num_after)
+            order[stage.planned.ranks] = one_group(routes, [stage], num_after)
             # Stages come from the last to the first, which holds most.
             may_hold |= dict.fromkeys(replica, in_flight[key])
             continue

@@ -1,0 +1,272 @@
+"""A virtual clock that puts other modules' actions into the gaps of an order that is given for some.
+
+The given order (of the language model) stays as it is on each group of ranks; the *filling* actions (of encoders on the
+same ranks) have none. When ranks are free
+
+1. a filling forward begins that is urgent: fewer than `lookahead` microbatches ahead of what its consumer has begun;
+2. else the next action of the given order, if it is ready;
+3. else any filling action that is ready, the forward that is needed first or the backward that is ready longest. If it
+   is known when the given order can go on, only one that does not end much later (`lateness`).
+
+Nothing deadlocks: the given order waits for filling forwards only, these wait for no more than their own producers, and
+when nothing runs every action that is ready may begin.
+"""
+
+import heapq
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.arrays import Ints
+from motet.schedule.action import Durations, Kind
+from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
+from motet.schedule.generators.action_tables import ActionTables
+from motet.schedule.generators.list_schedule import MemoryLimit
+from motet.schedule.routes import Routes
+from motet.schedule.schedule import Schedule
+
+
+class Policy(NamedTuple):
+    lookahead: int
+    """By how many microbatches filling forwards go before the given order."""
+    forwards_first: bool = True
+    """Whether gaps are filled with forwards before backwards."""
+    lateness: float = 1.0
+    """By how much of its own duration an action that fills a gap may outlast it."""
+
+
+class Needs(NamedTuple):
+    """By cell: for which microbatch of which stage of the given order a filling cell is made."""
+
+    stage: list[int]
+    """`NOTHING` if nobody in the given order waits for it."""
+    rank: list[int]
+    """The place of the microbatch among that stage's."""
+
+
+class BubblesToFill:
+    """The problem without the policy, by numbers: units are ranks that hold the same stages."""
+
+    def __init__(
+        self,
+        dependencies: Dependencies,
+        given: Sequence[tuple[tuple[int, ...], Ints]],
+        duration_s: Durations,
+        memory: MemoryLimit | None,
+    ) -> None:
+        """`given`: each group's order; all actions that are not in it are filling."""
+        self.dependencies, routes = dependencies, dependencies.routes
+        self.num_cells = routes.num_cells
+        self.cell_stage: list[int] = routes.cell_stage.tolist()
+        stages_of_rank: list[list[int]] = [[] for _ in range(routes.plan.num_ranks)]
+        for s, stage in enumerate(routes.stages):
+            for rank in stage.planned.ranks:
+                stages_of_rank[rank].append(s)
+        unit_of = {held: unit for unit, held in enumerate(dict.fromkeys(map(tuple, stages_of_rank)))}
+        self.unit_of_rank = [unit_of[tuple(held)] for held in stages_of_rank]
+        self.units = [sorted({self.unit_of_rank[rank] for rank in s.planned.ranks}) for s in routes.stages]
+        """Of each stage."""
+        self.given = [numbers.tolist() for _, numbers in given]
+        self.group_of_unit = [NOTHING] * len(unit_of)
+        self.given_units = [sorted({self.unit_of_rank[rank] for rank in ranks}) for ranks, _ in given]
+        for group, units in enumerate(self.given_units):
+            for unit in units:
+                self.group_of_unit[unit] = group
+        self.is_given = np.zeros(len(routes.stages), dtype=bool)
+        for _, numbers in given:
+            self.is_given[routes.cell_stage[numbers % routes.num_cells]] = True
+        self.lanes_of_unit: list[list[int]] = [[] for _ in unit_of]
+        """The filling stages of each unit."""
+        for s, units in enumerate(self.units):
+            if not self.is_given[s]:
+                for unit in units:
+                    self.lanes_of_unit[unit].append(s)
+        backwards = KINDS.index(Kind.BACKWARD) * routes.num_cells + np.flatnonzero(routes.cell_has_backward)
+        self.tables = ActionTables(dependencies, np.concatenate([np.arange(routes.num_cells), backwards]), duration_s)
+        self.needs = _needs(routes, self.is_given)
+        self.sizes, self.room = self._memory(memory, given)
+
+    def _memory(
+        self, memory: MemoryLimit | None, given: Sequence[tuple[tuple[int, ...], Ints]]
+    ) -> tuple[list[int], list[float]]:
+        """Bytes that each filling cell keeps for its backward, and that each unit has left beside the given order."""
+        routes = self.dependencies.routes
+        if memory is None:
+            return [0] * routes.num_cells, [inf] * len(self.lanes_of_unit)
+        sizes = np.array([memory.saved_bytes(cell) for cell in routes.cells], dtype=np.int64) * routes.cell_has_backward
+        peak = [0] * len(given)
+        for group, (_, numbers) in enumerate(given):
+            kind, cell = np.divmod(numbers, routes.num_cells)
+            peak[group] = int(np.cumsum(np.where(kind == 0, sizes[cell], -sizes[cell])).max(initial=0))
+        room = [inf] * len(self.lanes_of_unit)
+        for rank, unit in enumerate(self.unit_of_rank):
+            group = self.group_of_unit[unit]
+            room[unit] = min(room[unit], memory.limit_bytes(rank) - (0 if group == NOTHING else peak[group]))
+        return sizes.tolist(), room
+
+
+def _needs(routes: Routes, is_given: np.ndarray) -> Needs:
+    """A filling cell's need is the earliest of those that its output goes to, first by microbatch."""
+    stage, rank = [NOTHING] * routes.num_cells, [routes.num_cells] * routes.num_cells
+    for cell in range(routes.num_cells - 1, -1, -1):
+        s = int(routes.cell_stage[cell])
+        if is_given[s]:
+            stage[cell], rank[cell] = s, cell - routes.stages[s].first
+            continue
+        for target in routes.route_target[routes.routes_out[cell]].tolist():
+            if rank[target] < rank[cell]:
+                stage[cell], rank[cell] = stage[target], rank[target]
+    return Needs(stage, rank)
+
+
+class FillingClock:
+    def __init__(self, bubbles: BubblesToFill, policy: Policy) -> None:
+        self.bubbles, self.policy, self.tables = bubbles, policy, bubbles.tables
+        num_stages, num_units = len(bubbles.units), len(bubbles.lanes_of_unit)
+        self.position = [0] * len(bubbles.given)
+        self.forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+        """Of each filling stage, what is ready: (place of the microbatch that waits, action)."""
+        self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+        self.begun = [0] * num_stages
+        """Forwards of each stage."""
+        self.missing = [len(values) for values in self.tables.reads]
+        self.written_at: dict[int, float] = {}
+        self.busy = [False] * num_units
+        self.bytes_held = [0] * num_units
+        self.lists: list[list[int]] = [[] for _ in range(num_units)]
+        self.running: list[tuple[float, int, int]] = []
+        self.num_started = 0
+
+    def run(self) -> float:
+        """The iteration's time in seconds."""
+        for action in self.tables.present:
+            if not self.missing[action]:
+                self._push(action)
+        now, touched = 0.0, set(range(len(self.busy)))
+        while True:
+            self._dispatch(now, touched)
+            if not self.running and not self._let_one_through(now):
+                break
+            now = self.running[0][0]
+            touched = set()
+            while self.running and self.running[0][0] == now:
+                touched |= self._finish(heapq.heappop(self.running)[2])
+        assert self.num_started == len(self.tables.present), "work is left, but nothing is ready"
+        return now
+
+    def schedule(self) -> Schedule:
+        lists = [np.array(actions, dtype=np.int64) for actions in self.lists]
+        return Schedule.of_numbers(self.bubbles.dependencies, [lists[unit] for unit in self.bubbles.unit_of_rank])
+
+    def _push(self, action: int) -> None:
+        stage = self.bubbles.cell_stage[action % self.bubbles.num_cells]
+        if not self.bubbles.is_given[stage]:
+            queue = self.forwards if action < self.bubbles.num_cells else self.backwards
+            heapq.heappush(queue[stage], (self.bubbles.needs.rank[action % self.bubbles.num_cells], action))
+
+    def _dispatch(self, now: float, touched: set[int]) -> None:
+        """Starts what may begin on these units, the most urgent first."""
+        units = sorted(unit for unit in touched if not self.busy[unit])
+        lanes = sorted({lane for unit in units for lane in self.bubbles.lanes_of_unit[unit]})
+        while (found := self._urgent(lanes)) is not None:
+            self._start(now, found)
+        for group in dict.fromkeys(self.bubbles.group_of_unit[unit] for unit in units):
+            head = None if group == NOTHING else self._head(group)
+            is_free = head is not None and not any(self.busy[unit] for unit in self.bubbles.given_units[group])
+            if head is not None and is_free and not self.missing[head]:
+                self._start(now, head)
+        while (found := self._filling(now, lanes)) is not None:
+            self._start(now, found)
+
+    def _urgent(self, lanes: Sequence[int]) -> int | None:
+        best: tuple[int, int] | None = None
+        for lane in lanes:
+            if (candidate := self._forward(lane)) is not None and (best is None or candidate < best):
+                stage = self.bubbles.needs.stage[candidate[1]]
+                if stage != NOTHING and candidate[0] < self.begun[stage] + self.policy.lookahead:
+                    best = candidate
+        return None if best is None else best[1]
+
+    def _filling(self, now: float, lanes: Sequence[int]) -> int | None:
+        best: tuple[bool, int, int] | None = None
+        for lane in lanes:
+            for candidate in (self._forward(lane), self._backward(lane)):
+                if candidate is None:
+                    continue
+                is_forward = candidate[1] < self.bubbles.num_cells
+                key = (is_forward != self.policy.forwards_first, *candidate)
+                if (best is None or key < best) and self._fits_gap(now, lane, candidate[1]):
+                    best = key
+        return None if best is None else best[2]
+
+    def _forward(self, lane: int) -> tuple[int, int] | None:
+        """The lane's next forward, if its units are free and have room for what it keeps."""
+        queue, units = self.forwards[lane], self.bubbles.units[lane]
+        if not queue or any(self.busy[unit] for unit in units):
+            return None
+        size = self.bubbles.sizes[queue[0][1]]
+        fits = all(self.bytes_held[unit] + size <= self.bubbles.room[unit] for unit in units)
+        return queue[0] if fits else None
+
+    def _backward(self, lane: int) -> tuple[int, int] | None:
+        queue = self.backwards[lane]
+        return queue[0] if queue and not any(self.busy[unit] for unit in self.bubbles.units[lane]) else None
+
+    def _fits_gap(self, now: float, lane: int, action: int) -> bool:
+        """Whether the given order of all the lane's units can spare them for as long."""
+        end_s = now + self.tables.seconds[action] * (1 - self.policy.lateness)
+        for group in {self.bubbles.group_of_unit[unit] for unit in self.bubbles.units[lane]} - {NOTHING}:
+            head = self._head(group)
+            if head is not None:
+                ready_s = max((self.written_at.get(value, inf) for value in self.tables.reads[head]), default=0.0)
+                if not self.missing[head] or end_s > ready_s:
+                    return False
+        return True
+
+    def _head(self, group: int) -> int | None:
+        given = self.bubbles.given[group]
+        return given[self.position[group]] if self.position[group] < len(given) else None
+
+    def _let_one_through(self, now: float) -> bool:
+        """Starts the forward that is needed first in spite of the limit in bytes; False if there is none."""
+        held_back = [queue[0] for queue in self.forwards if queue]
+        if held_back:
+            self._start(now, min(held_back)[1])
+        return bool(held_back)
+
+    def _start(self, now: float, action: int) -> None:
+        cell = action % self.bubbles.num_cells
+        stage, is_forward = self.bubbles.cell_stage[cell], action < self.bubbles.num_cells
+        units = self.bubbles.units[stage]
+        if self.bubbles.is_given[stage]:
+            self.position[self.bubbles.group_of_unit[units[0]]] += 1
+        else:
+            _, started = heapq.heappop((self.forwards if is_forward else self.backwards)[stage])
+            assert started == action
+        self.begun[stage] += is_forward
+        for unit in units:
+            self.busy[unit] = True
+            self.lists[unit].append(action)
+            if not self.bubbles.is_given[stage]:
+                self.bytes_held[unit] += self.bubbles.sizes[cell] * (1 if is_forward else -1)
+        self.num_started += 1
+        end_s = now + self.tables.seconds[action]
+        for value in self.tables.writes[action]:
+            self.written_at[value] = end_s
+        heapq.heappush(self.running, (end_s, self.num_started, action))
+
+    def _finish(self, action: int) -> set[int]:
+        """Hands on what the action wrote; returns the units that may have something to start."""
+        units = self.bubbles.units
+        touched = set(units[self.bubbles.cell_stage[action % self.bubbles.num_cells]])
+        for unit in touched:
+            self.busy[unit] = False
+        for value in self.tables.writes[action]:
+            for reader in self.tables.readers.get(value, ()):
+                self.missing[reader] -= 1
+                if not self.missing[reader]:
+                    self._push(reader)
+                    touched.update(units[self.bubbles.cell_stage[reader % self.bubbles.num_cells]])
+        return touched
