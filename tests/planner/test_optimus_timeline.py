@@ -1,8 +1,17 @@
 """The language model's timeline as the bubble scheduler sees it: drawn by hand, and against plans' own schedules."""
 
 import pytest
+from plans import interleaved
 
+from motet.data.assignment import contiguous_assignment
+from motet.data.sample import Sample, Segment
 from motet.planner.optimus_timeline import Kernel, LlmPipeline, Slot, llm_timeline, passes_in_order
+from motet.schedule.action import Kind
+from motet.schedule.generators import GENERATORS
+from motet.schedule.program import make_program
+from motet.schedule.routes import derive_routes
+from motet.simulator.costs import UniformCosts
+from motet.simulator.simulate import simulate
 
 
 def uniform(num_places, num_chunks, num_microbatches, forward_s=1.0, backward_s=2.0, **options):
@@ -69,6 +78,25 @@ def test_every_pass_stands_once_and_after_its_forward(num_places, num_chunks, nu
         stages = range(place, num_places * num_chunks, num_places)
         assert sorted(order) == sorted((s, i, kind) for s in stages for i in range(num_microbatches) for kind in (0, 1))
         assert all(order.index((s, i, 0)) < order.index((s, i, 1)) for s in stages for i in range(num_microbatches))
+
+
+@pytest.mark.parametrize(("num_places", "num_chunks", "num_microbatches"), [(2, 2, 4), (4, 3, 8), (3, 2, 5), (4, 1, 6)])
+@pytest.mark.parametrize(
+    ("forwards_per_place", "schedule"), [(2, "interleaved_1f1b"), (1, "interleaved_1f1b_adjusted")]
+)
+def test_the_order_and_its_times_are_those_of_the_schedule(
+    num_places, num_chunks, num_microbatches, forwards_per_place, schedule
+):
+    """The schedule that plans run, and the simulator's clock."""
+    plan = interleaved(num_places, num_chunks, num_microbatches)
+    samples = [Sample(str(i), {"llm": (Segment(4),)}, {"llm": 3}) for i in range(num_microbatches)]
+    routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
+    program = make_program(schedule, routes)
+    for place, actions in enumerate(GENERATORS[schedule](routes).ranks):
+        order = passes_in_order(num_places, num_chunks, num_microbatches, place, forwards_per_place)
+        assert [(a.cell.stage, a.cell.microbatch, int(a.kind is Kind.BACKWARD)) for a in actions] == order
+    timeline = llm_timeline(uniform(num_places, num_chunks, num_microbatches), adjust_warm_up=forwards_per_place == 1)
+    assert simulate(program, UniformCosts()).iteration_time_s == timeline.iteration_s
 
 
 def test_stages_that_do_not_fill_the_places_are_refused():

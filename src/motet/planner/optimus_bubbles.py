@@ -17,7 +17,8 @@ every partition of the microbatches:
   backward must run there (the paper's text sorts both).
 
 Limits: kernels are not slowed by what runs beside them; messages between encoder and language model take `message_s`
-and disturb nobody; placement is greedy, so a later microbatch never overtakes an earlier one of its pipeline.
+and disturb nobody; placement is greedy: a later microbatch never overtakes an earlier one of its pipeline, and in a
+pipeline of several stages a backward may wait for a forward that was not urgent.
 """
 
 from bisect import bisect_right

@@ -14,7 +14,7 @@ Limits: kernels take the same time in every iteration, and the stages of a pipel
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +104,26 @@ def passes_in_order(
     """What one place computes, as `motet.schedule.generators.interleaved_1f1b` has it for plans.
 
     `forwards_per_place`: by how many forwards the warm-up grows from one place to the one before; 2 is Megatron-LM's,
-    1 the adjusted one. With one chunk it is 1F1B. A last round that is not full keeps its empty turns.
+    1 the adjusted one. With one chunk it is 1F1B. Where the places do not divide the microbatches, runs of microbatches
+    through one chunk are longer.
     """
-    rounds = range(0, num_microbatches, num_places)
-    forwards, backwards = (
-        [
-            (chunk * num_places + place, microbatch, kind)
-            for first in rounds
-            for chunk in chunks
-            for microbatch in range(first, first + num_places)
-        ]
-        for kind, chunks in enumerate((range(num_chunks), range(num_chunks - 1, -1, -1)))
-    )
+    num_runs = max(1, num_microbatches // num_places)
+    bounds = pairwise(num_microbatches * i // num_runs for i in range(num_runs + 1))
+    forwards: dict[int, Pass] = {}
+    backwards: dict[int, Pass] = {}
+    longest = 0
+    for first, last in bounds:
+        num_turns = max(last - first, num_places)
+        longest = max(longest, num_turns)
+        for chunk in range(num_chunks):
+            stage, back = chunk * num_places + place, (num_chunks - 1 - chunk) * num_places + place
+            for microbatch in range(first, last):
+                turn = first * num_chunks + chunk * num_turns + microbatch - first
+                forwards[turn], backwards[turn] = (stage, microbatch, 0), (back, microbatch, 1)
     per_place = forwards_per_place if num_chunks > 1 else 1
-    warm_up = min(len(forwards), (num_chunks - 1) * num_places + per_place * (num_places - 1 - place))
-    steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
-    every = [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
-    return [this for this in every if this[1] < num_microbatches]
+    warm_up = (num_chunks - 1) * longest + per_place * (num_places - 1 - place)
+    turns = ((forwards.get(turn), backwards.get(turn - warm_up)) for turn in range(max(forwards) + warm_up + 1))
+    return [this for pair in turns for this in pair if this is not None]
 
 
 @dataclass(frozen=True)
