@@ -1,10 +1,11 @@
 """`motet verify` with context parallelism: alone and with all other kinds, on families that differ in their masks."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from distributed import run_distributed
-from scenario import Scenario, verify
+from scenario import FROZEN, Scenario, verify
 
 SCENARIOS = [
     Scenario(llm="llama", cp=2, placement="colocated"),
@@ -55,3 +56,35 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
 )
 def test_equals_one_process(scenario: Scenario) -> None:
     check([scenario], "float64")
+
+
+def draw(seed: int) -> Scenario:
+    """One of the product of all that context parallelism meets, on at most 8 ranks."""
+    random = Random(seed)
+    while True:
+        scenario = Scenario(
+            llm=random.choice(["llama", "qwen3", "gemma3", "llama-tied"]),
+            vision=random.choice(["siglip", "clip", "dinov2"]),
+            cp=random.choice([1, 2, 3, 4]),
+            encoder_cp=random.choice([1, 1, 2]),
+            tp=random.choice([1, 2]),
+            llm_pp=random.choice([1, 2]),
+            dp=random.choice([1, 2]),
+            sequence_parallel=random.choice([False, True]),
+            num_microbatches=random.choice([1, 2, 3]),
+            placement=random.choice(["parallel", "colocated"]),
+            schedule=random.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
+            frozen=random.choice(list(FROZEN)),
+            items=random.choice(["mixed", "half"]),
+            packing=random.choice([False, True]),
+            recompute=random.choice([False, True]),
+            merge=random.choice(["placeholder", "prepend"]),
+            media_attention=random.choice(["causal", "causal", "own_item", "block_causal"]),
+        )
+        if scenario.num_ranks <= 8 and (scenario.cp > 1 or scenario.encoder_cp > 1):
+            return scenario
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 60))])
+def test_drawn_from_the_product(seed: int) -> None:
+    check([draw(seed)], "float32")
