@@ -32,6 +32,7 @@ def report_evaluation(
         "iteration_time_s": evaluation.iteration_time_s,
         "throughput_samples_per_s": len(problem.samples) / evaluation.iteration_time_s,
         "bubble_fraction": evaluation.result.bubble_fraction,
+        "time_shares_s": evaluation.result.time_shares.means_s(),
         "mfu": evaluation.mfu(dtype),
         "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
         "num_devices": plan.num_ranks,
@@ -142,6 +143,13 @@ def _comparison_rows(comparison: Sequence[Mapping[str, Any]]) -> list[tuple[str,
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _shares_text(shares_s: Mapping[str, float]) -> str:
+    """What the devices' time goes to, on average; what is less than a tenth of a percent is left out."""
+    total_s = sum(shares_s.values())
+    parts = [f"{name.replace('_', ' ')} {s / total_s:.1%}" for name, s in shares_s.items() if s >= 1e-3 * total_s > 0]
+    return f"time goes to {', '.join(parts)}"
 
 
 def _ms(seconds: float) -> str:

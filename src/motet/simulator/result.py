@@ -14,7 +14,8 @@ from motet.schedule.lower import Message, Program
 from motet.schedule.routes import Cell
 from motet.simulator.alike import Folding
 from motet.simulator.clock import Times
-from motet.simulator.costs import Costs
+from motet.simulator.costs import Costs, GroupCosts
+from motet.simulator.idle import TimeShares
 from motet.simulator.memory import MemoryCurve, memory_curves
 from motet.simulator.step_costs import StepCosts
 from motet.timeline import Span, Timeline
@@ -62,13 +63,56 @@ class SimulationResult:
     @cached_property
     def busy_s(self) -> Floats:
         """For each rank, the time for which it computes."""
+        busy = self._sum_by_rank(self.times.action_end - self.times.action_start) + self.costs.fixed_s
+        return busy if self.folding is None else busy[self.folding.rank_of]
+
+    @cached_property
+    def time_shares(self) -> TimeShares:
+        """What each rank's time goes to."""
+        times, lanes = self.times, self.program.lanes
+        last_action_s = float(times.action_end.max()) if len(times.action_end) else 0.0
+        num_lanes = len(lanes.actions)
+        first, last = np.full(num_lanes, last_action_s), np.full(num_lanes, last_action_s)
+        place = np.empty(self.program.dependencies.num_actions, dtype=np.int64)
+        place[self.program.actions] = np.arange(len(self.program.actions))
+        for lane, actions in enumerate(lanes.actions):
+            if len(actions):
+                first[lane], last[lane] = times.action_start[place[actions[0]]], times.action_end[place[actions[-1]]]
+        rank_of = np.arange(self.num_ranks) if self.folding is None else self.folding.rank_of
+        lane_of = lanes.of_rank[rank_of]
+        fixed = np.full(self.num_ranks, self.costs.fixed_s, dtype=float)
+        busy = self.busy_s - fixed
+        communication = self._group_communication_s()[rank_of]
+        return TimeShares(
+            compute=busy - communication,
+            optimizer=fixed,
+            warm_up=first[lane_of] - self._first_s,
+            cool_down=last_action_s - last[lane_of],
+            imbalance=last[lane_of] - first[lane_of] - busy,
+            tensor_parallel=communication,
+            reduction=np.full(self.num_ranks, times.end_s - last_action_s),
+            gather=np.full(self.num_ranks, self.iteration_time_s + self._first_s - times.end_s - self.costs.fixed_s),
+        )
+
+    def _group_communication_s(self) -> Floats:
+        """Seconds of each rank; disturbances take their share of it."""
+        if not isinstance(self.costs, GroupCosts):
+            return np.zeros(self.num_ranks)
+        actions = self.program.dependencies.actions(self.program.actions)
+        parts = np.array([self.costs.group_communication_s(action) for action in actions], dtype=float)
+        whole = np.array([self.costs.compute_s(action) for action in actions], dtype=float)
+        took = self.times.action_end - self.times.action_start
+        return self._sum_by_rank(np.divide(parts * took, whole, out=np.zeros_like(parts), where=whole > 0))
+
+    def _sum_by_rank(self, of_actions: Floats) -> Floats:
+        """What each rank's actions come to; only of ranks that stand for themselves."""
         routes = self.program.dependencies.routes
         stage = routes.cell_stage[self.program.actions % max(1, routes.num_cells)]
-        busy = np.bincount(stage, self.times.action_end - self.times.action_start, minlength=len(routes.stages))
-        result = np.full(self.num_ranks, self.costs.fixed_s, dtype=float)
-        for stage_cells, seconds in zip(routes.stages, busy.tolist(), strict=True):
+        sums = np.bincount(stage, of_actions, minlength=len(routes.stages))
+        result = np.zeros(self.num_ranks)
+        for stage_cells, seconds in zip(routes.stages, sums.tolist(), strict=True):
             result[list(stage_cells.planned.ranks)] += seconds
-        return result if self.folding is None else result[self.folding.rank_of]
+        return result
 
     @property
     def bubble_fraction(self) -> float:
