@@ -64,7 +64,8 @@ def iteration_s(problem, degrees):
         after = {"encoder": degrees[backbone].pp + behind, "language_model": behind, "generator": 0}[unit.role]
         in_flight = min(count, d.pp + after + ((d.pp - 1) / d.vpp if d.vpp > 1 else 0))
         optimizer = unit.optimizer_bytes / (d.dp if problem.zero1 else 1)
-        needed = of_layers / d.tp * (unit.state_bytes + optimizer + in_flight * samples * unit.activation_bytes)
+        needed = of_layers / d.tp * (unit.state_bytes + optimizer)
+        needed += of_layers * in_flight * samples * unit.activation_bytes.get(d.tp, 0.0)
         if needed > problem.device_bytes * (1 + 1e-9):
             return None
     return sum(max(times) for times in fills.values()) + (count - 1) * slowest
@@ -85,7 +86,7 @@ def units(draw, role):
         items_per_sample=1 if role == "language_model" else draw(st.sampled_from((1, 1, 3))),
         state_bytes=draw(st.integers(0, 40)),
         optimizer_bytes=draw(st.integers(0, 80)),
-        activation_bytes=draw(st.integers(0, 10)),
+        activation_bytes={1: draw(st.integers(0, 10)), 2: draw(st.integers(0, 8))},
         boundary_s=draw(st.sampled_from((0.0, 0.1))),
         reduce_s=draw(st.sampled_from((0.0, 0.3))),
         max_stages=draw(st.sampled_from((None, 2))),
@@ -145,7 +146,7 @@ def large_problem(num_devices, global_batch_size):
             items_per_sample=items,
             state_bytes=4 * parameters,
             optimizer_bytes=12 * parameters,
-            activation_bytes=activation_bytes,
+            activation_bytes={tp: activation_bytes / tp for tp in (1, 2, 4, 8)},
             boundary_s=0.01,
             reduce_s=2 * parameters / 12e9,
         )
@@ -178,7 +179,7 @@ def test_prunes_large_clusters(monkeypatch):
 
 def test_a_generator_counts_for_the_memory_of_all_before_it():
     """Memory for the activations of two microbatches: two stages fit, with a generator behind it is three."""
-    backbone = Unit(role="language_model", layer_costs=(1.0, 1.0), seconds={1: 1.0}, activation_bytes=10.0)
+    backbone = Unit(role="language_model", layer_costs=(1.0, 1.0), seconds={1: 1.0}, activation_bytes={1: 10.0})
     generator = Unit(role="generator", layer_costs=(1.0,), seconds={1: 1.0})
     degrees = {"language_model": UnitDegrees(1, 2, 1), "generator": UnitDegrees(1, 1, 1)}
 

@@ -115,24 +115,14 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
     dp_sizes = tuple(dp for dp in problem.dp_sizes if len(problem.samples) % dp == 0)
     fits = {size: _linear_fit(problem, name, size, dp_sizes) for size in tp_sizes(problem, name)}
     num_samples = _samples_per_microbatch(problem, dp_sizes[0])
-    load = problem.typical_load(name, dp_sizes[0])
     memory = problem.memory
-    state, with_optimizer, activations = 0, 0, 0
-    for index, (layer, needs) in enumerate(zip(module.workload.layers, problem.gradients[name], strict=True)):
+    state, with_optimizer = 0, 0
+    for index, layer in enumerate(module.workload.layers):
         trainable = module.is_trainable(index)
         parameters = static_layer_bytes(layer, trainable=False, tp_size=1, num_holders=1, options=memory)
         state += parameters * (2 if trainable else 1)
         with_optimizer += static_layer_bytes(
             layer, trainable=trainable, tp_size=1, num_holders=1, options=replace(memory, zero1=False)
-        )
-        activations += saved_layer_bytes(
-            layer,
-            load,
-            input_gradient=needs.input_gradient,
-            weight_gradient=needs.weight_gradient,
-            recompute=name in problem.recompute,
-            tp_size=1,
-            options=memory,
         )
     return Unit(
         role=role,
@@ -141,10 +131,27 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         microbatch_s={size: constant for size, (_, constant) in fits.items()},
         state_bytes=state,
         optimizer_bytes=with_optimizer - state,
-        activation_bytes=activations / num_samples,
+        activation_bytes={size: _saved_bytes(problem, name, size, dp_sizes[0]) / num_samples for size in fits},
         dp_sizes=dp_sizes,
         max_stages=module.max_stages,
         vpp_sizes=VPP_SIZES if role == "language_model" and problem.schedule in INTERLEAVED else (1,),
+    )
+
+
+def _saved_bytes(problem: PlanningProblem, name: str, tp_size: int, dp: int) -> float:
+    """What a typical microbatch leaves in the whole module for its backward, on each rank of a group."""
+    load = problem.typical_load(name, dp)
+    return sum(
+        saved_layer_bytes(
+            layer,
+            load,
+            input_gradient=needs.input_gradient,
+            weight_gradient=needs.weight_gradient,
+            recompute=name in problem.recompute,
+            tp_size=tp_size,
+            options=problem.memory,
+        )
+        for layer, needs in zip(problem.modules[name].workload.layers, problem.gradients[name], strict=True)
     )
 
 

@@ -188,6 +188,7 @@ class _Grid:
     vpp: np.ndarray
     sample_s: np.ndarray
     microbatch_s: np.ndarray
+    activation_bytes: np.ndarray
     layer_share: np.ndarray
     """Of the stage with the most layers."""
     reduce_s: np.ndarray
@@ -221,6 +222,7 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
         *(tp, dp, pp_, vpp),
         sample_s=np.array([unit.seconds[size] for size in tp.tolist()]),
         microbatch_s=np.array([unit.microbatch_s.get(size, 0.0) for size in tp.tolist()]),
+        activation_bytes=np.array([unit.activation_bytes.get(size, 0.0) for size in tp.tolist()]),
         layer_share=layer_share,
         reduce_s=unit.reduce_s * layer_share / tp * 2 * (dp - 1) / dp,
         free_bytes=problem.device_bytes * SLACK - state * layer_share / tp,
@@ -243,7 +245,7 @@ def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> 
     samples = -(-grid.num_items // (grid.dp * num_microbatches)) / unit.items_per_sample
     seconds = grid.sample_s * samples + grid.microbatch_s
     fill_s = seconds / grid.vpp + grid.pp * unit.boundary_s * samples + grid.reduce_s
-    per_microbatch = unit.activation_bytes * samples * grid.layer_share / grid.tp
+    per_microbatch = grid.activation_bytes * samples * grid.layer_share
     in_flight = grid.pp + np.where(grid.vpp > 1, (grid.pp - 1) / grid.vpp, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         room = np.floor(grid.free_bytes / per_microbatch - in_flight)
