@@ -21,7 +21,7 @@ from reporting import REPORTS, Report
 
 from motet.planner.orchestration import orchestrate
 from motet.planner.partition import partition
-from motet.reproduce.disttrain import mllm
+from motet.reproduce.disttrain_models import mllm
 from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus_llm, search, strong_scaling
 
 

@@ -8,12 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import small_problem, with_memory
 
+from motet.costs.analytic import analytic_table
 from motet.costs.memory import RESERVE
+from motet.data.sample import Segment
 from motet.plan import Edge, Plan, check_plan
 from motet.planner import make_plan
 from motet.planner.disttrain import disttrain, orchestrated_plan, orchestration_problem
 from motet.planner.evaluate import evaluate
+from motet.planner.problem import ModuleProblem
 from motet.planner.units import Orchestration, UnitDegrees
+from motet.workload_diffusion import generator_workload
 
 
 def with_tp(problem, sizes):
@@ -77,6 +81,35 @@ def test_a_generator_comes_behind_the_language_model():
     )
     roles = {name: unit.role for name, unit in orchestration_problem(turned).units.items()}
     assert roles == {"vision": "encoder", "audio": "generator", "language_model": "language_model"}
+
+
+def test_encoder_language_model_and_generator_simulate():
+    """A small diffusion transformer behind the language model, with a loss of its own."""
+    generator = generator_workload(
+        {
+            "_class_name": "DiTTransformer2DModel",
+            "num_layers": 4,
+            "num_attention_heads": 4,
+            "attention_head_dim": 16,
+        }
+    )
+    small = small_problem(num_devices=8, encoders=("vision",), frozen=(), dp_sizes=(1, 2, 4))
+    samples = [replace(s, layouts={**s.layouts, "image": (Segment(64, grid=(8, 8)),)}) for s in small.samples]
+    whole = ((0, generator.num_layers),)
+    modules = {**small.modules, "image": ModuleProblem(workload=generator, trainable=whole, loss_weight=1.0)}
+    problem = replace(
+        small,
+        samples=tuple(samples),
+        modules=modules,
+        edges=(*small.edges, Edge(source="language_model", target="image")),
+        table=analytic_table({name: module.workload for name, module in modules.items()}, small.cluster),
+    )
+    plan = disttrain(problem)
+    assert plan.modules["image"].kind == "generator"
+    assert len({len(module.replicas) for module in plan.modules.values()}) > 1
+    evaluation = evaluate(problem, plan)
+    assert evaluation.fits
+    assert evaluation.iteration_time_s >= evaluation.lower_bound_s * (1 - 1e-9)
 
 
 def test_what_does_not_fit_is_said():

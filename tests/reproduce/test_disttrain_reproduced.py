@@ -2,22 +2,12 @@
 
 import pytest
 
+from motet.planner.disttrain import disttrain as plan_disttrain
+from motet.planner.disttrain import orchestrated_plan, orchestration_problem
+from motet.planner.evaluate import evaluate
 from motet.planner.orchestration import orchestrate
-from motet.reproduce.disttrain import (
-    ASSUMED,
-    BACKBONES,
-    LARGE,
-    MEGATRON_STAGES,
-    SMALL,
-    _transformer,
-    _unet,
-    _vit_huge,
-    disttrain,
-    megatron,
-    mllm,
-    proportional,
-    tables,
-)
+from motet.reproduce.disttrain import LARGE, MEGATRON_STAGES, SMALL, disttrain, megatron, problems, proportional, tables
+from motet.reproduce.disttrain_models import BACKBONES, backbone, mllm, unet, vit_huge
 
 
 def rows():
@@ -25,9 +15,9 @@ def rows():
 
 
 def test_the_models_have_the_papers_sizes():
-    assert _vit_huge(512)[1] == pytest.approx(0.63e9, rel=0.01)
-    assert _unet(512)[1] == pytest.approx(866e6, rel=0.01)
-    parameters = {size: _transformer(*shape, ASSUMED.vocabulary)[1] for size, shape in BACKBONES.items()}
+    assert vit_huge().num_parameters == pytest.approx(0.63e9, rel=0.01)
+    assert unet().num_parameters == pytest.approx(866e6, rel=0.01)
+    parameters = {size: backbone(size).num_parameters for size in BACKBONES}
     assert parameters["9B"] == pytest.approx(7e9, rel=0.05)
     assert parameters["15B"] == pytest.approx(13e9, rel=0.05)
     assert parameters["72B"] == pytest.approx(70e9, rel=0.05)
@@ -74,3 +64,16 @@ def test_table_2_uses_the_devices_it_is_given():
     found = orchestrate(mllm("72B", 112, 240))
     assert found.num_devices <= 112
     assert found.num_microbatches * found.degrees["language_model"].dp == 240
+
+
+def test_the_closed_form_is_what_the_simulator_finds():
+    """Encoder, language model and generator, unequal data parallelism: with messages and reductions within 5%."""
+    name, problem = problems()[0]
+    assert "9B" in name
+    plan = plan_disttrain(problem)
+    evaluation = evaluate(problem, plan)
+    assert evaluation.fits
+    best = orchestrate(orchestration_problem(problem))
+    simulated = evaluate(problem, orchestrated_plan(problem, best))
+    assert simulated.iteration_time_s == pytest.approx(best.iteration_s, rel=0.05)
+    assert evaluation.iteration_time_s <= simulated.iteration_time_s * (1 + 1e-9)

@@ -4,9 +4,9 @@ The figures' bars carry no numbers; what is published are the ranges in the text
 form that the planner itself minimizes (`motet.planner.orchestration`), fed with FLOPs that are counted layer by layer.
 One constant is calibrated, the language model's matrix efficiency, on one number: 54.7% MFU of MLLM-72B.
 
-What the paper leaves out, and what is assumed instead: `ASSUMED`. Megatron-LM is the paper's (8.1): tensor parallelism
-of 8, the language model in 1, 2 and 10 stages, one more stage for the encoder and one for the generator, both
-replicated inside the tensor-parallel group, the same data parallelism for all.
+What the paper leaves out, and what is assumed instead: `motet.reproduce.disttrain_models.Assumed`. Megatron-LM is the
+paper's (8.1): tensor parallelism of 8, the language model in 1, 2 and 10 stages, one more stage for the encoder and one
+for the generator, both replicated inside the tensor-parallel group, the same data parallelism for all.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,28 +14,25 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
-from motet.cluster import DEVICES, LINKS
-from motet.costs.analytic import layer_flops
-from motet.costs.load import Load
-from motet.costs.memory import RESERVE
 from motet.planner.orchestration import evaluate_degrees, orchestrate
 from motet.planner.profiling_size import proportional_allocation
-from motet.planner.units import Orchestration, OrchestrationProblem, Unit, UnitDegrees
+from motet.planner.units import Orchestration, UnitDegrees
+from motet.reproduce.disttrain_models import (
+    ASSUMED,
+    BACKBONES,
+    PEAK_FLOPS,
+    TRAINED,
+    Passes,
+    backbone_s,
+    mllm,
+    sample_flops,
+)
+from motet.reproduce.disttrain_problems import problems
 from motet.reproduce.tables import Row, Table
-from motet.workload import module_workload
-from motet.workload_diffusion import generator_workload
 
-SEQUENCE = 8192
-PEAK_FLOPS = DEVICES["a800"].peak("bfloat16")
-BACKBONES: Mapping[str, tuple[int, int, int, int, int]] = {
-    "9B": (32, 4096, 11008, 32, 32),
-    "15B": (40, 5120, 13824, 40, 40),
-    "72B": (80, 8192, 28672, 64, 8),
-}
-"""Table 1: layers, hidden size, MLP size, heads, groups."""
+__all__ = ["problems", "tables"]
+
 MEGATRON_STAGES: Mapping[str, int] = {"9B": 1, "15B": 2, "72B": 10}
-IMAGE_SIDE: Mapping[str, int] = {"9B": 512, "15B": 512, "72B": 1024}
-"""That the generator makes."""
 LARGE = (1296, {"9B": 1920, "15B": 1920, "72B": 1920})
 SMALL = (98, {"9B": 128, "15B": 64, "72B": 40})
 """Devices, and the global batch by model: sections 8.1 and 8.2."""
@@ -52,7 +49,7 @@ PUBLISHED_RANGES: Mapping[str, tuple[float, float]] = {
     "StepCCL, TP 8": (1.15, 1.17),
 }
 PUBLISHED_72B = {"MFU": 1.2, "throughput": 1.3}
-FROZEN_SETTINGS: Mapping[str, tuple[int, int, int]] = {
+FROZEN_SETTINGS: Mapping[str, Passes] = {
     "everything frozen": (1, 2, 2),
     "encoder trained": (3, 2, 2),
     "language model trained": (1, 3, 2),
@@ -60,31 +57,8 @@ FROZEN_SETTINGS: Mapping[str, tuple[int, int, int]] = {
 }
 """Passes that encoder, language model and generator compute: forward, input gradient, weight gradient. Projectors are
 always trained, so gradients go back to the encoder's projector."""
-TRAINED = (3, 3, 3)
 
 
-@dataclass(frozen=True)
-class Assumed:
-    """What the paper does not print."""
-
-    matrix_efficiency: float = 0.615
-    """Of the language model's kernels; the one calibrated constant."""
-    modality_efficiency: float = 0.4
-    """Of ViT and U-Net kernels, which are narrower."""
-    images: int = 4
-    """In each sequence of 8192 tokens, of 512 x 512 at the encoder (1024 tokens each)."""
-    exposed: float = 0.1
-    """Share of the tensor-parallel communication that StepCCL does not hide."""
-    nvlink_bytes_per_s: float = LINKS["nvlink-a800"].bytes_per_s
-    """Printed as 300 GB/s "bidirectional"; the A800's are 400, so 200 in one direction. Figure 22 lies between what 150
-    and 300 in one direction would give."""
-    network_bytes_per_s: float = 4 * LINKS["roce200"].bytes_per_s / 8
-    """Four cards for eight devices."""
-    vpp_sizes: tuple[int, ...] = (1, 2, 4)
-    vocabulary: int = 32000
-
-
-ASSUMED = Assumed()
 ASSUMPTIONS = (
     f"{ASSUMED.images} images a sequence, ViT and U-Net kernels at {ASSUMED.modality_efficiency:.0%} of peak, samples "
     "alike, Megatron-LM without StepCCL and interleaving"
@@ -94,149 +68,6 @@ CALIBRATED = "matrix efficiency, on 54.7% MFU of MLLM-72B"
 
 def tables() -> Sequence[Table]:
     return [_overall(), _deep_dive(), _frozen(), _step_ccl()]
-
-
-# The models ------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _transformer(layers: int, hidden: int, mlp: int, heads: int, groups: int, vocabulary: int) -> tuple[float, float]:
-    """FLOPs of a sequence's forward, parameters."""
-    workload = module_workload(
-        {
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "intermediate_size": mlp,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
-            "vocab_size": vocabulary,
-        }
-    )
-    load = Load(tokens=SEQUENCE, pairs=SEQUENCE**2, sequences=1, outputs=SEQUENCE, tokens_squared=SEQUENCE**2)
-    return sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers), workload.num_parameters
-
-
-@cache
-def _vit_huge(side: int) -> tuple[float, float]:
-    """FLOPs of an image's forward, parameters (0.63B)."""
-    workload = module_workload(
-        {
-            "model_type": "clip_vision_model",
-            "hidden_size": 1280,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "image_size": side,
-            "patch_size": 16,
-        }
-    )
-    tokens = (side // 16) ** 2
-    load = Load(tokens=tokens, pairs=tokens**2, sequences=1, outputs=tokens, tokens_squared=tokens**2)
-    return sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers), workload.num_parameters
-
-
-@cache
-def _unet(side: int) -> tuple[float, float]:
-    """Stable Diffusion 2.1's: FLOPs of an image's forward, parameters (866M). Encoding images into latents, which are
-    an eighth as wide, is left to preprocessing."""
-    workload = generator_workload(
-        {
-            "_class_name": "UNet2DConditionModel",
-            "cross_attention_dim": 1024,
-            "attention_head_dim": [5, 10, 20, 20],
-            "layers_per_block": 2,
-        }
-    )
-    tokens, text = (side // 8) ** 2, 77
-    load = Load(
-        tokens=tokens,
-        pairs=tokens**2,
-        sequences=1,
-        incoming=text,
-        incoming_pairs=text * tokens,
-        outputs=tokens,
-        tokens_squared=tokens**2,
-    )
-    return sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers), workload.num_parameters
-
-
-UNET_ACTIVATION_BYTES: Mapping[int, float] = {512: 4e9, 1024: 16e9}
-
-
-def mllm(
-    size: str,
-    num_devices: int,
-    global_batch_size: int,
-    *,
-    passes: tuple[int, int, int] = TRAINED,
-    assumed: Assumed = ASSUMED,
-    overlapped: bool = True,
-) -> OrchestrationProblem:
-    """MLLM-9B, 15B or 72B on A800s. `overlapped`: tensor-parallel communication is hidden by StepCCL."""
-    layers, hidden, *_ = BACKBONES[size]
-    _, parameters = _transformer(*BACKBONES[size], assumed.vocabulary)
-    vit_flops, vit_parameters = _vit_huge(512)
-    unet_flops, unet_parameters = _unet(IMAGE_SIDE[size])
-    side = IMAGE_SIDE[size]
-    network = assumed.network_bytes_per_s
-
-    def unit(index: int, num_parameters: float, **values: object) -> Unit:
-        trained = passes[index] == 3
-        # bfloat16 weights, float32 gradients, float32 weights and two moments.
-        return Unit(
-            state_bytes=(6 if trained else 2) * num_parameters,
-            optimizer_bytes=12 * num_parameters if trained else 0.0,
-            reduce_s=2 * num_parameters / network if trained else 0.0,
-            **values,  # type: ignore[arg-type]
-        )
-
-    modality_flops = PEAK_FLOPS * assumed.modality_efficiency
-    return OrchestrationProblem(
-        units={
-            "encoder": unit(
-                0,
-                vit_parameters,
-                role="encoder",
-                layer_costs=(1.0,) * 32,
-                seconds={1: passes[0] * assumed.images * vit_flops / modality_flops},
-                items_per_sample=assumed.images,
-                activation_bytes={1: 34 * assumed.images * 1024 * 1280 * 32},
-            ),
-            "language_model": unit(
-                1,
-                parameters,
-                role="language_model",
-                layer_costs=(1.0,) * layers,
-                seconds={tp: _backbone_s(size, tp, passes[1], assumed, overlapped) for tp in (1, 2, 4, 8)},
-                activation_bytes={tp: 34 * SEQUENCE * hidden * layers / tp for tp in (1, 2, 4, 8)},
-                boundary_s=2 * 2 * SEQUENCE * hidden / network,
-                vpp_sizes=assumed.vpp_sizes,
-            ),
-            "generator": unit(
-                2,
-                unet_parameters,
-                role="generator",
-                layer_costs=(1.0,),
-                seconds={1: passes[2] * assumed.images * unet_flops / modality_flops},
-                items_per_sample=assumed.images,
-                activation_bytes={1: assumed.images * UNET_ACTIVATION_BYTES[side]},
-            ),
-        },
-        num_devices=num_devices,
-        global_batch_size=global_batch_size,
-        device_bytes=(1 - RESERVE) * DEVICES["a800"].memory_bytes,
-    )
-
-
-def _backbone_s(size: str, tp: int, passes: int, assumed: Assumed, overlapped: bool) -> float:
-    """One sequence through the language model: FLOPs, and two all-reduces a layer in each of forward and backward."""
-    layers, hidden, *_ = BACKBONES[size]
-    flops, _ = _transformer(*BACKBONES[size], assumed.vocabulary)
-    message = 2 * SEQUENCE * hidden * 2 * (tp - 1) / tp
-    communication = 2 * 2 * layers * message / assumed.nvlink_bytes_per_s
-    exposed = assumed.exposed if overlapped else 1.0
-    return passes * flops / (tp * PEAK_FLOPS * assumed.matrix_efficiency) + exposed * communication
 
 
 # Who is compared -------------------------------------------------------------------------------------------------
@@ -253,31 +84,25 @@ class Outcome:
         size: str,
         found: Orchestration,
         global_batch_size: int,
-        passes: tuple[int, int, int],
+        passes: Passes,
         *,
         allocated: int | None = None,
     ) -> "Outcome":
         """`allocated`: devices that count even if they stay idle."""
-        flops = (
-            ASSUMED.images * _vit_huge(512)[0],
-            _transformer(*BACKBONES[size], ASSUMED.vocabulary)[0],
-            ASSUMED.images * _unet(IMAGE_SIDE[size])[0],
-        )
+        flops = sample_flops(size, ASSUMED.images)
         work = global_batch_size * sum(count * each for count, each in zip(passes, flops, strict=True))
         num_devices = allocated or found.num_devices
         return Outcome(num_devices, found.iteration_s, work / (found.iteration_s * num_devices * PEAK_FLOPS))
 
 
 @cache
-def disttrain(size: str, num_devices: int, batch: int, passes: tuple[int, int, int] = TRAINED) -> Outcome:
+def disttrain(size: str, num_devices: int, batch: int, passes: Passes = TRAINED) -> Outcome:
     found = orchestrate(mllm(size, num_devices, batch, passes=passes))
     return Outcome.of(size, found, batch, passes)
 
 
 @cache
-def megatron(
-    size: str, num_devices: int, batch: int, passes: tuple[int, int, int] = TRAINED, *, overlapped: bool = False
-) -> Outcome:
+def megatron(size: str, num_devices: int, batch: int, passes: Passes = TRAINED, *, overlapped: bool = False) -> Outcome:
     """On as many devices as its rigid layout can use: the largest data parallelism that divides the batch."""
     stages = MEGATRON_STAGES[size]
     dp = max(dp for dp in range(1, num_devices // (8 * (stages + 2)) + 1) if batch % dp == 0)
@@ -409,7 +234,7 @@ def _step_ccl() -> Table:
     rows: list[Row] = []
     for tp in (4, 8):
         gains = [
-            _backbone_s(size, tp, 3, ASSUMED, overlapped=False) / _backbone_s(size, tp, 3, ASSUMED, overlapped=True)
+            backbone_s(size, tp, 3, ASSUMED, overlapped=False) / backbone_s(size, tp, 3, ASSUMED, overlapped=True)
             for size in BACKBONES
         ]
         rows += _range_rows(f"gain with tensor parallelism of {tp}", f"StepCCL, TP {tp}", gains)

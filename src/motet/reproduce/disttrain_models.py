@@ -1,0 +1,197 @@
+"""The models of DistTrain's evaluation (Table 1, section 8) on its cluster: shapes, FLOPs, and what the closed form is
+given. What the paper does not print is `Assumed`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from motet.cluster import DEVICES, LINKS
+from motet.costs.analytic import layer_flops
+from motet.costs.load import Load
+from motet.costs.memory import RESERVE
+from motet.planner.units import OrchestrationProblem, Unit
+from motet.workload import ModuleWorkload, module_workload
+from motet.workload_diffusion import generator_workload
+
+SEQUENCE = 8192
+PEAK_FLOPS = DEVICES["a800"].peak("bfloat16")
+BACKBONES: Mapping[str, tuple[int, int, int, int, int]] = {
+    "9B": (32, 4096, 11008, 32, 32),
+    "15B": (40, 5120, 13824, 40, 40),
+    "72B": (80, 8192, 28672, 64, 8),
+}
+"""Table 1: layers, hidden size, MLP size, heads, groups."""
+ENCODED_SIDE = 512
+IMAGE_SIDE: Mapping[str, int] = {"9B": 512, "15B": 512, "72B": 1024}
+"""That the generator makes."""
+Passes = tuple[int, int, int]
+"""That encoder, language model and generator compute: forward, input gradient, weight gradient."""
+TRAINED: Passes = (3, 3, 3)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What the paper does not print."""
+
+    matrix_efficiency: float = 0.615
+    """Of the language model's kernels; the one calibrated constant."""
+    modality_efficiency: float = 0.4
+    """Of ViT and U-Net kernels, which are narrower."""
+    images: int = 4
+    """In each sequence of 8192 tokens, of 512 x 512 at the encoder (1024 tokens each)."""
+    exposed: float = 0.1
+    """Share of the tensor-parallel communication that StepCCL does not hide."""
+    nvlink_bytes_per_s: float = LINKS["nvlink-a800"].bytes_per_s
+    """Printed as 300 GB/s "bidirectional"; the A800's are 400, so 200 in one direction. Figure 22 lies between what 150
+    and 300 in one direction would give."""
+    network_bytes_per_s: float = 4 * LINKS["roce200"].bytes_per_s / 8
+    """Four cards for eight devices."""
+    vpp_sizes: tuple[int, ...] = (1, 2, 4)
+    vocabulary: int = 32000
+
+
+ASSUMED = Assumed()
+
+
+@cache
+def backbone(size: str) -> ModuleWorkload:
+    layers, hidden, mlp, heads, groups = BACKBONES[size]
+    return module_workload(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "vocab_size": ASSUMED.vocabulary,
+        }
+    )
+
+
+@cache
+def vit_huge() -> ModuleWorkload:
+    """0.63B parameters."""
+    return module_workload(
+        {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1280,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "image_size": ENCODED_SIDE,
+            "patch_size": 16,
+        }
+    )
+
+
+@cache
+def unet() -> ModuleWorkload:
+    """Stable Diffusion 2.1's (866M parameters). Encoding images into latents, which are an eighth as wide, is left to
+    preprocessing."""
+    return generator_workload(
+        {
+            "_class_name": "UNet2DConditionModel",
+            "cross_attention_dim": 1024,
+            "attention_head_dim": [5, 10, 20, 20],
+            "layers_per_block": 2,
+        }
+    )
+
+
+def _forward_flops(workload: ModuleWorkload, tokens: int, incoming: int = 0) -> float:
+    load = Load(
+        tokens=tokens,
+        pairs=tokens**2,
+        sequences=1,
+        incoming=incoming,
+        incoming_pairs=incoming * tokens,
+        outputs=tokens,
+        tokens_squared=tokens**2,
+    )
+    return sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers)
+
+
+@cache
+def sample_flops(size: str, images: int) -> tuple[float, float, float]:
+    """Of one pass of one sample through encoder, language model and generator."""
+    return (
+        images * _forward_flops(vit_huge(), (ENCODED_SIDE // 16) ** 2),
+        _forward_flops(backbone(size), SEQUENCE),
+        images * _forward_flops(unet(), (IMAGE_SIDE[size] // 8) ** 2, incoming=77),
+    )
+
+
+UNET_ACTIVATION_BYTES: Mapping[int, float] = {512: 4e9, 1024: 16e9}
+
+
+def mllm(
+    size: str,
+    num_devices: int,
+    global_batch_size: int,
+    *,
+    passes: Passes = TRAINED,
+    assumed: Assumed = ASSUMED,
+    overlapped: bool = True,
+) -> OrchestrationProblem:
+    """MLLM-9B, 15B or 72B on A800s. `overlapped`: tensor-parallel communication is hidden by StepCCL."""
+    layers, hidden, *_ = BACKBONES[size]
+    flops = sample_flops(size, assumed.images)
+    network = assumed.network_bytes_per_s
+
+    def unit(index: int, num_parameters: float, **values: object) -> Unit:
+        trained = passes[index] == 3
+        # bfloat16 weights, float32 gradients, float32 weights and two moments.
+        return Unit(
+            state_bytes=(6 if trained else 2) * num_parameters,
+            optimizer_bytes=12 * num_parameters if trained else 0.0,
+            reduce_s=2 * num_parameters / network if trained else 0.0,
+            **values,  # type: ignore[arg-type]
+        )
+
+    modality_flops = PEAK_FLOPS * assumed.modality_efficiency
+    return OrchestrationProblem(
+        units={
+            "encoder": unit(
+                0,
+                vit_huge().num_parameters,
+                role="encoder",
+                layer_costs=(1.0,) * 32,
+                seconds={1: passes[0] * flops[0] / modality_flops},
+                items_per_sample=assumed.images,
+                activation_bytes={1: 34 * assumed.images * 1024 * 1280 * 32},
+            ),
+            "language_model": unit(
+                1,
+                backbone(size).num_parameters,
+                role="language_model",
+                layer_costs=(1.0,) * layers,
+                seconds={tp: backbone_s(size, tp, passes[1], assumed, overlapped) for tp in (1, 2, 4, 8)},
+                activation_bytes={tp: 34 * SEQUENCE * hidden * layers / tp for tp in (1, 2, 4, 8)},
+                boundary_s=2 * 2 * SEQUENCE * hidden / network,
+                vpp_sizes=assumed.vpp_sizes,
+            ),
+            "generator": unit(
+                2,
+                unet().num_parameters,
+                role="generator",
+                layer_costs=(1.0,),
+                seconds={1: passes[2] * flops[2] / modality_flops},
+                items_per_sample=assumed.images,
+                activation_bytes={1: assumed.images * UNET_ACTIVATION_BYTES[IMAGE_SIDE[size]]},
+            ),
+        },
+        num_devices=num_devices,
+        global_batch_size=global_batch_size,
+        device_bytes=(1 - RESERVE) * DEVICES["a800"].memory_bytes,
+    )
+
+
+def backbone_s(size: str, tp: int, passes: int, assumed: Assumed, overlapped: bool) -> float:
+    """One sequence through the language model: FLOPs, and two all-reduces a layer in each of forward and backward."""
+    layers, hidden, *_ = BACKBONES[size]
+    flops = sample_flops(size, assumed.images)[1]
+    message = 2 * SEQUENCE * hidden * 2 * (tp - 1) / tp
+    communication = 2 * 2 * layers * message / assumed.nvlink_bytes_per_s
+    exposed = assumed.exposed if overlapped else 1.0
+    return passes * flops / (tp * PEAK_FLOPS * assumed.matrix_efficiency) + exposed * communication
