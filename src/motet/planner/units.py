@@ -31,8 +31,8 @@ class Unit:
     """Parameters and gradients."""
     optimizer_bytes: float = 0.0
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
-    """Of one sample on each rank of a tensor-parallel group, by its size; none where there is no entry. Not all of it is
-    divided by the group."""
+    """Of one sample on each rank of a tensor-parallel group, by its size; none where there is no entry. Not all of it
+    is divided by the group."""
     boundary_s: float = 0.0
     """One sample's message to the next stage, and its gradient's way back."""
     reduce_s: float = 0.0
