@@ -106,6 +106,15 @@ def test_any_mask_against_dense(mask: IntervalMask, block_size: int) -> None:
         assert tile_counts(mask, block_size).full.size == block_map(mask, block_size=block_size).size == 0
 
 
+@given(mask=any_masks(), block_size=st.integers(1, 10))
+@settings(max_examples=60, deadline=None)
+def test_few_keys_are_searched_for(mask: IntervalMask, block_size: int) -> None:
+    if mask.num_tokens:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(blocks, "_FEW", 0)  # All sets of keys are few.
+            check_against_dense(mask, mask.dense(), block_size)
+
+
 def test_bit_63_is_a_class_like_any_other() -> None:
     """64 classes, each of which sees only itself: the last one's bit is a word's sign."""
     token_class = np.arange(130) % 64

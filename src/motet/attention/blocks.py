@@ -29,6 +29,8 @@ Integers = NDArray[np.integer]
 _EVERY_CLASS = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _ROWS_AT_A_TIME = 256
 """Of a block map: 8 bytes a tile are needed while they are written."""
+_FEW = 16
+"""Keys that are fewer than the tokens by this factor are searched for, instead of counting through all tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +59,7 @@ def row_pairs(mask: IntervalMask) -> Int64:
     for lo, hi in _intervals(mask):
         sizes = hi - lo
         for before, rows in limited:
-            sizes[rows] = before[hi[rows]] - before[lo[rows]]
+            sizes[rows] = before(hi[rows]) - before(lo[rows])
         pairs += sizes
     return pairs
 
@@ -132,12 +134,15 @@ def _has_only(present: UInt64, keys: UInt64 | np.uint64) -> Bool:
     return (present & ~keys) == 0
 
 
-def _keys_before(mask: IntervalMask, keys: np.uint64) -> Int32:
-    """[T + 1]: how many tokens of the classes in `keys` stand before a place."""
+def _keys_before(mask: IntervalMask, keys: np.uint64) -> Callable[[Int32], Integers]:
+    """How many tokens of the classes in `keys` stand before each of some places, 0 to T."""
     counted = ((_bit(np.arange(len(mask.class_mask))) & keys) != 0)[mask.token_class]
+    positions = np.flatnonzero(counted)
+    if len(positions) * _FEW < mask.num_tokens:
+        return lambda places: np.searchsorted(positions, places)
     before = np.zeros(mask.num_tokens + 1, np.int32)
     np.cumsum(counted, out=before[1:])
-    return before
+    return lambda places: before[places]
 
 
 # Queries, and the ranges of key blocks that they see ------------------------------------------------------------------
@@ -201,7 +206,7 @@ def _touched(queries: _Queries) -> _Ranges:
             parts.append(_merged(row, first + 1, last, keys))
             before = _keys_before(queries.mask, keys)  # In the tiles at both ends, only some keys lie in the interval.
             for tile in (first, last):
-                inside = before[np.minimum(end, (tile + 1) * size)] - before[np.maximum(begin, tile * size)]
+                inside = before(np.minimum(end, (tile + 1) * size)) - before(np.maximum(begin, tile * size))
                 parts.append(_merged(row, tile, tile + (inside > 0)))
     return _union(_joined(parts), queries.num_blocks)
 
