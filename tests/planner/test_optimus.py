@@ -12,6 +12,7 @@ from motet.planner.evaluate import evaluate
 from motet.planner.optimus import assignment_of, plan_of, schedule_of
 from motet.planner.optimus_layouts import EncoderLayout, LlmLayout, LlmSide, encoder_layouts, solutions
 from motet.schedule.dependencies import Dependencies
+from motet.schedule.generators import GENERATORS
 from motet.schedule.routes import derive_routes
 from motet.schedule.validate import validate
 
@@ -65,6 +66,8 @@ def test_every_rank_holds_encoder_and_language_model():
 def test_the_plan_can_be_evaluated(num_devices):
     problem = problem_with(num_devices=num_devices)
     evaluation = evaluate(problem, make_plan(problem, "optimus"))
+    dependencies = evaluation.program.dependencies
+    validate(GENERATORS[evaluation.plan.schedule](dependencies.routes, evaluation.costs.compute_s), dependencies)
     assert evaluation.fits
     assert evaluation.plan.num_ranks == num_devices
     assert evaluation.iteration_time_s >= evaluation.lower_bound_s

@@ -7,6 +7,7 @@ import pytest
 from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.optimus_bubbles import schedule_bubbles
+from motet.planner.optimus_layouts import solutions
 from motet.planner.partition import partition
 from motet.reproduce import optimus_published as paper
 from motet.reproduce.optimus import problems, table_5, table_7, table_7_narrow, table_10
@@ -126,6 +127,8 @@ def test_a_planner_takes_the_problems():
     evaluation = evaluate(problem, make_plan(problem, "optimus"))
     assert evaluation.fits
     assert evaluation.plan.num_ranks == problem.num_devices
+    # Kernels in bubbles against whole actions on the simulator's clock, messages included.
+    assert evaluation.iteration_time_s == pytest.approx(solutions(problem)[0].iteration_s, rel=0.05)
 
 
 def test_equal_cuts_are_resolved_as_appendix_b_does():

@@ -25,7 +25,7 @@ from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 
-MAX_SIMULATED = 3
+MAX_SIMULATED = 4
 """Of the best layouts, by the bubble scheduler's account, so many are simulated as plans."""
 
 
@@ -38,7 +38,7 @@ def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> 
 
 
 def plan_of(solution: Solution) -> Plan:
-    problem, llm = solution.problem, solution.llm
+    problem = solution.problem
     sink = problem.sinks[0]
     modules = {}
     for name in problem.modules:
@@ -56,7 +56,7 @@ def plan_of(solution: Solution) -> Plan:
         modules=modules,
         edges=problem.edges,
         num_microbatches=problem.num_microbatches,
-        schedule="interleaved_1f1b_adjusted" if llm.num_chunks > 1 else "1f1b",
+        schedule="bubble_filling",
         planner="optimus",
         recompute=problem.recompute,
     )
