@@ -3,7 +3,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import language_model, module, replica, routes_of, samples
+from plans import interleaved, language_model, module, replica, routes_of, samples
 
 from motet.data.assignment import BatchAssignment
 from motet.plan import Edge, Plan
@@ -11,7 +11,7 @@ from motet.schedule.action import Compute, Durations, Kind, unit_duration
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.bubble_filling import bubble_filling
 from motet.schedule.generators.fill_bubbles import BubblesToFill, FillingClock, Policy
-from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b_adjusted, order_in_rounds
+from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interleaved_1f1b_adjusted, order_in_rounds
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.lower import lower
 from motet.schedule.order import iteration_s
@@ -74,14 +74,13 @@ def test_it_beats_list_scheduling(
 ) -> None:
     routes = colocated(num_groups, num_chunks, 16, layers_per_group)
     costs = seconds(vision=vision_s, llm=llm_s)
+    alone = routes_of(interleaved(num_groups, num_chunks, 16))
     dependencies = Dependencies(routes)
     filled, by_list = bubble_filling(routes, costs), listed(routes, costs)
     assert iteration_s(filled, dependencies, costs) < iteration_s(by_list, dependencies, costs)
-    # The language model's own order stays as it is.
-    given = order_in_rounds(routes, {"llm"}, forwards_per_place=1)
-    assert given is not None
-    for (rank,), numbers in given:
-        assert of_module(filled.ranks[rank], "llm") == dependencies.actions(numbers)
+    # The language model's own order stays as it is, with one of the two warm-ups.
+    orders = [interleaved_1f1b(alone).text(), interleaved_1f1b_adjusted(alone).text()]
+    assert Schedule([of_module(actions, "llm") for actions in filled.ranks]).text() in orders
 
 
 def test_a_frozen_encoder_costs_little_more_than_its_work() -> None:

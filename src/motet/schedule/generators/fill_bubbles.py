@@ -5,8 +5,8 @@ same ranks) have none. When ranks are free
 
 1. a filling forward begins that is urgent: fewer than `lookahead` microbatches ahead of what its consumer has begun;
 2. else the next action of the given order, if it is ready;
-3. else any filling action that is ready, the forward that is needed first or the backward that is ready longest. If it
-   is known when the given order can go on, only one that does not end much later (`lateness`).
+3. else any filling action that is ready, forwards before backwards, what is needed first before the rest. If it is
+   known when the given order can go on, only one that does not end much later (`lateness`).
 
 Nothing deadlocks: the given order waits for filling forwards only, these wait for no more than their own producers, and
 when nothing runs every action that is ready may begin.
@@ -31,9 +31,7 @@ from motet.schedule.schedule import Schedule
 class Policy(NamedTuple):
     lookahead: int
     """By how many microbatches filling forwards go before the given order."""
-    forwards_first: bool = True
-    """Whether gaps are filled with forwards before backwards."""
-    lateness: float = 1.0
+    lateness: float = 0.5
     """By how much of its own duration an action that fills a gap may outlast it."""
 
 
@@ -190,16 +188,15 @@ class FillingClock:
         return None if best is None else best[1]
 
     def _filling(self, now: float, lanes: Sequence[int]) -> int | None:
-        best: tuple[bool, int, int] | None = None
-        for lane in lanes:
-            for candidate in (self._forward(lane), self._backward(lane)):
-                if candidate is None:
-                    continue
-                is_forward = candidate[1] < self.bubbles.num_cells
-                key = (is_forward != self.policy.forwards_first, *candidate)
-                if (best is None or key < best) and self._fits_gap(now, lane, candidate[1]):
-                    best = key
-        return None if best is None else best[2]
+        for next_of in (self._forward, self._backward):
+            best: tuple[int, int] | None = None
+            for lane in lanes:
+                candidate = next_of(lane)
+                if candidate is not None and (best is None or candidate < best):
+                    best = candidate if self._fits_gap(now, lane, candidate[1]) else best
+            if best is not None:
+                return best[1]
+        return None
 
     def _forward(self, lane: int) -> tuple[int, int] | None:
         """The lane's next forward, if its units are free and have room for what it keeps."""

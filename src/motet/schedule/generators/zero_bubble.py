@@ -10,8 +10,9 @@ shorter than one of H1: its last rank begins (P - 1) F later than the first. It 
 modules run beside each other, or where iterations overlap; the latter needs the paper's optimizer step that waits for
 no other rank, and motet's waits for the norm of all gradients.
 
-Over modules that cut the batch differently, or ranks that stages share, the order that is split comes from the list
-scheduler under the same limit on microbatches in flight, and a rank holds no more than there.
+Over modules that cut the batch differently, or ranks that stages share, another schedule's order is split, and a rank
+holds no more than there: in H1 bubble filling's (interleaved 1F1B's or the list scheduler's, where that one does not
+apply), in H2 the list scheduler's with about twice as many microbatches in flight.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ import numpy as np
 from motet.arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
+from motet.schedule.generators.bubble_filling import bubble_filling
 from motet.schedule.generators.fill_weights import Group, fill_weights
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.generators.turns import one_group
@@ -43,6 +45,8 @@ def _zero_bubble(
     routes: Routes, costs: Durations | None, memory: MemoryLimit | None, *, forwards_per_stage: int
 ) -> Schedule:
     if memory is not None or shares_ranks(routes) or not cuts_alike(routes):
+        if forwards_per_stage == 1:
+            return split(routes, bubble_filling(routes, costs, memory=memory), costs, memory)
         in_flight = {stage: forwards_per_stage * (n - 1) + 1 for stage, n in microbatches_in_flight(routes).items()}
         return split(routes, list_schedule(routes, costs, in_flight=in_flight, memory=memory), costs, memory)
     distances = distances_to_sink(routes)
