@@ -5,6 +5,7 @@ assumes them; here costs are motet's analytic ones instead of one efficiency for
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
@@ -12,11 +13,8 @@ from motet.costs.memory import MemoryOptions
 from motet.data.sample import Sample, Segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.reproduce.disttrain_models import ASSUMED, IMAGE_SIDE, SEQUENCE, backbone, unet, vit_huge
+from motet.reproduce.disttrain_models import ASSUMED, ENCODED_SIDE, IMAGE_SIDE, SEQUENCE, backbone, unet, vit_huge
 from motet.workload import ModuleWorkload, with_projector
-
-IMAGE_TOKENS = 1024
-"""Of an image of 512 x 512 at the encoder."""
 
 
 def problems() -> list[tuple[str, PlanningProblem]]:
@@ -68,22 +66,42 @@ def problem(
     )
 
 
+def sample_with(alike: PlanningProblem, index: int, num_images: int) -> Sample:
+    """One of the problem's samples, but with so many images: first they, then text, together as long as before; each
+    image is made again by the generator."""
+    layouts = alike.samples[0].layouts
+    image, latents = layouts["vision"][0], layouts["image"][0]
+    num_tokens = alike.samples[0].num_tokens("language_model") - num_images * image.outputs
+    text = (Segment(num_tokens),) if num_tokens else ()
+    return Sample(
+        str(index),
+        {
+            "vision": tuple(replace(image, item=i) for i in range(num_images)),
+            "language_model": (
+                *(Segment(image.outputs, source="vision", item=i) for i in range(num_images)),
+                *text,
+            ),
+            "image": tuple(replace(latents, item=i) for i in range(num_images)),
+        },
+        {"language_model": num_tokens, "image": num_images * latents.num_tokens},
+    )
+
+
 def _sample(size: str) -> Sample:
-    """Images first, then text, as many tokens as the sequence has; each image is made again by the generator."""
     num_images, latents = ASSUMED.images, (IMAGE_SIDE[size] // 8) ** 2
-    side = 512 // 16
+    side = ENCODED_SIDE // 16
+    num_text_tokens = SEQUENCE - num_images * side**2
     return Sample(
         "0",
         {
             "vision": tuple(
-                Segment(1 + IMAGE_TOKENS, item=i, num_outputs=IMAGE_TOKENS, grid=(side, side))
-                for i in range(num_images)
+                Segment(1 + side**2, item=i, num_outputs=side**2, grid=(side, side)) for i in range(num_images)
             ),
             "language_model": (
-                *(Segment(IMAGE_TOKENS, source="vision", item=i) for i in range(num_images)),
-                Segment(SEQUENCE - num_images * IMAGE_TOKENS),
+                *(Segment(side**2, source="vision", item=i) for i in range(num_images)),
+                Segment(num_text_tokens),
             ),
             "image": tuple(Segment(latents, item=i) for i in range(num_images)),
         },
-        {"language_model": SEQUENCE - num_images * IMAGE_TOKENS, "image": num_images * latents},
+        {"language_model": num_text_tokens, "image": num_images * latents},
     )
