@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tiny_configs import EVERY_MODEL
 
@@ -19,6 +20,7 @@ from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, lower
 from motet.schedule.routes import Cell, derive_routes
+from motet.simulator.costs import ArrayCosts
 from motet.workload import module_workload, with_projector
 
 VISION = with_projector(module_workload(EVERY_MODEL["siglip"][0]), "mlp", 64)
@@ -300,3 +302,41 @@ def test_after_the_input_half_inputs_and_output_gradients_of_linears_remain():
     assert costs.saved_bytes(CELL, half=True) == 4 * (2 * (inputs + outputs) + head)
     frozen = bind(small_plan())
     assert frozen.saved_bytes(Cell("text", 0, 0, 0), half=True) == 0
+
+
+@pytest.mark.parametrize(
+    "plan", [small_plan(), small_plan(text_trainable=((0, 4),), recompute=("text",), tp=True), cut_plan(cp_size=2)]
+)
+def test_answers_by_number_are_those_for_each(plan):
+    samples = LONG if len(plan.modules) == 1 else SAMPLES
+    costs = bind(plan, samples)
+    dependencies = Dependencies(costs.routes)
+    assert isinstance(costs, ArrayCosts)
+    seconds = costs.compute_seconds(dependencies)
+    for number, action in enumerate(dependencies.actions(np.arange(dependencies.num_actions))):
+        assert costs.compute_s(action) == seconds[number]
+    whole, half = costs.saved_sizes(dependencies)
+    for number, cell in enumerate(costs.routes.cells):
+        assert costs.saved_bytes(cell, False) == whole[number]
+        assert costs.saved_bytes(cell, True) == half[number]
+    program = lower(GENERATORS["1f1b"](costs.routes), dependencies)
+    sizes = costs.carried_sizes(dependencies)[program.message_value]
+    assert [costs.message_bytes(message) for message in program.messages] == sizes.tolist()
+    for message, size in zip(program.messages, sizes.tolist(), strict=True):
+        latency_s, bytes_per_s = costs.link(message.sender, message.receiver)
+        assert costs.message_s(message) == pytest.approx(latency_s + size / bytes_per_s)
+
+
+def test_zero1_gathers_the_new_parameters():
+    copies = small_plan(text_trainable=((0, 4),))
+    stages = tuple(
+        replace(s, ranks=(rank,)) for s, rank in zip(copies.modules["text"].replicas[0].stages, (3, 4), strict=True)
+    )
+    text = replace(copies.modules["text"], replicas=(*copies.modules["text"].replicas, Replica(stages=stages)))
+    plan = replace(copies, modules={**copies.modules, "text": text})
+    reduce = Reduce("text", 0, 2)
+    plain, sharded = (bind(plan, memory=MemoryOptions(zero1=zero1)) for zero1 in (False, True))
+    assert plain.gather_s(reduce) == 0
+    num_bytes = sum(layer.num_parameters for layer in TEXT.layers[:2]) * 4
+    link = LINKS["loopback"]
+    assert sharded.gather_s(reduce) == pytest.approx(link.latency_s + num_bytes / 2 / link.bytes_per_s)

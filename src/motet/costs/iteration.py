@@ -1,8 +1,8 @@
 """The costs of one iteration's actions and messages: plan, routes and samples bound to a cost table and a cluster.
 
-Implements `motet.simulator.costs.Costs`. Which parts of a backward a layer pays is decided from the routes, over the
-whole graph of modules, and inside a stage layer by layer: an input gradient is needed only if something trainable lies
-strictly before (thesis 3.3.1). Recomputation runs a block's forward once more if the block has any gradient to compute.
+Implements `Costs`, `ArrayCosts` and `ShardedCosts` of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`)
+and one load cost the same, so many are answered at once. Recomputation runs a block's forward once more if the block
+has any gradient to compute.
 
 Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast, the tokens and pairs of
 a sequence to be divided equally over a context-parallel group.
@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from motet.arrays import Floats, Ints
 from motet.cluster import Cluster
-from motet.costs.collectives import collective_terms
+from motet.costs.cells import CellKind, Cells, LayerGradients
+from motet.costs.collectives import collective_seconds, collective_terms
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.cost_model import ZERO, CostTable, Quadratic, total
-from motet.costs.load import Load, microbatch_load
+from motet.costs.load import Load
 from motet.costs.memory import (
     DEFAULT_MEMORY,
     MemoryOptions,
@@ -27,27 +31,15 @@ from motet.costs.memory import (
 from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
 from motet.schedule.action import Compute, Kind, Reduce
-from motet.schedule.dependencies import Holder, reductions
+from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Routes
 from motet.workload import LayerShape, ModuleWorkload
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGradients:
-    """Which gradients a layer computes for a microbatch."""
-
-    input_gradient: bool
-    weight_gradient: bool
-
-    @property
-    def any(self) -> bool:
-        return self.input_gradient or self.weight_gradient
-
-
-@dataclass(frozen=True, slots=True)
 class _StageCosts:
-    """Seconds of a stage, for one pattern of gradients."""
+    """Seconds of a stage, for one pattern of gradients, as functions of its ranks' load."""
 
     forward: Quadratic
     input_half: Quadratic
@@ -73,11 +65,8 @@ class IterationCosts:
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
-        self._loads: dict[tuple[str, int, int], Load] = {}
-        self._stage_costs: dict[object, _StageCosts] = {}
-        self._gradients: dict[Cell, tuple[LayerGradients, ...]] = {}
-        self._patterns: dict[object, tuple[LayerGradients, ...]] = {}
-        """The few different ones among them, so that equal ones are the same object."""
+        self.cells = Cells(routes, samples, workloads)
+        self._saved: dict[tuple[int, int], tuple[int, int]] = {}
 
     # Seconds --------------------------------------------------------------------------------------------------------
 
@@ -89,59 +78,127 @@ class IterationCosts:
         )
 
     def compute_s(self, action: Compute) -> float:
-        costs, load = self._costs_of(action.cell), self.rank_load(action.cell)
-        if action.kind is Kind.FORWARD:
-            return costs.forward.seconds(load)
-        seconds = 0.0
-        if action.kind is not Kind.WEIGHT:
-            seconds += costs.input_half.seconds(load)
-        if action.kind is not Kind.INPUT:
-            seconds += costs.weight_half.seconds(load)
-        return seconds
+        return self._seconds_of[KINDS.index(action.kind)][self.routes.number_of_cell[action.cell]]
+
+    def compute_seconds(self, dependencies: Dependencies) -> Floats:
+        assert dependencies.routes is self.routes
+        return self._seconds.reshape(-1)
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        """By kind of action (`KINDS`) and cell."""
+        cells = self.cells
+        terms = np.array(
+            [
+                [_of_microbatch(part, kind.stage.cp_size) for part in (c.forward, c.input_half, c.weight_half)]
+                for kind in cells.kinds
+                for c in (self._sum_stage(kind),)
+            ]
+        ).reshape(-1, 3, len(Quadratic._fields))
+        sums = np.array([(1.0, *load) for load in cells.loads]).reshape(-1, len(Quadratic._fields))
+        forward, input_half, weight_half = np.einsum("ckt,ct->kc", terms[cells.kind], sums[cells.load])
+        by_kind = {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: input_half + weight_half,
+            Kind.INPUT: input_half,
+            Kind.WEIGHT: weight_half,
+        }
+        return np.stack([by_kind[kind] for kind in KINDS])
+
+    @cached_property
+    def _seconds_of(self) -> list[list[float]]:
+        return self._seconds.tolist()
 
     def message_s(self, message: Message) -> float:
         return message_seconds(self.table, self.cluster, message.sender, message.receiver, self.message_bytes(message))
 
+    def link(self, sender: int, receiver: int) -> tuple[float, float]:
+        """Latency and bytes per second of messages; measured links stand for all of the cluster's."""
+        link = self.table.message or self.cluster.link(sender, receiver)
+        return link.latency_s, link.bytes_per_s
+
     def reduce_s(self, reduce: Reduce) -> float:
+        groups, num_bytes = self._shard_groups(reduce)
+        return max(all_reduce_seconds(self.table, self.cluster, ranks, num_bytes) for ranks in groups)
+
+    def gather_s(self, reduce: Reduce) -> float:
+        """With ZeRO-1, each rank updates a share of the parameters, and all gather the new ones."""
+        if not self.memory.zero1:
+            return 0.0
+        groups, num_bytes = self._shard_groups(reduce)
+        return max(collective_seconds(self.cluster, "all_gather", ranks, num_bytes) for ranks in groups)
+
+    def _shard_groups(self, reduce: Reduce) -> tuple[list[tuple[int, ...]], int]:
+        """For each tensor-parallel shard, the ranks that hold it (context-parallel ones do), and its size in bytes."""
         holders = self._reductions[reduce]
         tp_size = self._stage_of(holders[0]).tp_size
-        num_bytes = self._reduced_bytes(reduce, tp_size)
-        # Context-parallel ranks hold the same shard, and sum their gradients too.
-        groups = [tuple(rank for holder in holders for rank in holder.ranks[t::tp_size]) for t in range(tp_size)]
-        return max(
-            all_reduce_seconds(self.table, self.cluster, tuple(dict.fromkeys(ranks)), num_bytes) for ranks in groups
-        )
+        groups = [
+            tuple(dict.fromkeys(rank for holder in holders for rank in holder.ranks[t::tp_size]))
+            for t in range(tp_size)
+        ]
+        return groups, self._reduced_bytes(reduce, tp_size)
 
     # Bytes ----------------------------------------------------------------------------------------------------------
 
     def message_bytes(self, message: Message) -> int:
         source, target = message.source, message.target
-        workload = self._workload(source.module)
-        rows, width = workload.boundary(self.routes.stage(source).layers[1])
         if source.module == target.module:
-            load = self.rank_load(source)
-            return round((load.tokens if rows == "tokens" else load.outputs) * width * self.memory.activation_bytes)
-        data_module = self.plan.modules[source.module].data_module(source.module)
+            return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source))
         route = next(route for route in self.routes.outgoing[source] if route.target == target)
-        num_tokens = sum(self.samples[i].num_outputs(data_module) for i in route.samples)
+        return self._output_bytes(source.module, route.samples)
+
+    def carried_sizes(self, dependencies: Dependencies) -> Ints:
+        """`message_bytes` of each route's activation, then of its gradient."""
+        assert dependencies.routes is self.routes
+        routes, cells = self.routes, self.cells
+        stages = [cells.kinds[kind] for kind in cells.kind[routes.route_source].tolist()]
+        to_other = np.array([stage.module for stage in routes.stages])[routes.cell_stage]
+        crosses = to_other[routes.route_source] != to_other[routes.route_target]
+        sizes = np.zeros(routes.num_routes, dtype=np.int64)
+        for i, (kind, load) in enumerate(zip(stages, cells.load[routes.route_source].tolist(), strict=True)):
+            if crosses[i]:
+                sizes[i] = self._output_bytes(kind.module, routes.route_samples(i))
+            else:
+                sizes[i] = self._boundary_bytes(kind, cells.loads[load])
+        return np.tile(sizes, 2)
+
+    def _boundary_bytes(self, kind: CellKind, load: Load) -> int:
+        """What one rank of the stage hands on to the next stage of its module."""
+        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[1])
+        share = load.share(kind.stage.cp_size)
+        return round((share.tokens if rows == "tokens" else share.outputs) * width * self.memory.activation_bytes)
+
+    def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
+        """What a module hands on of these samples to another module."""
+        workload = self.cells.workload(module)
+        _, width = workload.boundary(workload.num_layers)
+        num_tokens = sum(self.cells.num_outputs(module)[i] for i in samples)
         return num_tokens * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
-        stage, load = self.routes.stage(cell), self.rank_load(cell)
-        workload = self._workload(cell.module)
-        if half:
-            return sum(
-                half_saved_layer_bytes(
-                    workload.layers[index],
-                    load,
-                    weight_gradient=gradients.weight_gradient,
-                    tp_size=stage.tp_size,
-                    options=self.memory,
-                )
-                for index, gradients in zip(range(*stage.layers), self.gradients(cell), strict=True)
-            )
-        rows, width = workload.boundary(stage.layers[0])
-        has_input = bool(stage.layers[0]) and cell in self.routes.with_backward
+        number = self.routes.number_of_cell[cell]
+        return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
+
+    def saved_sizes(self, dependencies: Dependencies) -> Ints:
+        assert dependencies.routes is self.routes
+        cells = self.cells
+        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
+        sizes = [self._saved_sizes(kind, load) for kind, load in pairs.T.tolist()]
+        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
+
+    def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
+        """The whole and the half."""
+        key = (kind_number, load_number)
+        if key not in self._saved:
+            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
+            share = load.share(kind.stage.cp_size)
+            self._saved[key] = self._saved_whole(kind, share), self._saved_half(kind, share)
+        return self._saved[key]
+
+    def _saved_whole(self, kind: CellKind, load: Load) -> int:
+        workload, module = self.cells.workload(kind.module), self.plan.modules[kind.module]
+        rows, width = workload.boundary(kind.stage.layers[0])
+        has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
         stage_input = (load.tokens if rows == "tokens" else load.outputs) * width if has_input else 0
         return round(stage_input * self.memory.activation_bytes) + sum(
             saved_layer_bytes(
@@ -149,18 +206,31 @@ class IterationCosts:
                 load,
                 input_gradient=gradients.input_gradient,
                 weight_gradient=gradients.weight_gradient,
-                recompute=cell.module in self.plan.recompute,
-                tp_size=stage.tp_size,
+                recompute=kind.module in self.plan.recompute,
+                tp_size=kind.stage.tp_size,
                 options=self.memory,
-                sequence_parallel=self.plan.modules[cell.module].sequence_parallel,
+                sequence_parallel=module.sequence_parallel,
             )
-            for index, gradients in zip(range(*stage.layers), self.gradients(cell), strict=True)
+            for index, gradients in zip(range(*kind.stage.layers), kind.gradients, strict=True)
+        )
+
+    def _saved_half(self, kind: CellKind, load: Load) -> int:
+        workload = self.cells.workload(kind.module)
+        return sum(
+            half_saved_layer_bytes(
+                workload.layers[index],
+                load,
+                weight_gradient=gradients.weight_gradient,
+                tp_size=kind.stage.tp_size,
+                options=self.memory,
+            )
+            for index, gradients in zip(range(*kind.stage.layers), kind.gradients, strict=True)
         )
 
     def static_bytes(self, rank: int) -> int:
         num_bytes = 0
         for name, _, _, stage in self.plan.stages_of_rank(rank):
-            module, workload = self.plan.modules[name], self._workload(name)
+            module, workload = self.plan.modules[name], self.cells.workload(name)
             for index in range(*stage.layers):
                 num_bytes += static_layer_bytes(
                     workload.layers[index],
@@ -175,15 +245,7 @@ class IterationCosts:
 
     def load(self, cell: Cell) -> Load:
         """The same for all stages of a module's replica."""
-        key = (cell.module, cell.replica, cell.microbatch)
-        if key not in self._loads:
-            self._loads[key] = microbatch_load(
-                self._workload(cell.module),
-                self.plan.modules[cell.module].data_module(cell.module),
-                [self.samples[i] for i in self.routes.samples(cell)],
-                self._sources[cell.module],
-            )
-        return self._loads[key]
+        return self.cells.load_of(cell)
 
     def rank_load(self, cell: Cell) -> Load:
         """Of one rank of the cell's stage."""
@@ -191,43 +253,19 @@ class IterationCosts:
 
     def gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
         """For each layer of the cell's stage, what its backward computes."""
-        if cell not in self._gradients:
-            self._gradients[cell] = self._derive_gradients(cell)
-        return self._gradients[cell]
+        return self.cells.kind_of(cell).gradients
 
-    def _derive_gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
-        module, (first, last) = self.plan.modules[cell.module], self.routes.stage(cell).layers
-        if cell not in self.routes.with_backward:
-            return self._patterns.setdefault(last - first, (LayerGradients(False, False),) * (last - first))
-        entries: set[int] = set()
-        for route in self.routes.incoming[cell]:
-            if route.carries_gradient:
-                source = route.source.module
-                entries |= {first} if source == cell.module else self._entries(source, cell.module)
-        key = (cell.module, first, last, frozenset(entries))
-        if key not in self._patterns:
-            result, reached = [], False
-            for index in range(first, last):
-                reached = reached or index in entries
-                trainable = module.is_trainable((index, index + 1))
-                result.append(LayerGradients(reached, trainable))
-                reached = reached or trainable
-            self._patterns[key] = tuple(result)
-        return self._patterns[key]
+    @property
+    def model_flops(self) -> float:
+        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count."""
+        return self.cells.model_flops
 
-    def _costs_of(self, cell: Cell) -> _StageCosts:
-        stage, gradients = self.routes.stage(cell), self.gradients(cell)
-        group = stage.ranks if stage.cp_size > 1 else stage.tp_size
-        key = (cell.module, stage.layers, group, id(gradients))
-        if key not in self._stage_costs:
-            self._stage_costs[key] = self._sum_stage(cell.module, stage, gradients)
-        return self._stage_costs[key]
-
-    def _sum_stage(self, name: str, stage: Stage, gradients: Sequence[LayerGradients]) -> _StageCosts:
+    def _sum_stage(self, kind: CellKind) -> _StageCosts:
+        name, stage, gradients = kind
         costs = self.table.of(
-            self._owner(name), stage.tp_size, sequence_parallel=self.plan.modules[name].sequence_parallel
+            self.cells.owner(name), stage.tp_size, sequence_parallel=self.plan.modules[name].sequence_parallel
         )
-        workload = self._workload(name)
+        workload = self.cells.workload(name)
         forward, input_half, weight_half = [costs.stage_forward], [], []
         has_block = workload.has_block(stage.layers)
         if has_block:
@@ -245,9 +283,7 @@ class IterationCosts:
             if recomputed:
                 input_half += [layer.forward, exchange]
             if needs.input_gradient:
-                input_half.append(exchange)
-            if needs.input_gradient:
-                input_half.append(layer.input_gradient)
+                input_half += [exchange, layer.input_gradient]
                 weight_half.append(layer.weight_gradient if needs.weight_gradient else ZERO)
             elif needs.weight_gradient:
                 weight_half.append(layer.weight_gradient_alone)
@@ -264,25 +300,6 @@ class IterationCosts:
         per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
         return Quadratic(constant=terms.latency_s, per_token=per_token)
 
-    def _entries(self, source: str, target: str) -> set[int]:
-        return {
-            layer for edge in self.plan.edges if (edge.source, edge.target) == (source, target) for layer in edge.layers
-        }
-
-    def _owner(self, module: str) -> str:
-        return self.plan.modules[module].data_module(module)
-
-    def _workload(self, module: str) -> ModuleWorkload:
-        return self.workloads[self._owner(module)]
-
-    @cached_property
-    def _sources(self) -> Mapping[str, tuple[str, ...]]:
-        """For each module, whose outputs enter it; a copy brings what its owner brings."""
-        return {
-            name: tuple(dict.fromkeys(self._owner(edge.source) for edge in self.plan.edges if edge.target == name))
-            for name in self.plan.modules
-        }
-
     @cached_property
     def _reductions(self) -> Mapping[Reduce, tuple[Holder, ...]]:
         return reductions(self.plan)
@@ -291,14 +308,14 @@ class IterationCosts:
         return self.plan.modules[holder.module].replicas[holder.replica].stages[holder.stage]
 
     def _reduced_bytes(self, reduce: Reduce, tp_size: int) -> int:
-        workload = self._workload(reduce.module)
+        workload = self.cells.workload(reduce.module)
         if reduce.tied:
             embed = workload.layers[reduce.first]
             return embed.vocabulary * embed.hidden_size // tp_size * self.memory.parameter_bytes
         return self._num_trainable(reduce.module, (reduce.first, reduce.last), tp_size) * self.memory.parameter_bytes
 
     def _num_trainable(self, name: str, layers: LayerRange, tp_size: int) -> int:
-        module, workload = self.plan.modules[name], self._workload(name)
+        module, workload = self.plan.modules[name], self.cells.workload(name)
         return sum(
             workload.layers[index].num_parameters_per_rank(tp_size)
             for index in range(*layers)
@@ -312,3 +329,9 @@ class IterationCosts:
             / (len(self.plan.modules[name].replicas) * stage.cp_size if self.memory.zero1 else 1)
             for name, _, _, stage in self.plan.stages_of_rank(rank)
         )
+
+
+def _of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:
+    """A function of one rank's load (`Load.share`) as a function of the microbatch's."""
+    shares = Load(*[1.0] * len(Load._fields)).share(cp_size)
+    return Quadratic(cost.constant, *(value * share for value, share in zip(cost[1:], shares, strict=True)))

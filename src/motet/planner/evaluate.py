@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from motet.costs.analytic import layer_flops
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import RESERVE
 from motet.data.assignment import contiguous_assignment
@@ -67,28 +66,12 @@ class Evaluation:
         bound_s = lower_bound_s(self.program.dependencies.routes, self.costs, split_backward=splits)
         return bound_s + self.problem.program_s
 
-    @cached_property
-    def model_flops(self) -> float:
-        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count."""
-        total = 0.0
-        for cell in self.program.dependencies.routes.cells:
-            if self.plan.modules[cell.module].copy_of is not None:
-                continue
-            load = self.costs.load(cell)
-            layers = self.problem.modules[cell.module].workload.layers
-            stage = self.program.dependencies.routes.stage(cell)
-            for index, needs in zip(range(*stage.layers), self.costs.gradients(cell), strict=True):
-                flops = layer_flops(layers[index])
-                backward = flops.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
-                total += flops.forward.plus(backward).seconds(load)
-        return total
-
     def mfu(self, dtype: str) -> float | None:
         """Model FLOPs over what the devices could do at their peak; None where the peak is not known."""
         peak = self.problem.cluster.device.peak_flops.get(dtype)
         if peak is None or self.problem.cluster.device.name == "cpu":
             return None
-        return self.model_flops / (self.iteration_time_s * self.plan.num_ranks * peak)
+        return self.costs.model_flops / (self.iteration_time_s * self.plan.num_ranks * peak)
 
 
 def evaluate(problem: PlanningProblem, plan: Plan) -> Evaluation:

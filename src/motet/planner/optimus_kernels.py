@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from motet.costs.analytic import AnalyticCosts
-from motet.costs.iteration import LayerGradients
+from motet.costs.cells import LayerGradients
 from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels
 from motet.costs.speeds import default_speeds
 from motet.plan import LayerRange

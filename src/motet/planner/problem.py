@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from motet.attention.distribution import check_ulysses
 from motet.cluster import Cluster
+from motet.costs.cells import LayerGradients
 from motet.costs.cost_model import ZERO, CostTable, LayerCost
-from motet.costs.iteration import LayerGradients
 from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.data.assignment import split_evenly

@@ -1,0 +1,175 @@
+"""The cells of an iteration as costs see them: which gradients each layer computes, and the microbatch's load.
+
+Cells of equal `CellKind` and equal load cost the same. There are few of either, so both are numbered. Which parts of a
+backward a layer pays is decided from the routes, over the whole graph of modules, and inside a stage layer by layer: an
+input gradient is needed only if something trainable lies strictly before (thesis 3.3.1).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.arrays import Ints
+from motet.costs.analytic import layer_flops
+from motet.costs.cost_model import LayerCost, total
+from motet.costs.load import Load, microbatch_load
+from motet.data.sample import Sample
+from motet.plan import LayerRange, Stage
+from motet.schedule.routes import Cell, Routes
+from motet.workload import LayerShape, ModuleWorkload
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGradients:
+    """Which gradients a layer computes for a microbatch."""
+
+    input_gradient: bool
+    weight_gradient: bool
+
+    @property
+    def any(self) -> bool:
+        return self.input_gradient or self.weight_gradient
+
+
+class CellKind(NamedTuple):
+    """What cells have in common that cost the same under the same load."""
+
+    module: str
+    stage: Stage
+    """One of those that cost the same."""
+    gradients: tuple[LayerGradients, ...]
+    """For each layer of the stage, what a backward computes."""
+
+
+class Cells:
+    """By number of the cell (`Routes.cells`).
+
+    `workloads`: by module (copies are looked up by the module they copy)."""
+
+    kind: Ints
+    """For each cell, its kind as an index into `kinds`."""
+    load: Ints
+    """For each cell, its microbatch's load as an index into `loads`."""
+
+    def __init__(self, routes: Routes, samples: Sequence[Sample], workloads: Mapping[str, ModuleWorkload]) -> None:
+        self.routes, self.plan, self.samples, self._workloads = routes, routes.plan, samples, workloads
+        self.kinds: list[CellKind] = []
+        self._loads: dict[tuple[str, int, int], Load] = {}
+        self._outputs: dict[str, list[int]] = {}
+        self._number()
+
+    def load_of(self, cell: Cell) -> Load:
+        """The same for all stages of a module's replica."""
+        return self.loads[self.load[self.routes.number_of_cell[cell]]]
+
+    def kind_of(self, cell: Cell) -> CellKind:
+        return self.kinds[self.kind[self.routes.number_of_cell[cell]]]
+
+    def owner(self, module: str) -> str:
+        """Whose costs and data the module has."""
+        return self.plan.modules[module].data_module(module)
+
+    def workload(self, module: str) -> ModuleWorkload:
+        return self._workloads[self.owner(module)]
+
+    def num_outputs(self, module: str) -> list[int]:
+        """Of each sample."""
+        if module not in self._outputs:
+            self._outputs[module] = [sample.num_outputs(self.owner(module)) for sample in self.samples]
+        return self._outputs[module]
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count."""
+        known: dict[LayerShape, LayerCost] = {}
+        terms = []
+        for kind in self.kinds:
+            parts = []
+            layers = self.workload(kind.module).layers[slice(*kind.stage.layers)]
+            for layer, needs in zip(layers, kind.gradients, strict=True):
+                if layer not in known:
+                    known[layer] = layer_flops(layer)
+                backward = known[layer].backward(
+                    input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient
+                )
+                parts += [known[layer].forward, backward]
+            terms.append(total([] if self.plan.modules[kind.module].copy_of is not None else parts))
+        pairs, counts = np.unique(np.stack([self.kind, self.load]), axis=1, return_counts=True)
+        return sum(
+            count * terms[kind].seconds(self.loads[load])
+            for (kind, load), count in zip(pairs.T.tolist(), counts.tolist(), strict=True)
+        )
+
+    def _number(self) -> None:
+        routes = self.routes
+        self.kind, self.load = (np.zeros(routes.num_cells, dtype=np.int64) for _ in range(2))
+        entering = self._gradients_enter()
+        kinds: dict[object, int] = {}
+        loads: dict[Load, int] = {}
+        for stage in routes.stages:
+            group = stage.planned.ranks if stage.planned.cp_size > 1 else stage.planned.tp_size
+            codes = entering[stage.first : stage.last]
+            for code in np.unique(codes).tolist():
+                key = (stage.module, stage.planned.layers, group, code)
+                if key not in kinds:
+                    kinds[key] = len(kinds)
+                    gradients = self._derive_gradients(stage.module, stage.planned.layers, code)
+                    self.kinds.append(CellKind(stage.module, stage.planned, gradients))
+                self.kind[stage.first : stage.last][codes == code] = kinds[key]
+            for cell, microbatch in enumerate(routes.cell_microbatch[stage.first : stage.last].tolist(), stage.first):
+                load = self._microbatch_load(stage.module, stage.replica, microbatch)
+                self.load[cell] = loads.setdefault(load, len(loads))
+        self.loads = list(loads)
+
+    def _microbatch_load(self, module: str, replica: int, microbatch: int) -> Load:
+        key = (module, replica, microbatch)
+        if key not in self._loads:
+            self._loads[key] = microbatch_load(
+                self.workload(module),
+                self.owner(module),
+                [self.samples[i] for i in self.routes.assignment.samples_of(module, replica, microbatch)],
+                self._sources[module],
+            )
+        return self._loads[key]
+
+    def _gradients_enter(self) -> Ints:
+        """For each cell, the modules (as bits, in the plan's order) to whose outputs it gives gradients; -1 where there
+        is no backward."""
+        routes, names = self.routes, list(self.plan.modules)
+        bit = np.array([1 << names.index(stage.module) for stage in routes.stages], dtype=np.int64)
+        entering = np.zeros(routes.num_cells, dtype=np.int64)
+        back = routes.route_has_gradient
+        np.bitwise_or.at(entering, routes.route_target[back], bit[routes.cell_stage[routes.route_source[back]]])
+        return np.where(routes.cell_has_backward, entering, -1)
+
+    def _derive_gradients(self, name: str, layers: LayerRange, entering: int) -> tuple[LayerGradients, ...]:
+        first, last = layers
+        if entering < 0:
+            return (LayerGradients(False, False),) * (last - first)
+        entries: set[int] = set()
+        for number, source in enumerate(self.plan.modules):
+            if entering >> number & 1:
+                entries |= {first} if source == name else self._entries(source, name)
+        result, reached = [], False
+        for index in range(first, last):
+            reached = reached or index in entries
+            trainable = self.plan.modules[name].is_trainable((index, index + 1))
+            result.append(LayerGradients(reached, trainable))
+            reached = reached or trainable
+        return tuple(result)
+
+    def _entries(self, source: str, target: str) -> set[int]:
+        return {
+            layer for edge in self.plan.edges if (edge.source, edge.target) == (source, target) for layer in edge.layers
+        }
+
+    @cached_property
+    def _sources(self) -> Mapping[str, tuple[str, ...]]:
+        """For each module, whose outputs enter it; a copy brings what its owner brings."""
+        return {
+            name: tuple(dict.fromkeys(self.owner(edge.source) for edge in self.plan.edges if edge.target == name))
+            for name in self.plan.modules
+        }
