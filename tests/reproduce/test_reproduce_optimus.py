@@ -10,7 +10,7 @@ from motet.planner.optimus_bubbles import schedule_bubbles
 from motet.planner.optimus_layouts import solutions
 from motet.planner.partition import partition
 from motet.reproduce import optimus_published as paper
-from motet.reproduce.optimus import problems, table_5, table_7, table_7_narrow, table_10
+from motet.reproduce.optimus import problems, table_1, table_5, table_7, table_7_narrow, table_10
 from motet.reproduce.optimus_figures import figure_15, figure_16
 from motet.reproduce.optimus_model import (
     balanced_s,
@@ -44,6 +44,21 @@ def test_table_7_is_reached_with_one_width(efficiencies):
     coarse = [row for what, row in rows.items() if what.startswith("Eff_coarse") and row.held_out]
     assert len(coarse) == 2
     assert all(row.ours == pytest.approx(row.published, abs=0.01) for row in coarse)
+
+
+def test_idle_time_of_table_1_and_computation_make_up_the_step():
+    """Computation alone, counted from the kernels, is what the idle shares leave."""
+    constants, case = fit_constants(), strong_scaling(16)
+    layers = [(encoder_layer(case.encoders[0], case, constants), case.encoders[0].depth)]
+    layers.append((llm_layer(case, constants), case.llm.depth))
+    computed_s = sum(
+        depth * kernel.seconds
+        for layer, depth in layers
+        for kernel in (*layer.forward, *layer.backward)
+        if not kernel.is_communication
+    )
+    share = case.num_microbatches * computed_s / case.pp / balanced_s(case, constants)
+    assert sum(row.ours for row in table_1().rows) == pytest.approx(100 * (1 - share))
 
 
 def test_published_coarse_efficiency_is_eleven_microbatches_cut_off():

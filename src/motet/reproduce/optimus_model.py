@@ -142,19 +142,24 @@ def _layer(model: Model, tokens: int, tp: int, rates: tuple[float, float], const
 # Baselines ------------------------------------------------------------------------------------------------------------
 
 
-def balanced_s(case: Setting, constants: Constants) -> float:
+def balanced(case: Setting, constants: Constants) -> LlmTimeline:
     """Megatron-LM balanced: all layers in a row, cut by FLOPs into chunks x PP virtual stages (appendix B)."""
     layers = [(m, encoder_layer(m, case, constants)) for m in case.encoders for _ in range(m.depth)]
     layers += [(case.llm, llm_layer(case, constants))] * case.llm.depth
     runs = partition([layer_flops(model) for model, _ in layers], case.pp * case.num_chunks)
-    return _chain_s(case, constants, [[layer for _, layer in layers[first:last]] for first, last in runs])
+    return _chain(case, constants, [[layer for _, layer in layers[first:last]] for first, last in runs])
+
+
+def balanced_s(case: Setting, constants: Constants) -> float:
+    return balanced(case, constants).iteration_s
 
 
 def first_stage_s(case: Setting, constants: Constants) -> float:
     """Megatron-LM: all encoders inside the first of PP stages, the language model evenly over all, 1F1B."""
     own = [encoder_layer(m, case, constants) for m in case.encoders for _ in range(m.depth)]
     backbone, size = llm_layer(case, constants), case.llm.depth // case.pp
-    return _chain_s(case, constants, [own + [backbone] * size] + [[backbone] * size] * (case.pp - 1))
+    stages = [own + [backbone] * size] + [[backbone] * size] * (case.pp - 1)
+    return _chain(case, constants, stages).iteration_s
 
 
 def layers_moved_s(case: Setting, constants: Constants) -> float:
@@ -162,16 +167,19 @@ def layers_moved_s(case: Setting, constants: Constants) -> float:
     return balanced_s(replace(case, num_chunks=1), constants)
 
 
-def _chain_s(case: Setting, constants: Constants, stages: Sequence[Sequence[Layer]]) -> float:
+def _chain(case: Setting, constants: Constants, stages: Sequence[Sequence[Layer]]) -> LlmTimeline:
+    """The usual warm-up, and data parallelism around it."""
+    held = parameters((*case.encoders, case.llm)) / (case.pp * case.tp)
+    reduction_s = constants.reduction_s_per_parameter * held * case.reduced_share
     pipeline = LlmPipeline(
         num_places=case.pp,
         forward=[tuple(kernel for layer in stage for kernel in layer.forward) for stage in stages],
         backward=[tuple(kernel for layer in reversed(stage) for kernel in layer.backward) for stage in stages],
         num_microbatches=case.num_microbatches,
+        all_gather_s=reduction_s * ALL_GATHER_SHARE,
+        reduce_scatter_s=reduction_s * (1 - ALL_GATHER_SHARE),
     )
-    held = parameters((*case.encoders, case.llm)) / (case.pp * case.tp)
-    reduction_s = constants.reduction_s_per_parameter * held * case.reduced_share
-    return llm_timeline(pipeline, adjust_warm_up=False).iteration_s + reduction_s
+    return llm_timeline(pipeline, adjust_warm_up=False)
 
 
 # Optimus --------------------------------------------------------------------------------------------------------------

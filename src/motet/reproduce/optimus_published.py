@@ -36,8 +36,18 @@ VIT_22B_LAYER_FORWARD_S, VIT_22B_LAYER_BACKWARD_S = 1.4e-3, 2.0e-3
 """Section 2.3."""
 TENSOR_PARALLEL_BUBBLE_S = 300e-6
 """Section 2.2, GPT-175B."""
-ALL_GATHER_S, REDUCE_SCATTER_S = 0.167, 0.458
-"""Table 1."""
+
+TABLE_1_STEP_S = 5.12
+TABLE_1 = {
+    "DP all-gather": (3.3, 0.167),
+    "DP reduce-scatter": (8.9, 0.458),
+    "PP warm-up": (5.0, 0.291),
+    "PP cool-down": (9.2, 0.471),
+    "PP other": (8.7, 0.445),
+    "TP": (11.2, 0.585),
+}
+"""Percent of a step, and seconds."""
+ALL_GATHER_S, REDUCE_SCATTER_S = TABLE_1["DP all-gather"][1], TABLE_1["DP reduce-scatter"][1]
 
 
 class StrongScaling(NamedTuple):
