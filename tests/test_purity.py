@@ -37,6 +37,7 @@ PURE = (
     "motet.attention.distribution",
     "motet.attention.execution",
     "motet.attention.kernels.tasks",
+    "motet.attention.shares",
     "motet.schedule",
     "motet.simulator",
     "motet.planner",

@@ -25,7 +25,7 @@ def mailbox(
 ) -> Mailbox:
     deadline = Deadline(timedelta(seconds=10), CPU)
     deadline.start()
-    return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}), deadline)
+    return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}, frozenset()), deadline)
 
 
 def test_keeps_a_value_until_its_last_use() -> None:
@@ -72,7 +72,7 @@ def test_messages_are_told_apart_by_their_tags() -> None:
         if rank == 0:
             for i, m in enumerate(sent):
                 box.put(m.value, torch.full((2,), float(i)))
-                box.send(m, answered=False)
+                box.send(m, box.use(m.value), answered=False)
         else:
             for m in reversed(sent):
                 box.receive(m, (2,), torch.float32, CPU)
@@ -96,7 +96,7 @@ def test_few_unanswered_sends_keep_their_buffers(monkeypatch: pytest.MonkeyPatch
         for i, m in enumerate(sent):
             if rank == 0:
                 box.put(m.value, torch.full((2,), float(i)))
-                box.send(m, answered=False)
+                box.send(m, box.use(m.value), answered=False)
                 most = max(most, len(box._unanswered))
             else:
                 box.receive(m, (2,), torch.float32, CPU)
@@ -115,7 +115,7 @@ def test_an_answered_send_is_let_go_after_its_backward() -> None:
         box = mailbox({(there if rank == 0 else back).value: 1}, tags, rank)
         if rank == 0:
             box.put(there.value, torch.ones(2))
-            box.send(there, answered=True)
+            box.send(there, box.use(there.value), answered=True)
             box.receive(back, (2,), torch.float32, CPU)
             assert box.take(back.value).tolist() == [5.0, 5.0]
             kept = bool(box._answered)
@@ -124,7 +124,7 @@ def test_an_answered_send_is_let_go_after_its_backward() -> None:
         else:
             box.receive(there, (2,), torch.float32, CPU)
             box.put(back.value, 5 * box.take(there.value))
-            box.send(back, answered=False)
+            box.send(back, box.use(back.value), answered=False)
             kept = True
         box.finish()
         return kept

@@ -11,10 +11,10 @@ Deviation: the papers gather all blocks. Limits: beyond `MOST_BLOCKS_TO_MAP` blo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +27,11 @@ from motet.attention.blocks import EMPTY, block_map
 from motet.attention.distribution import Distribution
 from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
+from motet.plan import ContextOptions
 from motet.runtime.tensor_collectives import TensorParallel
 
 MOST_BLOCKS_TO_MAP = 2048
 """Which blocks the others need is read off the map of all tiles, which grows with the square of their number."""
-
-Method = Literal["all_gather", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,7 @@ class ContextParallel:
     rank: int
     """Within the group."""
     size: int
-    block_size: int = 128
-    """Tokens that stay together."""
-    policy: str = "lpt"
-    """How blocks are distributed: a key of `motet.attention.distribution.POLICIES`."""
-    method: Method = "all_gather"
+    options: ContextOptions = field(default_factory=ContextOptions)
     head_groups: int = 2
     """All-gather: how many portions the key heads arrive in."""
 
@@ -73,7 +68,7 @@ class SharedAttention:
         self.cp, self.backend, self.distribution = cp, backend, distribution
         self._device = device
         self._blocks = [distribution.blocks_of(rank) for rank in range(cp.size)]
-        self._mask = mask.padded(len(distribution.rank_of_block) * cp.block_size)
+        self._mask = mask.padded(len(distribution.rank_of_block) * cp.options.block_size)
 
     @property
     def num_local_tokens(self) -> int:
@@ -81,10 +76,10 @@ class SharedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[1, heads, n, dim] of this rank's n tokens, from its query [1, heads, n, dim], key and value."""
-        attend = _gathered if self.cp.method == "all_gather" else _traded
+        attend = _gathered if self.cp.options.method == "all_gather" else _traded
         if self.cp.size == 1:
             attend = _alone
-        whole = len(self._blocks[self.cp.rank]) * self.cp.block_size
+        whole = len(self._blocks[self.cp.rank]) * self.cp.options.block_size
         query, key, value = (torch.nn.functional.pad(t[0], (0, 0, 0, whole - t.shape[2])) for t in (query, key, value))
         return attend(query, key, value, self, scale)[None, :, : self.num_local_tokens]
 
@@ -93,7 +88,7 @@ class SharedAttention:
         """[receiver][owner]: the owner's blocks that some query of the receiver sees."""
         if len(self.distribution.rank_of_block) > MOST_BLOCKS_TO_MAP:
             return [self._blocks] * self.cp.size
-        size = self.cp.block_size
+        size = self.cp.options.block_size
         seen = [(block_map(self._mask, blocks, size) != EMPTY).any(axis=0) for blocks in self._blocks]
         return [[blocks[seen_by_one[blocks]] for blocks in self._blocks] for seen_by_one in seen]
 
@@ -111,13 +106,13 @@ class SharedAttention:
 
     def _device_mask(self, queries: np.ndarray, keys: np.ndarray) -> DeviceMask:
         return device_mask(
-            [self._mask], query_blocks=queries, key_blocks=keys, device=self._device, block=self.cp.block_size
+            [self._mask], query_blocks=queries, key_blocks=keys, device=self._device, block=self.cp.options.block_size
         )
 
     @cached_property
     def exchange(self) -> "_Exchange":
         """Of keys and values, from their owners to those that need them."""
-        size, rank = self.cp.block_size, self.cp.rank
+        size, rank = self.cp.options.block_size, self.cp.rank
         place = np.zeros(len(self.distribution.rank_of_block), np.int64)
         place[self._blocks[rank]] = np.arange(len(self._blocks[rank]))
         sent = [place[self.needs[receiver][rank]] for receiver in range(self.cp.size)]
@@ -133,7 +128,7 @@ class SharedAttention:
     @property
     def rows_of_ranks(self) -> list[int]:
         """Tokens of every rank, in whole blocks."""
-        return [len(blocks) * self.cp.block_size for blocks in self._blocks]
+        return [len(blocks) * self.cp.options.block_size for blocks in self._blocks]
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +271,14 @@ def gather_rows(x: Tensor, distribution: Distribution, cp: ContextParallel) -> T
     rows = _GatherRows.apply(x, distribution.token_counts.tolist(), cp.group)
     order = torch.from_numpy(np.argsort(distribution.permutation)).to(x.device)
     return rows.index_select(0, order)
+
+
+def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -> Tensor:
+    """All rows [n, H] on every member, where member i has the rows `held[i]`; no graph."""
+    counts = [len(rows) for rows in held]
+    collected = _Pending(own.repeat(len(held), 1), [len(own)] * len(held), counts, cp.group).wait()
+    order = torch.from_numpy(np.argsort(np.concatenate(held))).to(own.device)
+    return collected.index_select(0, order)
 
 
 class _Trade(torch.autograd.Function):

@@ -45,3 +45,13 @@ class Sample:
     def num_outputs(self, module: str) -> int:
         """Tokens that the module hands on."""
         return sum(segment.outputs for segment in self.layouts.get(module, ()))
+
+
+def places_in_sample(sample: Sample, module: str, source: str, start: int) -> list[int]:
+    """Where each output token of `source`, item after item, stands in a sequence where the sample begins at `start`."""
+    at_item: dict[int, list[int]] = {}
+    for segment in sample.layouts[module]:
+        if segment.source == source:
+            at_item.setdefault(segment.item, []).extend(range(start, start + segment.num_tokens))
+        start += segment.num_tokens
+    return [place for item in sorted(at_item) for place in at_item[item]]

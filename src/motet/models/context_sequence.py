@@ -1,12 +1,11 @@
 """A microbatch as the ranks of a context-parallel group share it: samples of a language model, items of an encoder.
 
-Everything follows from the samples' layouts, so all ranks and all stages of a module find the same distribution. It
-balances the layers' attention, each under its own mask (Gemma3: global and sliding-window layers).
+Everything follows from the samples' layouts and the plan, so all ranks and all stages of a module find the same
+distribution (`motet.attention.shares`). Layers may have masks of their own (Gemma3: global and sliding windows).
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -16,11 +15,10 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from motet.attention.backends import backend_for
-from motet.attention.blocks import tile_counts
 from motet.attention.context_parallel import ContextParallel, SharedAttention, gather_rows
-from motet.attention.distribution import Distribution, distribute
-from motet.attention.layout import Document, TokenLayout, layout_of_documents
+from motet.attention.layout import Document
 from motet.attention.rules import AttentionRule, MediaAttention, mask_of
+from motet.attention.shares import rule_of_text, share_out
 
 ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
 """The names under which transformers finds `shared_attention` and `shared_item_attention`."""
@@ -47,7 +45,8 @@ class ContextSequence:
     ) -> None:
         self._cp, self._device = cp, device
         self._rule_of_window = {rule.window: rule for rule in rules}
-        self._layout, self._distribution = _distribution(tuple(documents), rules, cp.size, cp.block_size, cp.policy)
+        balanced = rules[0] if rules[0].text == "full" else rule_of_text(cp.options)
+        self._layout, self._distribution = share_out(tuple(documents), balanced, cp.options, cp.size)
         self._attention: dict[int | None, SharedAttention] = {}
 
     @property
@@ -79,11 +78,10 @@ class ContextSequence:
         places[self.tokens[: self.num_held]] = torch.arange(self.num_held, device=self._device)
         return places
 
-    def own(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Of places in the packed sequence, those that are held here: (which of them, which of this rank's tokens)."""
+    def own(self, places: Tensor) -> Tensor:
+        """Of places in the packed sequence, those that are held here, as places among this rank's tokens."""
         at = self._own_place[places.to(self._device)]
-        held = torch.nonzero(at >= 0).squeeze(1)
-        return held, at[held]
+        return at[at >= 0]
 
     def take(self, rows: Tensor) -> Tensor:
         """[T, H], alike on all ranks -> this rank's [num_rows, H]."""
@@ -99,25 +97,6 @@ class ContextSequence:
             backend = backend_for(self._device)
             self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
         return self._attention[window]
-
-
-@lru_cache(maxsize=64)
-def _distribution(
-    documents: tuple[Document, ...], rules: tuple[AttentionRule, ...], cp_size: int, block_size: int, policy: str
-) -> tuple[TokenLayout, Distribution]:
-    layout = layout_of_documents(documents)
-    workloads: Any = 0
-    for rule, num_layers in Counter(rules).items():
-        workloads = workloads + num_layers * tile_counts(mask_of(layout, rule), block_size).pairs
-    distribution = distribute(
-        np.asarray(workloads),
-        cp_size,
-        num_tokens=layout.num_tokens,
-        block_size=block_size,
-        policy=policy,
-        allow_empty=True,
-    )
-    return layout, distribution
 
 
 def shared_attention(

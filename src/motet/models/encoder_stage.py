@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from motet.attention.context_parallel import ContextParallel
 from motet.attention.distribution import check_ulysses
 from motet.attention.layout import Document
-from motet.attention.rules import AttentionRule
+from motet.attention.shares import FULL
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.context_sequence import ITEM_ATTENTION, ContextSequence, Holder
@@ -125,7 +125,7 @@ class EncoderStage(nn.Module):
                     f"parallel: {self.name} has {key} {getattr(self.config, key)}, which context parallelism does not "
                     "support; set it to 0, or use cp 1"
                 )
-        if cp.method == "ulysses":
+        if cp.options.method == "ulysses":
             heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
             check_ulysses(heads, heads, cp.size)
         self._context = cp
@@ -136,7 +136,7 @@ class EncoderStage(nn.Module):
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
         documents = [Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples)]
-        return ContextSequence(documents, (AttentionRule(text="full"),), self._context, device)
+        return ContextSequence(documents, (FULL,), self._context, device)
 
     def train(self, mode: bool = True) -> "EncoderStage":
         super().train(mode)

@@ -26,7 +26,7 @@ from motet.models.context_sequence import ATTENTION, ContextSequence, attention_
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import LayerRange
-from motet.runtime.tensor_collectives import copy_to_group, reduce_from_group
+from motet.runtime.tensor_collectives import reduce_from_group
 from motet.runtime.vocab_parallel import cross_entropy_sum, vocabulary_group
 
 IGNORED_LABEL = -100
@@ -171,7 +171,12 @@ class LanguageModelStage(nn.Module):
                 f"parallel: {self.name} has attention_dropout {config.attention_dropout}, which context parallelism "
                 "and media_attention do not support; set it to 0, or use cp 1 and media_attention causal"
             )
-        if cp.method == "ulysses":
+        if self._preprocess is not None:
+            raise UserError(
+                f"parallel: {self.name} has a preprocess_callback, which needs whole samples; use cp 1, or merge by "
+                "placeholder or prepend"
+            )
+        if cp.options.method == "ulysses":
             check_ulysses(config.num_attention_heads, config.num_key_value_heads, cp.size)
         self._context, self.packing = cp, True
         self.module.set_attn_implementation(ATTENTION)
@@ -227,9 +232,6 @@ class LanguageModelStage(nn.Module):
         if self._context is not None:
             device = features[0]["input_ids"].device if hidden is None else hidden.device
             context = self._shared(samples, device)
-            if self._context.size > 1:
-                group = self._context.as_group()
-                incoming = {source: copy_to_group(tokens, group) for source, tokens in incoming.items()}
         output = self.hidden_states(hidden, incoming, features, samples, sequences, context)
         return self.loss_sum(output, features, sequences, context) if self.is_last else output
 
@@ -273,7 +275,7 @@ class LanguageModelStage(nn.Module):
         context: ContextSequence | None,
     ) -> Tensor:
         """[rows, columns, H]: own tokens embedded, encoder outputs merged where the layouts have them."""
-        if context is not None and self._preprocess is None:
+        if context is not None:
             return self._embed_held(incoming, features, samples, sequences, context)
         flat = features[0]["input_ids"].new_zeros(sequences.shape[0] * sequences.shape[1])
         places = sequences.places().to(flat.device)
@@ -281,7 +283,7 @@ class LanguageModelStage(nn.Module):
         embedded = base_model(self.module).embed_tokens(flat.view(sequences.shape))
         if self._preprocess is not None:
             merged = merge(embedded, self._merged_by_callback(embedded, incoming, features, samples, sequences), places)
-            return merged if context is None else merged[:, context.tokens]
+            return merged
         for source, tokens in incoming.items():
             at = places_of_outputs(samples, self.name, source, sequences)
             if len(at):
@@ -296,13 +298,12 @@ class LanguageModelStage(nn.Module):
         sequences: SequenceLayout,
         context: ContextSequence,
     ) -> Tensor:
-        """[1, held, H]. What other ranks hold gets no gradient from here: the group adds up what all give."""
+        """[1, held, H]. Of encoder outputs, those that this rank holds have come in."""
         ids = torch.cat([f["input_ids"] for f in features])
         embedded = base_model(self.module).embed_tokens(ids[context.tokens][None])
         for source, tokens in incoming.items():
-            at = places_of_outputs(samples, self.name, source, sequences)
-            which, to = context.own(at)
-            embedded = merge(embedded, tokens[which], to)
+            at = context.own(places_of_outputs(samples, self.name, source, sequences))
+            embedded = merge(embedded, tokens, at)
         return embedded
 
     def _merged_by_callback(

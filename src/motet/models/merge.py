@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from motet.data.sample import Sample
+from motet.data.sample import Sample, places_in_sample
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,7 @@ def places_of_outputs(samples: Sequence[Sample], module: str, source: str, seque
     """Where each output token of `source`, in the order (sample, item), goes in the flattened [rows * columns]."""
     places: list[int] = []
     for sample, start in zip(samples, sequences.starts(), strict=True):
-        at_item: dict[int, list[int]] = {}
-        position = start
-        for segment in sample.layouts[module]:
-            if segment.source == source:
-                at_item.setdefault(segment.item, []).extend(range(position, position + segment.num_tokens))
-            position += segment.num_tokens
-        for item in sorted(at_item):
-            places += at_item[item]
+        places += places_in_sample(sample, module, source, start)
     return torch.tensor(places, dtype=torch.long)
 
 

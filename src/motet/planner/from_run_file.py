@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from motet.attention.rules import MEDIA_ATTENTION, MediaAttention
 from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     LANGUAGE_MODEL,
@@ -93,7 +94,10 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
 
 def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that `parallel` asks for. Raises `ValueError` for what no plan can satisfy."""
-    degrees = {name: _degrees(given) for name, given in config.parallel.explicit.items()}
+    media = MEDIA_ATTENTION.get(problem.modules[LANGUAGE_MODEL].workload.family, "causal")
+    if config.model.media_attention != "family":
+        media = config.model.media_attention
+    degrees = {name: _degrees(given, media) for name, given in config.parallel.explicit.items()}
     return make_plan(problem, config.parallel.planner, degrees=degrees, placement=config.parallel.placement)
 
 
@@ -103,8 +107,9 @@ def _is_packed(config: RunConfig) -> bool:
     return config.parallel.packing or shared or config.model.media_attention != "causal"
 
 
-def _degrees(given: ModuleParallelConfig) -> Degrees:
-    return Degrees(**{**given.model_dump(), "context": ContextOptions(**given.context.model_dump())})
+def _degrees(given: ModuleParallelConfig, media: MediaAttention) -> Degrees:
+    context = ContextOptions(**given.context.model_dump(), media_attention=media)
+    return Degrees(**{**given.model_dump(), "context": context})
 
 
 def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:

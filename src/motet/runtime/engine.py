@@ -79,6 +79,7 @@ class Engine:
                 stage,
                 boundary_dtype=boundary_dtype,
                 device=device,
+                cp=self.model.context_parallel.get(key),
                 autocast=autocast,
             )
             for key, stage in self.model.stages.items()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from motet.attention.shares import member_of
 from motet.data.batch import Batch
 from motet.plan import Stage
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
@@ -151,18 +152,30 @@ class Executor:
         value = kind(route.source, route.target)
         message = self._mailbox.awaited(value)
         if message is None:
-            return self._mailbox.take(value)
+            here = self._mailbox.take(value)
+            return self._for_rank(here, route, self.mesh.rank) if kind is Activation else here
         with self.measured(str(message), "wait"):
             return self._mailbox.take(value)
 
     def _exchange(self, message: Message) -> None:
         route = next(r for r in self._routes.outgoing[message.source] if r.target == message.target)
         if message.sender == self.mesh.rank:
-            self._mailbox.send(message, answered=route.carries_gradient and not message.gradient)
+            tensor = self._mailbox.use(message.value)
+            if not message.gradient:
+                tensor = self._for_rank(tensor, route, message.receiver)
+            self._mailbox.send(message, tensor, answered=route.carries_gradient and not message.gradient)
             return
         here = self.runners[(message.source if message.gradient else message.target)[:3]]
         shape = here.output_shape(route) if message.gradient else here.input_shape(route)
         self._mailbox.receive(message, shape, here.boundary_dtype, self.device)
+
+    def _for_rank(self, output: torch.Tensor, route: Route, rank: int) -> torch.Tensor:
+        """What a rank gets of what a route carries: context-parallel ranks their own tokens only."""
+        held = self.runners[route.source[:3]].held_rows(route)
+        if held is None:
+            return output
+        rows = torch.from_numpy(held[member_of(self._routes.stage(route.target), rank)])
+        return output.index_select(0, rows.to(output.device))
 
     def _seed_dropout(self, cell: Cell) -> None:
         """The same on all ranks of a stage, whatever else they computed before, and the same again when resumed."""

@@ -77,12 +77,15 @@ class LocalModel:
         self.plan, self.mesh = plan, mesh
         self.stages: dict[StageKey, StageModule] = {}
         self._tp: dict[StageKey, TensorParallel] = {}
+        self.context_parallel: dict[StageKey, ContextParallel] = {}
+        """Of the stages that hold a share of their tokens only."""
         for name, r, s, stage in plan.stages_of_rank(mesh.rank):
             module = plan.modules[name]
             tp = mesh.tensor_parallel(stage, sequence_parallel=module.sequence_parallel)
             made = make_stage(name, module, stage, tp)
             if stage.cp_size > 1:
-                share_context(made, mesh.context_parallel(stage, module.context))
+                cp = self.context_parallel[name, r, s] = mesh.context_parallel(stage, module.context)
+                share_context(made, cp)
             self.stages[name, r, s] = made
             self._tp[name, r, s] = tp
         self._reduce_of_layer = _reduce_of_layer(plan)

@@ -56,9 +56,7 @@ class Mesh:
             group=self.stage_groups[ranks],
             rank=ranks.index(self.rank),
             size=stage.cp_size,
-            block_size=options.block_size,
-            policy=options.policy,
-            method=options.method,
+            options=options,
         )
 
 

@@ -59,18 +59,18 @@ class Mailbox:
     def take(self, value: Carried) -> Tensor:
         """The value, when it is there."""
         if value not in self._receives:
-            return self._use(value)
+            return self.use(value)
         receive = self._receives.pop(value)
         self._wait(receive)
         return receive.buffer
 
-    def _use(self, value: Carried) -> Tensor:
+    def use(self, value: Carried) -> Tensor:
+        """A value that was made here, for one of those that need it."""
         self._uses[value] -= 1
         return self._here[value] if self._uses[value] else self._here.pop(value)
 
-    def send(self, message: Message, *, answered: bool) -> None:
+    def send(self, message: Message, tensor: Tensor, *, answered: bool) -> None:
         """`answered`: a gradient will come back for it, which shows that it arrived."""
-        tensor = self._use(message.value)
         work = dist.isend(tensor, message.receiver, tag=self._tags[message])
         assert work is not None
         send = _Transfer(tensor, work, message)

@@ -8,6 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from motet.attention.context_parallel import ContextParallel, collect_rows
+from motet.attention.shares import Rows, held_outputs
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Stage
@@ -31,6 +33,7 @@ class StageRunner:
     """One stage on this rank.
 
     `boundary_dtype`: dtype of activations and gradients between stages. `autocast`: context in which forwards run.
+    `cp`: this rank's place in the stage's context-parallel group, if it has one.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class StageRunner:
         *,
         boundary_dtype: torch.dtype,
         device: torch.device,
+        cp: ContextParallel | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.name = name
@@ -49,6 +53,7 @@ class StageRunner:
         self.stage = stage
         self.module = module
         self.boundary_dtype = boundary_dtype
+        self._cp = cp
         self.device = device
         self._autocast = autocast
         make_splittable(cast(nn.Module, module))
@@ -77,8 +82,30 @@ class StageRunner:
         samples = self._batch.samples
         if route.source.module == self.name:
             return self.module.input_shape([samples[i] for i in route.samples])
+        held = self.held_rows(route)
+        if held is not None:
+            assert self._cp is not None
+            return (len(held[self._cp.rank]), self.module.hidden_size)
         source = self._data_module_of(route.source.module)
         return (sum(samples[i].num_outputs(source) for i in route.samples), self.module.hidden_size)
+
+    def held_rows(self, route: Route) -> list[Rows] | None:
+        """Of a route between modules to context-parallel ranks: the rows that each member of the group holds; None: all
+        ranks of the target have all rows."""
+        plan = self._routes.plan
+        target = plan.modules[route.target.module]
+        cp_size = self._routes.stage(route.target).cp_size
+        if cp_size == 1 or route.source.module == route.target.module:
+            return None
+        members = self._routes.samples(route.target)
+        return held_outputs(
+            [self._batch.samples[i] for i in members],
+            [i in set(route.samples) for i in members],
+            target.data_module(route.target.module),
+            self._data_module_of(route.source.module),
+            target.context,
+            cp_size,
+        )
 
     def output_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route takes from this stage."""
@@ -151,7 +178,9 @@ class StageRunner:
         for route, leaf in saved.inputs.items():
             if route.carries_gradient:
                 # A sample whose tokens reach no loss token leaves no gradient behind: that is zero, not absent.
-                result[route] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+                held = self.held_rows(route)
+                result[route] = gradient if held is None or self._cp is None else collect_rows(gradient, held, self._cp)
         return result
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
@@ -191,8 +220,23 @@ class StageRunner:
         for source, routes in parts.items():
             tokens = torch.cat([leaves[route] for route in routes])
             order = merge_order([route.samples for route in routes], members, self._batch.samples, source)
+            if order is not None and self._cp is not None:
+                order = self._order_of_held(order, routes)
             incoming[source] = tokens if order is None else tokens.index_select(0, order.to(tokens.device))
         return incoming
+
+    def _order_of_held(self, order: Tensor, routes: Sequence[Route]) -> Tensor:
+        """`order` sorts whole routes; the same for the rows of them that are held here."""
+        assert self._cp is not None
+        held, first = [], 0
+        for route in routes:
+            rows = self.held_rows(route)
+            assert rows is not None
+            held.append(torch.from_numpy(rows[self._cp.rank]) + first)
+            first += sum(len(own) for own in rows)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        return torch.argsort(place[torch.cat(held)])
 
     def _features(self, members: Sequence[int]) -> list[dict[str, Tensor]]:
         if not self.module.needs_features:

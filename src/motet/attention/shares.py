@@ -1,0 +1,72 @@
+"""Which member of a context-parallel group holds which tokens of a microbatch, and which encoder outputs go there.
+
+It follows from the layouts and the plan alone: those who send to a module find it as those who hold it do. What is
+balanced is the attention of layers that see all; where windows cut it, it goes by the tokens, of which all have
+equally many.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.attention.blocks import tile_counts
+from motet.attention.distribution import Distribution, distribute
+from motet.attention.layout import Document, TokenLayout, layout_of_documents
+from motet.attention.rules import AttentionRule, mask_of
+from motet.data.sample import Sample, places_in_sample
+from motet.plan import ContextOptions, Stage
+
+Rows = NDArray[np.int64]
+
+FULL = AttentionRule(text="full")
+
+
+def rule_of_text(options: ContextOptions) -> AttentionRule:
+    """Of a language model's layers without a window."""
+    return AttentionRule(media=options.media_attention)
+
+
+@lru_cache(maxsize=64)
+def share_out(
+    documents: tuple[Document, ...], rule: AttentionRule, options: ContextOptions, cp_size: int
+) -> tuple[TokenLayout, Distribution]:
+    """Documents one after the other, and who holds which blocks of them; some members may hold none."""
+    layout = layout_of_documents(documents)
+    distribution = distribute(
+        tile_counts(mask_of(layout, rule), options.block_size).pairs,
+        cp_size,
+        num_tokens=layout.num_tokens,
+        block_size=options.block_size,
+        policy=options.policy,
+        allow_empty=True,
+    )
+    return layout, distribution
+
+
+def member_of(stage: Stage, rank: int) -> int:
+    """The place in the context-parallel group of one of a stage's ranks."""
+    return stage.ranks.index(rank) // stage.tp_size
+
+
+def held_outputs(
+    samples: Sequence[Sample],
+    wanted: Sequence[bool],
+    module: str,
+    source: str,
+    options: ContextOptions,
+    cp_size: int,
+) -> list[Rows]:
+    """For each member: which output tokens of `source`, of the `wanted` ones of a microbatch's samples, stand in its
+    share of the language model `module`. They count in the order (sample, item) of the wanted samples."""
+    documents = tuple(Document(tuple(sample.layouts[module])) for sample in samples)
+    _, distribution = share_out(documents, rule_of_text(options), options, cp_size)
+    places: list[int] = []
+    start = 0
+    for sample, is_wanted in zip(samples, wanted, strict=True):
+        if is_wanted:
+            places += places_in_sample(sample, module, source, start)
+        start += sample.num_tokens(module)
+    members = distribution.rank_of_block[np.array(places, np.int64) // options.block_size]
+    return [np.flatnonzero(members == member) for member in range(cp_size)]
