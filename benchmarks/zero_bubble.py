@@ -1,7 +1,8 @@
 """Two processes, a Llama stack: how long ranks are idle, and what a step takes, under 1F1B and zero-bubble schedules.
 
 Same weights, same microbatches. 1F1B, ZB-H1 and ZB-H2 run on two stages; ZB-V on four, in V shape. Idle is what the
-measured spans of a step leave of both ranks' time, from the first span's begin to the last one's end. Schedules take
+measured spans of a step leave of both ranks' time, from the first span's begin to the last one's end; busy is the rest,
+which is larger where backwards are in halves: what they keep in between has left the processor's caches. Schedules take
 turns. The simulator's forecast, with the run's own computed costs, stands beside.
 """
 
@@ -51,9 +52,14 @@ def plan_of(schedule: str, num_blocks: int, num_microbatches: int) -> Plan:
     return Plan(modules={NAME: module}, edges=(), num_microbatches=num_microbatches, schedule=schedule)
 
 
+def busy_s(timeline: Timeline) -> float:
+    """The mean over ranks."""
+    return sum(timeline.busy_s) / timeline.num_ranks
+
+
 def idle_s(timeline: Timeline) -> float:
     """The mean over ranks."""
-    return timeline.iteration_time_s - sum(timeline.busy_s) / timeline.num_ranks
+    return timeline.iteration_time_s - busy_s(timeline)
 
 
 def compare(
@@ -61,17 +67,17 @@ def compare(
 ) -> dict[str, object]:
     """On each of the two ranks."""
     engines = {name: build_engine(config, plan, torch.device("cpu")) for name, plan in plans.items()}
-    idle: dict[str, list[float]] = {name: [] for name in plans}
+    timelines: dict[str, list[Timeline]] = {name: [] for name in plans}
     ran: list[str] = []
 
     def run(name: str) -> None:
         engines[name].run(batch)
         ran.append(name)
 
-    def take_idle() -> None:
+    def take_timeline() -> None:
         """Of the step that has just run; not timed."""
         if ran:
-            idle[ran[-1]].append(idle_s(engines[ran[-1]].timeline()))
+            timelines[ran[-1]].append(engines[ran[-1]].timeline())
         for engine in engines.values():
             engine.model.zero_gradients()
 
@@ -80,13 +86,16 @@ def compare(
         num_blocks=num_blocks,
         steps_per_block=steps_per_block,
         warm_up=WARM_UP,
-        between_steps=take_idle,
+        between_steps=take_timeline,
     )
-    take_idle()
+    take_timeline()
     results = {name: engine.run(batch) for name, engine in engines.items()}
     return {
         "steps": steps,
-        "idle": {name: in_blocks(values[WARM_UP:], steps_per_block) for name, values in idle.items()},
+        **{
+            what: {name: in_blocks([of(t) for t in ts[WARM_UP:]], steps_per_block) for name, ts in timelines.items()}
+            for what, of in (("idle", idle_s), ("busy", busy_s))
+        },
         "loss and norm": {name: (result.loss, result.gradient_norm) for name, result in results.items()},
     }
 
@@ -127,12 +136,21 @@ def main(arguments: list[str] | None = None) -> Report:
     steps: Blocks = result["steps"]
     idle: Blocks = result["idle"]
     report.table(
-        ["", "idle, ms", "idle / 1F1B's", "step, ms", "step / 1F1B's", "forecast: idle / 1F1B's, step / 1F1B's"],
+        [
+            "",
+            "idle, ms",
+            "idle / 1F1B's",
+            "busy / 1F1B's",
+            "step, ms",
+            "step / 1F1B's",
+            "forecast: idle / 1F1B's, step / 1F1B's",
+        ],
         [
             [
                 name,
                 seconds(idle, name).text(1e3),
                 ratio(idle, name, "1f1b").text(1, 3),
+                ratio(result["busy"], name, "1f1b").text(1, 3),
                 seconds(steps, name).text(1e3),
                 ratio(steps, name, "1f1b").text(1, 3),
                 f"{idle_s(forecasts[name]) / idle_s(forecasts['1f1b']):.3f}, "

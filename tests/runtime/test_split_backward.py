@@ -237,6 +237,23 @@ def test_parameters_are_told_when_they_are_final_the_last_layers_first() -> None
     assert not split.parameters
 
 
+def test_a_parameter_that_is_used_twice_is_told_once_it_has_both() -> None:
+    shared, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    layers = nn.Sequential(shared, other, shared)
+    make_splittable(layers)
+    expected = whole_gradients(layers, lambda: layers(torch.ones(1, 2)).sum())
+    loss, split = forward_split(lambda: layers(torch.ones(1, 2)).sum())
+    split.input_half([loss], [None])
+    told = [parameter for parameter in split.weight_half() if parameter is not other.weight]
+    assert [id(parameter) for parameter in told] == [id(shared.weight), id(shared.bias)]
+    loss, split = forward_split(lambda: layers(torch.ones(1, 2)).sum())
+    layers.zero_grad()
+    split.input_half([loss], [None])
+    for parameter in split.weight_half():
+        if parameter is shared.weight:
+            torch.testing.assert_close(parameter.grad, expected["0.weight"])
+
+
 def test_contexts_may_stand_in_each_other() -> None:
     weight = nn.Parameter(torch.ones(1, 1))
     outer, inner = SplitBackward(), SplitBackward()

@@ -12,7 +12,8 @@ Limits: no tied parameters, no sequence parallelism, no cross-attention; loss an
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from motet.costs.iteration import IterationCosts
 from motet.data.sample import Sample
 from motet.models.merge import layout_of
 from motet.plan import ModulePlan, Stage
+from motet.runtime import split_backward
 from motet.runtime.local_model import StageMaker
 from motet.runtime.tensor_parallel import TensorParallel
 from motet.schedule.action import Compute, Kind
@@ -41,26 +43,47 @@ class Sleeper:
         self._late_s += time.perf_counter() - started - seconds
 
 
+class Seconds(NamedTuple):
+    """What a microbatch takes on a stage."""
+
+    forward: float
+    input_half: float
+    weight_half: float
+
+
 class _Sleep(torch.autograd.Function):
-    """Zeros of a shape after some seconds; its backward takes other seconds and returns zeros."""
+    """Zeros of a shape after some seconds; its backward, or each half of it, takes other seconds and returns zeros."""
 
     @staticmethod
-    def forward(
-        ctx: Any, sleeper: Sleeper, shape: tuple[int, ...], forward_s: float, backward_s: float, *inputs: Tensor
-    ) -> Tensor:
-        ctx.sleeper, ctx.backward_s = sleeper, backward_s
+    def forward(ctx: Any, sleeper: Sleeper, shape: tuple[int, ...], seconds: Seconds, *inputs: Tensor) -> Tensor:
+        ctx.sleeper, ctx.seconds, ctx.split = sleeper, seconds, split_backward.current()
         ctx.shapes = [None if isinstance(tensor, nn.Parameter) else tensor.shape for tensor in inputs]
-        sleeper.sleep(forward_s)
+        sleeper.sleep(seconds.forward)
         return torch.zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.sleeper.sleep(ctx.backward_s)
+        weight_half = _DeferredSleep(ctx.sleeper, ctx.seconds.weight_half)
+        ctx.sleeper.sleep(ctx.seconds.input_half)
+        if ctx.split is None:
+            weight_half.finish()
+        else:
+            ctx.split.defer(weight_half)
         of_inputs = [
             torch.zeros(shape) if needed and shape is not None else None
-            for needed, shape in zip(ctx.needs_input_grad[4:], ctx.shapes, strict=True)
+            for needed, shape in zip(ctx.needs_input_grad[3:], ctx.shapes, strict=True)
         ]
-        return (None, None, None, None, *of_inputs)
+        return (None, None, None, *of_inputs)
+
+
+@dataclass(frozen=True)
+class _DeferredSleep:
+    sleeper: Sleeper
+    seconds: float
+    parameters: tuple[Tensor, ...] = ()
+
+    def finish(self) -> None:
+        self.sleeper.sleep(self.seconds)
 
 
 class EmulatedStage(nn.Module):
@@ -68,7 +91,7 @@ class EmulatedStage(nn.Module):
 
     Args:
         name: the module whose layouts are read.
-        seconds: for each microbatch, by the ids of its samples: of forward and of backward.
+        seconds: for each microbatch, by the ids of its samples.
         parameter_sizes: for each trainable layer, the elements of its parameter.
     """
 
@@ -79,7 +102,7 @@ class EmulatedStage(nn.Module):
         name: str,
         workload: ModuleWorkload,
         layers: tuple[int, int],
-        seconds: Mapping[SampleIds, tuple[float, float]],
+        seconds: Mapping[SampleIds, Seconds],
         parameter_sizes: Mapping[int, int],
     ) -> None:
         super().__init__()
@@ -120,11 +143,11 @@ class EmulatedStage(nn.Module):
         features: Sequence[Mapping[str, Tensor]],
         samples: Sequence[Sample],
     ) -> Tensor:
-        forward_s, backward_s = self._seconds[tuple(sample.id for sample in samples)]
+        seconds = self._seconds[tuple(sample.id for sample in samples)]
         is_loss = self._workload.kind == "language_model" and self.layers[1] == self._workload.num_layers
         inputs = [*([] if hidden is None else [hidden]), *incoming.values(), *self.parameters()]
         shape = () if is_loss else self.output_shape(samples)
-        return _Sleep.apply(self._sleeper, shape, forward_s, backward_s, *inputs)
+        return _Sleep.apply(self._sleeper, shape, seconds, *inputs)
 
 
 def emulated_stage_maker(costs: IterationCosts) -> StageMaker:
@@ -151,14 +174,12 @@ def emulated_stage_maker(costs: IterationCosts) -> StageMaker:
     return make
 
 
-def _seconds(
-    costs: IterationCosts, module: str, replica: int, stage: int
-) -> Iterator[tuple[SampleIds, tuple[float, float]]]:
-    """For each microbatch of a stage: its samples, and the seconds of forward and backward."""
+def _seconds(costs: IterationCosts, module: str, replica: int, stage: int) -> Iterator[tuple[SampleIds, Seconds]]:
+    """For each microbatch of a stage: its samples, and what they take."""
     for cell in costs.routes.cells:
         if cell[:3] == (module, replica, stage):
-            backward_s = 0.0
+            halves = (0.0, 0.0)
             if cell in costs.routes.with_backward:
-                backward_s = costs.compute_s(Compute(Kind.BACKWARD, cell))
+                halves = (costs.compute_s(Compute(Kind.INPUT, cell)), costs.compute_s(Compute(Kind.WEIGHT, cell)))
             ids = tuple(costs.samples[i].id for i in costs.routes.samples(cell))
-            yield ids, (costs.compute_s(Compute(Kind.FORWARD, cell)), backward_s)
+            yield ids, Seconds(costs.compute_s(Compute(Kind.FORWARD, cell)), *halves)

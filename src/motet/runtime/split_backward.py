@@ -18,33 +18,31 @@ What follows from this:
 Limits: hooks on parameters do not see what the weight half adds; it tells its caller instead.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-class _Layer(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
+class Deferred(Protocol):
+    """Work that a function's backward leaves to the weight half."""
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """That get a gradient from it."""
 
-class _Product(NamedTuple):
-    """One linear layer's share: weight [m, n], bias [m] gets a gradient from x [..., n] and the output's [..., m]."""
-
-    layer: _Layer
-    x: Tensor
-    output_gradient: Tensor
+    def finish(self) -> None:
+        """Adds to their `.grad`."""
 
 
 class SplitBackward:
     """Of one microbatch on one stage. The forward runs in its context, then come `input_half` and `weight_half`."""
 
     def __init__(self) -> None:
-        self._products: deque[_Product] = deque()
+        self._deferred: deque[Deferred] = deque()
         self._outer: SplitBackward | None = None
 
     def __enter__(self) -> None:
@@ -58,7 +56,11 @@ class SplitBackward:
     @property
     def parameters(self) -> set[Tensor]:
         """After the input half: those that still get a gradient."""
-        return {p for product in self._products for p in product.layer if _is_trainable(p)}
+        return {parameter for work in self._deferred for parameter in work.parameters}
+
+    def defer(self, work: Deferred) -> None:
+        """For the backward of functions that ran in this context."""
+        self._deferred.append(work)
 
     def input_half(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """All of `torch.autograd.backward(roots, gradients)` but what is left to the weight half."""
@@ -68,23 +70,23 @@ class SplitBackward:
     def weight_half(self) -> Iterator[Tensor]:
         """Adds to the weights' `.grad`, the last layers' first, and lets go of what was kept for it.
 
-        Yields each parameter when it has got what this microbatch brings."""
-        while self._products:
-            (weight, bias), x, gradient = self._products.popleft()
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            inputs = x.reshape(-1, x.shape[-1])
-            if weight.grad is not None and weight.grad.dtype == rows.dtype:
-                weight.grad.addmm_(rows.T, inputs)
-            else:
-                _add(weight, rows.T @ inputs)
-            yield weight
-            if _is_trainable(bias):
-                _add(bias, rows.sum(0))
-                yield bias
+        Yields each parameter when it has got all that this microbatch brings."""
+        uses = Counter(parameter for work in self._deferred for parameter in work.parameters)
+        while self._deferred:
+            work = self._deferred.popleft()
+            work.finish()
+            for parameter in work.parameters:
+                uses[parameter] -= 1
+                if not uses[parameter]:
+                    yield parameter
 
 
 _current: SplitBackward | None = None
 """Whose context this process is in. Not a thread's own: autograd may recompute layers in threads that it starts."""
+
+
+def current() -> SplitBackward | None:
+    return _current
 
 
 class SplittableLinear(nn.Linear):
@@ -111,15 +113,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # The output has to have a graph although its input may have none. Not by way of the weight: whatever waits for its
     # gradient would be told in the input half already.
     anchor = torch.empty(0, requires_grad=True)
-    return _Linear.apply(x, anchor, _Layer(weight, bias), _current._products)
+    return _Linear.apply(x, anchor, _Layer(weight, bias), _current)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: _Layer, products: deque[_Product]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: "_Layer", split: SplitBackward) -> Tensor:
         ctx.save_for_backward(x)
         # The weight as it stands, not its copy in autocast's dtype.
-        ctx.layer, ctx.products = layer, products
+        ctx.layer, ctx.split = layer, split
         weight, bias = layer
         if not torch.is_autocast_enabled(x.device.type):
             return functional.linear(x, weight, bias)
@@ -128,11 +130,46 @@ class _Linear(torch.autograd.Function):
             return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.products.append(_Product(ctx.layer, x.detach(), gradient))
+        ctx.split.defer(_Product(ctx.layer, x.detach(), gradient))
         of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         return of_input, None, None, None
+
+
+class _Layer(NamedTuple):
+    """No tensors to autograd, which therefore takes no notice of them."""
+
+    weight: Tensor
+    """[m, n], trainable."""
+    bias: Tensor | None
+    """[m]"""
+
+
+class _Product(NamedTuple):
+    """One linear layer's share."""
+
+    layer: _Layer
+    x: Tensor
+    """[..., n]"""
+    output_gradient: Tensor
+    """[..., m]"""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        weight, bias = self.layer
+        return (weight,) if bias is None or not bias.requires_grad else (weight, bias)
+
+    def finish(self) -> None:
+        weight, bias = self.layer
+        rows = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
+        x = self.x.reshape(-1, self.x.shape[-1])
+        if weight.grad is not None and weight.grad.dtype == rows.dtype:
+            weight.grad.addmm_(rows.T, x)
+        else:
+            _add(weight, rows.T @ x)
+        if bias is not None and bias.requires_grad:
+            _add(bias, rows.sum(0))
 
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
@@ -140,7 +177,3 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad += gradient
-
-
-def _is_trainable(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    return parameter is not None and parameter.requires_grad
