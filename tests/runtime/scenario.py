@@ -58,6 +58,8 @@ class Scenario:
     dp: int = 1
     num_microbatches: int = 2
     placement: str = "parallel"
+    """Encoders on ranks of their own (parallel), each other's (colocated), the language model's (shared; replicated:
+    whole copies of them on all of its stages)."""
     merge: str = "placeholder"
     schedule: str = "1f1b"
     frozen: str = "nothing"
@@ -164,6 +166,7 @@ class Scenario:
         audio, llm = {
             "parallel": (self.encoder_pp * self.encoder_cp, 2 * self.encoder_pp * self.encoder_cp),
             "colocated": (0, self.encoder_pp * self.encoder_cp),
+            "shared": (0, 0),
             "replicated": (0, 0),
         }[self.placement]
         return {"vision": 0, "audio": audio, "language_model": llm}

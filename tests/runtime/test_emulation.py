@@ -87,7 +87,7 @@ def test_lateness_is_taken_off_the_next_sleep(monkeypatch):
     assert now == pytest.approx(0.1 + 1e-4)
 
 
-def plan_with_two_replicas(run: RunConfig) -> Plan:
+def plan_with_two_replicas(run: RunConfig, schedule: str) -> Plan:
     """Rank 2 r holds the encoder of replica r, rank 2 r + 1 the language model."""
     problem = planning_problem(run, samples(run))
     modules = {}
@@ -100,21 +100,22 @@ def plan_with_two_replicas(run: RunConfig) -> Plan:
             trainable=module.trainable,
             loss_weight=module.loss_weight,
         )
-    return Plan(modules=modules, edges=problem.edges, num_microbatches=NUM_MICROBATCHES)
+    return Plan(modules=modules, edges=problem.edges, num_microbatches=NUM_MICROBATCHES, schedule=schedule)
 
 
-def evaluation_of(run: RunConfig) -> Evaluation:
+def evaluation_of(run: RunConfig, schedule: str) -> Evaluation:
     from dataclasses import replace
 
     problem = planning_problem(run, samples(run))
     workloads = {name: module.workload for name, module in problem.modules.items()}
     slow = analytic_table(workloads, cpu_cluster(4), dtype="float32", dtype_bytes=4, tp_sizes=(1,))
-    return evaluate(replace(problem, table=slow, cluster=cpu_cluster(4)), plan_with_two_replicas(run))
+    return evaluate(replace(problem, table=slow, cluster=cpu_cluster(4)), plan_with_two_replicas(run, schedule))
 
 
-def test_the_engine_runs_emulated_stages():
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_the_engine_runs_emulated_stages(schedule: str):
     run = config()
-    evaluation = evaluation_of(run)
+    evaluation = evaluation_of(run, schedule)
     batch = SimpleNamespace(samples=samples(run))
 
     def work(rank: int) -> tuple:
@@ -127,9 +128,10 @@ def test_the_engine_runs_emulated_stages():
     loss, timeline, _ = results[0]
     assert loss == 0.0
     routes = evaluation.program.dependencies.routes
-    ran = [parse_action(span.name) for span in timeline.spans if span.kind in "FB"]
+    ran = [parse_action(span.name) for span in timeline.spans if span.kind in "FBIW"]
     assert {a.cell for a in ran if a.kind.value == "F"} == set(routes.cells)
-    assert {a.cell for a in ran if a.kind.value == "B"} == set(routes.with_backward)
+    assert {a.cell for a in ran if a.kind.value in "BI"} == set(routes.with_backward)
+    assert any(a.kind.value == "W" for a in ran) == (schedule == "zero_bubble_h1")
     for rank in range(4):  # Lateness is made up for, so only the sum is at least what was asked for.
         asked = sum(evaluation.costs.compute_s(a) for a in ran if rank in routes.stage(a.cell).ranks)
         assert timeline.busy_s[rank] >= asked

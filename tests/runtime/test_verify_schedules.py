@@ -8,17 +8,27 @@ from dataclasses import replace
 
 import pytest
 from distributed import run_distributed
-from scenario import Scenario, verify
+from scenario import Scenario, ScenarioBatch, verify
 from split_backwards import split_at_random
 
+from motet.data.assignment import contiguous_assignment
 from motet.schedule import program
+from motet.schedule.action import Kind
 from motet.schedule.generators import GENERATORS
+from motet.schedule.routes import derive_routes
 
 CHAIN = Scenario(llm_pp=2, llm_cuts=(2,), frozen="audio", items="half", num_microbatches=5)
 ROUND = replace(CHAIN, llm_pp=4, llm_cuts=(1, 2, 4), llm_places=(0, 1, 0, 1))
 THERE_AND_BACK = replace(ROUND, llm_places=(0, 1, 1, 0))
-PLANS = {"interleaved_1f1b": ROUND, "interleaved_1f1b_adjusted": ROUND, "zero_bubble_v": THERE_AND_BACK}
-"""By schedule, where it is not a chain of ranks."""
+SHARED = replace(ROUND, placement="shared", encoder_pp=2, dp=2)
+PLANS = {
+    "interleaved_1f1b": ROUND,
+    "interleaved_1f1b_adjusted": ROUND,
+    "zero_bubble_v": THERE_AND_BACK,
+    "bubble_filling": SHARED,
+    "dip": SHARED,
+}
+"""By schedule, where it is not a chain of ranks with encoders beside."""
 
 HALVES = [
     Scenario(llm="llama-tied", llm_pp=2, placement="colocated", items="half", frozen="audio", num_microbatches=3),
@@ -35,6 +45,20 @@ def assert_equal_to_one_process(scenarios: Sequence[Scenario], dtype: str) -> No
     comparisons = run_distributed(lambda rank: [verify(s) for s in group], group[0].num_ranks, timeout=300)[0]
     for scenario, comparison in zip(group, comparisons, strict=True):
         assert comparison.passed, f"{scenario}: {comparison.failures}"
+
+
+def test_every_schedule_is_another_one_on_its_plan() -> None:
+    """Else a schedule that falls back to another's order would show nothing."""
+    kinds = {}
+    for name, generate in GENERATORS.items():
+        scenario = PLANS.get(name, CHAIN)
+        config = scenario.config()
+        plan, samples = scenario.plan(config), ScenarioBatch(scenario, config).samples
+        routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
+        ranks = generate(routes).ranks
+        assert (ranks == GENERATORS["1f1b"](routes).ranks) == (name == "1f1b"), name
+        kinds[name] = {action.kind for actions in ranks for action in actions}
+    assert {name for name, found in kinds.items() if Kind.WEIGHT in found} == {n for n in kinds if "zero_bubble" in n}
 
 
 @pytest.mark.slow
