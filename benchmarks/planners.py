@@ -19,9 +19,11 @@ from statistics import median
 import numpy as np
 from reporting import REPORTS, Report
 
+from motet.planner import make_plan
 from motet.planner.orchestration import orchestrate
 from motet.planner.partition import partition
 from motet.reproduce.disttrain_models import mllm
+from motet.reproduce.disttrain_problems import problem as disttrain_problem
 from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus_llm, search, strong_scaling
 
 
@@ -51,6 +53,12 @@ def _bubbles(num_microbatches: int) -> Callable[[], object]:
     return lambda: search(case, constants, optimus_llm(case, constants, reduction_s=width_s))
 
 
+def _plan(planner: str) -> Callable[[], object]:
+    """With all that a plan takes: costs of layers, candidates, their simulation."""
+    problem = disttrain_problem("72B", 64, 64, 32, dp_sizes=(1, 2, 4, 8))
+    return partial(make_plan, problem, planner)
+
+
 SEARCHES: Mapping[str, Search] = {
     "partition": Search("512 layers into 64 stages", 0.020, _partition),
     **{
@@ -67,6 +75,10 @@ SEARCHES: Mapping[str, Search] = {
             (1296, 1920, 0.1, "922 ms"),
             (16384, 16384, 2.0, ""),
         )
+    },
+    **{
+        planner: Search(f"planner {planner}, MLLM-72B on 64 GPUs, simulations included", 2.0, partial(_plan, planner))
+        for planner in ("disttrain", "entrain")
     },
     **{
         f"optimus-{devices}": Search(

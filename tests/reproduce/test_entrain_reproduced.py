@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from motet.planner import make_plan
+from motet.planner.entrain import device_seconds
+from motet.planner.evaluate import evaluate
 from motet.planner.profiling_size import proportional_allocation
 from motet.reproduce.entrain import (
     NUM_DEVICES,
@@ -13,6 +16,7 @@ from motet.reproduce.entrain import (
     _probability,
     _seen_probability,
     fit,
+    problems,
     sensitivity,
     tables,
 )
@@ -54,3 +58,13 @@ def test_figure_4_15_has_one_maximum_where_the_batch_leads(model):
     assert all(relative[s] < relative[s + 1] for s in stages if s < best)
     assert all(relative[s] > relative[s + 1] for s in stages[:-1] if s >= best)
     assert min(relative.values()) < 0.3
+
+
+def test_the_problems_are_planned_and_simulate():
+    for name, problem in problems():
+        plan = make_plan(problem, "entrain")
+        evaluation = evaluate(problem, plan)
+        assert evaluation.fits, name
+        work = [device_seconds(problem, module) for module in problem.modules]
+        devices = tuple(sum(len(stage.ranks) for stage in m.replicas[0].stages) for m in plan.modules.values())
+        assert all(used <= share for used, share in zip(devices, proportional_allocation(16, work), strict=True))

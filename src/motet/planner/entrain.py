@@ -11,7 +11,7 @@ Is the global batch large enough to be typical? `profiling_size` tells (Algorith
 Deviations: (4.2) adds up all modules, but encoders side by side run in parallel: here the longest path counts. A share
 that a tensor-parallel size does not divide leaves devices idle instead of ruling the size out.
 Limits: resharding is what the boundary's messages cost, one after the other; layouts that do not fit into memory are
-told by simulating the best ones in turn.
+told by simulating the best ones in turn; `profiling_size` costs samples one by one, so it sees no padding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

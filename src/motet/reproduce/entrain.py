@@ -19,7 +19,10 @@ from motet.plan import Edge
 from motet.planner.entrain import iteration_s
 from motet.planner.partition import partition, stage_costs
 from motet.planner.profiling_size import num_trials, proportional_allocation
+from motet.reproduce.entrain_problems import problems
 from motet.reproduce.tables import Row, Table
+
+__all__ = ["problems", "tables"]
 
 NUM_DEVICES = 16
 """Of one replica; tensor parallelism of 2 makes them 8 groups."""
