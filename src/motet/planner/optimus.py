@@ -27,6 +27,8 @@ from motet.schedule.schedule import Schedule
 
 MAX_SIMULATED = 4
 """Of the best layouts, by the bubble scheduler's account, so many are simulated as plans."""
+MAX_SIMULATED_CELLS = 12_000
+"""Microbatches on stages in all simulations: on large clusters the bubble scheduler's account alone decides."""
 
 
 def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
@@ -34,7 +36,11 @@ def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> 
     if placement is not None:
         raise UserError("parallel.placement: planner optimus places encoders in its own way; leave placement out")
     plans = [plan_of(solution) for solution in solutions(problem)[:MAX_SIMULATED]]
-    return min((evaluate(problem, plan) for plan in plans), key=rank).plan
+    num_cells = problem.num_microbatches * sum(1 for _ in plans[0].stages())
+    affordable = plans[: max(1, MAX_SIMULATED_CELLS // num_cells)]
+    if len(affordable) == 1:
+        return affordable[0]
+    return min((evaluate(problem, plan) for plan in affordable), key=rank).plan
 
 
 def plan_of(solution: Solution) -> Plan:
