@@ -1,4 +1,5 @@
-"""When each rank did what. The simulator predicts a timeline, the runtime measures one: one type, one plotter for both.
+"""When each rank did what, and what it held. The simulator predicts a timeline, the runtime measures one: one type, one
+plotter for both.
 
 Limits: a rank computes one thing at a time, so its computing spans must not overlap; messages and reductions may.
 """
@@ -7,7 +8,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # numpy takes a while, and the command line reads this file for its help.
+    from motet.arrays import Floats, Ints
 
 SPAN_KINDS = {
     "F": "forward",
@@ -41,6 +45,20 @@ class Span:
     def module(self) -> str:
         """The module that the span belongs to, read off its name; of a message, the one that sends."""
         return self.name.partition("[")[0].removesuffix(".R").removesuffix(".G")
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryCurve:
+    """One rank's memory: `bytes_held[i]` from `times_s[i]` until `times_s[i + 1]`, at the end the last one.
+
+    Times are ascending and different. What is freed and taken at the same moment is freed first."""
+
+    times_s: "Floats"
+    bytes_held: "Ints"
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.bytes_held.max())
 
 
 SPAN_COLUMNS = [field.name for field in fields(Span)]

@@ -1,8 +1,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from motet.plots.trace import save_trace, trace_events
-from motet.timeline import Span, Timeline
+from motet.timeline import MemoryCurve, Span, Timeline
 
 TIMELINE = Timeline(
     (
@@ -41,3 +43,10 @@ def test_the_file_is_one_json_object(tmp_path: Path) -> None:
     save_trace({"predicted": TIMELINE}, tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())
     assert document["traceEvents"] == trace_events({"predicted": TIMELINE})
+
+
+def test_memory_is_a_counter_of_each_rank() -> None:
+    curves = [MemoryCurve(np.array([5.0, 5.5]), np.array([7, 9])), MemoryCurve(np.array([5.0]), np.array([3]))]
+    events = trace_events({"measured": TIMELINE, "predicted": TIMELINE}, {"predicted": curves})
+    counters = [(e["pid"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
+    assert counters == [(2, 0.0, {"bytes": 7}), (2, 500_000.0, {"bytes": 9}), (3, 0.0, {"bytes": 3})]

@@ -1,10 +1,15 @@
 """`motet simulate`: what an iteration of a plan would take, with its timeline."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
+from motet.errors import UserError
+
+if TYPE_CHECKING:
+    from motet.planner.evaluate import Evaluation
 
 HELP = "predict what an iteration of a plan takes, and draw its timeline"
 
@@ -13,7 +18,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     add_plan(parser)
     parser.add_argument("--picture", metavar="timeline.png", help="draw the timeline (png, svg, pdf)")
-    parser.add_argument("--trace", metavar="trace.json", help="write the timeline for Perfetto or chrome://tracing")
+    parser.add_argument("--memory-picture", metavar="memory.png", help="draw each rank's memory over time")
+    parser.add_argument(
+        "--trace", metavar="trace.json", help="write timeline and memory for Perfetto or chrome://tracing"
+    )
+    parser.add_argument(
+        "--straggler",
+        metavar="RANK=FACTOR",
+        action="append",
+        default=[],
+        help="what this rank computes takes FACTOR times as long; may be given several times",
+    )
+    parser.add_argument(
+        "--jitter",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="computations take longer at random, by SHARE on average",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter")
+    parser.add_argument("--share-cards", action="store_true", help="messages that leave a node share its network cards")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -26,6 +50,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     problem = read_problem(config)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
     evaluation = evaluate(problem, plan)
+    if arguments.straggler or arguments.jitter or arguments.share_cards:
+        evaluation = _disturbed(evaluation, arguments)
     result = report_evaluation(evaluation, dtype=config.train.dtype)
     print(report_text(result))
     if arguments.picture:
@@ -35,5 +61,44 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.trace:
         from motet.plots.trace import save_trace
 
-        save_trace({"predicted": evaluation.result.timeline}, Path(arguments.trace))
+        save_trace(
+            {"predicted": evaluation.result.timeline}, Path(arguments.trace), {"predicted": evaluation.result.memory}
+        )
+    if arguments.memory_picture:
+        from motet.costs.memory import RESERVE
+        from motet.plots.memory import save_memory
+
+        limit = problem.cluster.device.memory_bytes * (1 - RESERVE)
+        save_memory({"predicted": evaluation.result.memory}, Path(arguments.memory_picture), limit_bytes=limit)
     return result
+
+
+def _disturbed(evaluation: "Evaluation", arguments: argparse.Namespace) -> "Evaluation":
+    """The same plan on ranks that are slow, uneven or share network cards."""
+    from motet.simulator.events import SharedCards
+    from motet.simulator.simulate import simulate
+    from motet.simulator.step_costs import Disturbances
+
+    if arguments.jitter < 0:
+        raise UserError(f"--jitter: is {arguments.jitter}; give a share of 0 or more, such as 0.05")
+    factors = dict(_straggler(text, evaluation.plan.num_ranks) for text in arguments.straggler)
+    cluster = evaluation.problem.cluster
+    result = simulate(
+        evaluation.program,
+        evaluation.costs,
+        num_cores=evaluation.problem.num_cores,
+        cards=SharedCards(cluster.node, cluster.num_nics) if arguments.share_cards else None,
+        disturbances=Disturbances(straggler_factors=factors, jitter=arguments.jitter, seed=arguments.seed),
+    )
+    return replace(evaluation, result=result)
+
+
+def _straggler(text: str, num_ranks: int) -> tuple[int, float]:
+    rank, _, factor = text.partition("=")
+    try:
+        number, times = int(rank), float(factor)
+    except ValueError:
+        raise UserError(f"--straggler: {text!r} is not RANK=FACTOR, such as 3=1.5") from None
+    if not 0 <= number < num_ranks or not times > 0:
+        raise UserError(f"--straggler: {text!r} needs a rank of 0..{num_ranks - 1} and a factor above 0")
+    return number, times

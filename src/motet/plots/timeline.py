@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from motet.timeline import BUSY_KINDS, SPAN_KINDS, Span, Timeline
 
-LIGHTNESS = {"F": 0.72, "B": 0.45, "I": 0.52, "W": 0.36, "optimizer": 0.6, "reduce": 0.8}
+LIGHTNESS = {"F": 0.72, "B": 0.45, "I": 0.52, "W": 0.36, "optimizer": 0.6, "reduce": 0.8, "gather": 0.7}
 MAX_LABELS = 400
 
 

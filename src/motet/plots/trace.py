@@ -1,18 +1,22 @@
 """A timeline as a trace in Chrome's event format, for ui.perfetto.dev or chrome://tracing.
 
 Ranks are processes. Computation is a thread of complete events ("X"); messages and reductions, which overlap, are
-asynchronous events ("b" and "e") of the rank that sends or takes part. Times are in microseconds, as the format has it.
+asynchronous events ("b" and "e") of the rank that sends or takes part. Memory is a counter ("C") of each rank. Times
+are in microseconds, as the format has it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from motet.timeline import BUSY_KINDS, SPAN_KINDS, Timeline
+from motet.timeline import BUSY_KINDS, SPAN_KINDS, MemoryCurve, Timeline
+
+Memory = Mapping[str, Sequence[MemoryCurve]]
+"""By title, of each rank; titles without may be left out."""
 
 
-def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
+def trace_events(timelines: Mapping[str, Timeline], memory: Memory | None = None) -> list[dict[str, Any]]:
     """The events of the timelines by title, each title's ranks as processes of their own."""
     events: list[dict[str, Any]] = []
     first_process = 0
@@ -37,10 +41,14 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
                 identity = f"{first_process}.{i}"
                 events.append(event | {"ph": "b", "id": identity})
                 events.append(event | {"ph": "e", "id": identity, "ts": begin + duration})
+        for rank, curve in enumerate((memory or {}).get(title, ())):
+            counter = {"name": "memory", "ph": "C", "pid": first_process + rank}
+            moments = zip(curve.times_s.tolist(), curve.bytes_held.tolist(), strict=True)
+            events += [counter | {"ts": 1e6 * (at - timeline.start_s), "args": {"bytes": held}} for at, held in moments]
         first_process += timeline.num_ranks
     return events
 
 
-def save_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
+def save_trace(timelines: Mapping[str, Timeline], path: Path, memory: Memory | None = None) -> None:
     """Writes one JSON file with the traces of all the timelines."""
-    path.write_text(json.dumps({"traceEvents": trace_events(timelines), "displayTimeUnit": "ms"}) + "\n")
+    path.write_text(json.dumps({"traceEvents": trace_events(timelines, memory), "displayTimeUnit": "ms"}) + "\n")

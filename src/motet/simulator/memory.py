@@ -25,20 +25,7 @@ from motet.schedule.lower import Program
 from motet.simulator.clock import Times
 from motet.simulator.costs import ArrayCosts, Costs
 from motet.simulator.step_costs import StepCosts
-
-
-@dataclass(frozen=True, eq=False)
-class MemoryCurve:
-    """One rank's memory: `bytes_held[i]` from `times_s[i]` until `times_s[i + 1]`, at the end the last one.
-
-    Times are ascending and different. What is freed and taken at the same moment is freed first."""
-
-    times_s: Floats
-    bytes_held: Ints
-
-    @property
-    def peak_bytes(self) -> int:
-        return int(self.bytes_held.max())
+from motet.timeline import MemoryCurve
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ from motet.simulator.alike import Folding
 from motet.simulator.clock import Times
 from motet.simulator.costs import Costs, GroupCosts
 from motet.simulator.idle import TimeShares
-from motet.simulator.memory import MemoryCurve, memory_curves
+from motet.simulator.memory import memory_curves
 from motet.simulator.step_costs import StepCosts
-from motet.timeline import Span, Timeline
+from motet.timeline import MemoryCurve, Span, Timeline
 
 
 @dataclass(frozen=True, eq=False)

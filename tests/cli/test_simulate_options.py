@@ -1,0 +1,61 @@
+"""What `motet simulate` can disturb, and what it draws beside the timeline."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import write_tiny_run
+
+from motet.cli.main import main
+
+LAYOUT = "parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {pp: 2}}}"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_tiny_run(tmp_path)
+
+
+def iteration_s(capsys: pytest.CaptureFixture[str], run_file: Path, *options: object) -> float:
+    capsys.readouterr()
+    arguments = ["simulate", str(run_file), "--set", LAYOUT, "--json", *map(str, options)]
+    assert main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert sum(document["time_shares_s"].values()) == pytest.approx(document["iteration_time_s"], rel=0.2)
+    return document["iteration_time_s"]
+
+
+def test_slow_and_uneven_ranks_take_longer(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    alone = iteration_s(capsys, run_file)
+    assert iteration_s(capsys, run_file, "--straggler", "3=4") > 1.5 * alone
+    uneven = iteration_s(capsys, run_file, "--jitter", 0.5, "--seed", 1)
+    assert uneven > alone
+    assert iteration_s(capsys, run_file, "--jitter", 0.5, "--seed", 1) == uneven
+    assert iteration_s(capsys, run_file, "--jitter", 0.5, "--seed", 2) != uneven
+    assert iteration_s(capsys, run_file, "--share-cards") == pytest.approx(alone)  # All on one node.
+
+
+def test_memory_is_drawn_and_traced(capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path) -> None:
+    picture, trace = tmp_path / "memory.png", tmp_path / "trace.json"
+    iteration_s(capsys, run_file, "--memory-picture", picture, "--trace", trace)
+    assert picture.stat().st_size > 1000
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "C"} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--straggler", "fast"], "'fast' is not RANK=FACTOR"),
+        (["--straggler", "9=2"], "needs a rank of 0..3"),
+        (["--straggler", "1=0"], "a factor above 0"),
+        (["--jitter", "-1"], "--jitter: is -1.0; give a share of 0 or more"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], run_file: Path, options: list[str], message: str
+) -> None:
+    assert main(["simulate", str(run_file), "--set", LAYOUT, *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
