@@ -9,6 +9,7 @@ import frozen_aware
 import pipeline_against_torch
 import prediction
 import pytest
+import schedules
 import zero_bubble
 from measuring import Spread, ratio, seconds
 from reporting import Report
@@ -48,6 +49,15 @@ def test_zero_bubble_and_1f1b_compute_the_same(tmp_path):
         values = [float(result[number]) for result in results]
         assert values == pytest.approx([values[0]] * 4, rel=1e-5)
     assert text.count("Goal: ") == 3
+
+
+def test_bubble_filling_is_no_slower_than_list_scheduling(tmp_path):
+    text = text_of(schedules.main(["--groups", "2", "--cells", "40", "--problems", "1"]), tmp_path)
+    row = re.search(r"\| ViT-3B \+ GPT-11B[^|]*\|(.*)\|", text)
+    assert row is not None
+    by_list, dip, filled, _, bound = map(float, row.group(1).split("|"))
+    assert bound <= filled <= min(by_list, dip)
+    assert "| zero_bubble_v | " in text
 
 
 def test_pipeline_ddp_and_fsdp_learn_the_same(tmp_path):
