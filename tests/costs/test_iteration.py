@@ -340,3 +340,18 @@ def test_zero1_gathers_the_new_parameters():
     num_bytes = sum(layer.num_parameters for layer in TEXT.layers[:2]) * 4
     link = LINKS["loopback"]
     assert sharded.gather_s(reduce) == pytest.approx(link.latency_s + num_bytes / 2 / link.bytes_per_s)
+
+
+def test_a_plan_may_have_more_modules_than_an_integer_has_bits():
+    """Every replicated encoder is a module of its own."""
+    whole = small_plan(vision_trainable=((0, 5),))
+    vision = whole.modules["vision"]
+    copies = {
+        f"vision_{i}": replace(vision, copy_of="vision", replicas=(Replica(stages=(stage((0, 5), 3 + i),)),))
+        for i in range(70)
+    }
+    edges = (*whole.edges, *(Edge(source=name, target="text") for name in copies))
+    plan = replace(whole, modules={"vision": vision, **copies, "text": whole.modules["text"]}, edges=edges)
+    costs = bind(plan, cluster=cpu_cluster(80))
+    assert seconds(costs, Kind.BACKWARD, "vision_69", 0, 0, 0) == 1000 + 4 * 110
+    assert seconds(costs, Kind.BACKWARD, "text", 0, 0, 0) == 0.5 + 2 * 10

@@ -84,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("motet: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read the output (`| head`) has seen enough; Python must not try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         where = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
         print(f"motet: failed{where}: {_describe(error)}", file=sys.stderr)

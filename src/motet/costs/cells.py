@@ -5,6 +5,7 @@ backward a layer pays is decided from the routes, over the whole graph of module
 input gradient is needed only if something trainable lies strictly before (thesis 3.3.1).
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,8 @@ class CellKind(NamedTuple):
     """One of those that cost the same."""
     gradients: tuple[LayerGradients, ...]
     """For each layer of the stage, what a backward computes."""
+    different: tuple[tuple[LayerShape, LayerGradients, int], ...]
+    """The different ones among the stage's layers and their gradients, and how many there are of each."""
 
 
 class Cells:
@@ -88,14 +91,13 @@ class Cells:
         terms = []
         for kind in self.kinds:
             parts = []
-            layers = self.workload(kind.module).layers[slice(*kind.stage.layers)]
-            for layer, needs in zip(layers, kind.gradients, strict=True):
+            for layer, needs, count in kind.different:
                 if layer not in known:
                     known[layer] = layer_flops(layer)
                 backward = known[layer].backward(
                     input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient
                 )
-                parts += [known[layer].forward, backward]
+                parts.append(known[layer].forward.plus(backward).times(count))
             terms.append(total([] if self.plan.modules[kind.module].copy_of is not None else parts))
         pairs, counts = np.unique(np.stack([self.kind, self.load]), axis=1, return_counts=True)
         return sum(
@@ -106,7 +108,7 @@ class Cells:
     def _number(self) -> None:
         routes = self.routes
         self.kind, self.load = (np.zeros(routes.num_cells, dtype=np.int64) for _ in range(2))
-        entering = self._gradients_enter()
+        entering, cases = self._gradients_enter()
         kinds: dict[object, int] = {}
         loads: dict[Load, int] = {}
         for stage in routes.stages:
@@ -116,13 +118,22 @@ class Cells:
                 key = (stage.module, stage.planned.layers, group, code)
                 if key not in kinds:
                     kinds[key] = len(kinds)
-                    gradients = self._derive_gradients(stage.module, stage.planned.layers, code)
-                    self.kinds.append(CellKind(stage.module, stage.planned, gradients))
+                    sources = cases[code] if code >= 0 else None
+                    self.kinds.append(self._make_kind(stage.module, stage.planned, sources))
                 self.kind[stage.first : stage.last][codes == code] = kinds[key]
             for cell, microbatch in enumerate(routes.cell_microbatch[stage.first : stage.last].tolist(), stage.first):
                 load = self._microbatch_load(stage.module, stage.replica, microbatch)
                 self.load[cell] = loads.setdefault(load, len(loads))
         self.loads = list(loads)
+
+    def _make_kind(self, name: str, stage: Stage, sources: Sequence[str] | None) -> CellKind:
+        gradients = self._derive_gradients(name, stage.layers, sources)
+        layers = self.workload(name).layers[slice(*stage.layers)]
+        # By identity: to hash a shape takes longer than to compute with it.
+        shapes = {id(layer): layer for layer in layers}
+        counts = Counter(zip(map(id, layers), gradients, strict=True))
+        different = tuple((shapes[layer], needs, count) for (layer, needs), count in counts.items())
+        return CellKind(name, stage, gradients, different)
 
     def _microbatch_load(self, module: str, replica: int, microbatch: int) -> Load:
         key = (module, replica, microbatch)
@@ -135,24 +146,33 @@ class Cells:
             )
         return self._loads[key]
 
-    def _gradients_enter(self) -> Ints:
-        """For each cell, the modules (as bits, in the plan's order) to whose outputs it gives gradients; -1 where there
-        is no backward."""
+    def _gradients_enter(self) -> tuple[Ints, list[tuple[str, ...]]]:
+        """For each cell, the modules to whose outputs it gives gradients, as an index into the different cases; -1
+        where there is no backward."""
         routes, names = self.routes, list(self.plan.modules)
-        bit = np.array([1 << names.index(stage.module) for stage in routes.stages], dtype=np.int64)
-        entering = np.zeros(routes.num_cells, dtype=np.int64)
+        module_of_stage = np.array([names.index(stage.module) for stage in routes.stages], dtype=np.int64)
         back = routes.route_has_gradient
-        np.bitwise_or.at(entering, routes.route_target[back], bit[routes.cell_stage[routes.route_source[back]]])
-        return np.where(routes.cell_has_backward, entering, -1)
+        sources = module_of_stage[routes.cell_stage[routes.route_source[back]]]
+        entering: dict[int, list[str]] = defaultdict(list)
+        for pair in np.unique(routes.route_target[back] * len(names) + sources).tolist():
+            cell, module = divmod(pair, len(names))
+            entering[cell].append(names[module])
+        cases: dict[tuple[str, ...], int] = {(): 0}
+        case = np.where(routes.cell_has_backward, 0, -1)
+        for cell, modules in entering.items():
+            case[cell] = cases.setdefault(tuple(modules), len(cases))
+        return case, list(cases)
 
-    def _derive_gradients(self, name: str, layers: LayerRange, entering: int) -> tuple[LayerGradients, ...]:
+    def _derive_gradients(
+        self, name: str, layers: LayerRange, sources: Sequence[str] | None
+    ) -> tuple[LayerGradients, ...]:
+        """`sources`: the modules to whose outputs gradients go; None: there is no backward."""
         first, last = layers
-        if entering < 0:
+        if sources is None:
             return (LayerGradients(False, False),) * (last - first)
         entries: set[int] = set()
-        for number, source in enumerate(self.plan.modules):
-            if entering >> number & 1:
-                entries |= {first} if source == name else self._entries(source, name)
+        for source in sources:
+            entries |= {first} if source == name else self._entries(source, name)
         result, reached = [], False
         for index in range(first, last):
             reached = reached or index in entries

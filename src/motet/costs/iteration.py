@@ -201,30 +201,31 @@ class IterationCosts:
         has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
         stage_input = (load.tokens if rows == "tokens" else load.outputs) * width if has_input else 0
         return round(stage_input * self.memory.activation_bytes) + sum(
-            saved_layer_bytes(
-                workload.layers[index],
+            count
+            * saved_layer_bytes(
+                layer,
                 load,
-                input_gradient=gradients.input_gradient,
-                weight_gradient=gradients.weight_gradient,
+                input_gradient=needs.input_gradient,
+                weight_gradient=needs.weight_gradient,
                 recompute=kind.module in self.plan.recompute,
                 tp_size=kind.stage.tp_size,
                 options=self.memory,
                 sequence_parallel=module.sequence_parallel,
             )
-            for index, gradients in zip(range(*kind.stage.layers), kind.gradients, strict=True)
+            for layer, needs, count in kind.different
         )
 
     def _saved_half(self, kind: CellKind, load: Load) -> int:
-        workload = self.cells.workload(kind.module)
         return sum(
-            half_saved_layer_bytes(
-                workload.layers[index],
+            count
+            * half_saved_layer_bytes(
+                layer,
                 load,
-                weight_gradient=gradients.weight_gradient,
+                weight_gradient=needs.weight_gradient,
                 tp_size=kind.stage.tp_size,
                 options=self.memory,
             )
-            for index, gradients in zip(range(*kind.stage.layers), kind.gradients, strict=True)
+            for layer, needs, count in kind.different
         )
 
     def static_bytes(self, rank: int) -> int:
@@ -261,7 +262,7 @@ class IterationCosts:
         return self.cells.model_flops
 
     def _sum_stage(self, kind: CellKind) -> _StageCosts:
-        name, stage, gradients = kind
+        name, stage, gradients, _ = kind
         costs = self.table.of(
             self.cells.owner(name), stage.tp_size, sequence_parallel=self.plan.modules[name].sequence_parallel
         )
