@@ -18,7 +18,7 @@ FACTORS = {
     "num_microbatches": (1, 2, 3, 4, 5),
     "placement": ("parallel", "colocated", "replicated"),
     "merge": ("placeholder", "prepend", "cross_attention"),
-    "schedule": ("1f1b", "gpipe"),
+    "schedule": ("1f1b", "gpipe", "zero_bubble_h1"),
     "frozen": tuple(FROZEN),
     "items": ("mixed", "half", "none"),
     "packing": (False, True),
