@@ -73,6 +73,12 @@ def test_the_plan_can_be_evaluated(num_devices):
     assert evaluation.iteration_time_s >= evaluation.lower_bound_s
 
 
+def test_a_schedule_that_the_user_fixed_is_kept():
+    problem = problem_with()
+    assert make_plan(problem, "optimus").schedule == "bubble_filling"
+    assert make_plan(replace(problem, schedules=("1f1b", "gpipe")), "optimus").schedule == "1f1b"
+
+
 def test_encoder_layouts_divide_those_of_the_language_model():
     problem = problem_with(num_devices=8)
     layouts = list(encoder_layouts(problem, LlmLayout(dp=1, pp=4, tp=2)))

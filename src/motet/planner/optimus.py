@@ -25,6 +25,8 @@ from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 
+SCHEDULE = "bubble_filling"
+"""Of the plans, unless the user wants another."""
 MAX_SIMULATED = 4
 """Of the best layouts, by the bubble scheduler's account, so many are simulated as plans."""
 MAX_SIMULATED_CELLS = 12_000
@@ -62,7 +64,7 @@ def plan_of(solution: Solution) -> Plan:
         modules=modules,
         edges=problem.edges,
         num_microbatches=problem.num_microbatches,
-        schedule="bubble_filling",
+        schedule=SCHEDULE if problem.schedules is None or SCHEDULE in problem.schedules else problem.schedules[0],
         planner="optimus",
         recompute=problem.recompute,
     )
