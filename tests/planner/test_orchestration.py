@@ -111,7 +111,7 @@ def problems(draw):
     batch = draw(st.integers(1, 8))
     return OrchestrationProblem(
         units={f"{role}{i}": draw(units(role)) for i, role in enumerate(roles)},
-        num_devices=draw(st.integers(len(roles), 8 if len(roles) < 3 else 7)),
+        num_devices=draw(st.integers(len(roles), 12 if len(roles) < 3 else 7)),
         global_batch_size=batch,
         num_microbatches=draw(st.sampled_from((None, None, 1, 2, 3))),
         device_bytes=draw(st.sampled_from((inf, inf, 60, 25))),

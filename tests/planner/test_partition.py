@@ -1,6 +1,5 @@
-"""The partition against brute force, its ties, and its speed."""
+"""The partition against brute force, and its ties."""
 
-import time
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -8,7 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from motet.planner.partition import even_partition, fewest_stages, partition, partition_by_sizes, stage_costs
+from motet.planner.partition import (
+    bottlenecks,
+    even_partition,
+    fewest_stages,
+    partition,
+    partition_by_sizes,
+    stage_costs,
+)
 
 
 def every_partition(num_layers, num_stages):
@@ -52,14 +58,19 @@ def test_a_cheap_frozen_part_becomes_one_stage():
     assert partition([1, 1, 1, 1, 4, 4], 3) == ((0, 4), (4, 5), (5, 6))
 
 
-def test_512_layers_into_64_stages_within_20_ms():
+def test_512_layers_into_64_stages():
+    """Too many for brute force; but the greedy needs one stage more for any less. How fast: benchmarks/planners.py."""
     costs = np.random.default_rng(0).uniform(0.5, 2.0, 512).tolist()
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        partition(costs, 64)
-        times.append(time.perf_counter() - started)
-    assert min(times) <= 0.020
+    slowest = max(stage_costs(costs, partition(costs, 64)))
+    assert fewest_stages(costs, slowest * (1 + 1e-9)) <= 64 < fewest_stages(costs, slowest * (1 - 1e-9))
+
+
+@settings(deadline=None)
+@given(problems())
+def test_bottlenecks_are_those_of_the_partitions(problem):
+    costs, max_stages = problem
+    each = [max(stage_costs(costs, partition(costs, n))) for n in range(1, max_stages + 1)]
+    assert bottlenecks(costs, max_stages).tolist() == each
 
 
 @settings(deadline=None)
