@@ -34,7 +34,7 @@ def _measure(
             evaluation.plan,
             emulated_stage_maker(evaluation.costs),
             device=torch.device("cpu"),
-            expect=lambda routes, samples, costs=evaluation.costs: costs.compute_s,
+            expect=lambda routes, samples, costs=evaluation.costs: costs,
         )
         for name, evaluation in evaluations.items()
     }

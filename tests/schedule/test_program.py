@@ -2,7 +2,8 @@ from plans import chain, routes_of
 
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.generators import GENERATORS
+from motet.schedule.generators import GENERATORS, WITHIN_MEMORY
+from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import lower
 from motet.schedule.program import make_program
 
@@ -24,3 +25,14 @@ def test_durations_reach_both_the_generator_and_the_order() -> None:
 def test_without_durations_all_actions_count_alike() -> None:
     routes = routes_of(chain(2, 3))
     assert make_program("gpipe", routes).digest() == lower(GENERATORS["gpipe"](routes), Dependencies(routes)).digest()
+
+
+def test_a_limit_in_memory_reaches_the_schedules_that_go_by_it() -> None:
+    routes = routes_of(chain(3, 6))
+    limit = MemoryLimit(saved_bytes=lambda cell: 1, limit_bytes=lambda rank: 4 - rank)
+    changed = {
+        name
+        for name in GENERATORS
+        if make_program(name, routes, memory=limit).steps != make_program(name, routes).steps
+    }
+    assert changed == WITHIN_MEMORY

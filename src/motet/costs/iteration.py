@@ -23,6 +23,7 @@ from motet.costs.cost_model import ZERO, CostTable, Quadratic, total
 from motet.costs.load import Load
 from motet.costs.memory import (
     DEFAULT_MEMORY,
+    RESERVE,
     MemoryOptions,
     half_saved_layer_bytes,
     saved_layer_bytes,
@@ -32,6 +33,7 @@ from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
+from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Routes
 from motet.workload import LayerShape, ModuleWorkload
@@ -226,6 +228,14 @@ class IterationCosts:
                 options=self.memory,
             )
             for layer, needs, count in kind.different
+        )
+
+    def memory_limit(self) -> MemoryLimit:
+        """What the parameters and all that is static leave for activations on the cluster's devices."""
+        usable = int(self.cluster.device.memory_bytes * (1 - RESERVE))
+        return MemoryLimit(
+            saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
+            limit_bytes=lambda rank: usable - self.static_bytes(rank),
         )
 
     def static_bytes(self, rank: int) -> int:

@@ -89,7 +89,7 @@ def evaluate(problem: PlanningProblem, plan: Plan) -> Evaluation:
         cluster=problem.cluster,
         memory=problem.memory,
     )
-    program = make_program(plan.schedule, routes, costs.compute_s)
+    program = make_program(plan.schedule, routes, costs.compute_s, memory=costs.memory_limit())
     return Evaluation(problem, plan, program, costs, simulate(program, costs, num_cores=problem.num_cores))
 
 

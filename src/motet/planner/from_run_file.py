@@ -62,7 +62,6 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         if name not in workloads:
             raise UserError(f"parallel.limits.modules: there is no module {name!r}; give {', '.join(workloads)}")
     cluster = describe_cluster(config)
-    dtype_bytes = DTYPE_BYTES[config.train.dtype]
     table = read_costs(config, workloads, cluster)
     measured_sizes = {size for sizes in table.modules.values() for size in sizes}
     is_measured = config.cluster.costs is not None
@@ -87,7 +86,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         schedules=(config.parallel.schedule,) if "schedule" in config.parallel.model_fields_set else None,
         dp_sizes=_dp_sizes(config),
         recompute=config.parallel.recompute,
-        memory=MemoryOptions(parameter_bytes=dtype_bytes, activation_bytes=dtype_bytes, zero1=config.parallel.zero1),
+        memory=_memory_options(config),
         num_cores=shared_cores(config),
     )
 
@@ -236,7 +235,12 @@ def iteration_costs(config: RunConfig, plan: Plan) -> Callable[[Routes, Sequence
     """What an iteration costs under any plan of the run file's model, by its routes and samples."""
     workloads, cluster = read_workloads(config), describe_cluster(config)
     table = _read_costs(config, workloads, cluster, {stage.tp_size for *_, stage in plan.stages()})
-    return partial(IterationCosts, workloads=workloads, table=table, cluster=cluster)
+    return partial(IterationCosts, workloads=workloads, table=table, cluster=cluster, memory=_memory_options(config))
+
+
+def _memory_options(config: RunConfig) -> MemoryOptions:
+    dtype_bytes = DTYPE_BYTES[config.train.dtype]
+    return MemoryOptions(parameter_bytes=dtype_bytes, activation_bytes=dtype_bytes, zero1=config.parallel.zero1)
 
 
 def _read_costs(

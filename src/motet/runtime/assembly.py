@@ -123,7 +123,6 @@ def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], Abstra
 
 def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
     """Collective. Actions are ordered by the run file's costs, as where the plan is evaluated."""
-    costs = iteration_costs(config, plan)
     return Engine(
         plan,
         stage_maker(config, plan, device),
@@ -131,7 +130,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
         boundary_dtype=PARAMETER_DTYPES[config.train.dtype],
         autocast=autocast_for(config, device),
         timeout=timedelta(seconds=config.train.step_timeout_s),
-        expect=lambda routes, samples: costs(routes, samples).compute_s,
+        expect=iteration_costs(config, plan),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.local_program import LocalProgram, local_program
 from motet.runtime.mesh import build_mesh
 from motet.runtime.stage_runner import StageRunner
-from motet.schedule.action import Durations
+from motet.schedule.action import Compute
 from motet.schedule.dependencies import reductions
+from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Program
 from motet.schedule.program import make_program
 from motet.schedule.routes import Routes, derive_routes
@@ -34,8 +36,17 @@ MAX_PROGRAMS = 64
 
 Assign = Callable[[Plan, Sequence[Sample]], BatchAssignment]
 
-Expect = Callable[[Routes, Sequence[Sample]], Durations]
-"""What the compute actions of an iteration are expected to take. Pure: every rank has to come to the same."""
+
+class Expectation(Protocol):
+    """What an iteration is expected to take. Every rank has to come to the same."""
+
+    def compute_s(self, action: Compute) -> float:
+        """Seconds of a compute action."""
+
+    def memory_limit(self) -> MemoryLimit: ...
+
+
+Expect = Callable[[Routes, Sequence[Sample]], Expectation]
 
 
 @dataclass(frozen=True)
@@ -52,8 +63,8 @@ class IterationResult:
 class Engine:
     """A plan at work on this rank. Collective: every rank makes one with the same arguments.
 
-    `expect`: the durations by which actions are ordered, those of the plan's evaluation; None: all alike. Batches of
-    one form are ordered as the first of them."""
+    `expect`: by what actions are ordered, as where the plan was evaluated; None: all take equally long, and memory is
+    no limit. Batches of one form are ordered as the first of them."""
 
     def __init__(
         self,
@@ -95,7 +106,7 @@ class Engine:
         if form in self._programs:
             self._programs.move_to_end(form)
             return self._programs[form]
-        program = make_program(self.plan.schedule, routes, self._expect(routes, samples) if self._expect else None)
+        program = self._program(routes, samples)
         if routes.forward_only not in self._compared:
             self._compared.add(routes.forward_only)
             with self.executor.doing("the comparison of the ranks' programs"):
@@ -104,6 +115,12 @@ class Engine:
         if len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
         return self._programs[form]
+
+    def _program(self, routes: Routes, samples: Sequence[Sample]) -> Program:
+        if self._expect is None:
+            return make_program(self.plan.schedule, routes)
+        expected = self._expect(routes, samples)
+        return make_program(self.plan.schedule, routes, expected.compute_s, memory=expected.memory_limit())
 
     def run(self, batch: Batch, *, forward_only: bool = False, seed: tuple[int, ...] | None = None) -> IterationResult:
         """One iteration. Gradients are *added* to `.grad` of the local parameters, unless `forward_only`.

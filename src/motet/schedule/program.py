@@ -5,13 +5,18 @@ What is simulated is what runs only if both order the same actions by the same e
 
 from motet.schedule.action import Durations, unit_duration
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.generators import GENERATORS
+from motet.schedule.generators import GENERATORS, WITHIN_MEMORY
+from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Program, lower
 from motet.schedule.routes import Routes
 
 
-def make_program(schedule: str, routes: Routes, duration_s: Durations | None = None) -> Program:
-    """`schedule`: a key of `GENERATORS`. `duration_s`: seconds of each compute action, as far as they are known
-    (`Costs.compute_s`); None: all alike."""
-    ordered = GENERATORS[schedule](routes, duration_s)
+def make_program(
+    schedule: str, routes: Routes, duration_s: Durations | None = None, *, memory: MemoryLimit | None = None
+) -> Program:
+    """The program of an iteration.
+
+    `schedule`: a key of `GENERATORS`. `duration_s`: seconds of each compute action, as far as they are known
+    (`Costs.compute_s`); None: all alike. `memory`: for the schedules that go by it (`WITHIN_MEMORY`)."""
+    ordered = GENERATORS[schedule](routes, duration_s, memory=memory if schedule in WITHIN_MEMORY else None)
     return lower(ordered, Dependencies(routes), duration_s or unit_duration)
