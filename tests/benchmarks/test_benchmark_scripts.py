@@ -5,6 +5,7 @@ import re
 import against_ddp_and_fsdp
 import attention_distribution
 import attention_policies
+import command_line
 import frozen_aware
 import pipeline_against_torch
 import prediction
@@ -121,3 +122,8 @@ def test_simulated_attention_never_beats_busy_units(tmp_path):
     assert [name for name, _, _ in rows] == list(attention_policies.MASKS)
     for _, evenly, times in rows:
         assert all(float(time.strip("* ")) >= float(evenly) for time in times.split("|"))
+
+
+def test_commands_are_run_in_processes_of_their_own(tmp_path):
+    text = text_of(command_line.main(["--repetitions", "1", "--commands", "help"]), tmp_path)
+    assert re.search(r"\| help \| `motet plan --help` \| [\d.]+ s \| [\d.]+ s \| 0.3 s \|", text)

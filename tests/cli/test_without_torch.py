@@ -130,3 +130,15 @@ def test_the_blocker_blocks() -> None:
     result = run_blocked("profile", Path(__file__).parents[2] / "examples" / "tiny.yaml")
     assert result.returncode == 1
     assert "is blocked" in result.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    """As in `motet plan RUN.yaml | head -1`."""
+    tiny = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+    command = [sys.executable, "-m", "motet.cli.main", "plan", str(tiny)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

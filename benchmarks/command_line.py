@@ -1,0 +1,68 @@
+"""How long do `motet --help`, `motet plan` and `motet simulate` take, the start of the process included?
+
+Each command runs in a process of its own, again and again in turns. Told are the clock's seconds and the processor's:
+on a busy machine only the second is the command's own.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from reporting import REPORTS, Report
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PLAN_64 = (EXAMPLES / "plan_64_gpus.yaml").as_posix()
+
+COMMANDS: Mapping[str, tuple[tuple[str, ...], float | None]] = {
+    "help": (("plan", "--help"), 0.3),
+    "a tiny model on 4 processes": (("plan", (EXAMPLES / "tiny.yaml").as_posix()), None),
+    "SigLIP and a language model of 70B on 64 GPUs, planned": (("plan", PLAN_64), 2.0),
+    "the same, simulated": (("simulate", PLAN_64), 2.0),
+}
+"""What `motet` is called with, and the seconds that it may take."""
+
+
+def run(arguments: Sequence[str]) -> tuple[float, float]:
+    """(seconds of the clock, seconds of the processor) of one call."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([sys.executable, "-m", "motet.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
+    after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main(argv: Sequence[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--commands", nargs="*", default=list(COMMANDS), choices=list(COMMANDS))
+    options = parser.parse_args(argv)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in options.commands}
+    for _ in range(options.repetitions):
+        for name, measured in seconds.items():
+            measured.append(run(COMMANDS[name][0]))
+    report = Report("command-line", "How long the command line takes")
+    report.add(
+        "Medians, the start of Python and the reading of configurations and data included; no torch is imported."
+    )
+    rows = []
+    for name, measured in seconds.items():
+        arguments, limit = COMMANDS[name]
+        clock, processor = (median(values) for values in zip(*measured, strict=True))
+        shown = " ".join(Path(a).name if "/" in a else a for a in arguments)
+        rows.append(
+            (name, f"`motet {shown}`", f"{processor:.2f} s", f"{clock:.2f} s", "" if limit is None else f"{limit} s")
+        )
+    report.table(("what", "command", "processor", "clock", "at most"), rows)
+    return report
+
+
+if __name__ == "__main__":
+    main().write(REPORTS)
