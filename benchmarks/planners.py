@@ -10,7 +10,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ import numpy as np
 from reporting import REPORTS, Report
 
 from motet.planner import make_plan
+from motet.planner.disttrain import orchestrated_plan, orchestration_problem
+from motet.planner.evaluate import evaluate
 from motet.planner.orchestration import orchestrate
 from motet.planner.partition import partition
 from motet.reproduce.disttrain_models import mllm
@@ -96,10 +98,27 @@ SEARCHES: Mapping[str, Search] = {
 }
 
 
+SIMULATED = ((112, 240, 80, (1, 3, 6, 12)), (1296, 1920, 128, (1, 3, 5, 15, 30, 60)))
+"""Devices, global batch, microbatches, data-parallel sizes: where a closed form is held against the simulator."""
+
+
+def _closed_form_rows() -> Iterator[tuple[object, ...]]:
+    for num_devices, batch, num_microbatches, dp_sizes in SIMULATED:
+        problem = disttrain_problem("72B", num_devices, batch, num_microbatches, dp_sizes=dp_sizes)
+        found = orchestrate(orchestration_problem(problem))
+        started = time.perf_counter()
+        simulated_s = evaluate(problem, orchestrated_plan(problem, found)).iteration_time_s
+        seconds = time.perf_counter() - started
+        off = f"{found.iteration_s / simulated_s - 1:+.1%}"
+        what = f"MLLM-72B on {found.num_devices} of {num_devices} GPUs"
+        yield what, f"{found.iteration_s:.2f}", f"{simulated_s:.2f}", off, f"{seconds:.2f}"
+
+
 def main(arguments: Sequence[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("searches", nargs="*", default=list(SEARCHES), help=f"of {', '.join(SEARCHES)}; all")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--no-simulation", dest="simulate", action="store_false", help="time searches only")
     options = parser.parse_args(arguments)
     report = Report("planners", "How long do the planners' searches take?")
     rows = []
@@ -114,6 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         limit = "" if search.limit_s is None else f"{search.limit_s * 1e3:g} ms"
         rows.append((search.what, f"{median(times) * 1e3:.1f}", f"{min(times) * 1e3:.1f}", limit, search.published))
     report.table(("search", "median [ms]", "least [ms]", "goal", "paper"), rows)
+    if options.simulate:
+        report.add(
+            "DistTrain's closed form against the simulator, which knows messages, reductions and unequal data parallelism "
+            "(motet's analytic costs, everything recomputed):"
+        )
+        columns = ("plan", "closed form [s]", "simulated [s]", "off", "simulation takes [s]")
+        report.table(columns, list(_closed_form_rows()))
     return report
 
 
