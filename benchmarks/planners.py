@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     report.table(("search", "median [ms]", "least [ms]", "goal", "paper"), rows)
     if options.simulate:
         report.add(
-            "DistTrain's closed form against the simulator, which knows messages, reductions and unequal data parallelism "
+            "DistTrain's closed form against the simulator, which knows messages, reductions and unequal replicas "
             "(motet's analytic costs, everything recomputed):"
         )
         columns = ("plan", "closed form [s]", "simulated [s]", "off", "simulation takes [s]")
