@@ -12,6 +12,7 @@ how much at most.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from motet.errors import UserError
@@ -25,8 +26,10 @@ from motet.planner.problem import PlanningProblem
 from motet.schedule.generators import GENERATORS
 
 MAX_SIMULATED = 12
-NUM_RESCHEDULED = 3
-"""So many of the best plans are tried under the other schedules."""
+NUM_RESCHEDULED = 4
+"""So many of the best plans are tried under other schedules,"""
+NUM_PROMISING = 3
+"""the first of them under all, the others under so many."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> C
     """Raises `UserError` if nobody finds a plan. `placement`: as the named planners understand it; ours are then left
     out."""
     schedules = tuple(GENERATORS) if problem.schedules is None else problem.schedules
-    named, refused = _named(problem, placement)
+    named, refused = _named(problem, placement, schedules)
     evaluations = list(named.values())
     if placement is None:
         layouts = list(own_layouts(problem, schedules))
@@ -93,7 +96,9 @@ def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> C
     )
 
 
-def _named(problem: PlanningProblem, placement: Placement | None) -> tuple[dict[str, Evaluation], dict[str, str]]:
+def _named(
+    problem: PlanningProblem, placement: Placement | None, schedules: Sequence[str]
+) -> tuple[dict[str, Evaluation], dict[str, str]]:
     from motet.planner import PLANNERS  # It names this planner too.
 
     named: dict[str, Evaluation] = {}
@@ -102,23 +107,33 @@ def _named(problem: PlanningProblem, placement: Placement | None) -> tuple[dict[
         if name == PLANNER:
             continue
         try:
-            named[name] = evaluate(problem, planner(problem, placement=placement))
+            evaluation = evaluate(problem, planner(problem, placement=placement))
         except UserError as error:
             refused[name] = str(error)
+            continue
+        allowed = [evaluation] if evaluation.plan.schedule in schedules else _under(evaluation, schedules)
+        if allowed:
+            named[name] = min(allowed, key=rank)
+        else:
+            refused[name] = f"its plan needs schedule {evaluation.plan.schedule}, which is not allowed"
     return named, refused
 
 
 def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
-    """The same plans under the other schedules; those that need another shape are left out."""
+    """The best plan under all schedules, the next ones under those that did best there; a schedule that needs another
+    shape is left out. `evaluations`: the best first."""
+    first, *others = evaluations
+    found = _under(first, schedules)
+    promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
+    return [*found, *(again for other in others for again in _under(other, promising))]
+
+
+def _under(evaluation: Evaluation, schedules: Sequence[str]) -> list[Evaluation]:
     found = []
-    for evaluation in evaluations:
-        for schedule in schedules:
-            if schedule == evaluation.plan.schedule:
-                continue
-            try:
+    for schedule in schedules:
+        if schedule != evaluation.plan.schedule:
+            with suppress(UserError):
                 found.append(evaluate(evaluation.problem, replace(evaluation.plan, schedule=schedule)))
-            except UserError:
-                continue
     return found
 
 

@@ -1,6 +1,7 @@
 """Where `auto` looks beside the named planners' own plans: families of layouts, some of which no paper has.
 
-* separate: every module on groups of its own, or all encoders on the same (Cornstarch), for all sizes;
+* separate: every module on groups of its own, or all encoders on the same (Cornstarch), for all sizes; and these with
+  several runs of the language model on each of its groups, interleaved;
 * chains: all layers in a row, cut frozen-aware into V runs for each group, which then holds several (Megatron-LM
   balanced, but frozen-aware), going round the groups, or there and back again (the V of zero-bubble schedules);
 * spread: each module by itself over *all* groups, so that every group has its share of encoder work and of language
@@ -8,12 +9,13 @@
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from motet.planner.cornstarch import frozen_aware_cut
 from motet.planner.degrees import uniform_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
-from motet.planner.megatron import VIRTUAL_STAGES, layer_seconds
+from motet.planner.megatron import VIRTUAL_STAGES, language_model, layer_seconds
 from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
 from motet.planner.search import layouts_of, most_stages
@@ -21,16 +23,20 @@ from motet.planner.search import layouts_of, most_stages
 MAX_COUNTS = 200
 """Ways to share groups out among modules that are all looked at, for each choice of sizes; beyond, Algorithm 1's."""
 PLANNER = "auto"
+INTERLEAVING = ("interleaved_1f1b_adjusted",)
+V_SHAPED = "zero_bubble_v"
 
 
 def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     """`schedules`: those that may be used."""
-    yield from separate(problem)
+    apart = list(separate(problem))
+    yield from apart
     for num_chunks in VIRTUAL_STAGES:
-        schedule = "interleaved_1f1b" if num_chunks > 1 and "interleaved_1f1b" in schedules else None
-        yield from chains(problem, num_chunks, schedule)
-    if "zero_bubble_v" in schedules:
-        yield from v_shaped(problem, "zero_bubble_v")
+        for schedule in [s for s in INTERLEAVING if s in schedules] if num_chunks > 1 else []:
+            yield from (found for layout in apart for found in interleaved(problem, layout, num_chunks, schedule))
+        yield from chains(problem, num_chunks)
+    if V_SHAPED in schedules:
+        yield from v_shaped(problem)
     yield from spread(problem)
 
 
@@ -39,19 +45,35 @@ def separate(problem: PlanningProblem) -> Iterator[Layout]:
     return layouts_of(problem, frozen_aware_cut, problem.num_devices, PLANNER, placements, MAX_COUNTS)
 
 
-def chains(problem: PlanningProblem, num_chunks: int, schedule: str | None) -> Iterator[Layout]:
+def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, schedule: str) -> Iterator[Layout]:
+    """The same, but each of the language model's groups holds `num_chunks` runs of it."""
+    name = language_model(problem)
+    groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
+    times = [time.total_s for time in problem.layer_times(name, layout.group_sizes[groups[0]], layout.dp)]
+    if len(groups) > 1 and num_chunks * len(groups) <= min(len(times), most_stages(problem, name)):
+        runs = partition(times, num_chunks * len(groups))
+        own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
+        chunks = [chunk for other in problem.modules for chunk in (own if other == name else _chunks_of(layout, other))]
+        yield replace(layout, chunks=tuple(chunks), schedule=schedule)
+
+
+def _chunks_of(layout: Layout, name: str) -> list[Chunk]:
+    return [chunk for chunk in layout.chunks if chunk.module == name]
+
+
+def chains(problem: PlanningProblem, num_chunks: int) -> Iterator[Layout]:
     for dp, tp, num_groups in uniform_degrees(problem):
         if num_groups > 1 or num_chunks == 1:
             yield from _chain(
-                problem, dp, tp, num_groups, [v % num_groups for v in range(num_chunks * num_groups)], schedule
+                problem, dp, tp, num_groups, [v % num_groups for v in range(num_chunks * num_groups)], None
             )
 
 
-def v_shaped(problem: PlanningProblem, schedule: str) -> Iterator[Layout]:
+def v_shaped(problem: PlanningProblem) -> Iterator[Layout]:
     for dp, tp, num_groups in uniform_degrees(problem):
         if num_groups > 1:
             there = list(range(num_groups))
-            yield from _chain(problem, dp, tp, num_groups, [*there, *reversed(there)], schedule)
+            yield from _chain(problem, dp, tp, num_groups, [*there, *reversed(there)], V_SHAPED)
 
 
 def _chain(
