@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     good = sum(g >= WANTED_GAIN or d <= WANTED_DISTANCE for g, d in zip(gains, distances, strict=True))
     report.add(
         f"Slower than the best named planner on {sum(gain < 0 for gain in gains)} of {len(gains)}. Median gain "
-        f"{median(gains):.1%}, median distance from the bound {median(distances):.1%}; at least {WANTED_GAIN:.0%} faster "
-        f"or within {WANTED_DISTANCE:.0%} of the bound on {good} of {len(gains)}."
+        f"{median(gains):.1%}, median distance from the bound {median(distances):.1%}; at least {WANTED_GAIN:.0%} "
+        f"faster or within {WANTED_DISTANCE:.0%} of the bound on {good} of {len(gains)}."
     )
     report.add("\n".join(reasons))
     return report

@@ -90,7 +90,7 @@ def test_own_layouts_use_all_devices_and_only_schedules_that_are_allowed():
     layouts = list(own_layouts(problem, ("1f1b",)))
     assert all(layout.num_devices == 4 for layout in layouts)
     assert {layout.schedule for layout in layouts} == {None}
-    assert {layout.schedule for layout in own_layouts(problem, tuple(GENERATORS))} > {None, "interleaved_1f1b"}
+    assert {layout.schedule for layout in own_layouts(problem, tuple(GENERATORS))} > {None, "interleaved_1f1b_adjusted"}
 
 
 def test_one_module_alone_is_planned_too():
