@@ -22,6 +22,7 @@ PURE = (
     "motet.errors",
     "motet.data.sample",
     "motet.data.assignment",
+    "motet.data.described",
     "motet.data.encoder_layout",
     "motet.data.loader",
     "motet.data.plain_tokenizer",

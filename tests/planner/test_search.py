@@ -134,3 +134,10 @@ def test_report_has_the_keys_that_users_hold_on_to():
     assert {"module", "layers", "ranks", "forward_s", "backward_s"} <= stages[0].keys()
     assert sum(last - first for s in stages if s["module"] == "vision" for first, last in [s["layers"]]) == 9
     assert "language_model" in report_text(values)
+
+
+def test_replicas_that_are_cut_alike_are_shown_once():
+    problem = small_problem(num_devices=6, dp_sizes=(2,))
+    values = report(make_plan(problem), problem)
+    shown = report_text(values)
+    assert shown.count("1 of 2 replicas") == len(values["stages"]) / 2

@@ -162,6 +162,37 @@ class ConversationsConfig(_Section):
     """Of the order of the conversations."""
 
 
+class DescribedImagesConfig(_Section):
+    """Images of one size in every sample."""
+
+    height: Count
+    """In pixels, as the encoder's processor returns them."""
+    width: Count
+    """In pixels."""
+    count: Count = 1
+
+
+class DescribedSoundsConfig(_Section):
+    """Clips of one length in every sample."""
+
+    seconds: PositiveNumber
+    count: Count = 1
+
+
+class DescribedConfig(_Section):
+    """Samples by their sizes alone: to plan and to simulate without data. They cannot be trained on."""
+
+    kind: Literal["described"]
+    text_tokens: Count = 1024
+    """Of each sample; all carry loss."""
+    images: dict[str, DescribedImagesConfig] = {}
+    """By encoder."""
+    sounds: dict[str, DescribedSoundsConfig] = {}
+    """By encoder."""
+    num_train: Count = 1_000_000
+    """Samples in one epoch."""
+
+
 class DeviceConfig(_Section):
     """A device of the user's; docs/costs.md says where to find the numbers."""
 
@@ -377,7 +408,7 @@ class RunConfig(_Section):
     """One run: what is trained, on what, where, and how."""
 
     model: ModelConfig
-    data: Annotated[DialADigitConfig | ConversationsConfig, Field(discriminator="kind")]
+    data: Annotated[DialADigitConfig | ConversationsConfig | DescribedConfig, Field(discriminator="kind")]
     cluster: ClusterConfig = ClusterConfig()
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()

@@ -9,7 +9,14 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from motet.config import LANGUAGE_MODEL, ConversationsConfig, DialADigitConfig, PartConfig, RunConfig
+from motet.config import (
+    LANGUAGE_MODEL,
+    ConversationsConfig,
+    DescribedConfig,
+    DialADigitConfig,
+    PartConfig,
+    RunConfig,
+)
 from motet.data.dataset import ExampleDataset
 from motet.data.dial_a_digit import QUESTIONS
 from motet.data.encoder_input import EncoderInput
@@ -46,6 +53,11 @@ class RunData:
 def open_data(config: RunConfig) -> RunData:
     """Raises `UserError` naming the key or file that is wrong."""
     workloads = read_workloads(config)
+    if isinstance(config.data, DescribedConfig):
+        raise UserError(
+            "data.kind: is described, which has sizes but no data; motet plan and simulate take it, for this give "
+            "conversations or dial-a-digit"
+        )
     if isinstance(config.data, DialADigitConfig):
         tokenizer: Any = word_level_tokenizer(QUESTIONS.values())
         processors = {name: _dial_a_digit_processor(workloads[name], name) for name in config.model.encoders}

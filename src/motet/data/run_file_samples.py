@@ -10,8 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from motet.config import LANGUAGE_MODEL, ConversationsConfig, DialADigitConfig, PartConfig, RunConfig
+from motet.config import (
+    LANGUAGE_MODEL,
+    ConversationsConfig,
+    DescribedConfig,
+    DialADigitConfig,
+    PartConfig,
+    RunConfig,
+)
 from motet.data.conversations import ConversationExamples
+from motet.data.described import described_samples
 from motet.data.dial_a_digit import (
     IMAGE_MEAN,
     IMAGE_SIZE,
@@ -67,6 +75,8 @@ def open_samples(config: RunConfig) -> SampleSource:
     A tokenizer without tokenizer.json, and an image processor of a type for whose sizes no rule is known, can only be
     asked themselves: then torch is imported after all."""
     workloads = read_workloads(config)
+    if isinstance(config.data, DescribedConfig):
+        return described_samples(config, config.data, workloads)
     layouts = _plain_layouts(config, workloads)
     if layouts is None:
         from motet.data.run_file import open_data
@@ -81,6 +91,7 @@ def _plain_layouts(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -
         tokenizer = plain_word_level_tokenizer(QUESTIONS.values())
         processors = {name: dial_a_digit_processor(workloads[name].config, name) for name in names}
     else:
+        assert isinstance(config.data, ConversationsConfig)
         find = partial(stored_file, config.data.tokenizer or _source(config.model.language_model))
         read = read_tokenizer(find)
         given = {
@@ -103,6 +114,7 @@ def open_examples(config: RunConfig) -> RunExamples:
         folders: dict[Modality, Path] = {"image": Path(data.image_folder), "audio": Path(data.audio_folder)}
         train = ConversationExamples(data.files, folders)
         return RunExamples(train, ConversationExamples(data.eval_files, folders) if data.eval_files else None)
+    assert isinstance(data, DialADigitConfig), "described samples have no examples"
     task = DialADigit(
         seed=data.seed,
         max_digits=data.max_digits,

@@ -113,11 +113,11 @@ def report_text(values: Mapping[str, Any]) -> str:
     if values["mfu"] is not None:
         lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
     rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]
-    for stage in values["stages"]:
-        module = stage["module"] + (f"[{stage['replica']}]" if stage["replica"] else "")
+    for stage, num_alike in _different(values["stages"]):
         first, last = stage["layers"]
         ranks = ",".join(str(rank) for rank in stage["ranks"])
-        rows.append((module, f"{first}-{last - 1}", ranks, _ms(stage["forward_s"]), _ms(stage["backward_s"])))
+        ranks += f" (1 of {num_alike} replicas)" if num_alike > 1 else ""
+        rows.append((stage["module"], f"{first}-{last - 1}", ranks, _ms(stage["forward_s"]), _ms(stage["backward_s"])))
     lines += _table(rows)
     if values["cost_comparison"]:
         lines += _table(_comparison_rows(values["cost_comparison"]))
@@ -126,6 +126,17 @@ def report_text(values: Mapping[str, Any]) -> str:
         lines.append(f"does not fit: {worst}" + (f" (and {len(others)} more ranks)" if others else ""))
         lines += [f"  {remedy}" for remedy in values["remedies"]]
     return "\n".join(lines)
+
+
+def _different(stages: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """Of replicas that are cut alike the first one's stages, and how many replicas these are."""
+    replicas: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for stage in stages:
+        replicas.setdefault((stage["module"], stage["replica"]), []).append(stage)
+    alike: dict[tuple[str, tuple[tuple[int, ...], ...]], list[list[Mapping[str, Any]]]] = {}
+    for (module, _), chain in replicas.items():
+        alike.setdefault((module, tuple(tuple(stage["layers"]) for stage in chain)), []).append(chain)
+    return [(stage, len(chains)) for chains in alike.values() for stage in chains[0]]
 
 
 def _comparison_rows(comparison: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
