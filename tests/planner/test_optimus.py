@@ -10,7 +10,15 @@ from motet.errors import UserError
 from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.optimus import assignment_of, plan_of, schedule_of
-from motet.planner.optimus_layouts import EncoderLayout, LlmLayout, LlmSide, encoder_layouts, solutions
+from motet.planner.optimus_layouts import (
+    MAX_LLM_LAYOUTS,
+    EncoderLayout,
+    LlmLayout,
+    LlmSide,
+    encoder_layouts,
+    llm_layouts,
+    solutions,
+)
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.routes import derive_routes
@@ -84,6 +92,22 @@ def test_encoder_layouts_divide_those_of_the_language_model():
     layouts = list(encoder_layouts(problem, LlmLayout(dp=1, pp=4, tp=2)))
     assert {(layout.pp, layout.tp) for layout in layouts} == set(product((1, 2, 4), (1, 2)))
     assert EncoderLayout(pp=2, tp=1).pipelines(LlmLayout(dp=1, pp=4, tp=2)) == 4
+
+
+@pytest.mark.parametrize("num_devices", [4, 8])
+def test_language_model_layouts_are_the_best_of_all(num_devices):
+    problem = problem_with(num_devices=num_devices, tp_sizes=(1, 2, 4))
+    every = [
+        (side.timeline().iteration_s, side.layout)
+        for dp, tp, chunks in product((1, 2), (1, 2, 4), (1, 2, 4, 8))
+        if num_devices % (dp * tp) == 0 and (pp := num_devices // (dp * tp)) * chunks <= 10 and (pp > 1 or chunks == 1)
+        for side in [LlmSide(problem, LlmLayout(dp=dp, pp=pp, tp=tp, num_chunks=chunks))]
+    ]
+    found = llm_layouts(problem)
+    assert problem.modules["language_model"].workload.num_layers == 10
+    assert [timeline.iteration_s for _, timeline in found] == sorted(seconds for seconds, _ in every)[:MAX_LLM_LAYOUTS]
+    assert all((timeline.iteration_s, layout) in every for layout, timeline in found)
+    assert all(seconds >= LlmSide(problem, layout).computation_s() for seconds, layout in every)
 
 
 def test_states_that_do_not_fit_are_pruned():

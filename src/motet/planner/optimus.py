@@ -10,6 +10,7 @@ close to that of the kernels. An action stands where its last kernel stands.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import ceil
 
 from motet.data.assignment import BatchAssignment, split_evenly
@@ -29,8 +30,8 @@ SCHEDULE = "bubble_filling"
 """Of the plans, unless the user wants another."""
 MAX_SIMULATED = 4
 """Of the best layouts, by the bubble scheduler's account, so many are simulated as plans."""
-MAX_SIMULATED_CELLS = 12_000
-"""Microbatches on stages in all simulations: on large clusters the bubble scheduler's account alone decides."""
+MAX_SIMULATED_CELLS = 4_000
+"""Microbatches on stages in all simulations: where they are many the bubble scheduler's account alone decides."""
 
 
 def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
@@ -38,8 +39,8 @@ def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> 
     if placement is not None:
         raise UserError("parallel.placement: planner optimus places encoders in its own way; leave placement out")
     plans = [plan_of(solution) for solution in solutions(problem)[:MAX_SIMULATED]]
-    num_cells = problem.num_microbatches * sum(1 for _ in plans[0].stages())
-    affordable = plans[: max(1, MAX_SIMULATED_CELLS // num_cells)]
+    num_cells = accumulate(problem.num_microbatches * sum(1 for _ in plan.stages()) for plan in plans)
+    affordable = plans[: max(1, sum(total <= MAX_SIMULATED_CELLS for total in num_cells))]
     if len(affordable) == 1:
         return affordable[0]
     return min((evaluate(problem, plan) for plan in affordable), key=rank).plan

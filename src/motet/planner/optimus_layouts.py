@@ -17,7 +17,9 @@ ZeRO-1) and one reduction behind; the encoder's own gradients are summed after i
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import inf
+from operator import itemgetter
 
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
@@ -81,7 +83,7 @@ def solutions(problem: PlanningProblem) -> list[Solution]:
     Raises `UserError` where Optimus does not apply: no encoder, or no layout within the limits."""
     check_applies(problem)
     found: list[Solution] = []
-    for llm, timeline in _llm_layouts(problem):
+    for llm, timeline in llm_layouts(problem):
         side = LlmSide(problem, llm)
         for encoder in encoder_layouts(problem, llm):
             best_s = min((s.iteration_s for s in found if not s.excess_bytes), default=inf)
@@ -119,23 +121,32 @@ def encoder_layouts(problem: PlanningProblem, llm: LlmLayout) -> Iterator[Encode
                 yield EncoderLayout(pp=pp, tp=tp)
 
 
-def _llm_layouts(problem: PlanningProblem) -> list[tuple[LlmLayout, LlmTimeline]]:
-    """With their timelines, the quickest first; those that alone exceed memory last."""
+def llm_layouts(problem: PlanningProblem) -> list[tuple[LlmLayout, LlmTimeline]]:
+    """With their timelines, the quickest first; those that alone exceed memory last. What cannot be among the first
+    because of its computation alone is left out."""
+    found: list[tuple[int, float, int, LlmLayout, LlmTimeline]] = []
+    sides = sorted(
+        ((side.computation_s(), i, side) for i, side in enumerate(_llm_sides(problem))), key=itemgetter(0, 1)
+    )
+    for bound_s, i, side in sides:
+        fitting = sorted(iteration_s for excess, iteration_s, *_ in found if not excess)
+        if len(fitting) >= MAX_LLM_LAYOUTS and bound_s >= fitting[MAX_LLM_LAYOUTS - 1]:
+            break
+        timeline = side.timeline()
+        excess = max(0, max(side.needed_bytes(timeline)) - _limit_bytes(problem))
+        found.append((excess, timeline.iteration_s, i, side.layout, timeline))
+    return [(layout, timeline) for *_, layout, timeline in sorted(found, key=itemgetter(0, 1, 2))[:MAX_LLM_LAYOUTS]]
+
+
+def _llm_sides(problem: PlanningProblem) -> Iterator["LlmSide"]:
     name = problem.sinks[0]
     module = problem.modules[name]
-    found: list[tuple[int, float, int, LlmLayout, LlmTimeline]] = []
-    for dp in dp_sizes(problem):
-        for tp in tp_sizes(problem, name):
-            if problem.num_devices % (dp * tp):
-                continue
+    for dp, tp in product(dp_sizes(problem), tp_sizes(problem, name)):
+        if problem.num_devices % (dp * tp) == 0:
             pp = problem.num_devices // (dp * tp)
             most = min(module.max_stages or module.workload.num_layers, module.workload.num_layers) // pp
             for num_chunks in _powers_of_two(most if pp > 1 else min(most, 1)):
-                side = LlmSide(problem, LlmLayout(dp=dp, pp=pp, tp=tp, num_chunks=num_chunks))
-                timeline = side.timeline()
-                excess = max(0, max(side.needed_bytes(timeline)) - _limit_bytes(problem))
-                found.append((excess, timeline.iteration_s, len(found), side.layout, timeline))
-    return [(layout, timeline) for *_, layout, timeline in sorted(found, key=lambda entry: entry[:3])[:MAX_LLM_LAYOUTS]]
+                yield LlmSide(problem, LlmLayout(dp=dp, pp=pp, tp=tp, num_chunks=num_chunks))
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -153,6 +164,13 @@ class LlmSide:
         self.problem, self.layout = problem, layout
         self.name = problem.sinks[0]
         self.stages = cut(problem, self.name, layout.tp, layout.dp, layout.pp * layout.num_chunks)
+
+    def computation_s(self) -> float:
+        """Of the place that computes most: no iteration is shorter."""
+        times = self.problem.layer_times(self.name, self.layout.tp, self.layout.dp)
+        return self.problem.num_microbatches * max(
+            sum(times[i].total_s for stage in stages for i in range(*stage)) for stages in self._stages_of_places()
+        )
 
     def timeline(self) -> LlmTimeline:
         layout, problem = self.layout, self.problem
