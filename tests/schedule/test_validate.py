@@ -1,10 +1,13 @@
 import re
+from random import Random
 
 import pytest
+from drawing import draw_problem
 from plans import chain, language_model, replica, routes_of
+from random_costs import RandomCosts
 
 from motet.plan import Plan
-from motet.schedule.dependencies import Dependencies
+from motet.schedule.dependencies import Dependencies, SavedGraph
 from motet.schedule.generators import GENERATORS
 from motet.schedule.order import CyclicScheduleError
 from motet.schedule.schedule import Schedule
@@ -82,3 +85,48 @@ def test_a_backward_without_need_is_refused() -> None:
     validate(GENERATORS["1f1b"](dependencies.routes), dependencies)
     with pytest.raises(IncompleteScheduleError, match=r"llm\[0\].0B0 has nothing to compute a gradient for"):
         validate(Schedule.parse("0: llm[0].0F0 llm[0].0B0\n1: llm[0].1F0 llm[0].1B0"), dependencies)
+
+
+def peaks_by_walking(schedule: Schedule, dependencies: Dependencies, sizes: RandomCosts) -> Liveness:
+    """Action by action, with objects."""
+    activations, in_bytes = [], []
+    for actions in schedule.ranks:
+        held: set[SavedGraph] = set()
+        counts, totals = [0], [0]
+        for action in actions:
+            held -= {value for value in dependencies.reads(action) if isinstance(value, SavedGraph)}
+            held |= {value for value in dependencies.writes(action) if isinstance(value, SavedGraph)}
+            counts.append(sum(not value.half for value in held))
+            totals.append(sum(sizes.saved_bytes(value.cell, value.half) for value in held))
+        activations.append(max(counts))
+        in_bytes.append(max(totals))
+    return Liveness(tuple(activations), tuple(in_bytes))
+
+
+@pytest.mark.parametrize("generator", sorted(GENERATORS))
+def test_peaks_are_those_of_a_walk_over_drawn_schedules(generator: str) -> None:
+    for seed in range(25):
+        problem = draw_problem(Random(seed))
+        dependencies, sizes = problem.dependencies, RandomCosts(seed)
+        schedule = GENERATORS[generator](problem.routes)
+        expected = peaks_by_walking(schedule, dependencies, sizes)
+        assert validate(schedule, dependencies, sizes.saved_bytes) == expected
+        assert validate(Schedule(schedule.ranks), dependencies, sizes.saved_bytes) == expected
+
+
+def test_every_schedule_with_an_action_too_few_or_too_many_is_refused() -> None:
+    for seed in range(40):
+        rng = Random(seed)
+        problem = draw_problem(rng)
+        dependencies = problem.dependencies
+        ranks = [list(actions) for actions in GENERATORS["1f1b"](problem.routes).ranks]
+        busy = [actions for actions in ranks if actions]
+        if not busy:
+            continue
+        actions = rng.choice(busy)
+        if rng.random() < 0.5:
+            actions.pop(rng.randrange(len(actions)))
+        else:
+            actions.insert(rng.randrange(len(actions)), rng.choice(rng.choice(busy)))
+        with pytest.raises(IncompleteScheduleError):
+            validate(Schedule(ranks), dependencies)

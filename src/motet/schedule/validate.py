@@ -5,13 +5,16 @@ That its *program* never blocks, whatever the rule by which a transport pairs se
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from motet.arrays import Ints, ranges
 from motet.schedule.action import Compute, Kind
-from motet.schedule.dependencies import Dependencies, SavedGraph
+from motet.schedule.dependencies import KINDS, Dependencies
 from motet.schedule.order import check_acyclic
-from motet.schedule.routes import Cell
+from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule, grid
 
 
@@ -44,6 +47,8 @@ def validate(
 
 def check_complete(schedule: Schedule, dependencies: Dependencies) -> None:
     """Every forward exactly once on each rank of its stage; every backward too, whole or as its two halves; no more."""
+    if _is_complete(schedule, dependencies):
+        return
     routes = dependencies.routes
     if len(schedule.ranks) != routes.plan.num_ranks:
         raise IncompleteScheduleError(
@@ -81,6 +86,41 @@ def check_complete(schedule: Schedule, dependencies: Dependencies) -> None:
             raise IncompleteScheduleError(f"{Compute(Kind.BACKWARD, cell)} is split on some ranks and not on others")
 
 
+def _is_complete(schedule: Schedule, dependencies: Dependencies) -> bool:
+    """The same in a few operations for each rank; who is told no still has to find the fault."""
+    routes, num_cells = dependencies.routes, dependencies.routes.num_cells
+    try:
+        numbers_of_rank = schedule.numbers(dependencies)
+    except KeyError:
+        return False
+    if len(numbers_of_rank) != routes.plan.num_ranks:
+        return False
+    stages_of_rank: list[list[int]] = [[] for _ in numbers_of_rank]
+    for i, stage in enumerate(routes.stages):
+        for rank in stage.planned.ranks:
+            stages_of_rank[rank].append(i)
+    is_whole, is_split = np.zeros(num_cells, dtype=bool), np.zeros(num_cells, dtype=bool)
+    for numbers, stages in {(id(n), *s): (n, s) for n, s in zip(numbers_of_rank, stages_of_rank, strict=True)}.values():
+        cells = _cells(routes, stages)
+        kind, cell = np.divmod(np.sort(numbers), max(1, num_cells))
+        forwards, whole, input_halves, weight_halves = (cell[kind == k] for k in range(len(KINDS)))
+        backwards = np.sort(np.concatenate([whole, input_halves]))
+        if not (
+            np.array_equal(forwards, cells)
+            and np.array_equal(backwards, cells[routes.cell_has_backward[cells]])
+            and np.array_equal(input_halves, weight_halves)
+        ):
+            return False
+        is_whole[whole] = is_split[input_halves] = True
+    return not (is_whole & is_split).any()
+
+
+def _cells(routes: Routes, stages: Sequence[int]) -> Ints:
+    """Of these stages, which are given in their order."""
+    first, last = np.array([(routes.stages[i].first, routes.stages[i].last) for i in stages] or [(0, 0)]).T
+    return ranges(first, last - first)
+
+
 def _missing(cell: Cell, count: Counter[Compute], *, backward: bool) -> list[Compute]:
     required = [Compute(Kind.FORWARD, cell)]
     if backward:
@@ -93,16 +133,38 @@ def liveness(
     schedule: Schedule, dependencies: Dependencies, saved_bytes: Callable[[Cell, bool], int] | None = None
 ) -> Liveness:
     """What the order of each rank's actions alone makes it hold of activations saved for the backward."""
-    peak_activations, peak_bytes = [], []
-    for actions in schedule.ranks:
-        count = size = peak_count = peak_size = 0
-        for action in actions:
-            changes = [(value, -1) for value in dependencies.reads(action) if isinstance(value, SavedGraph)]
-            changes += [(value, +1) for value in dependencies.writes(action) if isinstance(value, SavedGraph)]
-            for graph, sign in changes:
-                count += 0 if graph.half else sign
-                size += sign * saved_bytes(graph.cell, graph.half) if saved_bytes else 0
-            peak_count, peak_size = max(peak_count, count), max(peak_size, size)
-        peak_activations.append(peak_count)
-        peak_bytes.append(peak_size)
-    return Liveness(tuple(peak_activations), tuple(peak_bytes) if saved_bytes else None)
+    routes = dependencies.routes
+    first_saved, num_cells = 2 * routes.num_routes, routes.num_cells
+    is_held = np.zeros(2 * num_cells, dtype=bool)
+    size = np.zeros(2 * num_cells, dtype=np.int64)
+    of_rank = schedule.numbers(dependencies)
+    lanes = {id(numbers): numbers for numbers in of_rank}
+    for numbers in lanes.values():
+        is_held[_graphs(dependencies.kept_write, numbers, first_saved, num_cells)[1]] = True
+    if saved_bytes is not None:
+        cells = routes.cells
+        held = np.flatnonzero(is_held)
+        size[held] = [saved_bytes(cells[graph % num_cells], graph >= num_cells) for graph in held.tolist()]
+    peaks: dict[int, tuple[int, int]] = {}
+    for key, numbers in lanes.items():
+        # What an action reads is freed before what it writes is kept.
+        count, held_bytes = np.zeros((2, 2 * len(numbers)), dtype=np.int64)
+        for offset, sign, table in ((0, -1, dependencies.kept_read), (1, +1, dependencies.kept_write)):
+            place, graph = _graphs(table, numbers, first_saved, num_cells)
+            count[2 * place + offset] = sign * (graph < num_cells)
+            held_bytes[2 * place + offset] = sign * size[graph]
+        peaks[key] = (_peak(count), _peak(held_bytes))
+    of_ranks = [peaks[id(numbers)] for numbers in of_rank]
+    peak_bytes = tuple(peak for _, peak in of_ranks) if saved_bytes is not None else None
+    return Liveness(tuple(peak for peak, _ in of_ranks), peak_bytes)
+
+
+def _graphs(kept: Ints, numbers: Ints, first_saved: int, num_cells: int) -> tuple[Ints, Ints]:
+    """The places in a list of actions at which a saved graph is read or written, and which: each cell's, each half."""
+    graph = kept[numbers] - first_saved
+    place = np.flatnonzero((graph >= 0) & (graph < 2 * num_cells))
+    return place, graph[place]
+
+
+def _peak(changes: Ints) -> int:
+    return max(0, int(np.cumsum(changes).max())) if len(changes) else 0
