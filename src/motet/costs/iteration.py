@@ -8,6 +8,7 @@ Limits: the members of a tensor-parallel or context-parallel group are taken to 
 a sequence to be divided equally over a context-parallel group.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,7 @@ class IterationCosts:
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
         self.cells = Cells(routes, samples, workloads)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._groups: dict[object, list[tuple[int, ...]]] = {}
 
     # Seconds --------------------------------------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ class IterationCosts:
     def fixed_s(self) -> float:
         """The optimizer's step of the rank that updates most."""
         return self.table.optimizer_constant_s + self.table.optimizer_s_per_parameter * max(
-            self._num_updated(rank) for rank in range(self.plan.num_ranks)
+            self._num_updated().values()
         )
 
     def compute_s(self, action: Compute) -> float:
@@ -131,14 +133,19 @@ class IterationCosts:
         return max(collective_seconds(self.cluster, "all_gather", ranks, num_bytes) for ranks in groups)
 
     def _shard_groups(self, reduce: Reduce) -> tuple[list[tuple[int, ...]], int]:
-        """For each tensor-parallel shard, the ranks that hold it (context-parallel ones do), and its size in bytes."""
+        """The ranks that hold a tensor-parallel shard (context-parallel ones do), and its size in bytes.
+
+        Of the shards, those whose ranks lie differently on the nodes; the others' take as long as theirs."""
         holders = self._reductions[reduce]
         tp_size = self._stage_of(holders[0]).tp_size
-        groups = [
-            tuple(dict.fromkeys(rank for holder in holders for rank in holder.ranks[t::tp_size]))
-            for t in range(tp_size)
-        ]
-        return groups, self._reduced_bytes(reduce, tp_size)
+        key = (tp_size, tuple([holder.ranks for holder in holders]))
+        if key not in self._groups:
+            groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+            for t in range(tp_size):
+                ranks = tuple(dict.fromkeys(rank for holder in holders for rank in holder.ranks[t::tp_size]))
+                groups.setdefault(tuple(sorted(Counter(map(self.cluster.node, ranks)).values())), ranks)
+            self._groups[key] = list(groups.values())
+        return self._groups[key], self._reduced_bytes(reduce, tp_size)
 
     # Bytes ----------------------------------------------------------------------------------------------------------
 
@@ -333,13 +340,18 @@ class IterationCosts:
             if module.is_trainable((index, index + 1))
         )
 
-    def _num_updated(self, rank: int) -> float:
-        """Parameters that the rank's optimizer updates."""
-        return sum(
-            self._num_trainable(name, stage.layers, stage.tp_size)
-            / (len(self.plan.modules[name].replicas) * stage.cp_size if self.memory.zero1 else 1)
-            for name, _, _, stage in self.plan.stages_of_rank(rank)
-        )
+    def _num_updated(self) -> dict[int, float]:
+        """Parameters that each rank's optimizer updates."""
+        num_trainable: dict[tuple[str, LayerRange, int], int] = {}
+        result: dict[int, float] = defaultdict(float)
+        for name, _, _, stage in self.plan.stages():
+            run = (name, stage.layers, stage.tp_size)
+            if run not in num_trainable:
+                num_trainable[run] = self._num_trainable(*run)
+            num_holders = len(self.plan.modules[name].replicas) * stage.cp_size if self.memory.zero1 else 1
+            for rank in stage.ranks:
+                result[rank] += num_trainable[run] / num_holders
+        return result
 
 
 def _of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:

@@ -56,7 +56,13 @@ def lanes_of(schedule: Schedule, dependencies: Dependencies) -> Lanes:
 
 
 def seconds_of_actions(numbers: Ints, dependencies: Dependencies, duration_s: Durations) -> Floats:
-    """The durations of the actions of these numbers, by number; 0 for the others."""
+    """The durations of the actions of these numbers, by number; the others' are anything.
+
+    A cost model's `compute_s` is not asked for each action if the model tells all at once (`ArrayCosts`)."""
+    costs = getattr(duration_s, "__self__", None)
+    if costs is not None and hasattr(costs, "compute_seconds") and duration_s == costs.compute_s:
+        all_seconds: Floats = costs.compute_seconds(dependencies)
+        return all_seconds
     seconds = np.zeros(dependencies.num_actions)
     if duration_s is unit_duration:
         seconds[:] = 1.0

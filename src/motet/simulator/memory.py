@@ -14,7 +14,6 @@ inside an action and fragmentation are the cost model's to add to the static par
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -40,15 +39,15 @@ class _Holds:
     def selected(self, places: Ints | slice) -> "_Holds":
         return _Holds(self.rank[places], self.size[places], self.begin[places], self.end[places])
 
-    def by_rank(self, num_ranks: int) -> list["_Holds"]:
-        """Of each rank those that last."""
+    def of_ranks(self, ranks: Iterable[int], num_ranks: int) -> dict[int, "_Holds"]:
+        """Of each of these ranks those that last."""
         lasting = (self.size != 0) & (self.begin < self.end)
         holds = self if lasting.all() else self.selected(np.flatnonzero(lasting))
         # Small numbers are sorted by their digits, which is quicker.
         number = np.uint16 if num_ranks < 2**16 else np.int64
         holds = holds.selected(np.argsort(holds.rank.astype(number), kind="stable"))
         bounds = starts_of(np.bincount(holds.rank, minlength=num_ranks)).tolist()
-        return [holds.selected(slice(first, last)) for first, last in pairwise(bounds)]
+        return {rank: holds.selected(slice(bounds[rank], bounds[rank + 1])) for rank in ranks}
 
 
 def memory_curves(
@@ -56,11 +55,10 @@ def memory_curves(
 ) -> dict[int, MemoryCurve]:
     """By rank. `ranks`: which ones; None: all."""
     num_ranks = len(program.lanes.of_rank)
-    holds = [hold.by_rank(num_ranks) for hold in (_saved(program, costs, times), *_buffers(program, seconds, times))]
-    return {
-        rank: _curve([hold[rank] for hold in holds], costs.static_bytes(rank))
-        for rank in (range(num_ranks) if ranks is None else ranks)
-    }
+    wanted = range(num_ranks) if ranks is None else sorted(ranks)
+    everything = (_saved(program, costs, times), *_buffers(program, seconds, times))
+    holds = [hold.of_ranks(wanted, num_ranks) for hold in everything]
+    return {rank: _curve([hold[rank] for hold in holds], costs.static_bytes(rank)) for rank in wanted}
 
 
 def _saved(program: Program, costs: Costs, times: Times) -> _Holds:
