@@ -57,3 +57,29 @@ def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignm
             for place in range(per_share)
         )
     return BatchAssignment(cut)
+
+
+def assignment_of_replicas(
+    plan: Plan,
+    samples: Sequence[Sample],
+    replicas: Sequence[Sequence[Microbatch]],
+    encoder_pieces: Sequence[Sequence[Microbatch]] | None = None,
+) -> BatchAssignment:
+    """All modules cut the batch alike: `replicas[r][i]` is microbatch i of every module's replica r. `encoder_pieces`:
+    if given, the encoders' microbatches instead. A sample without a modality is left out of that modality's microbatch.
+
+    Raises `ValueError` if modules do not have this number of replicas."""
+    cut = {}
+    for name, module in plan.modules.items():
+        if len(module.replicas) != len(replicas):
+            raise ValueError(
+                f"assignment: {name} has {len(module.replicas)} replicas, other modules {len(replicas)}; "
+                "give all modules equally many"
+            )
+        own = encoder_pieces if encoder_pieces is not None and module.kind == "encoder" else replicas
+        data_module = module.data_module(name)
+        cut[name] = tuple(
+            tuple(tuple(i for i in microbatch if samples[i].has(data_module)) for microbatch in microbatches)
+            for microbatches in own
+        )
+    return BatchAssignment(cut)

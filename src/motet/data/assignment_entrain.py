@@ -1,0 +1,182 @@
+"""Entrain's assignment (thesis sections 4.3, 4.5.1 and 4.5.2, Algorithm 4): samples to replicas, to microbatches whose
+encoder work is even, and some of their language-model work to the next microbatch, so that this is even too.
+
+An encoder's microbatch from which samples are deferred stands in the `BatchAssignment` as two, one after the other:
+what stays and what is deferred. Each is one graph of its own, so the backward of what stays waits for nothing (4.5.3).
+The language model's microbatches are the thesis': what stays of an overloaded one, then the underloaded one that
+follows it, with what was deferred.
+
+Deviations:
+* K_eff replaces K after line 3 everywhere. It is each replica's own (line 3 sums over the whole batch, and a replica
+  with the largest sample would still have uneven microbatches). Without encoder work it is K.
+* Line 4 leaves open where high LLM work begins: here the coarse samples are those that together do half of it.
+* Of an odd number of microbatches the middle one stays alone, at the end.
+* Without encoder work, greedy assignment goes by LLM work: there is nothing else to balance.
+* `evenly_on_both` is our replica rule. The thesis' (`by_encoder_then_llm`) tracks LLM work only.
+
+Limits: works are taken to add up (padding does not). Several encoders are merged into one (section 4.5): their work is
+added up. Modules have equal numbers of replicas.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.arrays import Floats
+from motet.data.assignment import BatchAssignment, Microbatch, assignment_of_replicas
+from motet.data.pairwise_deferral import pair_and_defer
+from motet.data.sample import Sample
+from motet.plan import Plan
+
+ReplicaRule = Callable[[Floats, Floats, int], list[list[int]]]
+"""(encoder work, LLM work, number of replicas) -> each replica's samples."""
+
+
+def by_encoder_then_llm(encoder_work: Floats, llm_work: Floats, num_replicas: int) -> list[list[int]]:
+    """Section 4.3: heaviest for the encoder first, each to the replica with the least LLM work so far."""
+    replicas: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = [(0.0, r) for r in range(num_replicas)]
+    work = llm_work.tolist()
+    for i in np.argsort(-encoder_work, kind="stable").tolist():
+        load, r = loads[0]
+        replicas[r].append(i)
+        heapq.heapreplace(loads, (load + work[i], r))
+    return replicas
+
+
+def evenly_on_both(encoder_work: Floats, llm_work: Floats, num_replicas: int) -> list[list[int]]:
+    """The samples with the largest share of either module's work first, each to the replica where the larger of the two
+    shares, with it, is the smallest: list scheduling on two machines at once."""
+    shares = np.stack([work / (work.sum() or 1.0) for work in (encoder_work, llm_work)], axis=1)
+    replicas: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = np.zeros((num_replicas, 2))
+    for i in np.argsort(-shares.max(axis=1), kind="stable").tolist():
+        after = loads + shares[i]
+        # Of equals, the one with less altogether.
+        r = int(np.lexsort((after.sum(axis=1), after.max(axis=1)))[0])
+        replicas[r].append(i)
+        loads[r] = after[r]
+    return replicas
+
+
+def effective_microbatches(encoder_work: Floats, num_microbatches: int) -> int:
+    """K_eff (line 3): no more microbatches than there would be if all were as heavy as the heaviest sample."""
+    largest = float(encoder_work.max(initial=0.0))
+    if largest == 0:
+        return num_microbatches
+    return min(num_microbatches, int(encoder_work.sum() / largest * (1 + 1e-12)))
+
+
+def stratified_microbatches(encoder_work: Floats, llm_work: Floats, num_microbatches: int) -> list[list[int]]:
+    """Section 4.5.1: coarse samples, then fine ones, each heaviest for the encoder first, to the microbatch with the
+    least encoder work so far. Indices into the given samples; microbatches may be empty."""
+    work = encoder_work if encoder_work.any() else llm_work
+    is_coarse = _is_coarse(llm_work)
+    microbatches: list[list[int]] = [[] for _ in range(num_microbatches)]
+    loads = [(0.0, 0.0, m) for m in range(num_microbatches)]
+    works, llm_works = work.tolist(), llm_work.tolist()
+    for i in np.lexsort((-work, ~is_coarse)).tolist():
+        load, llm_load, m = loads[0]
+        microbatches[m].append(i)
+        # Ties (samples without a modality) go to the one with less LLM work.
+        heapq.heapreplace(loads, (load + works[i], llm_load + llm_works[i], m))
+    return microbatches
+
+
+def _is_coarse(llm_work: Floats) -> np.ndarray:
+    by_work = np.argsort(-llm_work, kind="stable")
+    before = np.cumsum(llm_work[by_work]) - llm_work[by_work]
+    coarse = np.zeros(len(llm_work), dtype=bool)
+    coarse[by_work] = before < llm_work.sum() / 2
+    return coarse
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """One replica's microbatches, in the order in which they are executed."""
+
+    encoder: tuple[Microbatch, ...]
+    deferred: tuple[Microbatch, ...]
+    """Of each, the samples whose LLM work is done one microbatch later."""
+
+    @property
+    def language_model(self) -> tuple[Microbatch, ...]:
+        result = []
+        waiting: Microbatch = ()
+        for samples, deferred in zip(self.encoder, self.deferred, strict=True):
+            result.append((*waiting, *(i for i in samples if i not in deferred)))
+            waiting = deferred
+        assert not waiting, "samples are deferred past the last microbatch"
+        return tuple(result)
+
+    @property
+    def encoder_pieces(self) -> tuple[Microbatch, ...]:
+        """What stays and what is deferred, each by itself."""
+        pieces = []
+        for samples, deferred in zip(self.encoder, self.deferred, strict=True):
+            pieces.append(tuple(i for i in samples if i not in deferred))
+            if deferred:
+                pieces.append(deferred)
+        return tuple(pieces)
+
+
+def defer(
+    members: Sequence[int], encoder_work: Floats, llm_work: Floats, num_microbatches: int, *, fewer: bool = True
+) -> Deferral:
+    """Lines 3 to 15 for one replica's samples. `members`: indices into the works, which are of the whole batch.
+    `fewer`: whether K_eff may be less than K."""
+    own = np.array(members, dtype=np.int64)
+    encoder, llm = encoder_work[own], llm_work[own]
+    count = effective_microbatches(encoder, num_microbatches) if fewer else num_microbatches
+    microbatches = stratified_microbatches(encoder, llm, count)
+    pairing = pair_and_defer([llm[m] for m in microbatches])
+    order, deferred = [], []
+    for pair in pairing.pairs:
+        moving = {microbatches[pair.overloaded][place] for place in pair.deferred}
+        order += [pair.overloaded, pair.underloaded]
+        deferred += [moving, set()]
+    if pairing.unpaired is not None:
+        order.append(pairing.unpaired)
+        deferred.append(set())
+    return Deferral(
+        tuple(tuple(own[microbatches[m]].tolist()) for m in order),
+        tuple(tuple(own[sorted(moving)].tolist()) for moving in deferred),
+    )
+
+
+def hierarchical_assignment(
+    plan: Plan,
+    samples: Sequence[Sample],
+    work: Mapping[str, Floats],
+    *,
+    replica_rule: ReplicaRule = evenly_on_both,
+) -> BatchAssignment:
+    """Algorithm 4. `work`: for each module the seconds of each sample of the global batch
+    (`motet.costs.sample_work`). What is neither an encoder nor fed by one is cut as the language model is.
+
+    Raises `ValueError` if modules have different numbers of replicas."""
+    nothing = np.zeros(len(samples))
+    encoder_work, llm_work = (
+        sum(
+            (
+                work[name]
+                for name, module in plan.modules.items()
+                if (module.kind == "encoder") == is_encoder and module.copy_of is None
+            ),
+            start=nothing,
+        )
+        for is_encoder in (True, False)
+    )
+    num_replicas = len(next(iter(plan.modules.values())).replicas)
+    deferrals = [
+        defer(share, encoder_work, llm_work, plan.num_microbatches)
+        for share in replica_rule(encoder_work, llm_work, num_replicas)
+    ]
+    return assignment_of_replicas(
+        plan,
+        samples,
+        [each.language_model for each in deferrals],
+        encoder_pieces=[each.encoder_pieces for each in deferrals],
+    )
