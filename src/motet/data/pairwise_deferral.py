@@ -6,9 +6,9 @@ largest such sum is as small as can be.
 
 Deviations. Subsets of up to `MAX_EXACT` samples are tried all at once instead of on a grid, so that the nearest sum is
 exact; larger microbatches go through the thesis' table of rounded sums, whose error is at most a step per sample.
-The subset may be empty, hence (4.3) never exceeds the overloaded microbatch's own work, every microbatch that could stay
-alone can also be paired, and T* is that of a perfect matching. Among the matchings that keep T*, which the thesis picks
-arbitrarily, this takes the one with the least sum of squares: the most even.
+The subset may be empty, hence (4.3) never exceeds the overloaded microbatch's own work, every microbatch that could
+stay alone can also be paired, and T* is that of a perfect matching. Among the matchings that keep T*, which the thesis
+picks arbitrarily, this takes the one with the least sum of squares: the most even.
 """
 
 from collections.abc import Sequence
