@@ -14,13 +14,14 @@ from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import MemoryOptions
 from motet.data.assignment import contiguous_assignment
 from motet.data.sample import Sample, Segment
+from motet.device import Link
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, lower
 from motet.schedule.routes import Cell, derive_routes
-from motet.simulator.costs import ArrayCosts
+from motet.simulator.costs import ArrayCosts, GroupCosts
 from motet.workload import module_workload, with_projector
 
 VISION = with_projector(module_workload(EVERY_MODEL["siglip"][0]), "mlp", 64)
@@ -355,3 +356,24 @@ def test_a_plan_may_have_more_modules_than_an_integer_has_bits():
     costs = bind(plan, cluster=cpu_cluster(80))
     assert seconds(costs, Kind.BACKWARD, "vision_69", 0, 0, 0) == 1000 + 4 * 110
     assert seconds(costs, Kind.BACKWARD, "text", 0, 0, 0) == 0.5 + 2 * 10
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_a_group_exchanges_is_part_of_what_it_computes(sequence_parallel):
+    """Against a cluster whose links take no time: what is missing there is what is exchanged."""
+    cluster = cpu_cluster(8)
+    free = replace(cluster, within_node=Link(name="free", latency_s=0.0, bytes_per_s=float("inf")))
+    plan = cut_plan(tp_size=2, cp_size=2, sequence_parallel=sequence_parallel, recompute=("text",))
+    # The first block has a weight gradient alone.
+    text = replace(plan.modules["text"], trainable=((1, 4),))
+    plan = replace(plan, modules={"text": text}) if not sequence_parallel else plan
+    with_links, without = (
+        bind(plan, LONG, cluster=c, table=analytic_table({"text": TEXT}, c, tp_sizes=(2,))) for c in (cluster, free)
+    )
+    assert isinstance(with_links, GroupCosts)
+    for kind in Kind:
+        action = Compute(kind, CELL)
+        exchanged = with_links.compute_s(action) - without.compute_s(action)
+        assert with_links.group_communication_s(action) == pytest.approx(exchanged)
+        assert without.group_communication_s(action) == 0
+    assert with_links.group_communication_s(Compute(Kind.FORWARD, CELL)) > 0

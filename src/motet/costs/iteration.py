@@ -1,6 +1,6 @@
 """The costs of one iteration's actions and messages: plan, routes and samples bound to a cost table and a cluster.
 
-Implements `Costs`, `ArrayCosts` and `ShardedCosts` of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`)
+Implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`)
 and one load cost the same, so many are answered at once. Recomputation runs a block's forward once more if the block
 has any gradient to compute.
 
@@ -9,7 +9,7 @@ a sequence to be divided equally over a context-parallel group.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from motet.costs.cells import CellKind, Cells, LayerGradients
 from motet.costs.collectives import collective_seconds, collective_terms
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.cost_model import ZERO, CostTable, Quadratic, total
+from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.load import Load
 from motet.costs.memory import (
     DEFAULT_MEMORY,
@@ -88,15 +89,27 @@ class IterationCosts:
         assert dependencies.routes is self.routes
         return self._seconds.reshape(-1)
 
+    def group_communication_s(self, action: Compute) -> float:
+        """The part of `compute_s` in which the stage's ranks exchange tensors: computed from the links, at most all."""
+        number = self.routes.number_of_cell[action.cell]
+        return min(self._exchanging[KINDS.index(action.kind)][number], self.compute_s(action))
+
+    @cached_property
+    def _exchanging(self) -> list[list[float]]:
+        return self._by_action(self._sum_exchanges).tolist()
+
     @cached_property
     def _seconds(self) -> Floats:
+        return self._by_action(self._sum_stage)
+
+    def _by_action(self, costs_of: Callable[[CellKind], _StageCosts]) -> Floats:
         """By kind of action (`KINDS`) and cell."""
         cells = self.cells
         terms = np.array(
             [
                 [_of_microbatch(part, kind.stage.cp_size) for part in (c.forward, c.input_half, c.weight_half)]
                 for kind in cells.kinds
-                for c in (self._sum_stage(kind),)
+                for c in (costs_of(kind),)
             ]
         ).reshape(-1, 3, len(Quadratic._fields))
         sums = np.array([(1.0, *load) for load in cells.loads]).reshape(-1, len(Quadratic._fields))
@@ -304,8 +317,39 @@ class IterationCosts:
                 input_half += [exchange, layer.input_gradient]
                 weight_half.append(layer.weight_gradient if needs.weight_gradient else ZERO)
             elif needs.weight_gradient:
-                weight_half.append(layer.weight_gradient_alone)
+                weight_half += [exchange, layer.weight_gradient_alone]
         return _StageCosts(total(forward), total(input_half), total(weight_half))
+
+    def _sum_exchanges(self, kind: CellKind) -> _StageCosts:
+        """What tensor-parallel and context-parallel groups exchange: like `_sum_stage`, but of collectives alone."""
+        forward, input_half, weight_half = [], [], []
+        for layer, needs, count in kind.different:
+            recomputed = needs.any and kind.module in self.plan.recompute and layer.part == "block" and layer.runs
+            kernels = layer_kernels(
+                layer,
+                tp_size=kind.stage.tp_size,
+                sequence_parallel=self.plan.modules[kind.module].sequence_parallel,
+                element_bytes=self.memory.activation_bytes,
+            )
+            exchange = self._key_exchange(layer, kind.stage)
+            once = total([exchange, *self._collectives(kernels.forward, kind.stage)]).times(count)
+            forward.append(once)
+            if recomputed:
+                input_half.append(once)
+            if needs.input_gradient:
+                again = total([exchange, *self._collectives(kernels.input_gradient, kind.stage)])
+                input_half.append(again.times(count))
+            elif needs.weight_gradient:
+                alone = total([exchange, *self._collectives(kernels.weight_gradient_alone, kind.stage)])
+                weight_half.append(alone.times(count))
+        return _StageCosts(total(forward), total(input_half), total(weight_half))
+
+    def _collectives(self, kernels: Iterable[KernelShape], stage: Stage) -> Iterator[Quadratic]:
+        """Seconds of those among the kernels, over the group's first tensor-parallel ranks."""
+        for kernel in kernels:
+            if kernel.collective is not None:
+                terms = collective_terms(self.cluster, kernel.collective, stage.ranks[: stage.tp_size])
+                yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
     def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:
         """Seconds in which context-parallel ranks gather the keys and values of the whole sequence; their gradients
