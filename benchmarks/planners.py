@@ -27,6 +27,7 @@ from motet.planner.partition import partition
 from motet.reproduce.disttrain_models import mllm
 from motet.reproduce.disttrain_problems import problem as disttrain_problem
 from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus_llm, search, strong_scaling
+from motet.reproduce.optimus_problems import problems
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ def _plan(planner: str) -> Callable[[], object]:
     return partial(make_plan, problem, planner)
 
 
+def _optimus_plan() -> Callable[[], object]:
+    return partial(make_plan, dict(problems())[MODEL_A], "optimus")
+
+
+MODEL_A = "ViT-11B + LLAMA-70B, 64 H100 (Model A)"
+
 SEARCHES: Mapping[str, Search] = {
     "partition": Search("512 layers into 64 stages", 0.020, _partition),
     **{
@@ -82,6 +89,7 @@ SEARCHES: Mapping[str, Search] = {
         planner: Search(f"planner {planner}, MLLM-72B on 64 GPUs, simulations included", 2.0, partial(_plan, planner))
         for planner in ("disttrain", "entrain")
     },
+    "optimus": Search(f"planner optimus, {MODEL_A}, simulations included", 2.0, _optimus_plan),
     **{
         f"optimus-{devices}": Search(
             f"Optimus' search, ViT-22B + GPT-175B, {devices} GPUs, {num_microbatches} microbatches",

@@ -30,7 +30,7 @@ SCHEDULE = "bubble_filling"
 """Of the plans, unless the user wants another."""
 MAX_SIMULATED = 4
 """Of the best layouts, by the bubble scheduler's account, so many are simulated as plans."""
-MAX_SIMULATED_CELLS = 4_000
+MAX_SIMULATED_CELLS = 2_500
 """Microbatches on stages in all simulations: where they are many the bubble scheduler's account alone decides."""
 
 
