@@ -163,18 +163,17 @@ def decoder_costs(cluster: Cluster) -> Callable[[Routes, Sequence[Sample]], Cost
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actions", type=int, default=1_000_000)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--reports", type=Path, default=REPORTS)
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     report = Report("simulator-scale", "How large a program the simulator takes")
     report.add(" ".join((__doc__ or "").split("\n\n", 1)[1].split()))
     cases: list[tuple[str, float, Callable[[], tuple[SimulationResult, dict[str, float]]]]] = []
     for num_stages in (8, 64):
-        plan = chain_plan(num_stages, arguments.actions // (2 * num_stages))
+        plan = chain_plan(num_stages, options.actions // (2 * num_stages))
         samples = batch(plan.num_microbatches)
         costs = ChainCosts(message_seconds=0.1, bytes_per_message=1000, saved_bytes_per_cell=5000)
         cases.append((f"chain of {num_stages}", 3.0, lambda p=plan, s=samples, c=costs: run(p, s, lambda _: c, None)))
@@ -191,7 +190,7 @@ def main() -> None:
     parts: dict[str, list[dict[str, float]]] = {}
     for name, goal_s, case in cases:
         parts[name] = []
-        for _ in range(arguments.repetitions):
+        for _ in range(options.repetitions):
             gc.collect()
             result, laps = case()
             parts[name].append(laps)
@@ -206,7 +205,7 @@ def main() -> None:
                 f"{result.bubble_fraction:.1%}",
                 f"{statistics.median(totals):.3f} s",
                 f"{min(totals):.3f} s",
-                f"{goal_s} s{'' if arguments.actions == 1_000_000 or 'GPUs' in name else ' (at 1,000,000)'}",
+                f"{goal_s} s{'' if options.actions == 1_000_000 or 'GPUs' in name else ' (at 1,000,000)'}",
             ]
         )
         del result, program
@@ -220,8 +219,8 @@ def main() -> None:
             for name, of_case in parts.items()
         ],
     )
-    report.write(arguments.reports)
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    main().write(Path(REPORTS))

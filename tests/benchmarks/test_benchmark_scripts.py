@@ -11,6 +11,7 @@ import pipeline_against_torch
 import prediction
 import pytest
 import schedules
+import simulator_scale
 import zero_bubble
 from measuring import Spread, ratio, seconds
 from reporting import Report
@@ -127,3 +128,14 @@ def test_simulated_attention_never_beats_busy_units(tmp_path):
 def test_commands_are_run_in_processes_of_their_own(tmp_path):
     text = text_of(command_line.main(["--repetitions", "1", "--commands", "help"]), tmp_path)
     assert re.search(r"\| help \| `motet plan --help` \| [\d.]+ s \| [\d.]+ s \| 0.3 s \|", text)
+
+
+def test_the_simulator_at_scale_counts_every_action(tmp_path):
+    text = text_of(simulator_scale.main(["--actions", "2560", "--repetitions", "1"]), tmp_path)
+    counted = re.findall(r"^\| (chain of \d+|\d+ GPUs)[^|]*\| ([\d,]+) \| ([\d,]+) \|", text, flags=re.MULTILINE)
+    numbers = {name: (int(actions.replace(",", "")), int(m.replace(",", ""))) for name, actions, m in counted}
+    # Of p stages and m microbatches 2 p m actions, 2 (p - 1) m messages.
+    assert numbers["chain of 8"] == (2560, 2 * 7 * 160)
+    assert numbers["chain of 64"] == (2560, 2 * 63 * 20)
+    # One pipeline of 96 stages stands for all: 2 x 96 x 16 actions, 8 messages for each of 2 x 95 x 16 values.
+    assert numbers["3072 GPUs"] == numbers["16384 GPUs"] == (3072, 24320)

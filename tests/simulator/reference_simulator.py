@@ -3,6 +3,7 @@
 Shares no code with `motet.simulator.simulate` but the program that it reads. Quadratic and slow.
 """
 
+from collections.abc import Mapping
 from fractions import Fraction
 
 from motet.schedule.action import Compute, Reduce
@@ -10,8 +11,16 @@ from motet.schedule.lower import Message, Program
 from motet.simulator.costs import Costs
 
 
-def reference_times(program: Program, costs: Costs, num_cores: int | None = None) -> list[tuple[Fraction, Fraction]]:
-    """Start and end of every step."""
+def reference_times(
+    program: Program,
+    costs: Costs,
+    num_cores: int | None = None,
+    ranks_per_node: int | None = None,
+    num_cards: int = 1,
+    slower: Mapping[int, int] = {},
+) -> list[tuple[Fraction, Fraction]]:
+    """Start and end of every step. `ranks_per_node`: messages between nodes share this many cards of each node, out and
+    in. `slower`: factors by rank."""
     steps = program.steps
     who = [program.participants(step) for step in steps]
     lists = [[i for i in range(len(steps)) if rank in who[i]] for rank in range(1 + max(map(max, who)))]
@@ -48,7 +57,7 @@ def reference_times(program: Program, costs: Costs, num_cores: int | None = None
     def duration(i: int) -> Fraction:
         step = steps[i]
         if isinstance(step, Compute):
-            return Fraction(costs.compute_s(step))
+            return Fraction(costs.compute_s(step)) * max(slower.get(rank, 1) for rank in who[i])
         return Fraction(costs.message_s(step) if isinstance(step, Message) else costs.reduce_s(step))
 
     while len(end) < len(steps):
@@ -66,9 +75,22 @@ def reference_times(program: Program, costs: Costs, num_cores: int | None = None
         if len(end) == len(steps):
             break
         num_computing = sum(len(who[i]) for i in left if isinstance(steps[i], Compute))
-        shared = num_cores is not None and num_computing > num_cores
-        rate = Fraction(num_cores, num_computing) if shared else Fraction(1)  # type: ignore[arg-type]
-        speed = {i: rate if isinstance(steps[i], Compute) else Fraction(1) for i in left}
+        under_way = [steps[i] for i in left if isinstance(steps[i], Message)]
+
+        def speed_of(i: int, num_computing: int = num_computing, under_way: list = under_way) -> Fraction:
+            step = steps[i]
+            if isinstance(step, Compute) and num_cores is not None:
+                return min(Fraction(1), Fraction(num_cores, num_computing))
+            if isinstance(step, Message) and ranks_per_node is not None:
+                out, into = step.sender // ranks_per_node, step.receiver // ranks_per_node
+                if out != into:
+                    crossing = [(m.sender // ranks_per_node, m.receiver // ranks_per_node) for m in under_way]
+                    leaving = sum(a == out != b for a, b in crossing)
+                    entering = sum(b == into != a for a, b in crossing)
+                    return min(Fraction(1), Fraction(num_cards, leaving), Fraction(num_cards, entering))
+            return Fraction(1)
+
+        speed = {i: speed_of(i) for i in left}
         step_s = min(left[i] / speed[i] for i in left)
         now += step_s
         for i in left:

@@ -1,19 +1,25 @@
+from dataclasses import dataclass
+from math import inf
 from random import Random
 
+import numpy as np
 import pytest
 from drawing import Limits, draw_problem
 from plans import chain, language_model, module, replica, routes_of, samples, vision_audio_llm
 from random_costs import RandomCosts
 from reference_simulator import reference_times
 
+from motet.arrays import Floats, Ints
 from motet.plan import Edge, Plan
 from motet.schedule.action import Compute, Kind
-from motet.schedule.dependencies import Dependencies
+from motet.schedule.dependencies import Dependencies, Gradient
 from motet.schedule.generators import GENERATORS
-from motet.schedule.lower import Program, lower
+from motet.schedule.lower import Message, Program, lower
 from motet.schedule.schedule import Schedule
 from motet.simulator.costs import UniformCosts
+from motet.simulator.events import SharedCards
 from motet.simulator.simulate import SimulationResult, simulate
+from motet.simulator.step_costs import Disturbances
 from motet.timeline import Span
 
 
@@ -136,25 +142,126 @@ def test_it_is_deterministic() -> None:
     assert simulate(program, costs, num_cores=2).timeline == simulate(program, costs, num_cores=2).timeline
 
 
-@pytest.mark.parametrize("num_cores", [None, 1, 3])
-def test_it_equals_the_reference_on_drawn_problems(num_cores: int | None) -> None:
+@pytest.mark.parametrize(
+    ("num_cores", "num_cards", "slower"),
+    [(None, None, {}), (1, None, {}), (3, None, {}), (None, 1, {}), (2, 2, {1: 3}), (None, None, {0: 2, 2: 3})],
+)
+def test_it_equals_the_reference_on_drawn_problems(
+    num_cores: int | None, num_cards: int | None, slower: dict[int, int]
+) -> None:
     limits = Limits(
         max_modules=3, max_layers=3, max_replicas=2, max_ranks=5, max_microbatches=3, max_samples=5, tied=True
     )
-    for seed in range(40):
+    for seed in range(30):
         problem = draw_problem(Random(seed), limits)
         program = lower(GENERATORS[problem.plan.schedule](problem.routes), problem.dependencies)
         costs = RandomCosts(seed)
-        timeline = simulate(program, costs, num_cores=num_cores).timeline
+        cards = None if num_cards is None else SharedCards(lambda rank: rank // 2, num_cards)
+        disturbances = Disturbances(straggler_factors=slower)
+        result = simulate(program, costs, num_cores=num_cores, cards=cards, disturbances=disturbances)
+        reference = reference_times(program, costs, num_cores, None if num_cards is None else 2, num_cards or 1, slower)
         expected: list[Span] = []
-        for step, (start, end) in zip(program.steps, reference_times(program, costs, num_cores), strict=True):
+        for step, (start, end) in zip(program.steps, reference, strict=True):
             kind = step.kind.value if isinstance(step, Compute) else type(step).__name__.lower()
             ranks = (step.sender,) if kind == "message" else program.participants(step)  # type: ignore[union-attr]
             expected += [Span(rank, str(step), kind, float(start), float(end)) for rank in ranks]
-        assert [s.name for s in timeline.spans] == [s.name for s in expected]
-        for ours, theirs in zip(timeline.spans, expected, strict=True):
+        assert [s.name for s in result.timeline.spans] == [s.name for s in expected]
+        for ours, theirs in zip(result.timeline.spans, expected, strict=True):
             assert (ours.rank, ours.kind) == (theirs.rank, theirs.kind)
             assert (ours.start, ours.end) == pytest.approx((theirs.start, theirs.end), abs=1e-9), (seed, ours)
+
+
+def test_one_pass_and_the_event_loop_agree_to_the_bit() -> None:
+    for seed in range(60):
+        problem = draw_problem(Random(seed), Limits(tied=True))
+        program = lower(GENERATORS[problem.plan.schedule](problem.routes), problem.dependencies)
+        costs = RandomCosts(seed, fixed_s=0.25)
+        quick, slow = simulate(program, costs), simulate(program, costs, num_cores=inf)
+        assert quick.timeline == slow.timeline
+        for ours, theirs in zip(quick.memory, slow.memory, strict=True):
+            assert ours.times_s.tolist() == theirs.times_s.tolist()
+            assert ours.bytes_held.tolist() == theirs.bytes_held.tolist()
+        assert quick.iteration_time_s == quick.timeline.iteration_time_s
+        assert quick.bubble_fraction == pytest.approx(quick.timeline.bubble_fraction)
+
+
+def test_messages_share_the_cards_of_their_nodes() -> None:
+    """Ranks 0 and 1 are one node, 2 and 3 another; each of 0 and 1 sends 2 seconds from 1 on."""
+    plan = Plan(modules={"llm": language_model(replica((0, 1), (2, 3)), trainable=())}, edges=(), num_microbatches=1)
+    program = program_of(plan)
+    costs = UniformCosts(message_seconds=2)
+    alone = simulate(program, costs, cards=SharedCards(lambda rank: rank // 2, 2))
+    assert when(alone, "llm[0].1F0") == (3, 4)
+    shared = simulate(program, costs, cards=SharedCards(lambda rank: rank // 2, 1))
+    assert when(shared, "llm[0].0:0->llm[0].1:0 0>2") == (1, 5)
+    assert when(shared, "llm[0].1F0") == (5, 6)
+
+
+def test_a_straggler_slows_its_group_and_those_that_wait_for_it() -> None:
+    plan = Plan(modules={"llm": language_model(replica((0, 1), 2))}, edges=(), num_microbatches=1)
+    result = simulate(program_of(plan), UniformCosts(), disturbances=Disturbances(straggler_factors={1: 3.0}))
+    assert when(result, "llm[0].0F0") == (0, 3)
+    assert when(result, "llm[0].1F0") == (3, 4)
+    assert when(result, "llm[0].0B0") == (6, 12)
+
+
+def test_jitter_depends_on_the_seed_alone_and_has_its_mean() -> None:
+    program = program_of(chain(4, 500))
+
+    def durations(seed: int) -> list[float]:
+        result = simulate(program, UniformCosts(), disturbances=Disturbances(jitter=0.2, seed=seed))
+        return [s.end - s.start for s in result.timeline.spans if s.kind == "F"]
+
+    assert durations(1) == durations(1) != durations(2)
+    assert sum(durations(1)) / len(durations(1)) == pytest.approx(1.2, abs=0.03)
+    assert min(durations(1)) >= 1
+
+
+@pytest.mark.parametrize("values", [{"straggler_factors": {3: 0.0}}, {"jitter": -0.1}])
+def test_disturbances_that_cannot_be_are_refused(values: dict) -> None:
+    with pytest.raises(ValueError, match="give"):
+        Disturbances(**values)
+
+
+@dataclass(frozen=True)
+class ArrayRandomCosts(RandomCosts):
+    """Single answers that follow from links and sizes, and the same all at once."""
+
+    def link(self, sender: int, receiver: int) -> tuple[float, float]:
+        return self._draw("latency", sender, receiver) / 4, 1.0 + self._draw("rate", sender, receiver)
+
+    def message_bytes(self, message: Message) -> int:
+        return self._draw("bytes", *message[:3])
+
+    def message_s(self, message: Message) -> float:
+        latency_s, bytes_per_s = self.link(message.sender, message.receiver)
+        return latency_s + self.message_bytes(message) / bytes_per_s
+
+
+class AtOnceCosts(ArrayRandomCosts):
+    def compute_seconds(self, dependencies: Dependencies) -> Floats:
+        every = dependencies.actions(np.arange(dependencies.num_actions))
+        return np.array([self.compute_s(action) for action in every])
+
+    def saved_sizes(self, dependencies: Dependencies) -> Ints:
+        cells = dependencies.routes.cells
+        return np.array([[self.saved_bytes(cell, half) for cell in cells] for half in (False, True)])
+
+    def carried_sizes(self, dependencies: Dependencies) -> Ints:
+        values = (dependencies.value(i) for i in range(2 * dependencies.routes.num_routes))
+        return np.array(
+            [self.message_bytes(Message(v.source, v.target, isinstance(v, Gradient), 0, 0)) for v in values],  # type: ignore[union-attr]
+            dtype=np.int64,
+        )
+
+
+def test_answers_at_once_are_the_single_ones() -> None:
+    for seed in range(30):
+        problem = draw_problem(Random(seed))
+        program = lower(GENERATORS[problem.plan.schedule](problem.routes), problem.dependencies)
+        single, at_once = simulate(program, ArrayRandomCosts(seed)), simulate(program, AtOnceCosts(seed))
+        assert single.timeline == at_once.timeline
+        assert single.peak_memory_bytes == at_once.peak_memory_bytes
 
 
 def test_every_action_has_a_span_on_each_of_its_ranks() -> None:
