@@ -1,5 +1,6 @@
-from plans import chain, routes_of
+from plans import chain, language_model, module, replica, routes_of
 
+from motet.plan import Edge, Plan
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS, WITHIN_MEMORY
@@ -28,11 +29,16 @@ def test_without_durations_all_actions_count_alike() -> None:
 
 
 def test_a_limit_in_memory_reaches_the_schedules_that_go_by_it() -> None:
-    routes = routes_of(chain(3, 6))
+    colocated = Plan(
+        modules={"vision": module(replica(0)), "llm": language_model(replica(0, 1))},
+        edges=(Edge(source="vision", target="llm"),),
+        num_microbatches=6,
+    )
     limit = MemoryLimit(saved_bytes=lambda cell: 1, limit_bytes=lambda rank: 4 - rank)
     changed = {
         name
         for name in GENERATORS
+        for routes in (routes_of(chain(3, 6)), routes_of(colocated))
         if make_program(name, routes, memory=limit).steps != make_program(name, routes).steps
     }
     assert changed == WITHIN_MEMORY

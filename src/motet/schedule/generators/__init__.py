@@ -42,5 +42,5 @@ GENERATORS: Mapping[str, Generator] = {
 SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"})
 """Those that cut backwards into their halves; the others can be no faster than the bound for whole ones."""
 
-WITHIN_MEMORY = frozenset({"eager_1f1b"})
+WITHIN_MEMORY = frozenset({"eager_1f1b", "bubble_filling"})
 """Those that go by what memory there is; the others' orders are what they are, whether or not they fit."""

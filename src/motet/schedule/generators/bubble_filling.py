@@ -1,10 +1,10 @@
 """Encoders on the language model's ranks, in its bubbles (Optimus: Feng et al. 2025, sections 4.2 and 4.3).
 
 The language model keeps its own order: 1F1B, or interleaved 1F1B where its stages go round their groups. The encoders'
-actions go before it, after it and into the gaps between (`fill_bubbles`). Tried out are both of the language model's
-warm-ups (the paper takes the adjusted one, Figure 12), by how many microbatches encoder forwards go ahead, from one up
-to all of them, which is the paper's coarse schedule, by how much they may outlast a gap, and the list scheduler's own
-order. The shortest iteration on a virtual clock, on which messages take no time, counts.
+actions go before it, after it and into the gaps between (`fill_bubbles`). Tried out are by how many microbatches their
+forwards go ahead (all of them is the paper's coarse schedule), by how much they may outlast a gap, and both of the
+language model's warm-ups (the paper takes the adjusted one, Figure 12); for small problems the list scheduler's own
+order too. The shortest iteration on a virtual clock, on which messages take no time, counts.
 
 The paper fills gaps with kernels; here it is whole actions, so layer granularity needs a plan that cuts encoders into
 stages of one layer (several in a row on the same ranks). Where the paper sorts the encoder pipelines' results (global
@@ -16,7 +16,6 @@ interleaved 1F1B with the adjusted warm-up.
 """
 
 from collections.abc import Iterable
-from math import inf
 from operator import itemgetter
 
 from motet.arrays import Ints
@@ -29,9 +28,10 @@ from motet.schedule.order import iteration_s
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.stage_graph import microbatches_in_flight
+from motet.schedule.validate import liveness
 
-WARM_UPS = (2, 1)
-"""The usual and the adjusted one. Of equals the usual is taken: it leaves more time for messages."""
+MAX_LISTED = 2000
+"""Actions, up to which list scheduling is tried too: it takes longer than all the rest, and is seldom better."""
 LATENESS = (0.0, 1.0)
 """Tried beside the default."""
 
@@ -39,20 +39,19 @@ LATENESS = (0.0, 1.0)
 def bubble_filling(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """`costs`: how long gaps and what fills them are; by default a backward takes twice as long as a forward."""
     dependencies, duration_s = Dependencies(routes), costs or unit_duration
-    shortest_s, shortest = inf, None
-    for warm_up in WARM_UPS:
-        given = order_beside_encoders(routes, warm_up)
-        if given is None:
-            return interleaved_1f1b_adjusted(routes, costs, memory=memory)
-        bubbles = BubblesToFill(dependencies, given, duration_s, memory)
-        time_s, clock = _best(bubbles, map(Policy, _lookaheads(routes)))
-        others = [clock.policy._replace(lateness=lateness) for lateness in LATENESS]
-        time_s, clock = min((time_s, clock), _best(bubbles, others), key=itemgetter(0))
-        if time_s < shortest_s:
-            shortest_s, shortest = time_s, clock
+    usual, adjusted = (order_beside_encoders(routes, forwards_per_place) for forwards_per_place in (2, 1))
+    if usual is None or adjusted is None:
+        return _without_fillings(routes, costs, memory)
+    bubbles = BubblesToFill(dependencies, usual, duration_s, memory)
+    best = _best(bubbles, map(Policy, _lookaheads(routes)))
+    best = min(best, _best(bubbles, [best[1].policy._replace(lateness=late) for late in LATENESS]), key=itemgetter(0))
+    # Of equals the usual warm-up is taken: it leaves more time for messages.
+    bubbles = BubblesToFill(dependencies, adjusted, duration_s, memory)
+    time_s, clock = min(best, _best(bubbles, [best[1].policy]), key=itemgetter(0))
+    if len(bubbles.tables.present) > MAX_LISTED:
+        return clock.schedule()
     listed = list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
-    is_shorter = shortest is None or iteration_s(listed, dependencies, duration_s) < shortest_s
-    return listed if shortest is None or is_shorter else shortest.schedule()
+    return listed if iteration_s(listed, dependencies, duration_s) < time_s else clock.schedule()
 
 
 def order_beside_encoders(routes: Routes, forwards_per_place: int) -> list[tuple[tuple[int, ...], Ints]] | None:
@@ -65,6 +64,16 @@ def order_beside_encoders(routes: Routes, forwards_per_place: int) -> list[tuple
     return order_in_rounds(routes, rest, forwards_per_place)
 
 
+def _without_fillings(routes: Routes, costs: Durations | None, memory: MemoryLimit | None) -> Schedule:
+    """The closed form, if there is one and it keeps the limit."""
+    closed = interleaved_1f1b_adjusted(routes, costs)
+    if memory is None:
+        return closed
+    peaks = liveness(closed, Dependencies(routes), lambda cell, half: memory.saved_bytes(cell)).peak_bytes or ()
+    fits = all(peak <= memory.limit_bytes(rank) for rank, peak in enumerate(peaks))
+    return closed if fits else interleaved_1f1b_adjusted(routes, costs, memory=memory)
+
+
 def _best(bubbles: BubblesToFill, policies: Iterable[Policy]) -> tuple[float, FillingClock]:
     """The shortest iteration in seconds, and its clock; the first of equal ones."""
     clocks = [FillingClock(bubbles, policy) for policy in policies]
@@ -74,6 +83,6 @@ def _best(bubbles: BubblesToFill, policies: Iterable[Policy]) -> tuple[float, Fi
 
 
 def _lookaheads(routes: Routes) -> list[int]:
-    """1, 2, 4, ... and all microbatches."""
+    """One, two, and all microbatches: between two and all little changes."""
     most = 1 + int(routes.cell_microbatch.max(initial=0))
-    return [*(2**i for i in range((most - 1).bit_length())), most]
+    return sorted({1, min(2, most), most})

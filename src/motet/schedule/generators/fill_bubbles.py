@@ -75,12 +75,16 @@ class BubblesToFill:
         self.is_given = np.zeros(len(routes.stages), dtype=bool)
         for _, numbers in given:
             self.is_given[routes.cell_stage[numbers % routes.num_cells]] = True
-        self.lanes_of_unit: list[list[int]] = [[] for _ in unit_of]
-        """The filling stages of each unit."""
-        for s, units in enumerate(self.units):
-            if not self.is_given[s]:
-                for unit in units:
-                    self.lanes_of_unit[unit].append(s)
+        fillings = {tuple(units): None for units, given in zip(self.units, self.is_given, strict=True) if not given}
+        self.lanes = list(fillings)
+        """The units of filling stages that stand on the same ones: what is ready of them waits in one queue."""
+        self.lane_of_stage = [
+            NOTHING if given else self.lanes.index(tuple(units))
+            for units, given in zip(self.units, self.is_given, strict=True)
+        ]
+        self.lanes_of_unit = [
+            [lane for lane, units in enumerate(self.lanes) if unit in units] for unit in range(len(unit_of))
+        ]
         backwards = KINDS.index(Kind.BACKWARD) * routes.num_cells + np.flatnonzero(routes.cell_has_backward)
         self.tables = ActionTables(dependencies, np.concatenate([np.arange(routes.num_cells), backwards]), duration_s)
         self.needs = _needs(routes, self.is_given)
@@ -122,12 +126,12 @@ def _needs(routes: Routes, is_given: np.ndarray) -> Needs:
 class FillingClock:
     def __init__(self, bubbles: BubblesToFill, policy: Policy) -> None:
         self.bubbles, self.policy, self.tables = bubbles, policy, bubbles.tables
-        num_stages, num_units = len(bubbles.units), len(bubbles.lanes_of_unit)
+        num_lanes, num_units = len(bubbles.lanes), len(bubbles.lanes_of_unit)
         self.position = [0] * len(bubbles.given)
-        self.forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
-        """Of each filling stage, what is ready: (place of the microbatch that waits, action)."""
-        self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
-        self.begun = [0] * num_stages
+        self.forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
+        """Of each lane, what is ready: (place of the microbatch that waits, action)."""
+        self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
+        self.begun = [0] * len(bubbles.units)
         """Forwards of each stage."""
         self.missing = [len(values) for values in self.tables.reads]
         self.written_at: dict[int, float] = {}
@@ -159,10 +163,11 @@ class FillingClock:
         return Schedule.of_numbers(self.bubbles.dependencies, [lists[unit] for unit in self.bubbles.unit_of_rank])
 
     def _push(self, action: int) -> None:
-        stage = self.bubbles.cell_stage[action % self.bubbles.num_cells]
-        if not self.bubbles.is_given[stage]:
-            queue = self.forwards if action < self.bubbles.num_cells else self.backwards
-            heapq.heappush(queue[stage], (self.bubbles.needs.rank[action % self.bubbles.num_cells], action))
+        cell = action % self.bubbles.num_cells
+        lane = self.bubbles.lane_of_stage[self.bubbles.cell_stage[cell]]
+        if lane != NOTHING:
+            queues = self.forwards if action < self.bubbles.num_cells else self.backwards
+            heapq.heappush(queues[lane], (self.bubbles.needs.rank[cell], action))
 
     def _dispatch(self, now: float, touched: set[int]) -> None:
         """Starts what may begin on these units, the most urgent first."""
@@ -200,7 +205,7 @@ class FillingClock:
 
     def _forward(self, lane: int) -> tuple[int, int] | None:
         """The lane's next forward, if its units are free and have room for what it keeps."""
-        queue, units = self.forwards[lane], self.bubbles.units[lane]
+        queue, units = self.forwards[lane], self.bubbles.lanes[lane]
         if not queue or any(self.busy[unit] for unit in units):
             return None
         size = self.bubbles.sizes[queue[0][1]]
@@ -209,12 +214,12 @@ class FillingClock:
 
     def _backward(self, lane: int) -> tuple[int, int] | None:
         queue = self.backwards[lane]
-        return queue[0] if queue and not any(self.busy[unit] for unit in self.bubbles.units[lane]) else None
+        return queue[0] if queue and not any(self.busy[unit] for unit in self.bubbles.lanes[lane]) else None
 
     def _fits_gap(self, now: float, lane: int, action: int) -> bool:
         """Whether the given order of all the lane's units can spare them for as long."""
         end_s = now + self.tables.seconds[action] * (1 - self.policy.lateness)
-        for group in {self.bubbles.group_of_unit[unit] for unit in self.bubbles.units[lane]} - {NOTHING}:
+        for group in {self.bubbles.group_of_unit[unit] for unit in self.bubbles.lanes[lane]} - {NOTHING}:
             head = self._head(group)
             if head is not None:
                 ready_s = max((self.written_at.get(value, inf) for value in self.tables.reads[head]), default=0.0)
@@ -240,7 +245,8 @@ class FillingClock:
         if self.bubbles.is_given[stage]:
             self.position[self.bubbles.group_of_unit[units[0]]] += 1
         else:
-            _, started = heapq.heappop((self.forwards if is_forward else self.backwards)[stage])
+            queues = self.forwards if is_forward else self.backwards
+            _, started = heapq.heappop(queues[self.bubbles.lane_of_stage[stage]])
             assert started == action
         self.begun[stage] += is_forward
         for unit in units:
