@@ -1,9 +1,12 @@
 """Two processes, a Llama stack: how long ranks are idle, and what a step takes, under 1F1B and zero-bubble schedules.
 
 Same weights, same microbatches. 1F1B, ZB-H1 and ZB-H2 run on two stages; ZB-V on four, in V shape. Idle is what the
-measured spans of a step leave of both ranks' time, from the first span's begin to the last one's end; busy is the rest,
+measured spans of a step leave of both ranks' time, from the first span's begin to the last one's end. Busy is the rest,
 which is larger where backwards are in halves: what they keep in between has left the processor's caches. Schedules take
 turns. The simulator's forecast, with the run's own computed costs, stands beside.
+
+In a second table computation sleeps for those costs (`motet.runtime.emulation`): program and messages are the same, but
+nothing else that the machine does matters.
 """
 
 import argparse
@@ -11,20 +14,23 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
-from measuring import Blocks, measure_in_turn, ratio, seconds
+from measuring import measure_in_turn, ratio, seconds
 from reporting import Report
 from workloads import SyntheticBatch, llama_config
 
 from motet.config import RunConfig
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.evaluate import evaluate
+from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem
 from motet.runtime.assembly import build_engine
+from motet.runtime.emulation import emulated_stage_maker
+from motet.runtime.engine import Engine
 from motet.runtime.launch import launch
 from motet.timeline import Timeline
 
@@ -62,12 +68,36 @@ def idle_s(timeline: Timeline) -> float:
     return timeline.iteration_time_s - busy_s(timeline)
 
 
+def real_engines(config: RunConfig, evaluations: Mapping[str, Evaluation]) -> dict[str, Engine]:
+    return {name: build_engine(config, e.plan, torch.device("cpu")) for name, e in evaluations.items()}
+
+
+def sleeping_engines(config: RunConfig, evaluations: Mapping[str, Evaluation]) -> dict[str, Engine]:
+    return {
+        name: Engine(
+            e.plan,
+            emulated_stage_maker(e.costs),
+            device=torch.device("cpu"),
+            expect=lambda routes, samples, costs=e.costs: costs,
+        )
+        for name, e in evaluations.items()
+    }
+
+
+MakeEngines = Callable[[RunConfig, Mapping[str, Evaluation]], dict[str, Engine]]
+
+
 def compare(
-    config: RunConfig, plans: dict[str, Plan], batch: SyntheticBatch, num_blocks: int, steps_per_block: int
-) -> dict[str, object]:
+    make: MakeEngines,
+    config: RunConfig,
+    evaluations: Mapping[str, Evaluation],
+    batch: SyntheticBatch,
+    num_blocks: int,
+    steps_per_block: int,
+) -> dict[str, Any]:
     """On each of the two ranks."""
-    engines = {name: build_engine(config, plan, torch.device("cpu")) for name, plan in plans.items()}
-    timelines: dict[str, list[Timeline]] = {name: [] for name in plans}
+    engines = make(config, evaluations)
+    timelines: dict[str, list[Timeline]] = {name: [] for name in engines}
     ran: list[str] = []
 
     def run(name: str) -> None:
@@ -82,7 +112,7 @@ def compare(
             engine.model.zero_gradients()
 
     steps = measure_in_turn(
-        {name: partial(run, name) for name in plans},
+        {name: partial(run, name) for name in engines},
         num_blocks=num_blocks,
         steps_per_block=steps_per_block,
         warm_up=WARM_UP,
@@ -98,6 +128,28 @@ def compare(
         },
         "loss and norm": {name: (result.loss, result.gradient_norm) for name, result in results.items()},
     }
+
+
+def add_table(report: Report, result: Mapping[str, Any], forecasts: Mapping[str, Timeline]) -> None:
+    idle, busy, steps = result["idle"], result["busy"], result["steps"]
+    forecast_idle = {name: idle_s(timeline) / idle_s(forecasts["1f1b"]) for name, timeline in forecasts.items()}
+    base_s = forecasts["1f1b"].iteration_time_s
+    report.table(
+        ["", "idle, ms", "idle ratio", "forecast", "busy ratio", "step, ms", "step ratio", "forecast"],
+        [
+            [
+                name,
+                seconds(idle, name).text(1e3),
+                ratio(idle, name, "1f1b").text(1, 3),
+                f"{forecast_idle[name]:.3f}",
+                ratio(busy, name, "1f1b").text(1, 3),
+                seconds(steps, name).text(1e3),
+                ratio(steps, name, "1f1b").text(1, 3),
+                f"{forecasts[name].iteration_time_s / base_s:.3f}",
+            ]
+            for name in SCHEDULES
+        ],
+    )
 
 
 def in_blocks(values: Sequence[float], size: int) -> list[list[float]]:
@@ -123,42 +175,24 @@ def main(arguments: list[str] | None = None) -> Report:
     plans = {name: plan_of(name, args.layers, args.microbatches) for name in SCHEDULES}
     batch = SyntheticBatch(config, num_samples=args.samples * args.microbatches, num_text_tokens=args.tokens)
     problem = planning_problem(config, batch.samples)
-    forecasts = {name: evaluate(problem, plan).result.timeline for name, plan in plans.items()}
-    result = launch(compare, config, plans, batch, args.blocks, args.steps, num_processes=2)
+    evaluations = {name: evaluate(problem, plan) for name, plan in plans.items()}
+    results = {
+        make: launch(compare, make, config, evaluations, batch, args.blocks, args.steps, num_processes=2)
+        for make in (real_engines, sleeping_engines)
+    }
 
     report = Report("zero-bubble", "Idle time of 1F1B and of zero-bubble schedules, two processes")
     report.add(
         f"Llama, {args.layers} decoder layers of width {args.width}, {args.microbatches} microbatches of "
         f"{args.samples} x {args.tokens} tokens, forward and backward, no optimizer; {args.blocks} blocks of "
-        f"{args.steps} steps of each, in turns. Idle: mean over both ranks. Median (quartiles); ratios are of the "
-        "blocks of one round."
+        f"{args.steps} steps of each, in turns. Idle and busy: mean over both ranks. Median (quartiles); ratios are to "
+        "1F1B, of the blocks of one round."
     )
-    steps: Blocks = result["steps"]
-    idle: Blocks = result["idle"]
-    report.table(
-        [
-            "",
-            "idle, ms",
-            "idle / 1F1B's",
-            "busy / 1F1B's",
-            "step, ms",
-            "step / 1F1B's",
-            "forecast: idle / 1F1B's, step / 1F1B's",
-        ],
-        [
-            [
-                name,
-                seconds(idle, name).text(1e3),
-                ratio(idle, name, "1f1b").text(1, 3),
-                ratio(result["busy"], name, "1f1b").text(1, 3),
-                seconds(steps, name).text(1e3),
-                ratio(steps, name, "1f1b").text(1, 3),
-                f"{idle_s(forecasts[name]) / idle_s(forecasts['1f1b']):.3f}, "
-                f"{forecasts[name].iteration_time_s / forecasts['1f1b'].iteration_time_s:.3f}",
-            ]
-            for name in SCHEDULES
-        ],
-    )
+    forecasts = {name: evaluation.result.timeline for name, evaluation in evaluations.items()}
+    add_table(report, results[real_engines], forecasts)
+    report.add("The same, with computation that sleeps for its forecast time:")
+    add_table(report, results[sleeping_engines], forecasts)
+    result, idle = results[real_engines], results[real_engines]["idle"]
     report.add(f"Loss and norm of the gradient: {result['loss and norm']}.")
     for name in list(SCHEDULES)[1:]:
         measured = ratio(idle, name, "1f1b").median
