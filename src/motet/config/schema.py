@@ -170,13 +170,16 @@ class DescribedImagesConfig(_Section):
     width: Count
     """In pixels."""
     count: Count = 1
+    """In one sample."""
 
 
 class DescribedSoundsConfig(_Section):
     """Clips of one length in every sample."""
 
     seconds: PositiveNumber
+    """Of one clip."""
     count: Count = 1
+    """In one sample."""
 
 
 class DescribedConfig(_Section):
