@@ -43,15 +43,14 @@ def is_alive(pid: int) -> bool:
 
 
 def end(process: subprocess.Popen[str], workers: list[int]) -> str:
-    """What the run says while it ends, which takes no more than 10 s."""
-    started = time.monotonic()
+    """What the run says while it ends. It may take 10 s; here 60, because others may be using the machine."""
+    deadline = time.monotonic() + 60
     assert process.stderr is not None
     said = process.stderr.read()
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     while any(is_alive(pid) for pid in workers):
-        assert time.monotonic() - started < 10
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert time.monotonic() - started < 10
     return said
 
 

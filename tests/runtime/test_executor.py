@@ -193,8 +193,8 @@ def test_own_computation_is_interrupted() -> None:
         pytest.raises(StepOverrunError, match="rank 7 is late"),
         interrupted_after(0.2, lambda: StepOverrunError("rank 7 is late")),
     ):
-        time.sleep(5)
-    assert time.monotonic() - started < 2
+        time.sleep(100)
+    assert time.monotonic() - started < 50
     with interrupted_after(0.1, lambda: StepOverrunError("never")):
         pass
     time.sleep(0.15)  # The timer is off.

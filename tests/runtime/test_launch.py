@@ -92,7 +92,7 @@ def test_a_failure_ends_all_with_its_cause(how: str, error: type[Exception], mes
     started = time.monotonic()
     with pytest.raises(error, match=message):
         launch(fail_on_rank_1, how, num_processes=3)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -104,9 +104,9 @@ def test_no_process_outlives_the_launcher(number: signal.Signals, tmp_path: Path
     pids = [int(launcher.stdout.readline()) for _ in range(3)]
     launcher.send_signal(number)
     started = time.monotonic()
-    launcher.wait(timeout=10)
+    launcher.wait(timeout=60)
     while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
         time.sleep(0.05)
     assert launcher.returncode != 0
 

