@@ -204,7 +204,7 @@ def _explain(folder: Path, deaths: "_FirstDeaths") -> Exception:
 
 
 class _FirstDeaths:
-    """Notes which ranks have failed, and how, when the first failure is heard of: before torchelastic ends the others."""
+    """Notes which ranks have failed, and how, when the first failure is heard of: torchelastic then ends the others."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
