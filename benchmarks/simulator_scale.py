@@ -1,4 +1,4 @@
-"""How large a program the simulator takes, and how long: a million actions, 3072 and 16,384 GPUs (issue's goals).
+"""How large a program the simulator takes, and how long: a million actions, 3072 and 16,384 GPUs.
 
 Counted is the whole way from plan, batch and costs to times and memory: cut of the batch, routes, schedule, its
 validation, lowering, simulation, and every rank's memory over time. Objects (spans, steps) are not made. One process on
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     options = parser.parse_args(arguments)
 
     report = Report("simulator-scale", "How large a program the simulator takes")
-    report.add(" ".join((__doc__ or "").split("\n\n", 1)[1].split()))
+    report.add((__doc__ or "").partition("\n\n")[2].strip())
     cases: list[tuple[str, float, Callable[[], tuple[SimulationResult, dict[str, float]]]]] = []
     for num_stages in (8, 64):
         plan = chain_plan(num_stages, options.actions // (2 * num_stages))
