@@ -6,16 +6,24 @@ from functools import partial
 import torch
 from measuring import measure_in_turn
 
+from motet.costs.iteration import IterationCosts
 from motet.data.batch import Batch
 from motet.planner.evaluate import Evaluation
 from motet.runtime.emulation import emulated_stage_maker
-from motet.runtime.engine import Engine
+from motet.runtime.engine import Engine, Expect
 from motet.runtime.launch import launch
 
 
 def predicted_s(evaluation: Evaluation) -> float:
     """Of an iteration without the optimizer's step."""
     return evaluation.result.iteration_time_s - evaluation.costs.fixed_s
+
+
+def expectation(costs: IterationCosts) -> Expect:
+    """By which an engine orders its actions as the evaluation did."""
+    return partial(
+        IterationCosts, workloads=costs.workloads, table=costs.table, cluster=costs.cluster, memory=costs.memory
+    )
 
 
 def measure_emulated(
@@ -34,7 +42,7 @@ def _measure(
             evaluation.plan,
             emulated_stage_maker(evaluation.costs),
             device=torch.device("cpu"),
-            expect=lambda routes, samples, costs=evaluation.costs: costs,
+            expect=expectation(evaluation.costs),
         )
         for name, evaluation in evaluations.items()
     }

@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from emulated import expectation
 from measuring import measure_in_turn, ratio, seconds
 from reporting import Report
 from workloads import SyntheticBatch, llama_config
@@ -78,7 +79,7 @@ def sleeping_engines(config: RunConfig, evaluations: Mapping[str, Evaluation]) -
             e.plan,
             emulated_stage_maker(e.costs),
             device=torch.device("cpu"),
-            expect=lambda routes, samples, costs=e.costs: costs,
+            expect=expectation(e.costs),
         )
         for name, e in evaluations.items()
     }
