@@ -7,7 +7,7 @@ import pytest
 from small_problem import small_problem, with_memory
 
 from motet.planner import PLANNERS, make_plan
-from motet.planner.cornstarch import frozen_aware_cut
+from motet.planner.cornstarch import cornstarch, frozen_aware_cut
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees
@@ -141,3 +141,15 @@ def test_replicas_that_are_cut_alike_are_shown_once():
     values = report(make_plan(problem), problem)
     shown = report_text(values)
     assert shown.count("1 of 2 replicas") == len(values["stages"]) / 2
+
+
+def test_a_foreign_unimodal_planner_is_asked_for_every_cut():
+    problem = small_problem(num_devices=4)
+
+    def first_stages_are_single_layers(problem, name, degrees):
+        return (*(1 for _ in range(degrees.pp - 1)), problem.modules[name].workload.num_layers - degrees.pp + 1)
+
+    plan = cornstarch(problem, unimodal=first_stages_are_single_layers)
+    for module in plan.modules.values():
+        *early, _ = module.replicas[0].stages
+        assert all(last - first == 1 for first, last in (stage.layers for stage in early))
