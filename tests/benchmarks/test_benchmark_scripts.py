@@ -5,6 +5,7 @@ import re
 import against_ddp_and_fsdp
 import attention_distribution
 import attention_policies
+import balanced_data
 import command_line
 import frozen_aware
 import pipeline_against_torch
@@ -139,3 +140,12 @@ def test_the_simulator_at_scale_counts_every_action(tmp_path):
     assert numbers["chain of 64"] == (2560, 2 * 63 * 20)
     # One pipeline of 96 stages stands for all: 2 x 96 x 16 actions, 8 messages for each of 2 x 95 x 16 values.
     assert numbers["3072 GPUs"] == numbers["16384 GPUs"] == (3072, 24320)
+
+
+def test_deferral_makes_microbatches_even(tmp_path):
+    arguments = ["--data-sets", "ChartQA", "--batches", "1", "--cases", "3"]
+    text = text_of(balanced_data.main(arguments), tmp_path)
+    rows = re.findall(r"\| ([^|]+) \| ([\d.]+) \(.*?\) \| ([\d.]+) \(.*?\) \| [\d.]+ \| ([\d.]+) \|", text)
+    found = {name: tuple(map(float, values)) for name, *values in rows}
+    assert found.keys() == set(balanced_data.METHODS)
+    assert all(deferred < random for deferred, random in zip(found["deferral"], found["random"], strict=True))

@@ -11,9 +11,10 @@ from motet.data.assignment_entrain import (
     ReplicaRule,
     by_encoder_then_llm,
     defer,
+    deferring_assignment,
     effective_microbatches,
     evenly_on_both,
-    hierarchical_assignment,
+    plan_deferrals,
     stratified_microbatches,
 )
 from motet.plan import Edge, Plan
@@ -113,6 +114,15 @@ def test_deferral_moves_llm_work_to_the_next_microbatch_only(
     assert max((llm[list(m)].sum() for m in found.language_model), default=0.0) <= llm_before + 1e-9
 
 
+def test_the_heaviest_pair_is_in_the_middle() -> None:
+    work = np.array([9.0, 9, 1, 1, 1, 1, 2, 2])
+    found = defer(range(8), work, work, 8)
+    sums = [sum(work[i] for m in found.encoder[k : k + 2] for i in m) for k in range(0, 8, 2)]
+    top = sums.index(max(sums))
+    assert 0 < top < 3
+    assert sums == [*sorted(sums[:top]), max(sums), *sorted(sums[top + 1 :], reverse=True)]
+
+
 def two_replicas(num_llm_replicas: int = 2) -> Plan:
     return Plan(
         modules={
@@ -130,7 +140,7 @@ def test_the_batch_stays_the_same_set(rule: ReplicaRule) -> None:
     rng = np.random.default_rng(0)
     has_vision = np.array([sample.has("vision") for sample in batch])
     work = {"vision": rng.lognormal(0, 1, 12) * has_vision, "llm": rng.lognormal(0, 1, 12)}
-    assignment = hierarchical_assignment(two_replicas(), batch, work, replica_rule=rule)
+    assignment = deferring_assignment(two_replicas(), batch, plan_deferrals(two_replicas(), work, replica_rule=rule))
     for name, expected in (("vision", list(range(9))), ("llm", list(range(12)))):
         assert sorted(i for cut in assignment.microbatches[name] for m in cut for i in m) == expected
     derive_routes(two_replicas(), assignment, batch)  # Every token has one producer.
@@ -139,4 +149,4 @@ def test_the_batch_stays_the_same_set(rule: ReplicaRule) -> None:
 def test_unequal_numbers_of_replicas_are_refused() -> None:
     work = {"vision": np.ones(4), "llm": np.ones(4)}
     with pytest.raises(ValueError, match="llm has 1 replicas"):
-        hierarchical_assignment(two_replicas(1), samples(4, ["vision", "llm"]), work)
+        deferring_assignment(two_replicas(1), samples(4, ["vision", "llm"]), plan_deferrals(two_replicas(1), work))

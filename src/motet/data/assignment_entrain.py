@@ -7,8 +7,12 @@ The language model's microbatches are the thesis': what stays of an overloaded o
 follows it, with what was deferred.
 
 Deviations:
-* K_eff replaces K after line 3 everywhere. It is each replica's own (line 3 sums over the whole batch, and a replica
-  with the largest sample would still have uneven microbatches). Without encoder work it is K.
+* K_eff (`fewer`) is not the default. It makes microbatches very even, but where one sample is as heavy as several
+  microbatches, so few are left that filling and draining the pipeline costs more than evenness gains
+  (benchmarks/balanced_data.py). Where it is asked for, it replaces K after line 3 everywhere and is each replica's own;
+  without encoder work it is K.
+* Pairs are not in arbitrary order: the heaviest stand in the middle, where ranks have other work to do meanwhile, the
+  lightest at both ends.
 * Line 4 leaves open where high LLM work begins: here the coarse samples are those that together do half of it.
 * Of an odd number of microbatches the middle one stays alone, at the end.
 * Without encoder work, greedy assignment goes by LLM work: there is nothing else to balance.
@@ -49,15 +53,15 @@ def by_encoder_then_llm(encoder_work: Floats, llm_work: Floats, num_replicas: in
 def evenly_on_both(encoder_work: Floats, llm_work: Floats, num_replicas: int) -> list[list[int]]:
     """The samples with the largest share of either module's work first, each to the replica where the larger of the two
     shares, with it, is the smallest: list scheduling on two machines at once."""
-    shares = np.stack([work / (work.sum() or 1.0) for work in (encoder_work, llm_work)], axis=1)
+    encoder, llm = (work / (work.sum() or 1.0) for work in (encoder_work, llm_work))
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
-    loads = np.zeros((num_replicas, 2))
-    for i in np.argsort(-shares.max(axis=1), kind="stable").tolist():
-        after = loads + shares[i]
-        # Of equals, the one with less altogether.
-        r = int(np.lexsort((after.sum(axis=1), after.max(axis=1)))[0])
+    encoder_load, llm_load = np.zeros(num_replicas), np.zeros(num_replicas)
+    order = np.argsort(-np.maximum(encoder, llm), kind="stable")
+    for i, e, w in zip(order.tolist(), encoder[order].tolist(), llm[order].tolist(), strict=True):
+        r = int(np.maximum(encoder_load + e, llm_load + w).argmin())
         replicas[r].append(i)
-        loads[r] = after[r]
+        encoder_load[r] += e
+        llm_load[r] += w
     return replicas
 
 
@@ -123,17 +127,19 @@ class Deferral:
 
 
 def defer(
-    members: Sequence[int], encoder_work: Floats, llm_work: Floats, num_microbatches: int, *, fewer: bool = True
+    members: Sequence[int], encoder_work: Floats, llm_work: Floats, num_microbatches: int, *, fewer: bool = False
 ) -> Deferral:
     """Lines 3 to 15 for one replica's samples. `members`: indices into the works, which are of the whole batch.
-    `fewer`: whether K_eff may be less than K."""
+    `fewer`: K_eff microbatches instead of K."""
     own = np.array(members, dtype=np.int64)
     encoder, llm = encoder_work[own], llm_work[own]
     count = effective_microbatches(encoder, num_microbatches) if fewer else num_microbatches
     microbatches = stratified_microbatches(encoder, llm, count)
     pairing = pair_and_defer([llm[m] for m in microbatches])
+    total = [float((encoder + llm)[m].sum()) for m in microbatches]
+    lightest_first = sorted(pairing.pairs, key=lambda pair: total[pair.overloaded] + total[pair.underloaded])
     order, deferred = [], []
-    for pair in pairing.pairs:
+    for pair in (*lightest_first[::2], *reversed(lightest_first[1::2])):
         moving = {microbatches[pair.overloaded][place] for place in pair.deferred}
         order += [pair.overloaded, pair.underloaded]
         deferred += [moving, set()]
@@ -146,34 +152,23 @@ def defer(
     )
 
 
-def hierarchical_assignment(
-    plan: Plan,
-    samples: Sequence[Sample],
-    work: Mapping[str, Floats],
-    *,
-    replica_rule: ReplicaRule = evenly_on_both,
-) -> BatchAssignment:
-    """Algorithm 4. `work`: for each module the seconds of each sample of the global batch
-    (`motet.costs.sample_work`). What is neither an encoder nor fed by one is cut as the language model is.
+def plan_deferrals(
+    plan: Plan, work: Mapping[str, Floats], *, replica_rule: ReplicaRule = evenly_on_both, fewer: bool = False
+) -> list[Deferral]:
+    """Algorithm 4, for each replica of the modules. `work`: for each module the seconds of each sample of the global
+    batch (`motet.costs.sample_work`); that of all encoders is added up, and so is that of all other modules."""
+    total = {True: np.zeros(len(next(iter(work.values())))), False: np.zeros(len(next(iter(work.values()))))}
+    for name, seconds in work.items():
+        total[plan.modules[name].kind == "encoder"] += seconds
+    encoder_work, llm_work = total[True], total[False]
+    shares = replica_rule(encoder_work, llm_work, len(next(iter(plan.modules.values())).replicas))
+    return [defer(share, encoder_work, llm_work, plan.num_microbatches, fewer=fewer) for share in shares]
+
+
+def deferring_assignment(plan: Plan, samples: Sequence[Sample], deferrals: Sequence[Deferral]) -> BatchAssignment:
+    """What is neither an encoder nor fed by one is cut as the language model is.
 
     Raises `ValueError` if modules have different numbers of replicas."""
-    nothing = np.zeros(len(samples))
-    encoder_work, llm_work = (
-        sum(
-            (
-                work[name]
-                for name, module in plan.modules.items()
-                if (module.kind == "encoder") == is_encoder and module.copy_of is None
-            ),
-            start=nothing,
-        )
-        for is_encoder in (True, False)
-    )
-    num_replicas = len(next(iter(plan.modules.values())).replicas)
-    deferrals = [
-        defer(share, encoder_work, llm_work, plan.num_microbatches)
-        for share in replica_rule(encoder_work, llm_work, num_replicas)
-    ]
     return assignment_of_replicas(
         plan,
         samples,

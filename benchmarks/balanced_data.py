@@ -1,0 +1,345 @@
+"""How even do assignments make microbatches, how much shorter is the iteration, and how long does planning take?
+
+The configuration is the thesis' (section 4.7.1, Table 4.3): Qwen2.5-VL's vision tower and Llama 3.2 on 64 A40s, 4
+replicas, 8 stages of 2 devices, 4 samples in a microbatch, 512 in the global batch. One plan for all assignments of a
+data set, except for DIP's, whose encoder and language model stand on the same 8 stages; its stages are cut from a whole
+batch's mean, so that only the assignment differs. Samples are those of `uneven_data.py`, costs are computed, iterations
+are simulated. Samples are packed without seeing each other, so works add up.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import mean, median
+
+import numpy as np
+from greedy_ratios import worst_ratios
+from reporting import Report
+from uneven_data import DATA_SETS, SEED, draw
+
+from motet.costs.iteration import IterationCosts
+from motet.costs.sample_work import SampleWork, sample_work
+from motet.data.assignment import BatchAssignment
+from motet.data.assignment_baselines import dip_like_assignment, random_assignment
+from motet.data.assignment_disttrain import reordered_assignment
+from motet.data.assignment_entrain import (
+    ReplicaRule,
+    by_encoder_then_llm,
+    deferring_assignment,
+    evenly_on_both,
+    plan_deferrals,
+)
+from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.planner.explicit import build_plan
+from motet.planner.problem import Degrees, PlanningProblem
+from motet.reproduce.entrain_problems import VISION, problem
+from motet.schedule.program import make_program
+from motet.schedule.routes import derive_routes
+from motet.simulator.lower_bound import lower_bound_s
+from motet.simulator.simulate import simulate
+from motet.workload import ModuleWorkload
+
+Works = dict[str, SampleWork]
+NUM_SAMPLES, NUM_REPLICAS, NUM_STAGES, TP, NUM_MICROBATCHES = 512, 4, 8, 2, 32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch and the plans that compute it."""
+
+    problem: PlanningProblem
+    apart: Plan
+    colocated: Plan
+
+    @property
+    def workloads(self) -> Mapping[str, ModuleWorkload]:
+        return {name: module.workload for name, module in self.problem.modules.items()}
+
+    def work(self, plan: Plan) -> Works:
+        problem = self.problem
+        return sample_work(
+            plan, problem.samples, workloads=self.workloads, table=problem.table, gradients=problem.gradients
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    spread_s: Mapping[str, float]
+    """Standard deviation of the forward time of a module's microbatches, all stages added up."""
+    iteration_s: float
+    lower_bound_s: float
+    """Of this plan under this assignment."""
+    num_microbatches: float
+    """Mean over replicas, of the language model."""
+
+
+def planned(model: str, data_set: str, batch: int) -> Batch:
+    one = problem(model, num_devices=NUM_REPLICAS * NUM_STAGES * TP, num_samples=1)
+    modules = {
+        name: replace(module, workload=replace(module.workload, arrangement="separate"))
+        for name, module in one.modules.items()
+    }
+    samples = draw(data_set, NUM_SAMPLES, batch=batch, vision=VISION)
+    whole = replace(one, modules=modules, samples=samples, num_microbatches=NUM_MICROBATCHES, recompute=tuple(modules))
+
+    def layout(encoder_pp: int, llm_pp: int) -> Plan:
+        stages = {"vision": encoder_pp, "language_model": llm_pp}
+        return build_plan(
+            whole.with_num_devices(sum(stages.values()) * TP * NUM_REPLICAS),
+            {name: Degrees(tp=TP, pp=pp, dp=NUM_REPLICAS) for name, pp in stages.items()},
+        )
+
+    def slowest(plan: Plan) -> float:
+        works = Batch(whole, plan, plan).work(plan).values()
+        return max(float((work.forward_s + work.backward_s).sum(axis=0).max()) for work in works)
+
+    apart = min((layout(e, NUM_STAGES - e) for e in range(1, NUM_STAGES)), key=slowest)
+    return Batch(whole, apart, _on_the_same_ranks(layout(NUM_STAGES, NUM_STAGES)))
+
+
+def _on_the_same_ranks(plan: Plan) -> Plan:
+    """Each encoder stage beside the language model's of the same number."""
+    llm = plan.modules["language_model"]
+    number = {rank: i for i, rank in enumerate(sorted(r for x in llm.replicas for s in x.stages for r in s.ranks))}
+    groups = [[tuple(number[r] for r in stage.ranks) for stage in replica.stages] for replica in llm.replicas]
+    return replace(
+        plan,
+        modules={
+            name: replace(
+                module,
+                replicas=tuple(
+                    Replica(stages=tuple(replace(s, ranks=own) for s, own in zip(x.stages, row, strict=True)))
+                    for x, row in zip(module.replicas, groups, strict=True)
+                ),
+            )
+            for name, module in plan.modules.items()
+        },
+    )
+
+
+Cut = tuple[BatchAssignment, Mapping[str, Sequence[Sequence[Sequence[int]]]]]
+"""The assignment, and the microbatches of each module and replica whose evenness is measured: of the encoder those of
+one turn, what stays and what is deferred together."""
+
+
+def _alike(assignment: BatchAssignment) -> Cut:
+    return assignment, assignment.microbatches
+
+
+def _random(plan: Plan, batch: Batch, work: Works) -> Cut:
+    return _alike(random_assignment(plan, batch.problem.samples, seed=0))
+
+
+def _reordered(plan: Plan, batch: Batch, work: Works) -> Cut:
+    forward = {name: each.forward_s for name, each in work.items()}
+    backward = {name: each.backward_s for name, each in work.items()}
+    return _alike(reordered_assignment(plan, batch.problem.samples, forward, backward))
+
+
+def _dip_like(plan: Plan, batch: Batch, work: Works) -> Cut:
+    return _alike(dip_like_assignment(plan, batch.problem.samples, work["vision"].total_s, seed=0))
+
+
+def _deferred(
+    plan: Plan, batch: Batch, work: Works, *, replica_rule: ReplicaRule = evenly_on_both, fewer: bool = False
+) -> Cut:
+    totals = {name: each.total_s for name, each in work.items()}
+    deferrals = plan_deferrals(plan, totals, replica_rule=replica_rule, fewer=fewer)
+    assignment = deferring_assignment(plan, batch.problem.samples, deferrals)
+    return assignment, {**assignment.microbatches, "vision": [each.encoder for each in deferrals]}
+
+
+METHODS: Mapping[str, tuple[str, Callable[[Plan, Batch, Works], Cut]]] = {
+    "random": ("1f1b", _random),
+    "DistTrain": ("1f1b", _reordered),
+    "DistTrain, eager": ("eager_1f1b", _reordered),
+    "DIP-like": ("dip", _dip_like),
+    "deferral": ("1f1b", _deferred),
+    "deferral, eager": ("eager_1f1b", _deferred),
+    "deferral, thesis' replica rule, eager": ("eager_1f1b", partial(_deferred, replica_rule=by_encoder_then_llm)),
+    "deferral, K_eff": ("1f1b", partial(_deferred, fewer=True)),
+    "deferral, K_eff, eager": ("eager_1f1b", partial(_deferred, fewer=True)),
+}
+"""By name: schedule and cut."""
+
+
+def measure(batch: Batch, method: str) -> Outcome:
+    schedule, assign = METHODS[method]
+    plan = replace(batch.colocated if schedule == "dip" else batch.apart, schedule=schedule)
+    work = batch.work(plan)
+    assignment, microbatches = assign(plan, batch, work)
+    replicas = [_simulated(batch, plan, assignment, r) for r in range(NUM_REPLICAS)]
+    return Outcome(
+        {name: _spread_s(microbatches[name], each) for name, each in work.items()},
+        *map(max, zip(*replicas, strict=True)),
+        mean(len(cut) for cut in assignment.microbatches["language_model"]),
+    )
+
+
+def _simulated(batch: Batch, plan: Plan, assignment: BatchAssignment, replica: int) -> tuple[float, float]:
+    """One replica's seconds without the sums of gradients, and the bound of its assignment."""
+    alone = _replica_alone(plan, replica)
+    own = BatchAssignment({name: (cuts[replica],) for name, cuts in assignment.microbatches.items()})
+    samples = batch.problem.samples
+    routes = derive_routes(alone, own, samples)
+    costs = IterationCosts(
+        routes,
+        samples,
+        workloads=batch.workloads,
+        table=batch.problem.table,
+        cluster=batch.problem.cluster,
+        memory=batch.problem.memory,
+    )
+    result = simulate(make_program(plan.schedule, routes, costs.compute_s), costs)
+    return result.iteration_time_s, lower_bound_s(routes, costs)
+
+
+def _replica_alone(plan: Plan, replica: int) -> Plan:
+    ranks = sorted({rank for _, r, _, stage in plan.stages() if r == replica for rank in stage.ranks})
+    number = {rank: i for i, rank in enumerate(ranks)}
+    return replace(
+        plan,
+        modules={
+            name: replace(
+                module,
+                replicas=(
+                    Replica(
+                        stages=tuple(
+                            replace(stage, ranks=tuple(number[rank] for rank in stage.ranks))
+                            for stage in module.replicas[replica].stages
+                        )
+                    ),
+                ),
+            )
+            for name, module in plan.modules.items()
+        },
+    )
+
+
+def _spread_s(replicas: Sequence[Sequence[Sequence[int]]], work: SampleWork) -> float:
+    """Over the microbatches of a replica; of the replicas the root of the mean square."""
+    seconds = work.forward_s.sum(axis=1)
+    variances = [np.var([seconds[list(m)].sum() for m in microbatches]) for microbatches in replicas]
+    return float(np.sqrt(np.mean(variances)))
+
+
+def planning_s(num_samples: int, num_replicas: int) -> float:
+    """CPU seconds of one plan of deferrals on log-normal works, the median of several batches."""
+
+    def replicas(first_rank: int) -> tuple[Replica, ...]:
+        return tuple(Replica(stages=(Stage(layers=(0, 1), ranks=(first_rank + r,)),)) for r in range(num_replicas))
+
+    plan = Plan(
+        modules={
+            "vision": ModulePlan(kind="encoder", num_layers=1, replicas=replicas(0)),
+            "language_model": ModulePlan(
+                kind="language_model", num_layers=1, replicas=replicas(num_replicas), loss_weight=1.0
+            ),
+        },
+        edges=(Edge(source="vision", target="language_model"),),
+        num_microbatches=NUM_MICROBATCHES,
+    )
+    seconds = []
+    for batch in range(7):
+        rng = np.random.default_rng((SEED, batch))
+        work = {name: rng.lognormal(0, 0.9, num_samples) for name in plan.modules}
+        start = time.process_time()
+        plan_deferrals(plan, work)
+        seconds.append(time.process_time() - start)
+    return median(seconds)
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-sets", nargs="+", choices=DATA_SETS, default=list(DATA_SETS))
+    parser.add_argument("--batches", type=int, default=3, help="global batches of each data set")
+    parser.add_argument("--model", choices=("1b", "3b"), default="3b", help="the language model")
+    parser.add_argument("--cases", type=int, default=100, help="small random cases for every greedy's worst ratio")
+    options = parser.parse_args(arguments)
+    report = Report("balanced-data", "Even microbatches: deferral against random order, DistTrain's order and DIP-like")
+    assert __doc__ is not None
+    report.add(__doc__)
+    report.add(
+        f"Llama 3.2 {options.model}, {options.batches} batches of each data set (`uneven_data.py`, seed {SEED}), "
+        "everything recomputed, so that it fits into 48 GB. Medians over the batches; spreads are standard deviations "
+        "of a microbatch's forward time over the microbatches of a replica; replicas are simulated one at a time and "
+        "the slowest counts, without the sums of gradients, as in the thesis."
+    )
+    for data_set in options.data_sets:
+        _add_data_set(report, options.model, data_set, options.batches)
+    report.add("## Planning\n\nCPU time of `plan_deferrals`, 32 microbatches a replica, log-normal works.")
+    limits = {(512, 4): 10, (8192, 64): 100}
+    rows = [(n, dp, f"{1e3 * planning_s(n, dp):.1f}", limit) for (n, dp), limit in limits.items()]
+    report.table(("samples", "replicas", "ms", "target"), rows)
+    report.add(
+        f"## Greedy assignments against the best\n\nWorst ratio in {options.cases} cases of 3 to 7 samples on 2 "
+        "or 3 groups, log-normal works. Subset sums and the matching are exact, as tests show."
+    )
+    ratios = worst_ratios(options.cases, SEED)
+    report.table(("what", "worst ratio"), [(name, f"{ratio:.3f}") for name, ratio in ratios.items()])
+    return report
+
+
+def _add_data_set(report: Report, model: str, data_set: str, num_batches: int) -> None:
+    batches = [planned(model, data_set, batch) for batch in range(num_batches)]
+    work = [batch.work(batch.apart) for batch in batches]
+    shares = np.concatenate([w["vision"].total_s / sum(each.total_s for each in w.values()) for w in work])
+    stages = [len(module.replicas[0].stages) for module in batches[0].apart.modules.values()]
+    least = {name: median(_least_spread_s(w[name]) for w in work) for name in work[0]}
+    report.add(
+        f"## {data_set}\n\n{stages[0]} encoder and {stages[1]} language-model stages. The encoder's share of a "
+        f"sample's work: {16 * shares.mean():.2f} of 16 devices, standard deviation {16 * shares.std():.2f}. Samples "
+        "cannot be divided: with 32 microbatches in each replica, no assignment has a smaller spread over all of them "
+        f"than {1e3 * least['vision']:.1f} ms (encoder) and {1e3 * least['language_model']:.1f} ms (language model)."
+    )
+    outcomes = {method: [measure(batch, method) for batch in batches] for method in METHODS}
+
+    def typical(method: str, value: Callable[[Outcome], float]) -> float:
+        return median(map(value, outcomes[method]))
+
+    rows = []
+    for method in METHODS:
+        spreads = [
+            (typical(method, lambda o: o.spread_s[name]), typical("random", lambda o: o.spread_s[name]))  # noqa: B023
+            for name in work[0]
+        ]
+        gains = [d.iteration_s / o.iteration_s for d, o in zip(outcomes["DistTrain"], outcomes[method], strict=True)]
+        rows.append(
+            (
+                method,
+                *(f"{1e3 * own:.1f} ({random / own:.1f}x)" for own, random in spreads),
+                f"{typical(method, lambda o: o.num_microbatches):.1f}",
+                f"{typical(method, lambda o: o.iteration_s):.3f}",
+                f"{median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f})",
+                f"{typical(method, lambda o: o.iteration_s / o.lower_bound_s - 1):.1%}",
+            )
+        )
+    report.table(
+        (
+            "assignment",
+            "encoder ms (random / it)",
+            "LLM ms (random / it)",
+            "microbatches",
+            "iteration s",
+            "DistTrain's / it",
+            "above lower bound",
+        ),
+        rows,
+    )
+
+
+def _least_spread_s(work: SampleWork) -> float:
+    """The heaviest samples alone, the others spread evenly over the remaining microbatches."""
+    seconds = -np.sort(-work.forward_s.sum(axis=1))
+    count, total = NUM_REPLICAS * NUM_MICROBATCHES, float(seconds.sum())
+    heavy: list[float] = []
+    while seconds[len(heavy)] > (total - sum(heavy)) / (count - len(heavy)):
+        heavy.append(float(seconds[len(heavy)]))
+    rest = [(total - sum(heavy)) / (count - len(heavy))] * (count - len(heavy))
+    return float(np.std([*heavy, *rest]))
+
+
+if __name__ == "__main__":
+    main().write()
