@@ -128,7 +128,7 @@ def test_features_are_read_outside_of_autocast() -> None:
 
 def test_the_order_in_which_a_plan_lists_the_ranks_of_a_group_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scenario._ranks
-    monkeypatch.setattr(Scenario, "_ranks", lambda self, replica, place: original(self, replica, place)[::-1])
+    monkeypatch.setattr(Scenario, "_ranks", lambda self, *place: original(self, *place)[::-1])
     scenario = Scenario(tp=2, dp=2, placement="replicated")
     assert scenario.plan(scenario.config()).modules["vision"].replicas[1].stages[0].ranks == (3, 2)
     assert run_distributed(lambda rank: verify(scenario), scenario.num_ranks)[0].failures == []
