@@ -26,6 +26,7 @@ PURE = (
     "motet.data.assignment_baselines",
     "motet.data.assignment_disttrain",
     "motet.data.assignment_entrain",
+    "motet.data.packing",
     "motet.data.pairwise_deferral",
     "motet.data.encoder_layout",
     "motet.data.loader",
