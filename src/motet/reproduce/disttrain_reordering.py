@@ -17,6 +17,7 @@ from statistics import mean
 
 import numpy as np
 
+from motet.data.assignment_disttrain import balanced_groups
 from motet.data.sample import Sample
 from motet.plan import Plan
 from motet.planner.disttrain import disttrain
@@ -30,15 +31,6 @@ CASES = {"9B": (96, 128, 32, (1, 2, 4, 8)), "15B": (96, 64, 32, (1, 2, 4)), "72B
 PUBLISHED_GAIN = (1.03, 1.11)
 SPREAD, MEDIAN, MOST = 0.6, 3.5, 8
 NUM_RANDOM_ORDERS = 3
-
-
-def within_microbatches(sizes: Sequence[float], num_groups: int) -> list[list[int]]:
-    """Indices of samples in groups of equal numbers (their numbers differ by one at most)."""
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        open_groups = [group for group in groups if len(group) < -(-len(sizes) // num_groups)]
-        min(open_groups, key=lambda group: sum(sizes[j] for j in group)).append(i)
-    return groups
 
 
 def between_microbatches(
@@ -106,9 +98,9 @@ def _reordered(alike: PlanningProblem, plan: Plan, counts: Sequence[int]) -> lis
     )
     all_s = sum(time.total_s for each in times.values() for time in each)
     result: list[int] = []
-    for group in within_microbatches(counts, replicas["language_model"]):
+    for group in balanced_groups(np.array(counts), replicas["language_model"]):
         # A microbatch of several samples: again longest first, to the one with the least.
-        microbatches = within_microbatches([counts[i] for i in group], plan.num_microbatches)
+        microbatches = balanced_groups(np.array([counts[i] for i in group]), plan.num_microbatches)
         order = between_microbatches(
             [sum(counts[group[i]] for i in members) for members in microbatches],
             depth,
