@@ -45,6 +45,8 @@ class ContextOptions:
     """Who gets which block: a key of `motet.attention.distribution.POLICIES`."""
     method: Literal["all_gather", "ulysses"] = "all_gather"
     """Keys and values come to the queries, or tokens are traded for heads."""
+    backend: Literal["auto", "triton", "flex", "dense"] = "auto"
+    """Who computes the attention; auto: as the device has it."""
     media_attention: Literal["causal", "own_item", "own_modality", "block_causal"] = "causal"
     """What media tokens see, as far as it matters for the balance."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from attention.kernels.masks import MASKS, attention_in_float64
 from distributed import run_distributed
 
+from motet.attention import context_parallel
 from motet.attention.backends import backend_for
 from motet.attention.blocks import tile_counts
 from motet.attention.context_parallel import ContextParallel, SharedAttention
@@ -94,3 +95,29 @@ def test_ulysses_needs_whole_heads() -> None:
     with pytest.raises(UserError, match="ulysses cannot divide 6 key heads by cp_size 4"):
         check_ulysses(12, 6, 4)
     check_ulysses(12, 6, 3)
+
+
+def attend_with_kernels(rank: int, backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    mask, device = MASKS["own_item"], torch.device("cpu")
+    cp = ContextParallel(dist.group.WORLD, rank, 2, ContextOptions(block_size=32))
+    distribution = distribute(tile_counts(mask, 32).pairs, 2, num_tokens=150, block_size=32)
+    shared = SharedAttention(mask, distribution, cp, backend_for(device, backend), device)
+    tokens = distribution.tokens_of(rank)
+    heads = [slice(0, 2), slice(0, 1), slice(0, 1), slice(0, 2)]
+    query, key, value, d_out = (t[:, h][:, :, tokens].to(dtype) for t, h in zip(tensors(150), heads, strict=True))
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    out = shared(*leaves, DIM**-0.5)
+    out.backward(d_out)
+    return [out.detach().double(), *(leaf.grad.double() for leaf in leaves)]
+
+
+@pytest.mark.slow
+def test_the_kernels_compute_what_dense_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles of long rows shared out, over the keys of both ranks."""
+    monkeypatch.setattr(context_parallel, "MOST_TILES_OF_A_TASK", 2)
+    dense = run_distributed(attend_with_kernels, 2, "dense", torch.float64)
+    kernels = run_distributed(attend_with_kernels, 2, "triton", torch.float32)
+    for mine, other in zip(kernels, dense, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert b.norm() > 0
+            assert (a - b).norm() / b.norm() < 2e-6

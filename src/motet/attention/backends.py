@@ -4,6 +4,7 @@ A backend is a forward and a backward of its own, because context parallelism (m
 keys and values from other ranks in both, and keeps them in neither.
 """
 
+from abc import ABC, abstractmethod
 from typing import Literal, Protocol
 
 import torch
@@ -61,11 +62,12 @@ class TritonBackend:
         return flash.backward(d_out.contiguous(), query, key, value, out, saved[0], mask, scale)
 
 
-class _Recomputing:
+class _Recomputing(ABC):
     """Attention that torch differentiates: the backward runs it once more, with a graph."""
 
+    @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
-        raise NotImplementedError
+        """The output, with its graph."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float

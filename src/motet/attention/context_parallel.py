@@ -51,6 +51,10 @@ class ContextParallel:
         return TensorParallel(self.group, self.rank, self.size)
 
 
+MOST_TILES_OF_A_TASK = 32
+"""What more a block of queries meets is shared out over compute units; thesis 3.3.2.2 finds 16 to 32 good."""
+
+
 class SharedAttention:
     """The attention of one microbatch under one mask: what every rank of the group computes, and from which keys.
 
@@ -106,7 +110,12 @@ class SharedAttention:
 
     def _device_mask(self, queries: np.ndarray, keys: np.ndarray) -> DeviceMask:
         return device_mask(
-            [self._mask], query_blocks=queries, key_blocks=keys, device=self._device, block=self.cp.options.block_size
+            [self._mask],
+            query_blocks=queries,
+            key_blocks=keys,
+            device=self._device,
+            block=self.cp.options.block_size,
+            max_tiles=MOST_TILES_OF_A_TASK,
         )
 
     @cached_property

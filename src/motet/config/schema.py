@@ -282,6 +282,9 @@ class ContextConfig(_Section):
     """Who gets which block: `lpt` balances the attention; the others are there to compare with."""
     method: Literal["all_gather", "ulysses"] = "all_gather"
     """Keys and values come to the queries, or tokens are traded for heads, which cp then has to divide."""
+    backend: Literal["auto", "triton", "flex", "dense"] = "auto"
+    """Who computes the attention: our Triton kernels, FlexAttention or torch's dense attention; auto: the kernels on a
+    GPU, dense attention elsewhere."""
 
 
 class ModuleParallelConfig(_Section):

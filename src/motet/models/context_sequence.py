@@ -94,7 +94,7 @@ class ContextSequence:
     def attention(self, window: int | None) -> SharedAttention:
         if window not in self._attention:
             mask = mask_of(self._layout, self._rule_of_window[window])
-            backend = backend_for(self._device)
+            backend = backend_for(self._device, self._cp.options.backend)
             self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
         return self._attention[window]
 
