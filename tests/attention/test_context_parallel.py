@@ -103,7 +103,7 @@ def attend_with_kernels(rank: int, backend: Any, dtype: torch.dtype) -> list[tor
     distribution = distribute(tile_counts(mask, 32).pairs, 2, num_tokens=150, block_size=32)
     shared = SharedAttention(mask, distribution, cp, backend_for(device, backend), device)
     tokens = distribution.tokens_of(rank)
-    heads = [slice(0, 2), slice(0, 1), slice(0, 1), slice(0, 2)]
+    heads = [slice(0, 4), slice(0, 2), slice(0, 2), slice(0, 4)]  # Two portions of heads.
     query, key, value, d_out = (t[:, h][:, :, tokens].to(dtype) for t, h in zip(tensors(150), heads, strict=True))
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     out = shared(*leaves, DIM**-0.5)

@@ -34,6 +34,7 @@ ENCODERS = [
     Scenario(vision="clip", encoder_cp=3, encoder_pp=2, cp=2, placement="colocated", items="half", recompute=True),
     Scenario(vision="dinov2", encoder_cp=2, tp=2, placement="colocated", frozen="all but projectors"),
     Scenario(encoder_cp=2, dp=2, cp_method="ulysses", placement="colocated", num_microbatches=1, frozen="audio"),
+    Scenario(encoder_cp=4, cp=3, placement="colocated", items="half"),
     Scenario(encoder_cp=2, encoder_pp=3, placement="colocated", frozen="all but encoders", num_microbatches=3),
 ]
 """Encoders share their tokens, alone or beside the language model."""
@@ -56,6 +57,13 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
 )
 def test_equals_one_process(scenario: Scenario) -> None:
     check([scenario], "float64")
+
+
+@pytest.mark.parametrize(
+    "options", [{"cp": 2}, {"cp": 2, "cp_method": "ulysses"}, {"media_attention": "own_item"}, {"encoder_cp": 2}]
+)
+def test_bfloat16(options: dict) -> None:
+    check([Scenario(placement="colocated", **options)], "bfloat16")
 
 
 def draw(seed: int) -> Scenario:

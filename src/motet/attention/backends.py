@@ -16,6 +16,9 @@ from motet.errors import UserError
 
 BackendName = Literal["auto", "triton", "flex", "dense"]
 
+MOST_HEAD_DIM = 256
+"""Of kernels on a GPU."""
+
 Saved = tuple[Tensor, ...]
 """What a forward leaves for its backward beside inputs and output."""
 
@@ -119,6 +122,17 @@ def backend_for(device: torch.device, name: BackendName = "auto") -> Backend:
         raise UserError("attention: triton needs a GPU, or its interpreter (TRITON_INTERPRET=1); use dense")
     backends: dict[str, type[Backend]] = {"triton": TritonBackend, "flex": FlexBackend, "dense": DenseBackend}
     return backends[name]()
+
+
+def check_backend(device: torch.device, name: BackendName, *, block_size: int, head_dim: int) -> None:
+    """Raises `UserError` for a backend that the device does not have, and for sizes that it cannot do."""
+    backend = backend_for(device, name)
+    if isinstance(backend, DenseBackend):
+        return
+    if block_size < 16 or block_size & (block_size - 1):
+        raise UserError(f"parallel: context.block_size is {block_size}; kernels need a power of two of at least 16")
+    if head_dim > MOST_HEAD_DIM:
+        raise UserError(f"parallel: heads of {head_dim} are too wide for kernels, at most {MOST_HEAD_DIM}; use dense")
 
 
 def _interpreting() -> bool:

@@ -84,7 +84,12 @@ class SharedAttention:
         if self.cp.size == 1:
             attend = _alone
         whole = len(self._blocks[self.cp.rank]) * self.cp.options.block_size
-        query, key, value = (torch.nn.functional.pad(t[0], (0, 0, 0, whole - t.shape[2])) for t in (query, key, value))
+        # Under autocast rotary positions leave queries and keys in float32 and values not.
+        device = query.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+        query, key, value = (
+            torch.nn.functional.pad(t[0].to(dtype), (0, 0, 0, whole - t.shape[2])) for t in (query, key, value)
+        )
         return attend(query, key, value, self, scale)[None, :, : self.num_local_tokens]
 
     @cached_property

@@ -12,13 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.attention.blocks import tile_counts
-from motet.attention.distribution import Distribution, distribute
+from motet.attention.distribution import Distribution, TileCost, distribute
 from motet.attention.layout import Document, TokenLayout, layout_of_documents
 from motet.attention.rules import AttentionRule, mask_of
 from motet.data.sample import Sample, places_in_sample
 from motet.plan import ContextOptions, Stage
 
 Rows = NDArray[np.int64]
+
+KERNEL_COST = TileCost(full_s=1.0, partial_s=1.2)
+"""Relative: the kernels pay by the tile, and a little for the mask of a partial one (assumed, not yet measured)."""
 
 FULL = AttentionRule(text="full")
 
@@ -35,7 +38,7 @@ def share_out(
     """Documents one after the other, and who holds which blocks of them; some members may hold none."""
     layout = layout_of_documents(documents)
     distribution = distribute(
-        tile_counts(mask_of(layout, rule), options.block_size).pairs,
+        KERNEL_COST.of_blocks(tile_counts(mask_of(layout, rule), options.block_size)),
         cp_size,
         num_tokens=layout.num_tokens,
         block_size=options.block_size,

@@ -5,7 +5,7 @@ distribution (`motet.attention.shares`). Layers may have masks of their own (Gem
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from motet.attention.backends import backend_for
+from motet.attention.backends import backend_for, check_backend
 from motet.attention.context_parallel import ContextParallel, SharedAttention, gather_rows
+from motet.attention.distribution import check_ulysses
 from motet.attention.layout import Document
 from motet.attention.rules import AttentionRule, MediaAttention, mask_of
 from motet.attention.shares import rule_of_text, share_out
+from motet.errors import UserError
 
 ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
 """The names under which transformers finds `shared_attention` and `shared_item_attention`."""
@@ -122,6 +124,39 @@ def shared_attention(
     out = context.attention(sliding_window)(query, key, value, scale)
     out = pad(out, (0, 0, 0, context.num_rows - context.num_held))
     return out.transpose(1, 2).contiguous(), None
+
+
+@lru_cache(maxsize=16)
+def context_sequence(
+    documents: tuple[Document, ...], rules: tuple[AttentionRule, ...], cp: ContextParallel, device: torch.device
+) -> ContextSequence:
+    """One for all stages, layers and passes of a microbatch: what its masks need is derived once."""
+    return ContextSequence(documents, rules, cp, device)
+
+
+DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "activation_dropout",
+    "hidden_dropout_prob",
+    "drop_path_rate",
+)
+"""Keys of transformers' configurations. Members of a group would draw alike for different tokens."""
+
+
+def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel, num_heads: int, head_dim: int) -> None:
+    """Raises `UserError` for what attention of our own, or tokens that are shared out, cannot do."""
+    for key in DROPOUTS:
+        if getattr(config, key, 0.0):
+            raise UserError(
+                f"parallel: {name} has {key} {getattr(config, key)}, which context parallelism and media_attention do "
+                "not support; set it to 0, or use cp 1 and media_attention causal"
+            )
+    if cp.options.method == "ulysses":
+        check_ulysses(num_heads, getattr(config, "num_key_value_heads", None) or num_heads, cp.size)
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    check_backend(device, cp.options.backend, block_size=cp.options.block_size, head_dim=head_dim)
 
 
 class Holder:

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.attention.context_parallel import ContextParallel
-from motet.attention.distribution import check_ulysses
 from motet.attention.layout import Document
 from motet.attention.shares import FULL
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
-from motet.models.context_sequence import ITEM_ATTENTION, ContextSequence, Holder
+from motet.models.context_sequence import ITEM_ATTENTION, ContextSequence, Holder, check_shared, context_sequence
 from motet.models.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.stage import keep_frozen_in_eval_mode
@@ -119,15 +118,8 @@ class EncoderStage(nn.Module):
                 f"parallel: {self.name} is a {self.family.model_class}, which context parallelism does not support; "
                 "use cp 1"
             )
-        for key in ("attention_dropout", "attention_probs_dropout_prob"):
-            if getattr(self.config, key, 0.0):
-                raise UserError(
-                    f"parallel: {self.name} has {key} {getattr(self.config, key)}, which context parallelism does not "
-                    "support; set it to 0, or use cp 1"
-                )
-        if cp.options.method == "ulysses":
-            heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
-            check_ulysses(heads, heads, cp.size)
+        heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
+        check_shared(self.name, self.module, self.config, cp, heads, self._widths[0] // heads)
         self._context = cp
         self.module.set_attn_implementation(ITEM_ATTENTION)
         for part in self.module.get_submodule(self.family.blocks).modules():
@@ -135,8 +127,8 @@ class EncoderStage(nn.Module):
 
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
-        documents = [Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples)]
-        return ContextSequence(documents, (FULL,), self._context, device)
+        documents = tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples))
+        return context_sequence(documents, (FULL,), self._context, device)
 
     def train(self, mode: bool = True) -> "EncoderStage":
         super().train(mode)

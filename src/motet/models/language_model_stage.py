@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel
-from motet.attention.distribution import check_ulysses
 from motet.attention.layout import Document
 from motet.attention.rules import MediaAttention
 from motet.data.sample import Sample
 from motet.errors import UserError
-from motet.models.context_sequence import ATTENTION, ContextSequence, attention_rules
+from motet.models.context_sequence import ATTENTION, ContextSequence, attention_rules, check_shared, context_sequence
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import LayerRange
@@ -166,18 +165,13 @@ class LanguageModelStage(nn.Module):
                 f"parallel: {self.name} has cross-attention, which context parallelism and media_attention do not "
                 "support; use cp 1 and media_attention causal"
             )
-        if getattr(config, "attention_dropout", 0.0):
-            raise UserError(
-                f"parallel: {self.name} has attention_dropout {config.attention_dropout}, which context parallelism "
-                "and media_attention do not support; set it to 0, or use cp 1 and media_attention causal"
-            )
         if self._preprocess is not None:
             raise UserError(
                 f"parallel: {self.name} has a preprocess_callback, which needs whole samples; use cp 1, or merge by "
                 "placeholder or prepend"
             )
-        if cp.options.method == "ulysses":
-            check_ulysses(config.num_attention_heads, config.num_key_value_heads, cp.size)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
         self._context, self.packing = cp, True
         self.module.set_attn_implementation(ATTENTION)
 
@@ -217,8 +211,13 @@ class LanguageModelStage(nn.Module):
 
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
-        documents = [Document(sample.layouts[self.name]) for sample in samples]
-        return ContextSequence(documents, self._rules, self._context, device)
+        documents = tuple(Document(tuple(sample.layouts[self.name])) for sample in samples)
+        return context_sequence(documents, self._rules, self._context, device)
+
+    @property
+    def has_own_attention(self) -> bool:
+        """Whether attention is ours, for its masks or for shares of the tokens."""
+        return self._context is not None
 
     def forward(
         self,

@@ -86,6 +86,8 @@ class LocalModel:
             if stage.cp_size > 1:
                 cp = self.context_parallel[name, r, s] = mesh.context_parallel(stage, module.context)
                 share_context(made, cp)
+            elif isinstance(made, LanguageModelStage) and made.has_own_attention:
+                made.share_context(ContextParallel(group=None, rank=0, size=1, options=module.context))
             self.stages[name, r, s] = made
             self._tp[name, r, s] = tp
         self._reduce_of_layer = _reduce_of_layer(plan)

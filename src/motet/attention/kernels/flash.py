@@ -11,10 +11,9 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from motet.attention.backends import MOST_HEAD_DIM
 from motet.attention.kernels import triton_kernels as kernels
 from motet.attention.kernels.device_mask import DeviceMask, DeviceTasks
-
-MAX_HEAD_DIM = 256
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:
@@ -23,7 +22,6 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask,
     `scale` of the scores: 1 / sqrt(dim) by default. Queries that see no key give 0 and zero gradients.
     Raises `ValueError` for shapes that do not fit.
     """
-    _check(query, key, value, mask)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     return _FlashAttention.apply(query, key, value, mask, scale)
@@ -47,6 +45,7 @@ class _FlashAttention(torch.autograd.Function):
 
 def forward(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> tuple[Tensor, Tensor]:
     """Output, and log-sum-exp [B, heads, Q] of the scores in base 2. Contiguous inputs."""
+    _check(query, key, value, mask)
     heads, tasks = query.shape[1], mask.query_tasks
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -162,7 +161,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask) -> None:
         (lambda: key.shape == value.shape, "key and value must have one shape"),
         (lambda: key.shape[0] == batch and key.shape[3] == dim, "key must have the query's batch and head dimension"),
         (lambda: heads % key.shape[1] == 0, f"{heads} query heads are no multiple of {key.shape[1]} key heads"),
-        (lambda: dim <= MAX_HEAD_DIM, f"head dimension {dim} is above {MAX_HEAD_DIM}"),
+        (lambda: dim <= MOST_HEAD_DIM, f"head dimension {dim} is above {MOST_HEAD_DIM}"),
+        (lambda: query.dtype == key.dtype == value.dtype, "query, key and value must have one dtype"),
         (lambda: mask.lo.shape[:2] == (batch, num_queries), f"the mask is not of {batch} x {num_queries} queries"),
         (lambda: mask.position.shape == (batch, key.shape[2]), f"the mask is not of {batch} x {key.shape[2]} keys"),
     ]
