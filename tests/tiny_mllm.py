@@ -46,6 +46,7 @@ def tiny_audio() -> WhisperEncoder:
 
 
 def tiny_llama(**values: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)  # Made in every process anew, and compared.
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
