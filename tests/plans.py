@@ -1,6 +1,7 @@
 """Short ways to write plans and batches in tests."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from motet.data.assignment import contiguous_assignment
 from motet.data.sample import Sample, Segment
@@ -99,4 +100,32 @@ def vision_audio_llm(num_microbatches: int, *, vision_trainable: tuple[tuple[int
         },
         edges=(Edge(source="vision", target="llm"), Edge(source="audio", target="llm")),
         num_microbatches=num_microbatches,
+    )
+
+
+def contrastive(
+    towers: Mapping[str, Sequence[Replica]],
+    *,
+    num_batches: int = 1,
+    num_microbatches: Mapping[str, int] | None = None,
+    schedule: str = "distmm_pipe",
+    locked: Sequence[str] = (),
+) -> Plan:
+    """Towers and their loss. `num_batches`: contrastive ones; `num_microbatches`: of each tower's replica, by default
+    one for each of them. Towers that are `locked` do not train."""
+    members = sorted({rank for replicas in towers.values() for r in replicas for rank in r.stages[-1].ranks})
+    together = Stage(layers=(0, 1), ranks=tuple(members), cp_size=len(members))
+    modules = {
+        name: replace(
+            module(*replicas, kind="tower", trainable=() if name in locked else None),
+            num_microbatches=(num_microbatches or {}).get(name),
+        )
+        for name, replicas in towers.items()
+    }
+    loss = replace(module(Replica(stages=(together,)), kind="loss", loss_weight=1.0), num_microbatches=num_batches)
+    return Plan(
+        modules={**modules, "loss": loss},
+        edges=tuple(Edge(source=name, target="loss") for name in towers),
+        num_microbatches=num_batches,
+        schedule=schedule,
     )

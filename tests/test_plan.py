@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 from drawing import Limits, draw_problem
-from plans import chain, language_model, module, replica, vision_audio_llm
+from plans import chain, contrastive, language_model, module, replica, vision_audio_llm
 
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage, module_order
 
@@ -110,3 +110,53 @@ def test_microbatches_and_recomputation_are_checked() -> None:
         replace(PLAN, num_microbatches=0)
     with pytest.raises(ValueError, match="recompute: there is no module 'text'"):
         replace(PLAN, recompute=("text",))
+
+
+TOWERS = contrastive({"image": [replica(0, 1), replica(2, 3)], "text": [replica(4)]}, num_microbatches={"image": 3})
+
+
+def test_a_loss_is_on_the_ranks_that_hold_features() -> None:
+    assert TOWERS.loss_module == "loss"
+    assert TOWERS.modules["loss"].replicas[0].stages[0].ranks == (1, 3, 4)
+    assert [TOWERS.num_microbatches_of(name) for name in TOWERS.modules] == [3, 1, 1]
+    assert Plan.from_json(TOWERS.to_json()) == TOWERS
+    assert PLAN.loss_module is None
+
+
+def changed_loss(**values: object) -> dict[str, ModulePlan]:
+    return {**TOWERS.modules, "loss": replace(TOWERS.modules["loss"], **values)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("modules", "edges", "fault"),
+    [
+        ({**TOWERS.modules, "other": TOWERS.modules["loss"]}, TOWERS.edges, "loss, other are all losses; give one"),
+        (TOWERS.modules, (), "modules.loss: no tower enters it"),
+        (
+            changed_loss(replicas=(replica((1, 3)),)),
+            TOWERS.edges,
+            r"ranks: \[1, 3\] must be the ranks of the last stages",
+        ),
+        (changed_loss(replicas=(replica((1, 3, 4)),)), TOWERS.edges, "with tp_size 1"),
+        (changed_loss(replicas=(replica(1), replica(3))), TOWERS.edges, "has 2 stages; a loss has one replica"),
+        (
+            changed_loss(num_microbatches=2),
+            TOWERS.edges,
+            "modules.image.num_microbatches: 3 is no multiple of loss's 2",
+        ),
+        (changed_loss(num_microbatches=0), TOWERS.edges, "modules.loss.num_microbatches: is 0; give at least 1"),
+        (
+            {**TOWERS.modules, "text": replace(TOWERS.modules["text"], replicas=(replica(4),))},
+            (*TOWERS.edges, Edge(source="loss", target="text")),
+            "form a cycle|a loss enters no other",
+        ),
+    ],
+)
+def test_a_wrong_loss_is_named(modules: dict[str, ModulePlan], edges: tuple[Edge, ...], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Plan(modules=modules, edges=edges, num_microbatches=2)
+
+
+def test_recomputation_names_modules() -> None:
+    with pytest.raises(ValueError, match="recompute_features: there is no module 'audio'"):
+        replace(TOWERS, recompute_features=("audio",))

@@ -69,6 +69,8 @@ class ModulePlan:
     """Weight of the loss that the module's last layer computes; 0: the module has none."""
     context: ContextOptions = ContextOptions()
     """Only of concern where cp_size is larger than 1."""
+    num_microbatches: int | None = None
+    """Per replica, where the module cuts the batch otherwise than the plan says; of a loss: the contrastive batches."""
 
     def is_trainable(self, layers: LayerRange) -> bool:
         return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
@@ -98,7 +100,10 @@ class Plan:
     planner: str = "explicit"
     """Who made the plan."""
     recompute: tuple[str, ...] = ()
-    """Modules whose activations are recomputed in the backward pass."""
+    """Modules whose activations are recomputed in the backward pass, block by block."""
+    recompute_features: tuple[str, ...] = ()
+    """Towers whose forward keeps no graph: the backward runs it again, from the stage's input (DistMM 5.4: batches
+    that are too large for the graphs of all microbatches between two batch-syncs)."""
     version: int = field(default=1)
 
     def __post_init__(self) -> None:
@@ -114,6 +119,16 @@ class Plan:
             for r, replica in enumerate(module.replicas):
                 for s, stage in enumerate(replica.stages):
                     yield name, r, s, stage
+
+    def num_microbatches_of(self, name: str) -> int:
+        """Per replica of the module."""
+        own = self.modules[name].num_microbatches
+        return self.num_microbatches if own is None else own
+
+    @cached_property
+    def loss_module(self) -> str | None:
+        """The module that contrasts towers, if there is one."""
+        return next((name for name, module in self.modules.items() if module.kind == "loss"), None)
 
     def stages_of_rank(self, rank: int) -> list[tuple[str, int, int, Stage]]:
         return self._stages_by_rank.get(rank, [])
@@ -149,9 +164,11 @@ def check_plan(plan: Plan) -> None:
     used = {rank for *_, stage in plan.stages() for rank in stage.ranks}
     unused = sorted(set(range(plan.num_ranks)) - used)
     _require(not unused, f"ranks: {unused} of 0..{plan.num_ranks - 1} have no stage; number the ranks without gaps")
-    for name in plan.recompute:
-        _require(name in plan.modules, f"recompute: there is no module {name!r}")
+    for key in ("recompute", "recompute_features"):
+        for name in getattr(plan, key):
+            _require(name in plan.modules, f"{key}: there is no module {name!r}")
     module_order(plan)
+    _check_losses(plan)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -162,6 +179,8 @@ def _require(condition: bool, message: str) -> None:
 def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
     where = f"modules.{name}"
     _require(bool(module.replicas), f"{where}.replicas: is empty; give at least one replica")
+    own = module.num_microbatches
+    _require(own is None or own >= 1, f"{where}.num_microbatches: is {own}; give at least 1")
     _require(
         module.context.block_size >= 1, f"{where}.context.block_size: is {module.context.block_size}; give at least 1"
     )
@@ -227,6 +246,34 @@ def _check_edges(plan: Plan) -> None:
             f"edges: {edge.source} -> {edge.target} stands twice; give one edge with all its layers",
         )
         seen.add((edge.source, edge.target))
+
+
+def _check_losses(plan: Plan) -> None:
+    """A loss is computed by all ranks that hold towers' features, together: see docs/contrastive.md."""
+    losses = [name for name, module in plan.modules.items() if module.kind == "loss"]
+    _require(len(losses) <= 1, f"modules: {', '.join(losses)} are all losses; give one")
+    for name in losses:
+        where = f"modules.{name}"
+        sources = [edge.source for edge in plan.edges if edge.target == name]
+        _require(bool(sources), f"{where}: no tower enters it; give edges from the towers")
+        _require(all(edge.source != name for edge in plan.edges), f"{where}: a loss enters no other module")
+        stages = [stage for replica in plan.modules[name].replicas for stage in replica.stages]
+        _require(len(stages) == 1, f"{where}: has {len(stages)} stages; a loss has one replica of one stage")
+        members = sorted(
+            {r for tower in sources for replica in plan.modules[tower].replicas for r in replica.stages[-1].ranks}
+        )
+        _require(
+            list(stages[0].ranks) == members and stages[0].tp_size == 1,
+            f"{where}.replicas[0].stages[0].ranks: {list(stages[0].ranks)} must be the ranks of the last stages of "
+            f"{', '.join(sources)} with tp_size 1: {members}",
+        )
+        batches = plan.num_microbatches_of(name)
+        for other in plan.modules:
+            number = plan.num_microbatches_of(other)
+            _require(
+                number % batches == 0,
+                f"modules.{other}.num_microbatches: {number} is no multiple of {name}'s {batches} contrastive batches",
+            )
 
 
 def module_order(plan: Plan) -> list[str]:

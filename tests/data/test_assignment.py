@@ -1,6 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import language_model, module, replica, samples
+from plans import contrastive, language_model, module, replica, samples
 
 from motet.data.assignment import contiguous_assignment, split_evenly
 from motet.plan import Edge, Plan
@@ -57,3 +57,42 @@ def test_samples_without_a_modality_are_left_out_and_leave_the_others_where_they
 
 def test_fewer_samples_than_microbatches_leave_some_empty() -> None:
     assert contiguous_assignment(PLAN, samples(1, ["llm"])).microbatches["llm"] == (((0,), ()), ((), ()))
+
+
+def test_towers_cut_each_contrastive_batch_by_themselves() -> None:
+    """DistMM's Figure 2: 3 replicas with 4 microbatches of 2 samples and 4 with 2 of 3, of 24 samples."""
+    towers = {"image": [replica(r) for r in range(3)], "text": [replica(3 + r) for r in range(4)]}
+    plan = contrastive(towers, num_batches=3, num_microbatches={"image": 12, "text": 6})
+    assignment = contiguous_assignment(plan, samples(72, ["image", "text"]))
+    assert assignment.microbatches["loss"] == (tuple(tuple(range(24 * g, 24 * g + 24)) for g in range(3)),)
+    for name, size in (("image", 2), ("text", 3)):
+        replicas = assignment.microbatches[name]
+        assert {len(microbatch) for cut in replicas for microbatch in cut} == {size}
+        per_batch = len(replicas[0]) // 3
+        for g in range(3):
+            held = [i for cut in replicas for m in cut[g * per_batch : (g + 1) * per_batch] for i in m]
+            assert held == list(range(24 * g, 24 * g + 24))
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)
+)
+def test_a_tower_holds_what_its_contrastive_batch_has(
+    num_samples: int, num_batches: int, image_dp: int, text_dp: int, image_k: int, text_k: int
+) -> None:
+    towers = {
+        "image": [replica(r) for r in range(image_dp)],
+        "text": [replica(image_dp + r) for r in range(text_dp)],
+    }
+    counts = {"image": num_batches * image_k, "text": num_batches * text_k}
+    plan = contrastive(towers, num_batches=num_batches, num_microbatches=counts)
+    lacking = {i: ["text"] for i in range(0, num_samples, 5)} | {3: ["image", "text"]}
+    assignment = contiguous_assignment(plan, samples(num_samples, ["image", "text"], lacking))
+    (of_loss,) = assignment.microbatches["loss"]
+    assert sorted(i for batch in of_loss for i in batch) == [i for i in range(num_samples) if i != 3]
+    for name, per_batch in (("image", image_k), ("text", text_k)):
+        for g, batch in enumerate(of_loss):
+            held = [
+                i for cut in assignment.microbatches[name] for m in cut[g * per_batch : (g + 1) * per_batch] for i in m
+            ]
+            assert held == [i for i in batch if name not in lacking.get(i, ())]

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from drawing import Limits, draw_problem
-from plans import chain, language_model, module, replica, routes_of, samples, vision_audio_llm
+from plans import chain, contrastive, language_model, module, replica, routes_of, samples, vision_audio_llm
 
 from motet.plan import Edge, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind, Reduce
@@ -223,3 +223,23 @@ def test_all_processes_derive_the_same_program() -> None:
 def test_the_digest_tells_programs_apart() -> None:
     digests = {program_of(plan).digest() for plan in (chain(2, 1), chain(2, 2), chain(3, 1), vision_audio_llm(1))}
     assert len(digests) == 4
+
+
+def test_what_the_members_of_a_loss_exchange_is_no_message() -> None:
+    plan = contrastive({"image": [replica(0, 1)], "text": [replica(2)]}, schedule="1f1b")
+    routes = routes_of(plan, samples(2, ["image", "text"]))
+    program = lower(GENERATORS["1f1b"](routes), Dependencies(routes))
+    assert [str(message) for message in program.messages] == [
+        "image[0].0:0->image[0].1:0 0>1",
+        "image[0].0:0<-image[0].1:0 1>0",
+    ]
+    (route,) = routes.incoming[Cell("loss", 0, 0, 0)][:1]
+    assert messages(Activation(route.source, route.target), Dependencies(routes)) == []
+    assert [str(step) for step in program.projections[2]] == [
+        "text[0].0F0",
+        "loss[0].0F0",
+        "loss[0].0B0",
+        "loss.R[0:1)",
+        "text[0].0B0",
+        "text.R[0:1)",
+    ]

@@ -38,8 +38,11 @@ def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignm
     The batch is cut into as many contiguous shares as all numbers of replicas can be divided by, and a share into
     `num_microbatches`. Where a module has several replicas for a share, each microbatch's samples are dealt to them in
     turn (DistTrain's broker between units of unequal data parallelism). A sample without a modality is left out of
-    that modality's microbatch.
+    that modality's microbatch. Where towers are contrasted, the contrastive batches are cut first
+    (`contrastive_assignment`).
     """
+    if plan.loss_module is not None:
+        return contrastive_assignment(plan, samples, plan.loss_module)
     shares = split_evenly(range(len(samples)), gcd(*(len(module.replicas) for module in plan.modules.values())))
     cut = {}
     for name, module in plan.modules.items():
@@ -51,10 +54,33 @@ def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignm
                     for i in microbatch
                     if (i - share[0]) % per_share == place and samples[i].has(module.data_module(name))
                 )
-                for microbatch in split_evenly(share, plan.num_microbatches)
+                for microbatch in split_evenly(share, plan.num_microbatches_of(name))
             )
             for share in shares
             for place in range(per_share)
+        )
+    return BatchAssignment(cut)
+
+
+def contrastive_assignment(plan: Plan, samples: Sequence[Sample], loss: str) -> BatchAssignment:
+    """Cuts the batch into contrastive batches first, the microbatches of the loss (DistMM 5.2 and 5.4, Figure 2).
+
+    Each module cuts a contrastive batch by itself, over its own replicas and into its own number of microbatches (3
+    replicas with 4 of 2 samples, 4 replicas with 2 of 3). Where the contrastive batches do not divide the global batch,
+    they differ by one sample. A sample without a modality is left out of that
+    modality's microbatch, one without any tower's modality out of the loss's.
+    """
+    batches = split_evenly(range(len(samples)), plan.num_microbatches_of(loss))
+    towers = [plan.modules[edge.source].data_module(edge.source) for edge in plan.edges if edge.target == loss]
+    cut: dict[str, tuple[tuple[Microbatch, ...], ...]] = {}
+    for name, module in plan.modules.items():
+        read = towers if name == loss else [module.data_module(name)]
+        able = [[i for i in batch if any(samples[i].has(tower) for tower in read)] for batch in batches]
+        shares = [split_evenly(batch, len(module.replicas)) for batch in able]
+        per_batch = plan.num_microbatches_of(name) // len(batches)
+        cut[name] = tuple(
+            tuple(microbatch for share in shares for microbatch in split_evenly(share[r], per_batch))
+            for r in range(len(module.replicas))
         )
     return BatchAssignment(cut)
 

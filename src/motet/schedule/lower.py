@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.arrays import Floats, Ints, ranges, starts_of
-from motet.plan import Stage
+from motet.plan import Plan, Stage
 from motet.schedule.action import Compute, Durations, Reduce, unit_duration
 from motet.schedule.dependencies import Activation, Dependencies, Gradient, Value
 from motet.schedule.order import Lanes, lanes_of, order_actions
-from motet.schedule.routes import Cell
+from motet.schedule.routes import Cell, StageCells
 from motet.schedule.schedule import Schedule
 
 
@@ -191,9 +191,7 @@ class _Carriers:
             for code in codes.tolist():
                 source, target = (routes.stages[i] for i in divmod(code, num_stages))
                 first.append(len(pairs))
-                pairs += _member_pairs(
-                    source.planned, target.planned, gradient=gradient, same_module=source.module == target.module
-                )
+                pairs += _pairs_of_route(routes.plan, source, target, gradient=gradient)
                 count.append(len(pairs) - first[-1])
         which = np.concatenate([pair, len(codes) + pair])
         self.first_pair = np.array(first, dtype=np.int64)[which]
@@ -209,10 +207,21 @@ def messages(value: Value, dependencies: Dependencies) -> list[Message]:
     if not isinstance(value, Activation | Gradient):
         return []
     gradient = isinstance(value, Gradient)
-    source, target = (dependencies.routes.stage(cell) for cell in (value.source, value.target))
-    same_module = value.source.module == value.target.module
-    pairs = _member_pairs(source, target, gradient=gradient, same_module=same_module)
+    source, target = (
+        dependencies.stage_cells[cell.module, cell.replica, cell.stage] for cell in (value.source, value.target)
+    )
+    pairs = _pairs_of_route(dependencies.routes.plan, source, target, gradient=gradient)
     return [Message(value.source, value.target, gradient, sender, receiver) for sender, receiver in pairs]
+
+
+def _pairs_of_route(plan: Plan, source: StageCells, target: StageCells, *, gradient: bool) -> list[tuple[int, int]]:
+    """(sender, receiver) of the messages between two stages.
+
+    None into a loss or out of it: its members hold their own features, what they exchange is part of the action."""
+    if plan.modules[target.module].kind == "loss":
+        return []
+    same_module = source.module == target.module
+    return _member_pairs(source.planned, target.planned, gradient=gradient, same_module=same_module)
 
 
 def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: bool) -> list[tuple[int, int]]:
