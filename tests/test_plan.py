@@ -108,6 +108,10 @@ def test_plans_that_cannot_be_executed_are_refused(
 def test_microbatches_and_recomputation_are_checked() -> None:
     with pytest.raises(ValueError, match="num_microbatches: is 0; give at least 1"):
         replace(PLAN, num_microbatches=0)
+    with pytest.raises(ValueError, match="replica_microbatches: has 3 numbers, but vision has 1 replicas"):
+        replace(PLAN, replica_microbatches=(1, 2, 1))
+    with pytest.raises(ValueError, match=r"replica_microbatches: is \[0\]; give at least 1 each"):
+        replace(PLAN, replica_microbatches=(0,))
     with pytest.raises(ValueError, match="recompute: there is no module 'text'"):
         replace(PLAN, recompute=("text",))
 

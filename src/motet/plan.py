@@ -95,6 +95,9 @@ class Plan:
     edges: tuple[Edge, ...]
     num_microbatches: int
     """Per replica of every module, unless an assignment says otherwise."""
+    replica_microbatches: tuple[int, ...] = ()
+    """Of replica 0, 1, ... of every module, where pipelines that do not look alike get unequal shares of the batch;
+    (): `num_microbatches` each."""
     schedule: str = "1f1b"
     """A key of `motet.schedule.generators.GENERATORS`."""
     planner: str = "explicit"
@@ -156,6 +159,10 @@ def check_plan(plan: Plan) -> None:
     """Raises `ValueError` for a plan that no runtime could execute, naming the place."""
     _require(bool(plan.modules), "modules: is empty; give at least one module")
     _require(plan.num_microbatches >= 1, f"num_microbatches: is {plan.num_microbatches}; give at least 1")
+    _require(
+        all(count >= 1 for count in plan.replica_microbatches),
+        f"replica_microbatches: is {list(plan.replica_microbatches)}; give at least 1 each",
+    )
     for name, module in plan.modules.items():
         _check_module(plan, name, module)
         for r, replica in enumerate(module.replicas):
@@ -181,6 +188,11 @@ def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
     _require(bool(module.replicas), f"{where}.replicas: is empty; give at least one replica")
     own = module.num_microbatches
     _require(own is None or own >= 1, f"{where}.num_microbatches: is {own}; give at least 1")
+    counts = plan.replica_microbatches
+    _require(
+        not counts or len(counts) == len(module.replicas),
+        f"replica_microbatches: has {len(counts)} numbers, but {name} has {len(module.replicas)} replicas",
+    )
     _require(
         module.context.block_size >= 1, f"{where}.context.block_size: is {module.context.block_size}; give at least 1"
     )

@@ -33,6 +33,18 @@ PLAN = Plan(
 )
 
 
+def test_unlike_replicas_get_unlike_shares_of_equal_microbatches() -> None:
+    plan = Plan(
+        modules={"vision": module(replica(0), replica(1)), "llm": language_model(replica(2), replica(3))},
+        edges=(Edge(source="vision", target="llm"),),
+        num_microbatches=2,
+        replica_microbatches=(3, 1),
+    )
+    assignment = contiguous_assignment(plan, samples(8, ["vision", "llm"], lacking={2: ["vision"], 6: ["vision"]}))
+    assert assignment.microbatches["llm"] == (((0, 1), (2, 3), (4, 5)), ((6, 7),))
+    assert assignment.microbatches["vision"] == (((0, 1), (3,), (4, 5)), ((7,),))
+
+
 def test_replicas_get_contiguous_shares() -> None:
     plan = Plan(modules={"llm": language_model(replica(0), replica(1))}, edges=(), num_microbatches=2)
     assignment = contiguous_assignment(plan, samples(8, ["llm"]))

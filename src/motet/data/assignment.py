@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import gcd
 
 from motet.data.sample import Sample
@@ -38,11 +38,15 @@ def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignm
     The batch is cut into as many contiguous shares as all numbers of replicas can be divided by, and a share into
     `num_microbatches`. Where a module has several replicas for a share, each microbatch's samples are dealt to them in
     turn (DistTrain's broker between units of unequal data parallelism). A sample without a modality is left out of
-    that modality's microbatch. Where towers are contrasted, the contrastive batches are cut first
-    (`contrastive_assignment`).
+    that modality's microbatch. Where the plan has `replica_microbatches`, the batch is cut into that many microbatches
+    of equal size, and each replica takes a run of them. Where towers are contrasted, the contrastive batches are cut
+    first (`contrastive_assignment`).
     """
     if plan.loss_module is not None:
         return contrastive_assignment(plan, samples, plan.loss_module)
+    if plan.replica_microbatches:
+        parts = iter(split_evenly(range(len(samples)), sum(plan.replica_microbatches)))
+        return assignment_of_replicas(plan, samples, [tuple(islice(parts, n)) for n in plan.replica_microbatches])
     shares = split_evenly(range(len(samples)), gcd(*(len(module.replicas) for module in plan.modules.values())))
     cut = {}
     for name, module in plan.modules.items():

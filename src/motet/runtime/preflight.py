@@ -25,7 +25,8 @@ def plan_links(plan: Plan) -> list[tuple[int, int]]:
     """The (sender, receiver) pairs that some batch may need: those of one whose samples have all modalities."""
     replicas = max(len(module.replicas) for module in plan.modules.values())
     everything = {module.data_module(name): (Segment(1),) for name, module in plan.modules.items()}
-    samples = [Sample(str(i), everything, {}) for i in range(replicas * plan.num_microbatches)]
+    num_microbatches = sum(plan.replica_microbatches) or replicas * plan.num_microbatches
+    samples = [Sample(str(i), everything, {}) for i in range(num_microbatches)]
     routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
     dependencies = Dependencies(routes)
     pairs = set()
