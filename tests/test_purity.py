@@ -50,6 +50,11 @@ PURE = (
     "motet.plots",
     "motet.costs",
     "motet.reproduce",
+    "motet.resilience.pipelines",
+    "motet.resilience.microbatches",
+    "motet.resilience.sizes",
+    "motet.resilience.holdings",
+    "motet.resilience.reconfigure",
 )
 """Modules, and packages with all that they hold."""
 

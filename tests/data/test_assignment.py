@@ -108,3 +108,16 @@ def test_a_tower_holds_what_its_contrastive_batch_has(
                 i for cut in assignment.microbatches[name] for m in cut[g * per_batch : (g + 1) * per_batch] for i in m
             ]
             assert held == [i for i in batch if name not in lacking.get(i, ())]
+
+
+def test_unlike_replicas_share_out_the_same_microbatches() -> None:
+    modules = {"vision": module(replica(0), replica(2)), "llm": language_model(replica(1), replica(3))}
+    edges = (Edge(source="vision", target="llm"),)
+    cut = {}
+    for counts in ((3, 1), (1, 3), (2, 2)):
+        plan = Plan(modules=modules, edges=edges, num_microbatches=max(counts), replica_microbatches=counts)
+        assignment = contiguous_assignment(plan, samples(9, ["vision", "llm"], {4: ["vision"]}))
+        assert tuple(len(each) for each in assignment.microbatches["llm"]) == counts
+        cut[counts] = [m for each in assignment.microbatches["llm"] for m in each]
+        assert assignment.samples_of("vision", 1, counts[1] - 1) == (7, 8)
+    assert cut[3, 1] == cut[1, 3] == cut[2, 2] == [(0, 1, 2), (3, 4), (5, 6), (7, 8)]

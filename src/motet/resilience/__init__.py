@@ -1,0 +1,1 @@
+"""Training on through failures with pipeline templates: Oobleck (thesis chapter 2)."""

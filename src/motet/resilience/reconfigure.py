@@ -1,0 +1,165 @@
+"""From a plan and what was lost or joined to the next plan and what must be copied for it (thesis 2.5).
+
+Pure, and the same on every rank that is told the same. How many nodes each pipeline gets is decided by
+`motet.resilience.sizes`, which node takes which place by `motet.resilience.holdings`: across pipelines, so that the
+fewest bytes move. The global batch stays what it was, and so do its microbatches; only who computes them changes.
+
+Below (f + 1) n0 nodes the guarantee cannot be kept: save and stop. Where nobody holds some layer any more, the last
+checkpoint must be loaded.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from motet.plan import Plan
+from motet.resilience.holdings import Copy, Holdings, LayerBytes, Node, Unit, best_places, copies, missing_layers
+from motet.resilience.microbatches import iteration_s, min_max_counts
+from motet.resilience.pipelines import Templates, build_plan, nodes_of_pipelines, with_ranks
+from motet.resilience.sizes import Step, new_sizes
+
+Outcome = Literal["continue", "save_and_stop", "restore", "stop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconfiguration:
+    outcome: Outcome
+    """`continue`: under `plan`, after `copies`. `restore`: under `plan`, everything from the last checkpoint.
+    `save_and_stop`: too few nodes, but they hold every layer. `stop`: too few nodes, and they do not."""
+    message: str
+    """For the user: what was lost and what is done."""
+    plan: Plan | None = None
+    """None where training stops."""
+    old_ranks: tuple[int | None, ...] = ()
+    """For each new rank, the rank that it had; None: it has joined."""
+    copies: tuple[Copy, ...] = ()
+    """Between new ranks. What a rank holds already and still needs is not among them."""
+    steps: tuple[Step, ...] = ()
+    num_spares: int = 0
+    """Of the joined nodes, the last so many wait: no combination of templates takes them."""
+
+    @property
+    def bytes_moved(self) -> float:
+        return sum(copy.num_bytes for copy in self.copies)
+
+
+def reconfigure(
+    plan: Plan,
+    templates: Templates,
+    *,
+    lost: Collection[int] = (),
+    num_joined: int = 0,
+    layer_bytes: LayerBytes | None = None,
+) -> Reconfiguration:
+    """`lost`: numbers of nodes. `num_joined`: nodes that are new, with nothing on them. `layer_bytes`: None if all
+    layers are equal.
+
+    Survivors keep their order and nodes that join come after them, so the new ranks have no gaps. A failure during
+    the recovery from another is reconfigured from the same plan with all nodes lost since.
+    Raises `UserError` for a plan without pipelines of whole nodes."""
+    size = templates.devices_per_node
+    before = nodes_of_pipelines(plan, size)
+    surviving = [node for node in range(-(-plan.num_ranks // size)) if node not in set(lost)]
+    missing = _missing(plan, surviving, size)
+    if len(surviving) + num_joined < templates.least_total:
+        return _stopped(templates, len(surviving) + num_joined, missing)
+
+    total = sum(plan.replica_microbatches) or plan.num_microbatches * len(before)
+    sizes, steps, spares = new_sizes(
+        [len(nodes) for nodes in before],
+        [len(set(nodes) - set(lost)) for nodes in before],
+        num_joined,
+        fewest=templates.fewest_nodes,
+        most=templates.most_nodes,
+        num_needed=templates.failures + 1,
+        estimate=lambda sizes: _estimate_s(templates, sizes, total),
+    )
+    chosen = [templates.by_nodes[n] for _, n in sorted(sizes.items())]
+    draft = build_plan(plan, templates, [t.num_nodes for t in chosen], min_max_counts(chosen, total))
+    nodes: list[int | None] = [*surviving, *[None] * (num_joined - spares)]
+    old_ranks = tuple(None if n is None else n * size + device for n in nodes for device in range(size))
+    new_plan, copies = _place(plan, draft, old_ranks, size, layer_bytes, copy=not missing)
+    return Reconfiguration(
+        outcome="restore" if missing else "continue",
+        message=_message(plan, missing, steps, len(new_plan.replica_microbatches)),
+        plan=new_plan,
+        old_ranks=old_ranks,
+        copies=copies,
+        steps=tuple(steps),
+        num_spares=spares,
+    )
+
+
+def _missing(plan: Plan, surviving: Collection[int], size: int) -> list[tuple[str, int]]:
+    """Layers of which no surviving node holds some share."""
+    held = Holdings([plan]).by_rank(plan)
+    return missing_layers([units for rank, units in enumerate(held) if rank // size in surviving], held)
+
+
+def _stopped(templates: Templates, num_nodes: int, missing: Sequence[tuple[str, int]]) -> Reconfiguration:
+    text = (
+        f"{num_nodes} nodes are left, but {templates.failures + 1} pipelines of at least {templates.fewest_nodes} "
+        f"(to survive {templates.failures} failures) need {templates.least_total}"
+    )
+    if missing:
+        return Reconfiguration(
+            outcome="stop",
+            message=f"{text}, and nobody holds {_listed(missing)} any more; resume from the last checkpoint with "
+            f"{templates.least_total} nodes, or with fewer failures to survive",
+        )
+    return Reconfiguration(
+        outcome="save_and_stop",
+        message=f"{text}; a checkpoint is saved: resume from it with {templates.least_total} nodes, or with fewer "
+        "failures to survive",
+    )
+
+
+def _message(plan: Plan, missing: Sequence[tuple[str, int]], steps: Sequence[Step], num_pipelines: int) -> str:
+    done = "; ".join(map(str, steps)) or "nothing changes"
+    if missing:
+        return f"nobody holds {_listed(missing)} any more; loading the last checkpoint into {num_pipelines} pipelines"
+    return f"{done}; {num_pipelines} pipelines"
+
+
+def _listed(layers: Sequence[tuple[str, int]]) -> str:
+    shown = ", ".join(f"layer {layer} of {module}" for module, layer in layers[:3])
+    return shown if len(layers) <= 3 else f"{shown} and {len(layers) - 3} more"
+
+
+def _estimate_s(templates: Templates, sizes: Sequence[int], total: int) -> float:
+    if len(sizes) > total:
+        return float("inf")
+    chosen = [templates.by_nodes[n] for n in sizes]
+    return iteration_s(chosen, min_max_counts(chosen, total))
+
+
+def _place(
+    old: Plan,
+    draft: Plan,
+    old_ranks: Sequence[int | None],
+    size: int,
+    layer_bytes: LayerBytes | None,
+    *,
+    copy: bool,
+) -> tuple[Plan, tuple[Copy, ...]]:
+    """The draft on the nodes that hold most of what they need, and what they lack."""
+    holdings = Holdings([old, draft])
+    weights = holdings.weights(draft, layer_bytes)
+    held_before = holdings.by_rank(old)
+    held = [
+        held_before[rank] if rank is not None and rank < len(held_before) else frozenset[Unit]() for rank in old_ranks
+    ]
+    rank_of: dict[int, int] = {}
+    for place, (node, *devices) in enumerate(
+        best_places(_by_node(held, size), _by_node(holdings.by_rank(draft), size), weights)
+    ):
+        rank_of |= {place * size + i: node * size + device for i, device in enumerate(devices)}
+    plan = with_ranks(draft, rank_of)
+    if not copy:
+        return plan, ()
+    needed = holdings.by_rank(plan)
+    return plan, copies(held, needed, weights, units_per_layer=holdings.units_per_layer, devices_per_node=size)
+
+
+def _by_node(of_ranks: Sequence[frozenset[Unit]], size: int) -> list[Node]:
+    return [tuple(of_ranks[first : first + size]) for first in range(0, len(of_ranks), size)]
