@@ -344,7 +344,8 @@ class ParallelConfig(_Section):
     null: as the planner finds best."""
     schedule: str = "1f1b"
     """In which order stages compute (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
-    `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling` or `dip`."""
+    `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling`, `dip` or
+    `distmm_pipe`."""
     num_microbatches: Count = 4
     """Per replica."""
     packing: bool = False

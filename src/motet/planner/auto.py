@@ -23,7 +23,7 @@ from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.problem import PlanningProblem
-from motet.schedule.generators import GENERATORS
+from motet.schedule.generators import CONTRASTING, GENERATORS
 
 MAX_SIMULATED = 12
 NUM_RESCHEDULED = 4
@@ -75,7 +75,7 @@ def auto(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
 def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
     """Raises `UserError` if nobody finds a plan. `placement`: as the named planners understand it; ours are then left
     out."""
-    schedules = tuple(GENERATORS) if problem.schedules is None else problem.schedules
+    schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
     named, refused = _named(problem, placement, schedules)
     evaluations = list(named.values())
     if placement is None:

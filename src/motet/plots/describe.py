@@ -7,6 +7,7 @@ A column is a second. Letters are the language model's microbatches, digits an e
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ PAGE = Path("docs/schedules.md")
 IDLE, WEIGHT, ENCODER_BACKWARD = ".", "+", "="
 DEEP = "llm"
 """The module that letters are for."""
+LOSS = "loss"
 
 
 class Drawn(NamedTuple):
@@ -35,6 +37,8 @@ class Drawn(NamedTuple):
     """The rank of each stage of the encoder, if there is one."""
     llm_forward_s: int = 1
     """A stage's; an encoder's takes 1 s, backwards twice as long."""
+    num_batches: int = 0
+    """Contrastive batches of a tower (`llm` is one then). Their batch-syncs take no time."""
 
 
 FOUR = (0, 1, 2, 3)
@@ -48,6 +52,9 @@ DRAWN = {
     "zero_bubble_h1": Drawn("zero_bubble_h1", FOUR, 8),
     "zero_bubble_h2": Drawn("zero_bubble_h2", FOUR, 8),
     "zero_bubble_v": Drawn("zero_bubble_v", (*FOUR, *reversed(FOUR)), 8),
+    "distmm_pipe": Drawn("distmm_pipe", FOUR, 8, num_batches=2),
+    "gpipe, contrasted": Drawn("gpipe", FOUR, 8, num_batches=2),
+    "1f1b, contrasted": Drawn("1f1b", FOUR, 8, num_batches=2),
     "colocated, 1f1b": Drawn("1f1b", FOUR, 6, encoder=FOUR, llm_forward_s=3),
     "dip": Drawn("dip", FOUR, 6, encoder=FOUR, llm_forward_s=3),
     "bubble_filling": Drawn("bubble_filling", FOUR, 6, encoder=FOUR, llm_forward_s=3),
@@ -56,6 +63,8 @@ DRAWN = {
 
 class _Costs(UniformCosts):
     def compute_s(self, action: Compute) -> float:
+        if action.cell.module == LOSS:
+            return 0.0
         return super().compute_s(action) if action.cell.module == DEEP else {Kind.FORWARD: 1.0}.get(action.kind, 2.0)
 
 
@@ -74,6 +83,8 @@ def draw(drawn: Drawn) -> str:
         if span.kind in "FBIW":
             action = parse_action(span.name)
             assert isinstance(action, Compute)
+            if action.cell.module == LOSS:
+                continue
             start, end = round(span.start), round(span.end)
             lines[span.rank][start:end] = [_symbol(action)] * (end - start)
     return "\n".join([*(f"{rank} {''.join(line)}" for rank, line in enumerate(lines)), f"  {columns} s"])
@@ -89,6 +100,9 @@ def _symbol(action: Compute) -> str:
 
 
 def _modules(drawn: Drawn) -> dict[str, ModulePlan]:
+    if drawn.num_batches:
+        loss = replace(_module("loss", drawn.llm[-1:], 1.0), num_microbatches=drawn.num_batches)
+        return {DEEP: _module("tower", drawn.llm, 0.0), LOSS: loss}
     modules = {"encoder": _module("encoder", drawn.encoder, 0.0)} if drawn.encoder else {}
     return modules | {DEEP: _module("language_model", drawn.llm, 1.0)}
 
@@ -106,6 +120,8 @@ def _module(kind: ModuleKind, ranks: Sequence[int], loss_weight: float) -> Modul
 
 
 def _edges(drawn: Drawn) -> tuple[Edge, ...]:
+    if drawn.num_batches:
+        return (Edge(source=DEEP, target=LOSS),)
     return (Edge(source="encoder", target=DEEP),) if drawn.encoder else ()
 
 

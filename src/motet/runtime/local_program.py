@@ -42,7 +42,7 @@ def local_program(program: Program, rank: int) -> LocalProgram:
     for step in steps:
         if not isinstance(step, Compute):
             continue
-        for value in program.dependencies.reads(step):
+        for value in program.dependencies.reads_on(step, rank):
             if isinstance(value, Carried) and value not in received:
                 uses[value] += 1
         if step.kind is not Kind.FORWARD and step.cell in routes.with_weight_gradient:

@@ -103,7 +103,7 @@ class _Execution:
         if (rank, step) in self.arrived:
             return False
         if isinstance(step, Compute):
-            return self.available[rank].issuperset(self.dependencies.reads(step))
+            return self.available[rank].issuperset(self.dependencies.reads_on(step, rank))
         return not isinstance(step, Message) or rank == step.receiver or step.value in self.available[rank]
 
     def _queue(self, rank: int, step: Step) -> deque[Step]:

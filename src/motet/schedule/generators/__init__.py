@@ -9,6 +9,7 @@ from typing import Protocol
 from motet.schedule.action import Durations
 from motet.schedule.generators.bubble_filling import bubble_filling
 from motet.schedule.generators.dip import dip
+from motet.schedule.generators.distmm_pipe import distmm_pipe
 from motet.schedule.generators.eager_1f1b import eager_1f1b
 from motet.schedule.generators.gpipe import gpipe
 from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interleaved_1f1b_adjusted
@@ -37,10 +38,14 @@ GENERATORS: Mapping[str, Generator] = {
     "zero_bubble_v": zero_bubble_v,
     "bubble_filling": bubble_filling,
     "dip": dip,
+    "distmm_pipe": distmm_pipe,
 }
 
 SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"})
 """Those that cut backwards into their halves; the others can be no faster than the bound for whole ones."""
+
+CONTRASTING = frozenset({"distmm_pipe"})
+"""Those made for towers that are contrasted; for other models they are 1F1B."""
 
 WITHIN_MEMORY = frozenset({"eager_1f1b", "bubble_filling"})
 """Those that go by what memory there is; the others' orders are what they are, whether or not they fit."""

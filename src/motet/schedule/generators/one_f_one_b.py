@@ -11,16 +11,23 @@ That this cannot deadlock needs only that the number of warm-up forwards falls a
 microbatch i, that groups of ranks are equal or have no rank in common, and that no way through the stages comes back to
 a group that it has left. Otherwise the list scheduler takes over, under the same limit on microbatches in flight; so it
 does where a group has a stage whose output nobody reads beside others, as its place is where the group would be idle.
+
+Where towers are contrasted, a stage has as many microbatches in flight as 1F1B has, or as many as a contrastive batch
+needs, if these are more, and the list scheduler finds the order (DistMM Figure 6: the batch-sync without a schedule
+made for it). That leaves ranks idle which `motet.schedule.generators.distmm_pipe` keeps busy.
 """
 
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
+from motet.schedule.generators.batch_sync import microbatches_per_batch
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.generators.turns import one_group
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
 from motet.schedule.stage_graph import (
+    StageKey,
     cuts_alike,
+    distances_to_sink,
     group_distances_to_sink,
     microbatches_in_flight,
     stages_of_groups,
@@ -30,6 +37,8 @@ from motet.schedule.stage_graph import (
 
 def one_f_one_b(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """`costs` and `memory` matter only where the closed form does not hold."""
+    if routes.plan.loss_module is not None:
+        return list_schedule(routes, costs, in_flight=_for_a_contrastive_batch(routes), memory=memory)
     groups = stages_of_groups(routes)
     if memory is None and groups is not None and cuts_alike(routes) and not unread_beside_others(routes, groups):
         warm_up = group_distances_to_sink(routes, groups)
@@ -37,3 +46,11 @@ def one_f_one_b(routes: Routes, costs: Durations | None = None, *, memory: Memor
             order = [(group, one_group(routes, stages, warm_up[group])) for group, stages in groups.items()]
             return schedule_of_groups(Dependencies(routes), order)
     return list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
+
+
+def _for_a_contrastive_batch(routes: Routes) -> dict[StageKey, int]:
+    """The batch-sync is no stage of its own: it is on the last stages' ranks."""
+    return {
+        key: max(microbatches_per_batch(routes.plan, key.module), distance)
+        for key, distance in distances_to_sink(routes).items()
+    }
