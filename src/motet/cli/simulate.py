@@ -49,8 +49,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     problem = read_problem(config)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
-    evaluation = evaluate(problem, plan)
-    if arguments.straggler or arguments.jitter or arguments.share_cards:
+    is_disturbed = bool(arguments.straggler or arguments.jitter or arguments.share_cards)
+    evaluation = evaluate(problem, plan, folded=not is_disturbed)
+    if is_disturbed:
         evaluation = _disturbed(evaluation, arguments)
     result = report_evaluation(evaluation, dtype=config.train.dtype)
     print(report_text(result))

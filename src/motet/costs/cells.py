@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.arrays import Floats, Ints
 from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import LayerCost, total
 from motet.costs.load import Load, microbatch_load
@@ -84,9 +84,10 @@ class Cells:
             self._outputs[module] = [sample.num_outputs(self.owner(module)) for sample in self.samples]
         return self._outputs[module]
 
-    @cached_property
-    def model_flops(self) -> float:
-        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count."""
+    def model_flops(self, weights: Floats | None = None) -> float:
+        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count.
+
+        `weights`: for how many cells each cell stands; None: for itself."""
         known: dict[LayerShape, LayerCost] = {}
         terms = []
         for kind in self.kinds:
@@ -99,7 +100,8 @@ class Cells:
                 )
                 parts.append(known[layer].forward.plus(backward).times(count))
             terms.append(total([] if self.plan.modules[kind.module].copy_of is not None else parts))
-        pairs, counts = np.unique(np.stack([self.kind, self.load]), axis=1, return_counts=True)
+        pairs, place = np.unique(np.stack([self.kind, self.load]), axis=1, return_inverse=True)
+        counts = np.bincount(place.reshape(-1), weights)
         return sum(
             count * terms[kind].seconds(self.loads[load])
             for (kind, load), count in zip(pairs.T.tolist(), counts.tolist(), strict=True)

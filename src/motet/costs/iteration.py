@@ -286,11 +286,6 @@ class IterationCosts:
         """For each layer of the cell's stage, what its backward computes."""
         return self.cells.kind_of(cell).gradients
 
-    @property
-    def model_flops(self) -> float:
-        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count."""
-        return self.cells.model_flops
-
     def _sum_stage(self, kind: CellKind) -> _StageCosts:
         name, stage, gradients, _ = kind
         costs = self.table.of(

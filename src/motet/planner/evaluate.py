@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import RESERVE
 from motet.data.assignment import contiguous_assignment
@@ -13,6 +15,7 @@ from motet.schedule.generators import GENERATORS, SPLIT_BACKWARDS
 from motet.schedule.lower import Program
 from motet.schedule.program import make_program
 from motet.schedule.routes import derive_routes
+from motet.simulator.alike import fold
 from motet.simulator.lower_bound import lower_bound_s
 from motet.simulator.simulate import SimulationResult, simulate
 
@@ -71,16 +74,29 @@ class Evaluation:
         peak = self.problem.cluster.device.peak_flops.get(dtype)
         if peak is None or self.problem.cluster.device.name == "cpu":
             return None
-        return self.costs.model_flops / (self.iteration_time_s * self.plan.num_ranks * peak)
+        return self._model_flops() / (self.iteration_time_s * self.plan.num_ranks * peak)
+
+    def _model_flops(self) -> float:
+        if self.result.folding is None:
+            return self.costs.cells.model_flops()
+        copies, routes = self.result.folding.copies, self.costs.routes
+        weights = np.array([len(copies[stage.module, stage.replica]) for stage in routes.stages], dtype=float)
+        return self.costs.cells.model_flops(weights[routes.cell_stage])
 
 
-def evaluate(problem: PlanningProblem, plan: Plan) -> Evaluation:
-    """Raises `ValueError` if the plan is not one of this problem's model, or its schedule is not known."""
+def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Evaluation:
+    """`folded`: pipelines that are alike are simulated once (`motet.simulator.alike`), where ranks share no cores.
+
+    Raises `ValueError` if the plan is not one of this problem's model, or its schedule is not known."""
     check_same_model(problem, plan)
     if plan.schedule not in GENERATORS:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
     samples = problem.samples
-    routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
+    assignment, folding = contiguous_assignment(plan, samples), None
+    if folded and problem.num_cores is None:
+        folding = fold(plan, assignment, samples, problem.cluster.node)
+        assignment = folding.assignment
+    routes = derive_routes(plan, assignment, samples)
     costs = IterationCosts(
         routes,
         samples,
@@ -90,7 +106,8 @@ def evaluate(problem: PlanningProblem, plan: Plan) -> Evaluation:
         memory=problem.memory,
     )
     program = make_program(plan.schedule, routes, costs.compute_s, memory=costs.memory_limit())
-    return Evaluation(problem, plan, program, costs, simulate(program, costs, num_cores=problem.num_cores))
+    result = simulate(program, costs, num_cores=problem.num_cores, folding=folding)
+    return Evaluation(problem, plan, program, costs, result)
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:

@@ -10,7 +10,6 @@ from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.remedies import remedies
 from motet.schedule.action import Compute, Kind
-from motet.schedule.routes import Cell
 
 
 def report(
@@ -75,23 +74,25 @@ def choice_text(values: Mapping[str, Any]) -> str:
 def _stages(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
     """Each stage's mean over its microbatches."""
     routes, costs = evaluation.program.dependencies.routes, evaluation.costs
-    cells: dict[tuple[str, int, int], list[Cell]] = {}
-    for cell in routes.cells:
-        cells.setdefault(cell[:3], []).append(cell)
+    folding = evaluation.result.folding
+    seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
+    for stage_cells in routes.stages:
+        cells = routes.cells[stage_cells.first : stage_cells.last]
+        forward_s = [costs.compute_s(Compute(Kind.FORWARD, cell)) for cell in cells]
+        backward_s = [
+            costs.compute_s(Compute(Kind.BACKWARD, cell)) if cell in routes.with_backward else 0.0 for cell in cells
+        ]
+        seconds[stage_cells[:3]] = _mean(forward_s), _mean(backward_s)
     for name, r, s, stage in evaluation.plan.stages():
-        members = cells.get((name, r, s), [])
+        replica = (name, r) if folding is None else folding.replica_of[name, r]
+        forward, backward = seconds.get((*replica, s), (0.0, 0.0))
         yield {
             "module": name,
             "replica": r,
             "layers": list(stage.layers),
             "ranks": list(stage.ranks),
-            "forward_s": _mean([costs.compute_s(Compute(Kind.FORWARD, cell)) for cell in members]),
-            "backward_s": _mean(
-                [
-                    costs.compute_s(Compute(Kind.BACKWARD, cell)) if cell in routes.with_backward else 0.0
-                    for cell in members
-                ]
-            ),
+            "forward_s": forward,
+            "backward_s": backward,
         }
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.data.assignment import BatchAssignment
 from motet.plan import Plan
 from motet.schedule.routes import Cell, Routes, StageCells
 
@@ -110,6 +111,58 @@ def shares_ranks(routes: Routes) -> bool:
             return True
         seen.update(stage.ranks)
     return False
+
+
+ReplicaKey = tuple[str, int]
+"""Module and replica."""
+
+
+def pipelines(plan: Plan, assignment: BatchAssignment) -> list[list[ReplicaKey]]:
+    """The replicas that hang together, by what they hand on to each other or by shared ranks: each pipeline's in the
+    order of the plan. What one pipeline does, no other one waits for until gradients are reduced."""
+    keys = [(name, r) for name, module in plan.modules.items() for r in range(len(module.replicas))]
+    parent = {key: key for key in keys}
+
+    def root(key: ReplicaKey) -> ReplicaKey:
+        while parent[key] != key:
+            parent[key] = key = parent[parent[key]]
+        return key
+
+    on_rank: dict[int, ReplicaKey] = {}
+    for name, r, _, stage in plan.stages():
+        for rank in stage.ranks:
+            other = on_rank.setdefault(rank, (name, r))
+            if other != (name, r):
+                parent[root((name, r))] = root(other)
+    for edge in plan.edges:
+        producer = {
+            i: (edge.source, r)
+            for r, microbatches in enumerate(assignment.microbatches[edge.source])
+            for microbatch in microbatches
+            for i in microbatch
+        }
+        for r, microbatches in enumerate(assignment.microbatches[edge.target]):
+            for source in {producer[i] for microbatch in microbatches for i in microbatch if i in producer}:
+                parent[root((edge.target, r))] = root(source)
+    groups: dict[ReplicaKey, list[ReplicaKey]] = defaultdict(list)
+    for key in keys:
+        groups[root(key)].append(key)
+    return list(groups.values())
+
+
+def pipeline_numbers(routes: Routes) -> dict[ReplicaKey, int]:
+    """The number of the pipeline that each replica belongs to."""
+    return {key: i for i, members in enumerate(pipelines(routes.plan, routes.assignment)) for key in members}
+
+
+def most_actions(routes: Routes) -> int:
+    """Forwards and whole backwards of the pipeline that has most."""
+    number = pipeline_numbers(routes)
+    counts: dict[int, int] = Counter()
+    for stage in routes.stages:
+        num_backwards = int(routes.cell_has_backward[stage.first : stage.last].sum())
+        counts[number[stage.module, stage.replica]] += stage.last - stage.first + num_backwards
+    return max(counts.values(), default=0)
 
 
 GroupsOfReplica = dict[tuple[str, int], list[tuple[int, ...]]]

@@ -7,7 +7,7 @@ just arrived. So one of them is given its microbatches, and the others none (a m
 actions), and what is seen on its ranks holds for theirs.
 
 Limits: the costs of a pipeline may depend on nothing else (`motet.costs` keeps to that); all ranks compute equally
-fast. Schedules must not let one pipeline's order depend on another's: the list scheduler, where a limit blocks it, may.
+fast. Schedules must not let one pipeline's order depend on another's; ours do not.
 """
 
 from collections import defaultdict
@@ -21,9 +21,7 @@ from motet.arrays import Ints
 from motet.data.assignment import BatchAssignment
 from motet.data.sample import Sample
 from motet.plan import Plan
-
-ReplicaKey = tuple[str, int]
-"""Module and replica."""
+from motet.schedule.stage_graph import ReplicaKey, pipelines
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +52,7 @@ def fold(
     rank_of = np.arange(plan.num_ranks)
     replica_of: dict[ReplicaKey, ReplicaKey] = {}
     first_alike: dict[Hashable, tuple[list[ReplicaKey], list[int]]] = {}
-    for members in _pipelines(plan, assignment, samples):
+    for members in pipelines(plan, assignment):
         form, ranks = _form(plan, assignment, members, kinds, node)
         replicas, like_ranks = first_alike.setdefault(form, (members, ranks))
         rank_of[ranks] = like_ranks
@@ -77,38 +75,6 @@ def _kinds_of_samples(samples: Sequence[Sample]) -> list[int]:
         key = (tuple(sorted(sample.layouts.items())), tuple(sorted(sample.num_loss_tokens.items())))
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
-
-
-def _pipelines(plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample]) -> list[list[ReplicaKey]]:
-    """The replicas that hang together, each pipeline's in the order of the plan."""
-    keys = [(name, r) for name, module in plan.modules.items() for r in range(len(module.replicas))]
-    parent = {key: key for key in keys}
-
-    def root(key: ReplicaKey) -> ReplicaKey:
-        while parent[key] != key:
-            parent[key] = key = parent[parent[key]]
-        return key
-
-    on_rank: dict[int, ReplicaKey] = {}
-    for name, r, _, stage in plan.stages():
-        for rank in stage.ranks:
-            other = on_rank.setdefault(rank, (name, r))
-            if other != (name, r):
-                parent[root((name, r))] = root(other)
-    for edge in plan.edges:
-        producer = {
-            i: (edge.source, r)
-            for r, microbatches in enumerate(assignment.microbatches[edge.source])
-            for microbatch in microbatches
-            for i in microbatch
-        }
-        for r, microbatches in enumerate(assignment.microbatches[edge.target]):
-            for source in {producer[i] for microbatch in microbatches for i in microbatch if i in producer}:
-                parent[root((edge.target, r))] = root(source)
-    groups: dict[ReplicaKey, list[ReplicaKey]] = defaultdict(list)
-    for key in keys:
-        groups[root(key)].append(key)
-    return list(groups.values())
 
 
 def _form(

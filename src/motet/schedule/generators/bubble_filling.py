@@ -27,11 +27,11 @@ from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.order import iteration_s
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
-from motet.schedule.stage_graph import microbatches_in_flight
+from motet.schedule.stage_graph import microbatches_in_flight, most_actions
 from motet.schedule.validate import liveness
 
 MAX_LISTED = 2000
-"""Actions, up to which list scheduling is tried too: it takes longer than all the rest, and is seldom better."""
+"""Actions of one pipeline, up to which list scheduling is tried too: it takes longer and is seldom better."""
 LATENESS = (0.0, 1.0)
 """Tried beside the default."""
 
@@ -48,7 +48,7 @@ def bubble_filling(routes: Routes, costs: Durations | None = None, *, memory: Me
     # Of equals the usual warm-up is taken: it leaves more time for messages.
     bubbles = BubblesToFill(dependencies, adjusted, duration_s, memory)
     time_s, clock = min(best, _best(bubbles, [best[1].policy]), key=itemgetter(0))
-    if len(bubbles.tables.present) > MAX_LISTED:
+    if most_actions(routes) > MAX_LISTED:
         return clock.schedule()
     listed = list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
     return listed if iteration_s(listed, dependencies, duration_s) < time_s else clock.schedule()

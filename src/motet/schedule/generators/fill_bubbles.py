@@ -9,11 +9,11 @@ same ranks) have none. When ranks are free
    known when the given order can go on, only one that does not end much later (`lateness`).
 
 Nothing deadlocks: the given order waits for filling forwards only, these wait for no more than their own producers, and
-when nothing runs every action that is ready may begin.
+when nothing of a pipeline (replicas that hang together) runs, every action of it that is ready may begin.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from math import inf
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from motet.schedule.generators.action_tables import ActionTables
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
+from motet.schedule.stage_graph import pipeline_numbers
 
 
 class Policy(NamedTuple):
@@ -87,6 +88,8 @@ class BubblesToFill:
         ]
         backwards = KINDS.index(Kind.BACKWARD) * routes.num_cells + np.flatnonzero(routes.cell_has_backward)
         self.tables = ActionTables(dependencies, np.concatenate([np.arange(routes.num_cells), backwards]), duration_s)
+        number = pipeline_numbers(routes)
+        self.pipeline_of_stage = [number[stage.module, stage.replica] for stage in routes.stages]
         self.needs = _needs(routes, self.is_given)
         self.sizes, self.room = self._memory(memory, given)
 
@@ -140,21 +143,28 @@ class FillingClock:
         self.lists: list[list[int]] = [[] for _ in range(num_units)]
         self.running: list[tuple[float, int, int]] = []
         self.num_started = 0
+        self.num_running = [0] * (1 + max(bubbles.pipeline_of_stage, default=0))
+        """Actions of each pipeline."""
 
     def run(self) -> float:
         """The iteration's time in seconds."""
         for action in self.tables.present:
             if not self.missing[action]:
                 self._push(action)
-        now, touched = 0.0, set(range(len(self.busy)))
+        now, touched, pipelines = 0.0, set(range(len(self.busy))), set(self.bubbles.pipeline_of_stage)
         while True:
             self._dispatch(now, touched)
-            if not self.running and not self._let_one_through(now):
+            stalled = {pipeline for pipeline in pipelines if not self.num_running[pipeline]}
+            if stalled:
+                self._let_one_through_each(now, stalled)
+            if not self.running:
                 break
             now = self.running[0][0]
-            touched = set()
+            touched, pipelines = set(), set()
             while self.running and self.running[0][0] == now:
-                touched |= self._finish(heapq.heappop(self.running)[2])
+                action = heapq.heappop(self.running)[2]
+                touched |= self._finish(action)
+                pipelines.add(self._pipeline(action))
         assert self.num_started == len(self.tables.present), "work is left, but nothing is ready"
         return now
 
@@ -231,12 +241,17 @@ class FillingClock:
         given = self.bubbles.given[group]
         return given[self.position[group]] if self.position[group] < len(given) else None
 
-    def _let_one_through(self, now: float) -> bool:
-        """Starts the forward that is needed first in spite of the limit in bytes; False if there is none."""
-        held_back = [queue[0] for queue in self.forwards if queue]
-        if held_back:
-            self._start(now, min(held_back)[1])
-        return bool(held_back)
+    def _let_one_through_each(self, now: float, stalled: Set[int]) -> None:
+        """Starts, in spite of the limit in bytes, the forward that each of these pipelines needs first, if any."""
+        first: dict[int, tuple[int, int]] = {}
+        for queue in self.forwards:
+            if queue and (pipeline := self._pipeline(queue[0][1])) in stalled:
+                first[pipeline] = min(queue[0], first.get(pipeline, queue[0]))
+        for _, action in first.values():
+            self._start(now, action)
+
+    def _pipeline(self, action: int) -> int:
+        return self.bubbles.pipeline_of_stage[self.bubbles.cell_stage[action % self.bubbles.num_cells]]
 
     def _start(self, now: float, action: int) -> None:
         cell = action % self.bubbles.num_cells
@@ -255,6 +270,7 @@ class FillingClock:
             if not self.bubbles.is_given[stage]:
                 self.bytes_held[unit] += self.bubbles.sizes[cell] * (1 if is_forward else -1)
         self.num_started += 1
+        self.num_running[self.bubbles.pipeline_of_stage[stage]] += 1
         end_s = now + self.tables.seconds[action]
         for value in self.tables.writes[action]:
             self.written_at[value] = end_s
@@ -263,6 +279,7 @@ class FillingClock:
     def _finish(self, action: int) -> set[int]:
         """Hands on what the action wrote; returns the units that may have something to start."""
         units = self.bubbles.units
+        self.num_running[self._pipeline(action)] -= 1
         touched = set(units[self.bubbles.cell_stage[action % self.bubbles.num_cells]])
         for unit in touched:
             self.busy[unit] = False

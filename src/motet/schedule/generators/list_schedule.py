@@ -7,15 +7,16 @@ has fewer microbatches in flight than it needs, and its ranks hold fewer bytes t
 *is* 1F1B; backward first is not.
 
 Valid by construction: an action begins only when all that it reads is written, so the order in which actions begin is
-a witness. Limits cannot deadlock it either: when nothing runs, all ranks are free and every ready backward would have
-begun, so if work is left, some forward is ready and held back by a limit alone; the most urgent one is let through.
+a witness. Limits cannot deadlock it either: when nothing of a pipeline (replicas that hang together) runs, all of its
+ranks are free and every ready backward would have begun, so if work is left, some forward is ready and held back by a
+limit alone; the most urgent one is let through. So no pipeline's order depends on another's.
 
 Limits: greedy, hence not optimal; backwards are not split.
 """
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from motet.schedule.action import Compute, Durations, Kind, unit_duration
 from motet.schedule.dependencies import Dependencies, Value
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
-from motet.schedule.stage_graph import StageKey, due_microbatches, stage_of
+from motet.schedule.stage_graph import StageKey, due_microbatches, pipeline_numbers, stage_of
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ class _Clock:
         self.lists: list[list[Compute]] = [[] for _ in range(routes.plan.num_ranks)]
         self.running: list[tuple[float, int, Compute]] = []
         self.num_started = 0
+        number = pipeline_numbers(routes)
+        self.pipeline = {key: number[key.module, key.replica] for key in self.ranks}
+        self.num_running = [0] * (1 + max(number.values()))
+        """Actions of each pipeline."""
 
     def _urgencies(self) -> dict[Compute, Urgency]:
         due = due_microbatches(self.routes)
@@ -137,15 +142,20 @@ class _Clock:
         for action in self.actions:
             if self.reads_missing[action] == 0:
                 self._push(action)
-        now, idle = 0.0, set(range(len(self.busy)))
+        now, idle, touched = 0.0, set(range(len(self.busy))), set(self.pipeline.values())
         while True:
             self._dispatch(now, idle)
-            if not self.running and not self._let_one_through(now):
+            stalled = {pipeline for pipeline in touched if not self.num_running[pipeline]}
+            if stalled:
+                self._let_one_through_each(now, stalled)
+            if not self.running:
                 break
             now = self.running[0][0]
-            idle = set()
+            idle, touched = set(), set()
             while self.running and self.running[0][0] == now:
-                idle |= self._finish(heapq.heappop(self.running)[2])
+                action = heapq.heappop(self.running)[2]
+                idle |= self._finish(action)
+                touched.add(self.pipeline[stage_of(action.cell)])
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
         return Schedule(tuple(map(tuple, self.lists)))
 
@@ -194,12 +204,15 @@ class _Clock:
         others = (other for other in self.stages_of_rank[rank] if other != stage and not self.holding[other])
         return sum(self.largest[other] for other in others if self.to_save[other])
 
-    def _let_one_through(self, now: float) -> bool:
-        """Starts the most urgent forward in spite of the limits; False if there is none."""
-        held_back = [queue[0] for (_, kind), queue in self.ready.items() if kind is Kind.FORWARD and queue]
-        if held_back:
-            self._start(now, min(held_back)[1])
-        return bool(held_back)
+    def _let_one_through_each(self, now: float, stalled: Set[int]) -> None:
+        """Starts, in spite of the limits, the most urgent forward of each of these pipelines that has one."""
+        most_urgent: dict[int, tuple[Urgency, Compute]] = {}
+        for (stage, kind), queue in self.ready.items():
+            pipeline = self.pipeline[stage]
+            if kind is Kind.FORWARD and queue and pipeline in stalled:
+                most_urgent[pipeline] = min(queue[0], most_urgent.get(pipeline, queue[0]))
+        for _, action in most_urgent.values():
+            self._start(now, action)
 
     def _start(self, now: float, action: Compute) -> None:
         stage = stage_of(action.cell)
@@ -211,6 +224,7 @@ class _Clock:
         if action.kind is Kind.FORWARD:
             self._begin_cell(action.cell, +1)
         self.num_started += 1
+        self.num_running[self.pipeline[stage]] += 1
         heapq.heappush(self.running, (now + self.duration_s(action), self.num_started, action))
 
     def _begin_cell(self, cell: Cell, sign: int) -> None:
@@ -228,6 +242,7 @@ class _Clock:
         """Frees the action's ranks, hands on what it wrote; returns the ranks that may have something to start."""
         stage = stage_of(action.cell)
         touched = set(self.ranks[stage])
+        self.num_running[self.pipeline[stage]] -= 1
         for rank in self.ranks[stage]:
             self.busy[rank] = False
             self.forwards_left[rank] -= action.kind is Kind.FORWARD

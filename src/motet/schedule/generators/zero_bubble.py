@@ -2,7 +2,7 @@
 
 Forwards and input halves stand as in 1F1B and the weight halves fill what would be idle (`fill_weights`). A stage with
 d stages between it and the sink begins with d forwards in H1, as in 1F1B, and with 2 d in H2. What a rank may hold is
-what its module's first stage holds: P microbatches in H1, as many as 1F1B's first rank does, and 2 P - 1 in H2.
+what its replica's first stage holds: P microbatches in H1, as many as 1F1B's first rank does, and 2 P - 1 in H2.
 
 With F, I and W on P equal stages, H1 leaves a rank at most (P - 1)(F + I - W) idle between its first and its last
 action, if W <= F; 1F1B leaves (P - 1)(F + I + W). H2 leaves nothing where F = I = W. An iteration of H2 is then *not*
@@ -50,15 +50,16 @@ def _zero_bubble(
         in_flight = {stage: forwards_per_stage * (n - 1) + 1 for stage, n in microbatches_in_flight(routes).items()}
         return split(routes, list_schedule(routes, costs, in_flight=in_flight, memory=memory), costs, memory)
     distances = distances_to_sink(routes)
-    of_module: dict[str, int] = {}
+    of_replica: dict[tuple[str, int], int] = {}
     order: dict[Group, Ints] = {}
     may_hold: dict[Group, int] = {}
     for stage in routes.stages:
         num_warm_up = forwards_per_stage * distances[StageKey(*stage[:3])]
-        # Stages come in topological order: a module's first one, which holds most, before the others.
-        of_module[stage.module] = max(of_module.get(stage.module, 0), 1 + num_warm_up)
+        # Stages come in topological order: a replica's first one, which holds most, before the others.
+        replica = stage.module, stage.replica
+        of_replica[replica] = max(of_replica.get(replica, 0), 1 + num_warm_up)
         order[stage.planned.ranks] = one_group(routes, [stage], num_warm_up)
-        may_hold[stage.planned.ranks] = of_module[stage.module]
+        may_hold[stage.planned.ranks] = of_replica[replica]
     return fill_weights(routes, order, costs, may_hold=may_hold)
 
 

@@ -1,0 +1,44 @@
+"""What a plan would do is the same whether pipelines that are alike are simulated once or one by one."""
+
+from dataclasses import replace
+
+import pytest
+from small_problem import sample, small_problem
+
+from motet.planner import PLANNERS, Degrees, make_plan
+from motet.planner.evaluate import evaluate
+from motet.planner.report import report_evaluation
+from motet.schedule.generators import GENERATORS
+
+
+def four_pipelines(**options):
+    """Four of them on three devices each; the samples of the last one have no sound."""
+    problem = small_problem(num_devices=12, dp_sizes=(4,), **options)
+    samples = [sample(i, sound=i < 12) for i in range(16)]
+    return replace(problem, samples=tuple(samples), num_cores=None)
+
+
+@pytest.mark.parametrize("schedule", GENERATORS)
+def test_folded_and_whole_tell_the_same(schedule):
+    problem = four_pipelines()
+    degrees = {name: Degrees(dp=4) for name in problem.modules}
+    plan = replace(make_plan(problem, "explicit", degrees=degrees), schedule=schedule)
+    folded, whole = evaluate(problem, plan), evaluate(problem, plan, folded=False)
+    assert set(folded.result.folding.replica_of.values()) == {(name, r) for name in problem.modules for r in (0, 3)}
+    expected = report_evaluation(whole, dtype="float32")
+    found = report_evaluation(folded, dtype="float32")
+    for key in ("bubble_fraction", "time_shares_s"):
+        assert found.pop(key) == pytest.approx(expected.pop(key))
+    assert found == expected
+    gpu = replace(problem, cluster=replace(problem.cluster, device=replace(problem.cluster.device, name="gpu")))
+    assert replace(folded, problem=gpu).mfu("float32") == pytest.approx(replace(whole, problem=gpu).mfu("float32"))
+
+
+def test_planners_plans_too():
+    problem = four_pipelines()
+    for name in ("optimus", "disttrain", "megatron_balanced", "encoders_replicated"):
+        plan = PLANNERS[name](problem)
+        folded, whole = evaluate(problem, plan), evaluate(problem, plan, folded=False)
+        assert folded.iteration_time_s == pytest.approx(whole.iteration_time_s, rel=1e-12)
+        assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
+        assert folded.lower_bound_s == pytest.approx(whole.lower_bound_s, rel=1e-12)
