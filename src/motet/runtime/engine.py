@@ -21,6 +21,7 @@ from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.local_program import LocalProgram, local_program
+from motet.runtime.loss_runner import LossRunner
 from motet.runtime.mesh import build_mesh
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute
@@ -83,7 +84,7 @@ class Engine:
         mesh = build_mesh(plan, timeout)
         self.model = LocalModel(plan, mesh, make_stage)
         runners = {
-            key: StageRunner(
+            key: (LossRunner if plan.modules[key[0]].kind == "loss" else StageRunner)(
                 key[0],
                 plan.modules[key[0]],
                 plan.modules[key[0]].replicas[key[1]].stages[key[2]],

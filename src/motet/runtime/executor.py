@@ -103,7 +103,9 @@ class Executor:
     def _forward(self, action: Compute) -> None:
         cell = action.cell
         runner = self.runners[cell[:3]]
-        inputs = {route: self._take(route, Activation) for route in self._routes.incoming[cell]}
+        inputs = {
+            route: self._take(route, Activation) for route in self._routes.incoming[cell] if runner.receives(route)
+        }
         if self._seed is not None:
             self._seed_dropout(cell)
         with self.measured(str(action), action.kind.value):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel
+from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage
 from motet.models.language_model_stage import LanguageModelStage
 from motet.models.shards import Shard
@@ -173,7 +174,7 @@ class LocalModel:
 
 def share_context(stage: StageModule, cp: ContextParallel) -> None:
     """Raises `UserError` if the stage cannot hold a share of its tokens only."""
-    assert isinstance(stage, LanguageModelStage | EncoderStage)
+    assert isinstance(stage, LanguageModelStage | EncoderStage | ContrastiveStage)
     stage.share_context(cp)
 
 

@@ -19,7 +19,7 @@ from motet.schedule.routes import Cell, Route, Routes
 
 
 @dataclass
-class _Saved:
+class Saved:
     """What a forward leaves for its backward and for the routes that carry its output on."""
 
     inputs: dict[Route, Tensor]
@@ -59,7 +59,7 @@ class StageRunner:
         make_splittable(cast(nn.Module, module))
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
         self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
-        self._saved: dict[Cell, _Saved] = {}
+        self._saved: dict[Cell, Saved] = {}
         self._half_done: dict[Cell, SplitBackward] = {}
         """Of the cells whose input half has run."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -76,6 +76,10 @@ class StageRunner:
     def reports_loss(self, rank: int) -> bool:
         """Whether `rank` is the one of the stage's group whose `loss_sum` counts: all members have the same."""
         return self._loss_weight != 0 and rank == self.stage.ranks[0]
+
+    def receives(self, route: Route) -> bool:
+        """Whether what a route into this stage carries comes to this rank."""
+        return True
 
     def input_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route brings to this stage (and of the gradient that goes back)."""
@@ -95,7 +99,7 @@ class StageRunner:
         plan = self._routes.plan
         target = plan.modules[route.target.module]
         cp_size = self._routes.stage(route.target).cp_size
-        if cp_size == 1 or route.source.module == route.target.module:
+        if cp_size == 1 or target.kind == "loss" or route.source.module == route.target.module:
             return None
         members = self._routes.samples(route.target)
         return held_outputs(
@@ -137,7 +141,7 @@ class StageRunner:
             if self._loss_weight:
                 self.loss_sum += output.detach()
                 loss = output * self._loss_scale
-        self._saved[cell] = _Saved(leaves, output, loss, split)
+        self._saved[cell] = Saved(leaves, output, loss, split)
         if not keeps_graph and not self._routes.outgoing[cell]:
             del self._saved[cell]
 

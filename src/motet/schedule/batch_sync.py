@@ -1,0 +1,55 @@
+"""Who puts what into a contrastive loss: the rows of its similarity matrix as its group shares them.
+
+The loss is one action of all ranks that make its features (DistMM section 5.4, batch-sync). Each of them puts in what it
+has made itself: the ranks of a tower's last stage share the samples of a route evenly, so nothing is sent into the loss.
+What the group exchanges within the action is up to `motet.models.contrastive_stage`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.arrays import Ints
+from motet.data.assignment import split_evenly
+from motet.schedule.routes import Cell, Route, Routes
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Of one contrastive batch of `num_samples` samples, which count from 0 here."""
+
+    num_samples: int
+    places: Mapping[str, Sequence[Ints]]
+    """For each tower and member of the group: the samples whose features it puts in, ascending."""
+    with_gradient: frozenset[str]
+    """The towers whose features get a gradient."""
+
+
+def samples_of_ranks(routes: Routes, route: Route) -> dict[int, tuple[int, ...]]:
+    """Of a route into a loss: the samples (indices into the global batch) that each rank of its source puts in."""
+    ranks = routes.stage(route.source).ranks
+    return dict(zip(ranks, split_evenly(route.samples, len(ranks)), strict=True))
+
+
+def shares(routes: Routes, cell: Cell) -> Shares:
+    """Of a loss's cell."""
+    members = routes.samples(cell)
+    place = {sample: i for i, sample in enumerate(members)}
+    ranks = routes.stage(cell).ranks
+    held: dict[str, list[list[int]]] = {
+        edge.source: [[] for _ in ranks] for edge in routes.plan.edges if edge.target == cell.module
+    }
+    for route in routes.incoming[cell]:
+        for rank, samples in samples_of_ranks(routes, route).items():
+            held[route.source.module][ranks.index(rank)] += [place[i] for i in samples]
+    return Shares(
+        num_samples=len(members),
+        places={name: [np.array(sorted(own), dtype=np.int64) for own in of_all] for name, of_all in held.items()},
+        with_gradient=frozenset(route.source.module for route in routes.incoming[cell] if route.carries_gradient),
+    )
+
+
+def whole(num_samples: int, towers: Sequence[str], with_gradient: frozenset[str]) -> Shares:
+    """All in one process."""
+    return Shares(num_samples, {name: [np.arange(num_samples)] for name in towers}, with_gradient)
