@@ -16,6 +16,9 @@ LayerRange = tuple[int, int]
 
 ModuleKind = Literal["encoder", "language_model", "generator", "tower", "loss"]
 
+CONTRASTIVE = "contrastive"
+"""What the contrastive loss is called among the modules."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

@@ -57,7 +57,12 @@ class ContrastiveStage(nn.Module):
     layers = (0, 1)
 
     def __init__(
-        self, kind: LossKind, pairs: Sequence[Pair], width: int, logit_scale: nn.Parameter, logit_bias: nn.Parameter | None
+        self,
+        kind: LossKind,
+        pairs: Sequence[Pair],
+        width: int,
+        logit_scale: nn.Parameter,
+        logit_bias: nn.Parameter | None,
     ) -> None:
         super().__init__()
         self.kind, self.pairs = kind, tuple(pairs)
@@ -180,9 +185,7 @@ class RowExchange:
         return whole
 
     def _add(self, operation: Any, tensor: Tensor, member: int) -> None:
-        self._operations.append(
-            dist.P2POp(operation, tensor, group=self._cp.group, tag=self._tag, group_peer=member)
-        )
+        self._operations.append(dist.P2POp(operation, tensor, group=self._cp.group, tag=self._tag, group_peer=member))
 
     def finish(self) -> None:
         for work in dist.batch_isend_irecv(self._operations) if self._operations else ():

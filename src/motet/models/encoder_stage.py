@@ -81,6 +81,9 @@ class EncoderStage(nn.Module):
         feature_layer = getattr(modality_module, "feature_layer", None)
         self._num_running_blocks = num_running_blocks(modality_module.module, feature_layer)
         self._runs_head = feature_layer is None
+        self._pooling = getattr(modality_module, "pooling", None)
+        if self._pooling is not None and self.family.pool is None:
+            raise UserError(f"towers: {self.family.model_class} has no features of a whole item; take another encoder")
         self._is_last = layers[1] == num_layers
         self._has_projector = modality_module.projector is not None
         self._preprocess = modality_module.preprocess_callback
@@ -243,7 +246,9 @@ class EncoderStage(nn.Module):
         """[sum of num_tokens, hidden_size] -> what the layouts hand on of it."""
         if self._runs_head:
             groups = self._groups(hidden, samples)
-            finished = [self.family.finish(self.module, self._arrange(r, len(g)), g) for g, r in groups]
+            finished = [
+                self._pooled(self.family.finish(self.module, self._arrange(r, len(g)), g), g) for g, r in groups
+            ]
             hidden = torch.cat([group.reshape(-1, group.shape[-1]) for group in finished])
         return self._select(hidden, samples)
 
@@ -263,10 +268,18 @@ class EncoderStage(nn.Module):
                 else:
                     group = block(group, **arguments(index))
             if self.holds(self._head_layer) and self._runs_head:
-                group = self.family.finish(self.module, group, grids)
+                group = self._pooled(self.family.finish(self.module, group, grids), grids)
             outputs.append(group.reshape(-1, group.shape[-1]))
         hidden = torch.cat(outputs)
         return self._select(hidden, samples) if self.holds(self._head_layer) else hidden
+
+    def _pooled(self, group: Tensor, grids: Grids) -> Tensor:
+        """What a tower hands on of its items' features: one vector of each, or that before all of them."""
+        if self._pooling is None:
+            return group
+        assert self.family.pool is not None
+        pooled = self.family.pool(self.module, group, grids)[:, None]
+        return pooled if self._pooling == "alone" else torch.cat([pooled, group], dim=1)
 
     def _hand_on(self, hidden: Tensor, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
         """The callbacks after the head and after the projector, and the projector between them, sample by sample."""
@@ -290,7 +303,7 @@ class EncoderStage(nn.Module):
     def _project(self, outputs: list[Tensor]) -> list[Tensor]:
         """The user's own projectors may mix a sample's tokens, so they see one sample at a time."""
         assert self.projector is not None
-        if type(self.projector) in PROJECTORS.values():
+        if type(self.projector) in PROJECTORS.values() or isinstance(self.projector, nn.Linear):
             return list(self.projector(torch.cat(outputs)).split([len(output) for output in outputs]))
         return [_tensor(self.projector(output)) for output in outputs]
 
@@ -314,6 +327,8 @@ class EncoderStage(nn.Module):
 
     def _head_outputs(self, samples: Sequence[Sample]) -> list[int]:
         """Tokens of each sample that the head hands on, before the callback after it."""
+        if self._pooling is not None:
+            return self._final_outputs(samples)
         return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
 
     def _projector_inputs(self, samples: Sequence[Sample]) -> list[int]:
@@ -328,6 +343,8 @@ class EncoderStage(nn.Module):
 
     def _select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
         """Of each tile's features, those that the layout hands on."""
+        if self._pooling is not None:
+            return hidden
         selections = self._selections(samples)
         if all(selection.num_tokens == selection.num_full for selection in selections):
             return hidden

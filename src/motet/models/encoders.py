@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.masking_utils import create_bidirectional_mask
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.models.pixtral.modeling_pixtral import generate_block_attention_mask
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
@@ -71,6 +71,9 @@ class EncoderFamily:
     Whisper, where transformers gives the normed features for the last of `hidden_states`."""
     finish: Callable[[Any, Tensor, Grids], Tensor] = lambda model, hidden, grids: hidden
     """(model, hidden states as arranged, grids) -> all features ("full"), as arranged"""
+    pool: Callable[[Any, Tensor, Grids], Tensor] | None = None
+    """Of towers: (model, all features [items, tokens, width], grids) -> [items, width], what transformers calls
+    `pooler_output`, or the mean over an item where it has none. None: the family cannot be a tower."""
 
     @property
     def has_full_attention(self) -> bool:
@@ -142,6 +145,25 @@ def _embed_clip(model: Any, pixels: Tensor) -> Tensor:
     return model.pre_layrnorm(_embed_interpolated(model, pixels))
 
 
+def _pool_clip(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
+    return model.post_layernorm(hidden[:, 0])
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+def _causal(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
+    mask = create_causal_mask(config=model.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
+    return lambda index: {"attention_mask": mask, "is_causal": True}
+
+
+def _pool_at_end_of_text(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
+    """The grid says where a text ends: (tokens, place of the end-of-text token); without a place, at its last token."""
+    last = hidden.shape[1] - 1
+    places = torch.tensor([grid[1] if len(grid) > 1 else last for grid in grids], device=hidden.device)
+    return hidden[torch.arange(len(hidden), device=hidden.device), places]
+
+
 # Whisper and Qwen2-Audio ----------------------------------------------------------------------------------------------
 
 
@@ -166,6 +188,13 @@ def _mask_padding(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
 
 def _pool(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
     return model.layer_norm(model.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2))
+
+
+def _mean_of_valid_frames(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
+    num_tokens = hidden.shape[1]
+    valid = torch.tensor([(grid[0] + 1) // 2 if grid else num_tokens for grid in grids], device=hidden.device)
+    is_valid = torch.arange(num_tokens, device=hidden.device) < valid[:, None]
+    return (hidden * is_valid[..., None]).sum(1) / valid[:, None]
 
 
 # Pixtral --------------------------------------------------------------------------------------------------------------
@@ -238,6 +267,7 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed=_by_shape(_embed_interpolated),
         block_arguments=_no_mask,
         finish=lambda model, hidden, grids: model.post_layernorm(hidden),
+        pool=lambda model, hidden, grids: model.head(hidden),
     ),
     "clip_vision_model": EncoderFamily(
         model_class="CLIPVisionModel",
@@ -247,6 +277,39 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         head_parts=("post_layernorm",),
         embed=_by_shape(_embed_clip),
         block_arguments=_no_mask,
+        pool=_pool_clip,
+    ),
+    "clip_text_model": EncoderFamily(
+        model_class="CLIPTextModel",
+        feature="input_ids",
+        embed_parts=("embeddings",),
+        blocks="encoder.layers",
+        head_parts=("final_layer_norm",),
+        embed=_by_shape(lambda model, ids: model.embeddings(input_ids=ids)),
+        block_arguments=_causal,
+        finish=lambda model, hidden, grids: model.final_layer_norm(hidden),
+        pool=_pool_at_end_of_text,
+    ),
+    "siglip_text_model": EncoderFamily(
+        model_class="SiglipTextModel",
+        feature="input_ids",
+        embed_parts=("embeddings",),
+        blocks="encoder.layers",
+        head_parts=("final_layer_norm", "head"),
+        embed=_by_shape(lambda model, ids: model.embeddings(input_ids=ids)),
+        block_arguments=_no_mask,
+        finish=lambda model, hidden, grids: model.final_layer_norm(hidden),
+        pool=lambda model, hidden, grids: model.head(hidden[:, -1]),
+    ),
+    "bert": EncoderFamily(
+        model_class="BertModel",
+        feature="input_ids",
+        embed_parts=("embeddings",),
+        blocks="encoder.layer",
+        head_parts=("pooler",),
+        embed=_by_shape(lambda model, ids: model.embeddings(input_ids=ids)),
+        block_arguments=_no_mask,
+        pool=lambda model, hidden, grids: model.pooler(hidden),
     ),
     "dinov2": EncoderFamily(
         model_class="Dinov2Model",
@@ -257,6 +320,7 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed=_by_shape(lambda model, pixels: model.embeddings(pixels)),
         block_arguments=_no_mask,
         finish=lambda model, hidden, grids: model.layernorm(hidden),
+        pool=lambda model, hidden, grids: hidden[:, 0],
     ),
     "qwen2_5_vl_vision": EncoderFamily(
         model_class="Qwen2_5_VisionTransformerPretrainedModel",
@@ -296,6 +360,7 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed=_by_shape(_embed_mel),
         block_arguments=_no_mask,
         finish=lambda model, hidden, grids: model.layer_norm(hidden),
+        pool=_mean_of_valid_frames,
     ),
     "qwen2_audio_encoder": EncoderFamily(
         model_class="Qwen2AudioEncoder",

@@ -61,6 +61,8 @@ class ModalityModule(nn.Module):
         self.module: Any = model
         self.feature_layer = feature_layer
         self.feature_select = feature_select
+        self.pooling: Literal["alone", "first"] | None = None
+        """Of towers: hand on one vector of each item, or that and then all of its features."""
         given = projector if projector is not None else proj
         self.projector = given if isinstance(given, nn.Module) else None
         self.projector_kind = given if isinstance(given, str) else None

@@ -161,6 +161,16 @@ SHARDS: Mapping[str, FamilyShards] = {
     ),
     "siglip_vision_model": _CLIP,
     "clip_vision_model": _CLIP,
+    "clip_text_model": _CLIP,
+    "siglip_text_model": _CLIP,
+    "bert": FamilyShards(
+        layers="encoder.layer",
+        column=_columns("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+        row=("attention.output.dense", "output.dense"),
+        regions=("attention.self", "intermediate"),
+        counts=("attention.self.num_attention_heads", "attention.self.all_head_size"),
+        must_divide=_named("num_attention_heads", "intermediate_size"),
+    ),
     "dinov2": FamilyShards(
         layers="encoder.layer",
         column=_columns(

@@ -10,6 +10,7 @@ positions and masks derive from:
 | Pixtral | (patch rows, patch columns) | rows x columns | the same |
 | Qwen2.5-VL vision | (frames, patch rows, patch columns) | their product | divided by spatial_merge_size squared |
 | Whisper | (valid mel frames,) | max_source_positions | half of the valid frames / of all frames |
+| CLIP, SigLIP and BERT text | (tokens, place of the end-of-text token) | tokens | the same |
 | Qwen2-Audio | (valid mel frames,) | max_source_positions | a quarter of the valid frames / of all frames |
 
 An empty grid means the configuration's own image size or clip length, where it has one. What a layout's
@@ -206,6 +207,18 @@ def _count_whisper(config: Config, grid: tuple[int, ...]) -> TokenCounts:
     return TokenCounts(positions, (_valid_frames(config, grid, minimum=1) + 1) // 2, positions)
 
 
+def _count_text(config: Config, grid: tuple[int, ...]) -> TokenCounts:
+    """`max_position_embeddings` tokens if the grid is empty; the place in the grid may be left out."""
+    most = config_value(config, "max_position_embeddings")
+    num_tokens = grid[0] if grid else most
+    if not 1 <= num_tokens <= most or (len(grid) > 1 and not 0 <= grid[1] < num_tokens):
+        raise UserError(
+            f"layout: {_model_type(config)} needs a grid (tokens, place of the end-of-text token) of at most {most} "
+            f"tokens, not {grid}; shorten the text"
+        )
+    return TokenCounts(num_tokens, num_tokens, num_tokens)
+
+
 def _count_qwen2_audio(config: Config, grid: tuple[int, ...]) -> TokenCounts:
     positions = config_value(config, "max_source_positions")
     # A second convolution of stride 2, then a pooling of width and stride 2 that drops an odd last one.
@@ -221,8 +234,17 @@ _GRID_FROM = {
 """Of the families whose grid does not come from the image's size: which argument of `grid_of` it comes from."""
 
 
+def reads_text(config: Config) -> bool:
+    """Whether it is a text encoder, which takes token ids."""
+    return _COUNTERS[_model_type(config)] is _count_text
+
+
 def modality_of(config: Config) -> Literal["image", "audio"]:
-    """What the encoder takes."""
+    """What the encoder takes. Raises `UserError` for one of text."""
+    if reads_text(config):
+        raise UserError(
+            f"encoder: {_model_type(config)} reads text; it can be a tower, but no language model's encoder"
+        )
     return "audio" if _GRID_FROM.get(_model_type(config)) == "num_mel_frames" else "image"
 
 
@@ -232,6 +254,9 @@ _COUNTERS: dict[str, Callable[[Config, tuple[int, ...]], TokenCounts]] = {
     "dinov2": _count_patches_and_class_token,
     "qwen2_5_vl_vision": _count_merged_patches,
     "pixtral": _count_ragged_patches,
+    "clip_text_model": _count_text,
+    "siglip_text_model": _count_text,
+    "bert": _count_text,
     "whisper": _count_whisper,
     "qwen2_audio_encoder": _count_qwen2_audio,
 }

@@ -37,9 +37,7 @@ class LossRunner(StageRunner):
             for route, carried in inputs.items()
         }
         with torch.set_grad_enabled(keeps_graph):
-            output = cast(ContrastiveStage, self.module).loss(
-                self._by_tower(cell, leaves), shares(self._routes, cell)
-            )
+            output = cast(ContrastiveStage, self.module).loss(self._by_tower(cell, leaves), shares(self._routes, cell))
             self.loss_sum += output.detach()
             if keeps_graph:
                 self._saved[cell] = Saved(leaves, output, output * self._loss_scale, None)
@@ -47,6 +45,7 @@ class LossRunner(StageRunner):
     def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         """Returns the gradients of what `forward` was given, whole on every rank of their stage."""
         saved = self._saved.pop(cell)
+        assert saved.loss is not None
         torch.autograd.backward([saved.loss])
         exchange = RowExchange(self._cp or ALONE)
         result = {}

@@ -80,7 +80,9 @@ def collect_versions(mine: list[tuple[str, Tensor]], missing: set[str]) -> Versi
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def verify_batch(

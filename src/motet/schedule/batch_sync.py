@@ -1,8 +1,8 @@
 """Who puts what into a contrastive loss: the rows of its similarity matrix as its group shares them.
 
-The loss is one action of all ranks that make its features (DistMM section 5.4, batch-sync). Each of them puts in what it
-has made itself: the ranks of a tower's last stage share the samples of a route evenly, so nothing is sent into the loss.
-What the group exchanges within the action is up to `motet.models.contrastive_stage`.
+The loss is one action of all ranks that make its features (DistMM section 5.4, batch-sync). Each of them puts in what
+it has made itself: the ranks of a tower's last stage share the samples of a route evenly, so nothing is sent into the
+loss. What the group exchanges within the action is up to `motet.models.contrastive_stage`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,166 @@
+"""A contrastive model out of unmodified HuggingFace modules: towers whose features of one sample are to be alike.
+
+CLIP, SigLIP, LiT (one tower frozen), and any number of towers. It runs by itself in one process; the run file's
+`model.towers`, or `motet.runtime.contrastive_module`, distribute it. (DistMM, sections 2.2 and 5.)
+
+A tower is a `ModalityModule`; its projector brings what transformers calls the encoder's `pooler_output` to the width
+that all towers share. What is frozen is said as in `motet.models.multimodal`.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from motet.data.batch import Batch
+from motet.errors import UserError
+from motet.models.contrastive_loss import LossKind
+from motet.models.contrastive_stage import ContrastiveStage, pairs_of
+from motet.models.encoder_stage import EncoderStage, num_encoder_layers
+from motet.models.encoders import family_of
+from motet.models.multimodal import ModalityModule
+from motet.models.projector import projected_size
+from motet.plan import CONTRASTIVE
+from motet.schedule.batch_sync import whole
+
+LOSSES: tuple[LossKind, ...] = ("softmax", "sigmoid")
+
+CLIP_SCALE = math.log(1 / 0.07)
+SIGLIP_SCALE, SIGLIP_BIAS = math.log(10.0), -10.0
+
+
+class ContrastiveLoss(nn.Module):
+    """What is trained of the loss: transformers' `logit_scale` (a logarithm), for the sigmoid loss `logit_bias` too."""
+
+    def __init__(self, kind: LossKind, logit_scale: float | None = None, logit_bias: float | None = None) -> None:
+        super().__init__()
+        if kind not in LOSSES:
+            raise UserError(f"loss: {kind!r} is not known; give one of {', '.join(LOSSES)}")
+        if kind == "softmax" and logit_bias is not None:
+            raise UserError("logit_bias: the softmax loss does not depend on one; leave it out")
+        self.kind = kind
+        default = CLIP_SCALE if kind == "softmax" else SIGLIP_SCALE
+        self.logit_scale = nn.Parameter(torch.tensor(default if logit_scale is None else logit_scale))
+        self.logit_bias: nn.Parameter | None = None
+        if kind == "sigmoid":
+            self.logit_bias = nn.Parameter(torch.tensor(SIGLIP_BIAS if logit_bias is None else logit_bias))
+
+
+class ContrastiveModule(nn.Module):
+    """Towers and their loss.
+
+    Args:
+        towers: by name, each a `ModalityModule` or an encoder that needs no projector.
+        loss: "softmax" (CLIP), "sigmoid" (SigLIP), or a `ContrastiveLoss` with values of your own.
+        width: of the features; None: that of the towers whose projector or encoder says it.
+        anchor: the tower that each other one is compared with; None: all pairs.
+        seed: of projectors given by name.
+    """
+
+    def __init__(
+        self,
+        towers: Mapping[str, nn.Module],
+        loss: LossKind | ContrastiveLoss = "softmax",
+        *,
+        width: int | None = None,
+        anchor: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.pairs = pairs_of(list(towers), anchor)
+        self.towers = nn.ModuleDict(
+            {name: t if isinstance(t, ModalityModule) else ModalityModule(t) for name, t in towers.items()}
+        )
+        self.loss = loss if isinstance(loss, ContrastiveLoss) else ContrastiveLoss(loss)
+        self.anchor = anchor
+        self.is_taken_over = False
+        for i, (name, tower) in enumerate(self.modality_modules().items()):
+            check_tower(name, tower)
+            tower.pooling = "alone"
+            if tower.projector_kind is not None and tower.projector is None:
+                if width is None:
+                    raise UserError(f"width: is missing, but {name}'s projector is to be built; give it")
+                tower.build_projector(width, seed=seed + i)
+        self.width = _common_width(self.modality_modules(), width)
+        dtype = next(self.towers.parameters()).dtype
+        self.loss.to(dtype)
+        self.train()
+
+    def modality_modules(self) -> dict[str, ModalityModule]:
+        """The towers by name."""
+        return dict(self.towers.items())  # type: ignore[arg-type]
+
+    def parts(self) -> dict[str, nn.Module]:
+        """By name: `image.module`, `image.projector`, ..., `contrastive.module`."""
+        return {
+            **{
+                f"{name}.{part}": module
+                for name, t in self.modality_modules().items()
+                for part, module in t.parts().items()
+            },
+            f"{CONTRASTIVE}.module": self.loss,
+        }
+
+    def freeze_eval_parts(self) -> None:
+        """Parts in evaluation mode stop requiring gradients."""
+        for part in self.parts().values():
+            if not part.training:
+                part.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "ContrastiveModule":
+        """As usual, but frozen parts stay in evaluation mode."""
+        if self.training:
+            self.freeze_eval_parts()
+        super().train(mode)
+        for part in self.parts().values():
+            if not any(parameter.requires_grad for parameter in part.parameters()):
+                part.eval()
+        return self
+
+    def loss_stage(self) -> ContrastiveStage:
+        return ContrastiveStage(self.loss.kind, self.pairs, self.width, self.loss.logit_scale, self.loss.logit_bias)
+
+    def embeddings(self, batch: Batch) -> dict[str, Tensor]:
+        """Of each tower: [samples, width], not normalized."""
+        return {
+            name: tower_stage(name, tower)(
+                None, {}, [batch.features(name, i) for i in range(len(batch.samples))], batch.samples
+            )
+            for name, tower in self.modality_modules().items()
+        }
+
+    def run(self, batch: Batch) -> ModelOutput:
+        """`loss`, the mean over the samples as one contrastive batch, and each tower's `<name>_embeds`, normalized."""
+        embeddings = self.embeddings(batch)
+        with_gradient = frozenset(name for name, tensor in embeddings.items() if tensor.requires_grad)
+        shares = whole(len(batch.samples), tuple(embeddings), with_gradient)
+        loss = self.loss_stage().loss(embeddings, shares) / len(batch.samples)
+        normalized = {f"{name}_embeds": nn.functional.normalize(t, dim=-1) for name, t in embeddings.items()}
+        return ModelOutput(loss=loss, **normalized)
+
+
+def check_tower(name: str, tower: ModalityModule) -> None:
+    """Raises `UserError` if the module cannot be a tower."""
+    if tower.is_language_model:
+        raise UserError(f"towers: {name} is a causal language model; give an encoder")
+    if family_of(tower.module).pool is None:
+        raise UserError(f"towers: {name} is a {type(tower.module).__name__}, which has no features of a whole item")
+    if tower.feature_layer is not None:
+        raise UserError(f"towers: {name} has a feature_layer; a tower hands on what its encoder makes of a whole item")
+
+
+def _common_width(towers: Mapping[str, ModalityModule], width: int | None) -> int:
+    sizes = {name: t.output_size if t.projector is None else projected_size(t.projector) for name, t in towers.items()}
+    first = next(iter(sizes))
+    width = sizes[first] if width is None else width
+    for name, size in sizes.items():
+        if size != width:
+            raise UserError(f"towers: what {name} hands on is {size} wide, not {width}; give it a projector to {width}")
+    return width
+
+
+def tower_stage(name: str, tower: ModalityModule) -> EncoderStage:
+    """All of it."""
+    return EncoderStage(name, tower, (0, num_encoder_layers(tower.module, tower.projector)))

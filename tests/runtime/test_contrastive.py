@@ -1,0 +1,86 @@
+"""Contrastive models under every layout against a plain loss over the whole batch, in one process."""
+
+import pytest
+import torch
+from contrastive_cases import Case, Tower, plain_gradients
+from distributed import run_distributed
+
+from motet.runtime.verify import collect_gradients
+
+FROZEN = ("module", "projector")
+CASES = {
+    "clip": Case({"image": Tower("clip", num_microbatches=2), "text": Tower("clip_text", num_microbatches=2)}),
+    "unequal replicas, 18 and 24 samples each": Case(
+        {"image": Tower("clip", dp=4, num_microbatches=3), "text": Tower("clip_text", dp=3, num_microbatches=2)},
+        num_samples=72,
+    ),
+    "stages": Case({"image": Tower("clip", pp=2, num_microbatches=3), "text": Tower("bert", dp=2)}, num_samples=12),
+    "siglip, two contrastive batches": Case(
+        {"image": Tower("siglip", num_microbatches=3), "text": Tower("siglip_text", dp=2)},
+        kind="sigmoid",
+        num_samples=20,
+        num_batches=2,
+        schedule="1f1b",
+    ),
+    "locked image tower": Case(
+        {"image": Tower("dinov2", dp=2, frozen=FROZEN), "text": Tower("clip_text", num_microbatches=2)}, num_batches=2
+    ),
+    "tensor parallelism": Case(
+        {"image": Tower("siglip", tp=2, num_microbatches=2), "text": Tower("clip_text", tp=2, pp=2)}, num_samples=6
+    ),
+    "three towers": Case(
+        {"image": Tower("clip"), "text": Tower("bert", num_microbatches=2), "audio": Tower("whisper", dp=2)}
+    ),
+    "an anchor": Case(
+        {"image": Tower("clip", dp=2), "text": Tower("clip_text", tp=2), "audio": Tower("whisper", frozen=FROZEN)},
+        kind="sigmoid",
+        anchor="text",
+    ),
+    "all in one process": Case(
+        {"image": Tower("clip", num_microbatches=2), "text": Tower("bert"), "audio": Tower("whisper")}, colocated=True
+    ),
+    "towers share ranks": Case(
+        {"image": Tower("clip", dp=2, num_microbatches=2), "text": Tower("bert")}, num_samples=7, colocated=True
+    ),
+    "replicas do not divide the batch": Case(
+        {"image": Tower("clip", dp=3, num_microbatches=2), "text": Tower("clip_text", dp=2)}, num_samples=7
+    ),
+    "fewer samples than ranks": Case(
+        {"image": Tower("clip", dp=3), "text": Tower("clip_text", tp=2)}, num_samples=1, kind="softmax"
+    ),
+    "a frozen scale": Case({"image": Tower("clip", dp=2), "text": Tower("bert")}, trains_loss=False),
+    "only the scale": Case(
+        {"image": Tower("clip", dp=2, frozen=FROZEN), "text": Tower("bert", frozen=FROZEN)}, num_batches=2
+    ),
+}
+
+
+def distributed_gradients(case: Case) -> tuple[float, dict[str, list[torch.Tensor]]]:
+    def worker(rank: int) -> tuple[float, dict[str, list[torch.Tensor]] | None]:
+        model = case.build()
+        engine = case.engine(model, case.plan(model))
+        loss = engine.run(case.batch(model)).loss
+        return loss, collect_gradients(engine.model)
+
+    results = run_distributed(worker, case.num_ranks)
+    assert len({loss for loss, _ in results}) == 1
+    gradients = results[0][1]
+    assert gradients is not None
+    return results[0][0], gradients
+
+
+def check(case: Case, tolerance: float = 1e-9) -> None:
+    loss, gradients = distributed_gradients(case)
+    reference, expected = plain_gradients(case)
+    assert loss == pytest.approx(reference, rel=tolerance)
+    assert gradients.keys() == expected.keys()
+    for name, versions in gradients.items():
+        assert versions, name
+        for version in versions:
+            error = (version - expected[name]).norm() / max(expected[name].norm().item(), 1e-3)
+            assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_equals_one_process(case: Case) -> None:
+    check(case)
