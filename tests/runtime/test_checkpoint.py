@@ -15,16 +15,14 @@ import torch.distributed as dist
 from distributed import run_distributed
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from toy_model import toy_stage_maker
+from toy_training import Toy, toy_plan
 from training import Layout, run_config, stored_tensors, train
 
 from motet.errors import UserError
-from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.plan import Plan, Replica, Stage
 from motet.runtime import checkpoint_folder
-from motet.runtime.checkpoint import load_checkpoint, read_latest, read_training_state, save_checkpoint
-from motet.runtime.checkpoint_folder import TrainingState, complete_checkpoints
-from motet.runtime.engine import Engine
-from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.runtime.checkpoint import load_checkpoint, read_latest, read_training_state
+from motet.runtime.checkpoint_folder import complete_checkpoints
 
 PP2: Layout = {"language_model": {"pp": 2}}
 TP2: Layout = {"language_model": {"tp": 2}}
@@ -101,49 +99,6 @@ def test_resumes_without_zero1_what_was_written_with_it(tmp_path: Path) -> None:
 
 
 # The rest needs no language model: two toy layers on two ranks.
-
-
-def toy_plan(num_layers: int = 2, *, trainable: tuple[tuple[int, int], ...] = ((0, 9),)) -> Plan:
-    stages = (
-        Stage(layers=(0, 1), ranks=(0,), tp_size=1),
-        Stage(layers=(1, num_layers), ranks=(1,), tp_size=1),
-    )
-    ranges = tuple((first, min(last, num_layers)) for first, last in trainable)
-    module = ModulePlan(
-        kind="language_model",
-        num_layers=num_layers,
-        replicas=(Replica(stages=stages),),
-        trainable=ranges,
-        loss_weight=1.0,
-    )
-    return Plan(modules={"llm": module}, edges=(), num_microbatches=1)
-
-
-class Toy:
-    """A model and its optimizer, on this rank."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.engine = Engine(plan, toy_stage_maker(plan), device=torch.device("cpu"), boundary_dtype=torch.float64)
-        self.model = self.engine.model
-        config = OptimizerConfig(
-            learning_rate=0.1, part_learning_rates={}, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, zero1=False
-        )
-        schedule = LearningRateSchedule(warmup_steps=0, total_steps=9, shape="constant", min_ratio=1.0)
-        self.optimizer = Optimizer(self.model.parameters, config, schedule)
-        self.finished_steps = 0
-
-    def step(self) -> None:
-        for parameter in self.model.trainable():
-            parameter.grad = torch.full_like(parameter, 1.0 + self.finished_steps)
-        self.optimizer.step(self.finished_steps)
-        self.finished_steps += 1
-
-    def save(self, folder: Path, **options: Any) -> Path:
-        state = TrainingState(self.finished_steps, {}, "")
-        return save_checkpoint(folder, self.model, self.optimizer, state, **{"keep": 2, **options})
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {p.name: p.parameter.detach().clone() for p in self.model.parameters}
 
 
 def refused(action: Callable[[], object]) -> str:

@@ -10,8 +10,8 @@ from motet.errors import UserError
 T = TypeVar("T")
 
 
-def on_every_rank(action: Callable[[], T]) -> list[T]:
-    """Collective: what each rank's call returns, by rank.
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Collective over the group (None: all ranks): what each rank's call returns, by rank.
 
     If some rank's raises `UserError` or `OSError`, the first such error is raised on every rank."""
     result: T | None = None
@@ -20,14 +20,16 @@ def on_every_rank(action: Callable[[], T]) -> list[T]:
         result = action()
     except (UserError, OSError) as error:
         failure = error
-    everyone: list[tuple[T | None, Exception | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (result, failure))
+    everyone: list[tuple[T | None, Exception | None]] = [(None, None)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (result, failure), group=group)
     for _, other in everyone:
         if other is not None:
             raise other
     return [cast(T, value) for value, _ in everyone]
 
 
-def on_first_rank(action: Callable[[], T]) -> T:
-    """Collective: what the call returns on rank 0, which alone makes it. Its errors as with `on_every_rank`."""
-    return cast(T, on_every_rank(lambda: action() if dist.get_rank() == 0 else None)[0])
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Collective: what the call returns on the group's rank 0, which alone makes it.
+
+    Its errors as with `on_every_rank`."""
+    return cast(T, on_every_rank(lambda: action() if dist.get_rank(group) == 0 else None, group)[0])

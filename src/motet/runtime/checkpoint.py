@@ -43,25 +43,29 @@ def checkpoint_bytes(model: LocalModel) -> int:
     return sum(on_every_rank(lambda: mine))
 
 
-def save_checkpoint(
-    folder: Path, model: LocalModel, optimizer: Optimizer, state: TrainingState, *, keep: int, is_best: bool = False
+def write_checkpoint(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    state: TrainingState,
+    *,
+    keep: int,
+    is_best: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Collective. Returns the new checkpoint; all but the last `keep` and the best are deleted when it is complete.
+    """Collective over `group`. Returns the new checkpoint; all but the last `keep` and the best are deleted when it is
+    complete. `tensors`: what this rank writes of it.
 
     Raises `UserError` on all ranks if it cannot be written; then no trace of it is left."""
     final = folder / f"step_{state.step:08d}"
-    tensors = dict(_tensors_to_save(model, optimizer))
     partial: Path | None = None
     try:
-        partial = on_first_rank(lambda: checkpoint_folder.begin(final))
-        _write(partial, tensors)
-        files = _describe_files(partial)
-        on_first_rank(
-            lambda: checkpoint_folder.complete(partial, final, Manifest(state, files), is_best=is_best, keep=keep)
-        )
+        partial = on_first_rank(lambda: checkpoint_folder.begin(final), group)
+        _write(partial, tensors, group)
+        manifest = Manifest(state, _describe_files(partial, group))
+        on_first_rank(lambda: checkpoint_folder.complete(partial, final, manifest, is_best=is_best, keep=keep), group)
     except OSError as error:
         if partial is not None:
-            on_first_rank(lambda: checkpoint_folder.abandon(partial))
+            on_first_rank(lambda: checkpoint_folder.abandon(partial), group)
         raise UserError(
             f"train.output: the checkpoint {final} cannot be written ({error.strerror or error}); make room or choose "
             "another folder, and go on with train.resume: latest"
@@ -69,18 +73,19 @@ def save_checkpoint(
     return final
 
 
-def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise cause from None
 
 
-def _describe_files(folder: Path) -> dict[str, checkpoint_folder.FileRecord]:
+def _describe_files(folder: Path, group: dist.ProcessGroup | None) -> dict[str, checkpoint_folder.FileRecord]:
     """Every rank reads its share."""
-    names = on_first_rank(lambda: sorted(path.name for path in folder.iterdir()))
-    shares = on_every_rank(lambda: checkpoint_folder.describe_files(folder, _share(names)))
+    names = on_first_rank(lambda: sorted(path.name for path in folder.iterdir()), group)
+    shares = on_every_rank(lambda: checkpoint_folder.describe_files(folder, _share(names)), group)
     return {name: record for share in shares for name, record in share.items()}
 
 
@@ -131,7 +136,7 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
                 value.copy_(full if value.dim() == 0 else p.cut(full))
 
 
-def _tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The gathers are collective over tensor-parallel groups, so every member makes them, in the same order."""
     states = optimizer.states()
     for p in model.parameters:

@@ -1,8 +1,8 @@
 """A folder of checkpoints, as files: how one comes into being at once, which are there, and whether they are whole.
 
     checkpoints/
-        step_00000120/      shards in safetensors, and checkpoint.json with every shard's size and SHA-256
-        step_00000140.tmp/  being written; never read
+        step_00000120/      shards in safetensors, and checkpoint.json with every shard's size and SHA-256, and its own
+        step_00000140.tmp/  being written or deleted; never read
         latest, best        symbolic links to a checkpoint
 
 A checkpoint is complete when its folder has lost `.tmp`. What is replaced is moved aside first, so a crash at any
@@ -52,12 +52,15 @@ class Manifest:
 
     def to_json(self) -> str:
         files = {name: vars(record) for name, record in self.files.items()}
-        return json.dumps({"state": vars(self.state), "files": files}, indent=1)
+        content = {"state": vars(self.state), "files": files}
+        return json.dumps({**content, "sha256": _sha256_of(content)}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
         """Raises `ValueError`, `KeyError` or `TypeError` if the text is not what `to_json` writes."""
         document = json.loads(text)
+        if document.pop("sha256") != _sha256_of(document):
+            raise ValueError("its checksum is wrong")
         files = {name: FileRecord(**record) for name, record in document["files"].items()}
         return Manifest(TrainingState(**document["state"]), files)
 
@@ -96,11 +99,11 @@ def _delete_old(folder: Path, keep: int) -> None:
     best = (folder / "best").resolve()
     checkpoints = complete_checkpoints(folder)
     superseded = [path for path in checkpoints if path.name.endswith(REPLACED)]
-    for path in [*superseded, *folder.glob(f"step_*{PARTIAL}")]:
+    surplus = [path for path in checkpoints if path not in superseded][:-keep]
+    for path in [*superseded, *(path for path in surplus if path.resolve() != best)]:
+        path.rename(path.with_name(path.name + PARTIAL))  # Half deleted, it must not look like a checkpoint.
+    for path in folder.glob(f"step_*{PARTIAL}"):
         shutil.rmtree(path)
-    for path in [path for path in checkpoints if path not in superseded][:-keep]:
-        if path.resolve() != best:
-            shutil.rmtree(path)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -150,6 +153,10 @@ def check_free_space(folder: Path, num_bytes: int) -> None:
             f"{num_bytes / 2**20:.1f} MiB and {free / 2**20:.1f} MiB are free; choose another folder, fewer "
             "train.keep_checkpoints or train.checkpoint_every: 0"
         )
+
+
+def _sha256_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path, *, flush: bool = False) -> str:

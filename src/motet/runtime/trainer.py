@@ -19,8 +19,9 @@ from motet.data.batch import Batch
 from motet.data.loader import Loader
 from motet.errors import UserError
 from motet.runtime.agreement import on_first_rank
-from motet.runtime.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
+from motet.runtime.checkpoint import checkpoint_bytes, load_checkpoint
 from motet.runtime.checkpoint_folder import TrainingState, check_free_space
+from motet.runtime.checkpoint_writer import CheckpointWriter
 from motet.runtime.deadline import interrupted_after
 from motet.runtime.engine import Engine, IterationResult
 from motet.runtime.metrics import Sink, keep_lines, open_sinks
@@ -82,6 +83,7 @@ class Trainer:
         self.settings = settings
         self.output = Path(settings.output)
         self.is_first = dist.get_rank() == 0
+        self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)
         self._summary = TrainingSummary()
         self._best_loss = math.inf
         self._sinks: list[Sink] = []
@@ -103,7 +105,7 @@ class Trainer:
         self.loader.load_state(state.data)
         load_checkpoint(checkpoint, self.engine.model, self.optimizer)
         self._summary.steps = state.step
-        self._summary.checkpoint = checkpoint
+        self._checkpoints.last = checkpoint
         self._best_loss = state.metrics.get("best_loss", math.inf)
 
     def train(self) -> TrainingSummary:
@@ -119,6 +121,10 @@ class Trainer:
                 if self.is_done:
                     self._summary.timeline = self.engine.timeline()
                 self._evaluate_and_save(progress)
+            self._summary.checkpoint = self._checkpoints.finish()
+        except NonFiniteError:
+            self._checkpoints.finish()
+            raise
         finally:
             progress.close()
             for sink in self._sinks:
@@ -218,14 +224,8 @@ class Trainer:
 
     def _save(self, is_best: bool) -> None:
         metrics = {} if math.isinf(self._best_loss) else {"best_loss": self._best_loss}
-        self._summary.checkpoint = save_checkpoint(
-            self.output / "checkpoints",
-            self.engine.model,
-            self.optimizer,
-            TrainingState(self.finished_steps, self.loader.state(), self.engine.plan.to_json(), metrics),
-            keep=self.settings.keep_checkpoints,
-            is_best=is_best,
-        )
+        state = TrainingState(self.finished_steps, self.loader.state(), self.engine.plan.to_json(), metrics)
+        self._checkpoints.save(self.engine.model, self.optimizer, state, is_best=is_best)
 
     def _make_output(self) -> None:
         """The folder, with room for the checkpoints that this run will keep, one that is written, and the best."""
