@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.attention import blocks
-from motet.attention.blocks import BLOCK_SIZE, EMPTY, FULL, PARTIAL, block_map, num_blocks, row_pairs, tile_counts
+from motet.attention.blocks import (
+    BLOCK_SIZE,
+    EMPTY,
+    FULL,
+    PARTIAL,
+    block_map,
+    blocks_seen,
+    num_blocks,
+    row_pairs,
+    tile_counts,
+)
 from motet.attention.interval_mask import IntervalMask, interval_mask
 from motet.attention.layout import Document, layout_of_documents, segments_from_spans
 from motet.attention.rules import AttentionRule, mask_of
@@ -121,6 +131,18 @@ def test_bit_63_is_a_class_like_any_other() -> None:
     everywhere = (np.zeros(130, np.int32), np.full(130, 130, np.int32))
     mask = interval_mask(everywhere, token_class=token_class, class_mask=np.eye(64, dtype=bool))
     check_against_dense(mask, token_class[:, None] == token_class[None], 8)
+
+
+@given(mask=any_masks(), block_size=st.integers(1, 6), num_groups=st.integers(1, 4), seed=st.integers(0, 1000))
+@settings(max_examples=200, deadline=None)
+def test_blocks_that_groups_of_queries_see(mask: IntervalMask, block_size: int, num_groups: int, seed: int) -> None:
+    columns = num_blocks(mask.num_tokens, block_size)
+    group_of_block = np.random.default_rng(seed).integers(0, num_groups, columns)
+    place, dense = np.arange(mask.num_tokens) // block_size, mask.dense()
+    expected = np.zeros((num_groups, columns), bool)
+    for query, key in zip(*np.nonzero(dense), strict=True):
+        expected[group_of_block[place[query]], place[key]] = True
+    np.testing.assert_array_equal(blocks_seen(mask, group_of_block, num_groups, block_size), expected)
 
 
 @given(mask=any_masks(), block_size=st.integers(1, 6), seed=st.integers(0, 1000))

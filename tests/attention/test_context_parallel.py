@@ -43,7 +43,7 @@ def attend_on_rank(rank: int, kind: str, size: int, block_size: int, method: Any
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     out = shared(*leaves, DIM**-0.5)
     out.backward(d_out)
-    received = sum(len(blocks) for blocks in shared.needs[rank])
+    received = sum(len(blocks) for blocks in shared.received_blocks)
     return {
         "tokens": tokens,
         "results": [out.detach(), *(leaf.grad for leaf in leaves)],

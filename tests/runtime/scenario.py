@@ -53,6 +53,7 @@ class Scenario:
     """Of the language model."""
     encoder_cp: int = 1
     cp_method: str = "all_gather"
+    context_block: int = CONTEXT_BLOCK
     media_attention: str = "causal"
     sequence_parallel: bool = False
     dp: int = 1
@@ -142,7 +143,7 @@ class Scenario:
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
                 loss_weight=1.0 if is_llm else 0.0,
-                context=ContextOptions(block_size=CONTEXT_BLOCK, method=self.cp_method),  # type: ignore[arg-type]
+                context=ContextOptions(block_size=self.context_block, method=self.cp_method),  # type: ignore[arg-type]
             )
 
         enters = cross_attention_layers(llm) if self.uses_cross_attention else (0,)

@@ -2,10 +2,21 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from distributed import run_distributed
-from scenario import FROZEN, Scenario, verify
+from scenario import FROZEN, Scenario, ScenarioBatch, verify
+
+from motet.attention import context_parallel
+from motet.attention.shares import held_outputs
+from motet.models import context_sequence
+from motet.runtime import stage_runner
+from motet.runtime.assembly import build_engine
+from motet.runtime.float64 import float64_throughout
+from motet.runtime.verify import Comparison
 
 SCENARIOS = [
     Scenario(llm="llama", cp=2, placement="colocated"),
@@ -64,6 +75,74 @@ def test_equals_one_process(scenario: Scenario) -> None:
 )
 def test_bfloat16(options: dict) -> None:
     check([Scenario(placement="colocated", **options)], "bfloat16")
+
+
+NO_TOKENS = [
+    Scenario(cp=3, encoder_cp=3, context_block=64, placement="colocated", items="half"),
+    Scenario(llm="qwen3", cp=2, llm_pp=2, context_block=128, placement="colocated", cp_method="ulysses"),
+]
+"""Blocks so large that some rank of the group owns no tokens of a microbatch."""
+
+
+def verify_and_count(scenario: Scenario) -> tuple[Comparison | None, dict[str, list[int]]]:
+    """And by language model or encoder, how many tokens this rank held of every sequence."""
+    held: dict[str, list[int]] = {"text": [], "items": []}
+
+    class Counting(context_sequence.ContextSequence):
+        def __init__(self, documents: Any, rules: Any, *rest: Any) -> None:
+            super().__init__(documents, rules, *rest)
+            held["items" if rules[0].text == "full" else "text"].append(self.num_held)
+
+    with patch.object(context_sequence, "ContextSequence", Counting):
+        return verify(scenario), held
+
+
+@pytest.mark.parametrize("scenario", NO_TOKENS, ids=["all_gather", "ulysses"])
+def test_ranks_without_tokens(scenario: Scenario) -> None:
+    results = run_distributed(lambda rank: verify_and_count(scenario), scenario.num_ranks)
+    assert results[0][0].passed, results[0][0].failures
+    for what in ["text", "items"] if scenario.encoder_cp > 1 else ["text"]:
+        counts = [held[what] for _, held in results if held[what]]
+        assert any(0 in of_rank for of_rank in counts), what
+        assert any(any(of_rank) for of_rank in counts), what
+
+
+@pytest.mark.parametrize("scenario", [Scenario(cp=2, placement="colocated")], ids=["cp2"])
+def test_what_a_route_brings_is_derived_once(scenario: Scenario) -> None:
+    def work(rank: int) -> tuple[int, int]:
+        routes = []
+
+        def counted(*arguments: Any) -> Any:
+            routes.append(arguments)
+            return held_outputs(*arguments)
+
+        with patch.object(stage_runner, "held_outputs", counted):
+            verify(scenario)
+        return len(routes), len({repr(arguments) for arguments in routes})
+
+    for derived, distinct in run_distributed(work, scenario.num_ranks):
+        assert derived == distinct > 0
+
+
+def test_masks_are_derived_beside_the_loading() -> None:
+    """All that a coming batch needs is there before it is run, and made once for forward, backward and all layers."""
+    scenario = Scenario(llm="gemma3", cp=2, encoder_cp=2, placement="colocated")
+
+    def work(rank: int) -> tuple[int, int]:
+        engine = build_engine(config := scenario.config(), scenario.plan(config), torch.device("cpu"))
+        batch = ScenarioBatch(scenario, config)
+        with (
+            patch.object(context_parallel, "device_mask", wraps=context_parallel.device_mask) as masks,
+            float64_throughout(),
+        ):
+            engine.prepare(batch.samples)
+            before = masks.call_count
+            engine.run(batch)
+            return before, masks.call_count
+
+    *encoders, first, second = run_distributed(work, scenario.num_ranks)
+    assert all(before == after > 0 for before, after in encoders)
+    assert first == second == (4, 4)  # Two microbatches, with and without a window.
 
 
 def draw(seed: int) -> Scenario:

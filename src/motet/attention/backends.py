@@ -5,7 +5,7 @@ keys and values from other ranks in both, and keeps them in neither.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -104,10 +104,16 @@ class DenseBackend(_Recomputing):
 class FlexBackend(_Recomputing):
     """Limits: on the CPU torch has no backward for it."""
 
+    def __init__(self) -> None:
+        self._block_masks: dict[DeviceMask, Any] = {}
+        """Of the few masks that it is called with: layers, heads and passes of a microbatch share one."""
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
         from motet.attention.flex import flex, flex_mask
 
-        return flex(query, key, value, flex_mask(mask), scale)
+        if mask not in self._block_masks:
+            self._block_masks[mask] = flex_mask(mask)
+        return flex(query, key, value, self._block_masks[mask], scale)
 
 
 def backend_for(device: torch.device, name: BackendName = "auto") -> Backend:

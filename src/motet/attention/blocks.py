@@ -93,6 +93,22 @@ def block_map(
     return tiles
 
 
+def blocks_seen(mask: IntervalMask, group_of_block: Int64, num_groups: int, block_size: int = BLOCK_SIZE) -> Bool:
+    """[num_groups, N]: which blocks of keys some query of each group sees; `group_of_block` [N] of queries."""
+    columns = num_blocks(mask.num_tokens, block_size)
+    seen = np.zeros((num_groups, columns), bool)
+    present = _classes_present(mask, block_size)
+    touched = _touched(_queries(mask, None, block_size))
+    group = group_of_block[touched.row]
+    for keys in np.unique(touched.keys):
+        chosen = touched.keys == keys
+        ends = np.zeros((num_groups, columns + 1), np.int64)
+        np.add.at(ends, (group[chosen], touched.start[chosen]), 1)
+        np.add.at(ends, (group[chosen], touched.stop[chosen]), -1)
+        seen |= (np.cumsum(ends, axis=1)[:, :-1] > 0) & _has_some(present, keys)
+    return seen
+
+
 # Sets of classes ------------------------------------------------------------------------------------------------------
 
 

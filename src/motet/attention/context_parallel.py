@@ -7,7 +7,7 @@ send. Gradients are added in the order of ranks: results are the same bit by bit
 
 *Ulysses* (Jacobs et al. 2023): two all-to-alls trade tokens for heads, where the heads divide by the group.
 
-Deviation: the papers gather all blocks. Limits: beyond `MOST_BLOCKS_TO_MAP` blocks all are taken to be needed.
+Deviation: the papers gather all blocks.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from motet.attention.backends import Backend
-from motet.attention.blocks import EMPTY, block_map
+from motet.attention.blocks import blocks_seen
 from motet.attention.distribution import Distribution
 from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
 from motet.plan import ContextOptions
 from motet.runtime.tensor_collectives import TensorParallel
-
-MOST_BLOCKS_TO_MAP = 2048
-"""Which blocks the others need is read off the map of all tiles, which grows with the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,8 @@ class ContextParallel:
     """Within the group."""
     size: int
     options: ContextOptions = field(default_factory=ContextOptions)
+    tp_size: int = 1
+    """Of the stage: so many ranks share the heads of each member's tokens."""
     head_groups: int = 2
     """All-gather: how many portions the key heads arrive in."""
 
@@ -78,6 +77,13 @@ class SharedAttention:
     def num_local_tokens(self) -> int:
         return int(self.distribution.token_counts[self.cp.rank])
 
+    def prepare(self) -> None:
+        """Derives masks and exchanges, which the first call would do otherwise."""
+        if self.cp.size > 1 and self.cp.options.method == "all_gather":
+            _ = self.exchange, self.mask_of_gathered
+        else:
+            _ = self.mask_of_all
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[1, heads, n, dim] of this rank's n tokens, from its query [1, heads, n, dim], key and value."""
         attend = _gathered if self.cp.options.method == "all_gather" else _traded
@@ -93,19 +99,24 @@ class SharedAttention:
         return attend(query, key, value, self, scale)[None, :, : self.num_local_tokens]
 
     @cached_property
-    def needs(self) -> list[list[np.ndarray]]:
-        """[receiver][owner]: the owner's blocks that some query of the receiver sees."""
-        if len(self.distribution.rank_of_block) > MOST_BLOCKS_TO_MAP:
-            return [self._blocks] * self.cp.size
-        size = self.cp.options.block_size
-        seen = [(block_map(self._mask, blocks, size) != EMPTY).any(axis=0) for blocks in self._blocks]
-        return [[blocks[seen_by_one[blocks]] for blocks in self._blocks] for seen_by_one in seen]
+    def _seen(self) -> np.ndarray:
+        """[ranks, N], bool: the blocks that some query of a rank sees."""
+        return blocks_seen(self._mask, self.distribution.rank_of_block, self.cp.size, self.cp.options.block_size)
+
+    def needed(self, receiver: int, owner: int) -> np.ndarray:
+        """The owner's blocks that some query of the receiver sees."""
+        blocks = self._blocks[owner]
+        return blocks[self._seen[receiver, blocks]]
+
+    @cached_property
+    def received_blocks(self) -> list[np.ndarray]:
+        """The blocks of keys that this rank gets from each rank, itself among them."""
+        return [self.needed(self.cp.rank, owner) for owner in range(self.cp.size)]
 
     @cached_property
     def mask_of_gathered(self) -> DeviceMask:
         """This rank's queries, and the keys that it gets."""
-        gathered = np.concatenate(self.needs[self.cp.rank])
-        return self._device_mask(self._blocks[self.cp.rank], gathered)
+        return self._device_mask(self._blocks[self.cp.rank], np.concatenate(self.received_blocks))
 
     @cached_property
     def mask_of_all(self) -> DeviceMask:
@@ -129,12 +140,12 @@ class SharedAttention:
         size, rank = self.cp.options.block_size, self.cp.rank
         place = np.zeros(len(self.distribution.rank_of_block), np.int64)
         place[self._blocks[rank]] = np.arange(len(self._blocks[rank]))
-        sent = [place[self.needs[receiver][rank]] for receiver in range(self.cp.size)]
+        sent = [place[self.needed(receiver, rank)] for receiver in range(self.cp.size)]
         rows = (np.concatenate(sent)[:, None] * size + np.arange(size)).reshape(-1)
         return _Exchange(
             torch.from_numpy(rows).to(self._device),
             [len(blocks) * size for blocks in sent],
-            [len(blocks) * size for blocks in self.needs[rank]],
+            [len(blocks) * size for blocks in self.received_blocks],
             len(self._blocks[rank]) * size,
             self.cp.group,
         )
@@ -264,35 +275,40 @@ def _from_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _GatherRows(torch.autograd.Function):
-    """This rank's rows [n, H] -> those of all ranks, one after the other; gradients of all copies are added up."""
+    """As `collect_rows`; gradients of all copies are added up, in the order of the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
-        ctx.counts, ctx.group, ctx.num_own = counts, group, len(x)
-        sent = x.repeat(len(counts), 1)
-        return _Pending(sent, [len(x)] * len(counts), counts, group).wait()
+    def forward(ctx: Any, x: Tensor, held: list[np.ndarray], cp: ContextParallel) -> Tensor:
+        ctx.held, ctx.cp, ctx.num_own = held, cp, len(x)
+        return collect_rows(x, held, cp)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-        size = len(ctx.counts)
-        returned = _Pending(d_rows, ctx.counts, [ctx.num_own] * size, ctx.group).wait()
+        size = len(ctx.held)
+        order = torch.from_numpy(np.concatenate(ctx.held)).to(d_rows.device)
+        counts = [len(rows) for rows in ctx.held]
+        returned = _Pending(d_rows.index_select(0, order), counts, [ctx.num_own] * size, ctx.cp.group).wait()
         return returned.unflatten(0, (size, ctx.num_own)).sum(0), None, None
 
 
 def gather_rows(x: Tensor, distribution: Distribution, cp: ContextParallel) -> Tensor:
     """[n, H] of this rank's tokens -> [T, H] of all, in the order of the sequence, on every rank."""
-    rows = _GatherRows.apply(x, distribution.token_counts.tolist(), cp.group)
-    order = torch.from_numpy(np.argsort(distribution.permutation)).to(x.device)
-    return rows.index_select(0, order)
+    return _GatherRows.apply(x, [distribution.tokens_of(rank) for rank in range(cp.size)], cp)
 
 
 def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -> Tensor:
-    """All rows [n, H] on every member, where member i has the rows `held[i]`; no graph."""
-    counts = [len(rows) for rows in held]
-    collected = _Pending(own.repeat(len(held), 1), [len(own)] * len(held), counts, cp.group).wait()
-    order = torch.from_numpy(np.argsort(np.concatenate(held))).to(own.device)
-    return collected.index_select(0, order)
+    """All rows [n, H] on every member, where member i has the rows `held[i]`; no graph.
+
+    Members' rows travel filled up to the most that one has."""
+    most = max(len(rows) for rows in held)
+    sent = torch.nn.functional.pad(own, (0, 0, 0, most - len(own)))
+    collected = own.new_empty((cp.size * most, own.shape[1]))
+    dist.all_gather_into_tensor(collected, sent, group=cp.group)
+    place = np.empty(sum(len(rows) for rows in held), np.int64)
+    for member, rows in enumerate(held):
+        place[rows] = member * most + np.arange(len(rows))
+    return collected.index_select(0, torch.from_numpy(place).to(own.device))
 
 
 class _Trade(torch.autograd.Function):

@@ -4,6 +4,9 @@ torch's own `create_block_mask` evaluates the mask for all pairs; here the tiles
 Limits: on the CPU torch has no backward for it (NotImplementedError).
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -34,8 +37,15 @@ def flex_mask(mask: DeviceMask) -> BlockMask:
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
     """As `motet.attention.kernels.flash.flash_attention`, for the mask of `flex_mask`. Compiled on GPUs."""
-    attention = torch.compile(flex_attention) if query.is_cuda else flex_attention
-    return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    is_grouped = query.shape[1] != key.shape[1]
+    if query.is_cuda:
+        return _compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
 
 
 def _padded_rows(

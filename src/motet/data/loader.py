@@ -5,7 +5,7 @@ asks for. The next batch's metadata, and its features at the places where this r
 by a thread while the current batch is trained on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,8 @@ class Loader:
         self._ahead: Future[LoadedBatch] | None = None
         self._last: LoadedBatch | None = None
         self._wanted: set[tuple[str, int]] = set()
+        self.prepare: Callable[[Sequence[Sample]], None] = lambda samples: None
+        """Called by the thread with the samples of the batch that it prepares."""
 
     def _order_of(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self._dataset), self._seed, epoch)
@@ -117,6 +119,7 @@ class Loader:
         for module, place in sorted(wanted):
             if batch.samples[place].has(module):
                 batch.features(module, place)
+        self.prepare(batch.samples)
         return batch
 
 

@@ -93,6 +93,11 @@ class ContextSequence:
         """[num_rows, H] -> [T, H] on every rank; gradients of all ranks are added up."""
         return gather_rows(rows[: self.num_held], self._distribution, self._cp)
 
+    def prepare(self) -> None:
+        """Derives all that attention will need."""
+        for window in self._rule_of_window:
+            self.attention(window).prepare()
+
     def attention(self, window: int | None) -> SharedAttention:
         if window not in self._attention:
             mask = mask_of(self._layout, self._rule_of_window[window])
@@ -126,7 +131,7 @@ def shared_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def context_sequence(
     documents: tuple[Document, ...], rules: tuple[AttentionRule, ...], cp: ContextParallel, device: torch.device
 ) -> ContextSequence:
@@ -154,7 +159,8 @@ def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel,
                 "not support; set it to 0, or use cp 1 and media_attention causal"
             )
     if cp.options.method == "ulysses":
-        check_ulysses(num_heads, getattr(config, "num_key_value_heads", None) or num_heads, cp.size)
+        num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        check_ulysses(num_heads // cp.tp_size, num_key_heads // cp.tp_size, cp.size)
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     check_backend(device, cp.options.backend, block_size=cp.options.block_size, head_dim=head_dim)
 
@@ -165,19 +171,9 @@ class Holder:
     context: ContextSequence
 
 
-def shared_item_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[Tensor, None]:
+def shared_item_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """As `shared_attention`; the modules have the `Holder` as an attribute."""
-    context = cast(Holder, module.motet_holder).context
-    return shared_attention(module, query, key, value, attention_mask, scaling, dropout, context=context)
+    return shared_attention(module, *args, **kwargs, context=cast(Holder, module.motet_holder).context)
 
 
 AttentionInterface.register(ATTENTION, shared_attention)

@@ -128,6 +128,15 @@ class EncoderStage(nn.Module):
         for part in self.module.get_submodule(self.family.blocks).modules():
             part.motet_holder = self._holder
 
+    @property
+    def has_own_attention(self) -> bool:
+        """Whether attention is ours, for shares of the tokens."""
+        return self._context is not None
+
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Derives what the attention of a coming microbatch needs, where it is ours."""
+        self._shared(samples, next(self.parameters()).device).prepare()
+
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
         documents = tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples))

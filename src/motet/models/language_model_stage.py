@@ -209,6 +209,10 @@ class LanguageModelStage(nn.Module):
 
     output_shape = input_shape
 
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Derives what the attention of a coming microbatch needs, where it is ours."""
+        self._shared(samples, next(self.parameters()).device).prepare()
+
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
         documents = tuple(Document(tuple(sample.layouts[self.name])) for sample in samples)

@@ -153,6 +153,16 @@ class Engine:
         )
         return IterationResult(loss, sum(tokens.values()), values[-1] ** 0.5)
 
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Derives what attention needs of a coming batch that will be trained on: who holds which tokens, and their
+        masks. For the thread that loads it; `run` derives what is missing."""
+        if not self.model.attending:
+            return
+        routes = derive_routes(self.plan, self._assign(self.plan, samples), samples)
+        for cell in routes.cells:
+            if cell[:3] in self.model.attending:
+                self.model.attending[cell[:3]].prepare([samples[i] for i in routes.samples(cell)])
+
     def timeline(self) -> Timeline:
         """The measured timeline of the last iteration, of all ranks. Collective."""
         mine = (socket.gethostname(), self.executor.started_s, self.executor.spans)

@@ -80,6 +80,8 @@ class LocalModel:
         self._tp: dict[StageKey, TensorParallel] = {}
         self.context_parallel: dict[StageKey, ContextParallel] = {}
         """Of the stages that hold a share of their tokens only."""
+        self.attending: dict[StageKey, LanguageModelStage | EncoderStage] = {}
+        """Those whose attention is ours, for its masks or for shares of the tokens."""
         for name, r, s, stage in plan.stages_of_rank(mesh.rank):
             module = plan.modules[name]
             tp = mesh.tensor_parallel(stage, sequence_parallel=module.sequence_parallel)
@@ -90,6 +92,8 @@ class LocalModel:
             elif isinstance(made, LanguageModelStage) and made.has_own_attention:
                 made.share_context(ContextParallel(group=None, rank=0, size=1, options=module.context))
             self.stages[name, r, s] = made
+            if isinstance(made, LanguageModelStage | EncoderStage) and made.has_own_attention:
+                self.attending[name, r, s] = made
             self._tp[name, r, s] = tp
         self._reduce_of_layer = _reduce_of_layer(plan)
         self.parameters: list[LocalParameter] = []

@@ -57,6 +57,7 @@ class Mesh:
             rank=ranks.index(self.rank),
             size=stage.cp_size,
             options=options,
+            tp_size=stage.tp_size,
         )
 
 

@@ -62,6 +62,8 @@ class StageRunner:
         self._saved: dict[Cell, Saved] = {}
         self._half_done: dict[Cell, SplitBackward] = {}
         """Of the cells whose input half has run."""
+        self._held: dict[Route, list[Rows] | None] = {}
+        """Of the routes of this iteration that were asked for."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Sum of the token losses of the iteration so far, unweighted."""
 
@@ -71,6 +73,7 @@ class StageRunner:
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
         self._saved.clear()
         self._half_done.clear()
+        self._held.clear()
         self.loss_sum.zero_()
 
     def reports_loss(self, rank: int) -> bool:
@@ -96,15 +99,20 @@ class StageRunner:
     def held_rows(self, route: Route) -> list[Rows] | None:
         """Of a route between modules to context-parallel ranks: the rows that each member of the group holds; None: all
         ranks of the target have all rows."""
+        if route not in self._held:
+            self._held[route] = self._derive_held_rows(route)
+        return self._held[route]
+
+    def _derive_held_rows(self, route: Route) -> list[Rows] | None:
         plan = self._routes.plan
         target = plan.modules[route.target.module]
         cp_size = self._routes.stage(route.target).cp_size
         if cp_size == 1 or target.kind == "loss" or route.source.module == route.target.module:
             return None
-        members = self._routes.samples(route.target)
+        members, carried = self._routes.samples(route.target), set(route.samples)
         return held_outputs(
             [self._batch.samples[i] for i in members],
-            [i in set(route.samples) for i in members],
+            [i in carried for i in members],
             target.data_module(route.target.module),
             self._data_module_of(route.source.module),
             target.context,

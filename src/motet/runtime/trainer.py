@@ -81,6 +81,7 @@ class Trainer:
     ) -> None:
         self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
         self.settings = settings
+        loader.prepare = engine.prepare
         self.output = Path(settings.output)
         self.is_first = dist.get_rank() == 0
         self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)

@@ -9,6 +9,8 @@ import torch
 from attention.kernels.masks import MASKS, attention_in_float64
 from torch import Tensor
 
+from motet.attention.blocks import tile_counts
+from motet.attention.distribution import distribute
 from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
 from motet.attention.kernels.flash import flash_attention
@@ -23,22 +25,22 @@ class Case(NamedTuple):
     max_tiles: int | None
 
 
-SAMPLE = [("identity", 1, None), ("reversed", 4, None), ("shuffled", 1, 2)]
+SAMPLE = [("identity", 1, None), ("reversed", 4, None), ("lpt", 1, 2)]
 CASES = [
     pytest.param(Case(kind, *rest), marks=[] if rest in SAMPLE else [pytest.mark.campaign])
-    for kind, *rest in itertools.product(MASKS, ["identity", "reversed", "shuffled"], [1, 4], [None, 2])
+    for kind, *rest in itertools.product(MASKS, ["identity", "reversed", "lpt"], [1, 4], [None, 2])
     for rest in [tuple(rest)]
 ]
 """All of them in `make campaigns`, three of each kind of mask in `make test`."""
 
 
-def order_of_blocks(order: str, num_blocks: int) -> list[int]:
-    blocks = list(range(num_blocks))
-    if order == "reversed":
-        return blocks[::-1]
-    if order == "shuffled":
-        return np.random.default_rng(3).permutation(num_blocks).tolist()
-    return blocks
+def order_of_blocks(order: str, mask: IntervalMask) -> list[int]:
+    """`lpt`: those of one rank after those of the other, as they come together in context parallelism."""
+    num_blocks = mask.num_tokens // BLOCK
+    if order == "lpt":
+        shares = distribute(tile_counts(mask, BLOCK).pairs, 2, num_tokens=mask.num_tokens, block_size=BLOCK)
+        return np.concatenate([shares.blocks_of(rank) for rank in range(2)]).tolist()
+    return list(range(num_blocks))[:: -1 if order == "reversed" else 1]
 
 
 def tensors(shape: tuple[int, int, int, int], kv_heads: int, seed: int = 0) -> list[Tensor]:
@@ -75,10 +77,15 @@ def check(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_equals_float64(case: Case) -> None:
     mask = MASKS[case.kind].padded(192)
-    blocks = order_of_blocks(case.order, 3)
+    blocks = order_of_blocks(case.order, mask)
     tokens = np.concatenate([np.arange(block * BLOCK, (block + 1) * BLOCK) for block in blocks])
     kernel_mask = device_mask([mask], query_blocks=blocks, key_blocks=blocks, block=BLOCK, max_tiles=case.max_tiles)
     check([mask], kernel_mask, tokens, tensors((1, case.group, 192, 16), 1), 2e-6)
+
+
+def test_orders_differ() -> None:
+    orders = {tuple(order_of_blocks(order, MASKS["causal"].padded(192))) for order in ("identity", "reversed", "lpt")}
+    assert orders == {(0, 1, 2), (2, 1, 0), (1, 0, 2)}
 
 
 def test_each_row_of_a_batch_has_its_own_mask() -> None:
