@@ -59,9 +59,7 @@ class Batch:
 
     def work(self, plan: Plan) -> Works:
         problem = self.problem
-        return sample_work(
-            plan, problem.samples, workloads=self.workloads, table=problem.table, gradients=problem.gradients
-        )
+        return sample_work(plan, problem.samples, workloads=self.workloads, table=problem.table)
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def _deferred(
 ) -> Cut:
     totals = {name: each.total_s for name, each in work.items()}
     deferrals = plan_deferrals(plan, totals, replica_rule=replica_rule, fewer=fewer)
-    assignment = deferring_assignment(plan, batch.problem.samples, deferrals)
+    assignment = deferring_assignment(plan, batch.problem.samples, deferrals, totals)
     return assignment, {**assignment.microbatches, "vision": [each.encoder for each in deferrals]}
 
 

@@ -14,6 +14,9 @@ from typing import Literal
 LayerRange = tuple[int, int]
 """Half-open: [first, last)."""
 
+DEFAULT_ASSIGNMENT = "contiguous"
+"""The batch in the order in which it comes."""
+
 ModuleKind = Literal["encoder", "language_model", "generator", "tower", "loss"]
 
 CONTRASTIVE = "contrastive"
@@ -103,6 +106,10 @@ class Plan:
     (): `num_microbatches` each."""
     schedule: str = "1f1b"
     """A key of `motet.schedule.generators.GENERATORS`."""
+    assignment: str = DEFAULT_ASSIGNMENT
+    """How every global batch is cut: a key of `motet.data.assignments.ASSIGNMENTS`."""
+    max_packed_tokens: int | None = None
+    """Most tokens of a packed sequence: language-model microbatches of more are cut; None: no limit."""
     planner: str = "explicit"
     """Who made the plan."""
     recompute: tuple[str, ...] = ()
@@ -166,6 +173,8 @@ def check_plan(plan: Plan) -> None:
         all(count >= 1 for count in plan.replica_microbatches),
         f"replica_microbatches: is {list(plan.replica_microbatches)}; give at least 1 each",
     )
+    limit = plan.max_packed_tokens
+    _require(limit is None or limit >= 1, f"max_packed_tokens: is {limit}; give at least 1, or null")
     for name, module in plan.modules.items():
         _check_module(plan, name, module)
         for r, replica in enumerate(module.replicas):

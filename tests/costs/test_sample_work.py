@@ -20,7 +20,7 @@ def test_samples_differ_by_what_a_microbatch_of_each_costs(recompute: tuple[str,
     plan = build_plan(one, {name: Degrees(tp=2, pp=2) for name in one.modules})
     plan = replace(plan, recompute=recompute)
     workloads = {name: module.workload for name, module in one.modules.items()}
-    work = sample_work(plan, one.samples, workloads=workloads, table=one.table, gradients=one.gradients)
+    work = sample_work(plan, one.samples, workloads=workloads, table=one.table)
     alone = BatchAssignment(dict.fromkeys(plan.modules, (((0,), (1,), (2,)),)))
     costs = IterationCosts(
         derive_routes(plan, alone, one.samples),

@@ -140,13 +140,8 @@ def test_the_batch_stays_the_same_set(rule: ReplicaRule) -> None:
     rng = np.random.default_rng(0)
     has_vision = np.array([sample.has("vision") for sample in batch])
     work = {"vision": rng.lognormal(0, 1, 12) * has_vision, "llm": rng.lognormal(0, 1, 12)}
-    assignment = deferring_assignment(two_replicas(), batch, plan_deferrals(two_replicas(), work, replica_rule=rule))
+    deferrals = plan_deferrals(two_replicas(), work, replica_rule=rule)
+    assignment = deferring_assignment(two_replicas(), batch, deferrals, work)
     for name, expected in (("vision", list(range(9))), ("llm", list(range(12)))):
         assert sorted(i for cut in assignment.microbatches[name] for m in cut for i in m) == expected
     derive_routes(two_replicas(), assignment, batch)  # Every token has one producer.
-
-
-def test_unequal_numbers_of_replicas_are_refused() -> None:
-    work = {"vision": np.ones(4), "llm": np.ones(4)}
-    with pytest.raises(ValueError, match="llm has 1 replicas"):
-        deferring_assignment(two_replicas(1), samples(4, ["vision", "llm"]), plan_deferrals(two_replicas(1), work))

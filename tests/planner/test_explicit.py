@@ -92,7 +92,7 @@ ONE = Degrees()
             "language_model.pp is 11, but it has 10 layers; give at most 10",
         ),
         ({"language_model": Degrees(tp=3)}, "parallel", "language_model.tp_size: 3 does not divide"),
-        ({"vision": Degrees(dp=2)}, "parallel", "dp is 2 for vision but 1 for audio"),
+        ({"vision": Degrees(dp=2)}, "colocated", "dp is 2 for vision but 1 for audio, which share ranks"),
         ({"vision": Degrees(pp=0)}, "parallel", "vision.pp is 0; give at least 1"),
         ({"vision": Degrees(pp=2)}, "colocated", "vision and audio on the same ranks; give them the same tp and pp"),
         ({"vision": Degrees(pp=2)}, "replicated", "give it pp 1 and tp 1"),

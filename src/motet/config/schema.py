@@ -346,14 +346,25 @@ class ParallelConfig(_Section):
     """In which order stages compute (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
     `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling`, `dip` or
     `distmm_pipe`."""
+    assignment: Literal["contiguous", "random", "disttrain", "dip", "entrain", "entrain_k_eff"] = "contiguous"
+    """Which samples make up each microbatch (docs/data.md): as they come, at random, in DistTrain's order, like DIP, or
+    balanced with deferral like Entrain, with all microbatches or no more than the heaviest sample leaves even."""
     num_microbatches: Count = 4
     """Per replica."""
     packing: bool = False
     """A microbatch's samples stand in one row without padding, and do not see each other."""
+    max_packed_tokens: Count | None = None
+    """With `packing`: most tokens of such a row; language-model microbatches of more are cut. null: no limit."""
     recompute: tuple[str, ...] = ()
     """Modules whose activations are computed again in the backward pass."""
     zero1: bool = False
     """Shard the optimizer's state over the replicas."""
+
+    @model_validator(mode="after")
+    def _packs_within_a_limit(self) -> "ParallelConfig":
+        if self.max_packed_tokens is not None and not self.packing:
+            raise ValueError("max_packed_tokens: is read with packing: true only; set that, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _has_one_planner(self) -> "ParallelConfig":

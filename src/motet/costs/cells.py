@@ -7,7 +7,6 @@ input gradient is needed only if something trainable lies strictly before (thesi
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,23 +15,12 @@ import numpy as np
 from motet.arrays import Floats, Ints
 from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import LayerCost, total
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load, microbatch_load
 from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
 from motet.schedule.routes import Cell, Routes
 from motet.workload import LayerShape, ModuleWorkload
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGradients:
-    """Which gradients a layer computes for a microbatch."""
-
-    input_gradient: bool
-    weight_gradient: bool
-
-    @property
-    def any(self) -> bool:
-        return self.input_gradient or self.weight_gradient
 
 
 class CellKind(NamedTuple):

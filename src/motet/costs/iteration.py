@@ -17,11 +17,12 @@ import numpy as np
 
 from motet.arrays import Floats, Ints
 from motet.cluster import Cluster
-from motet.costs.cells import CellKind, Cells, LayerGradients
+from motet.costs.cells import CellKind, Cells
 from motet.costs.collectives import collective_seconds, collective_terms
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.cost_model import ZERO, CostTable, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
 from motet.costs.memory import (
     DEFAULT_MEMORY,

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.costs.cells import LayerGradients
 from motet.costs.cost_model import CostTable, ModuleCosts
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import microbatch_load
 from motet.costs.profiled import Fit, Measurement, fit_module
 from motet.costs.profiler_links import (

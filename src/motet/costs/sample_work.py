@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.arrays import Floats
-from motet.costs.cells import LayerGradients
 from motet.costs.cost_model import CostTable, Quadratic
+from motet.costs.layer_gradients import gradients_of_plan
 from motet.costs.load import Load, microbatch_load
 from motet.data.sample import Sample
 from motet.plan import Plan
@@ -39,18 +39,17 @@ def sample_work(
     *,
     workloads: Mapping[str, ModuleWorkload],
     table: CostTable,
-    gradients: Mapping[str, Sequence[LayerGradients]],
 ) -> dict[str, SampleWork]:
-    """For each module that is no copy, by the stages of its first replica. `gradients`: what each layer computes when
-    all modalities are there.
+    """For each module that is no copy, by the stages of its first replica. Gradients: as when all modalities are there.
 
     Raises `ValueError` if the table has no costs at the plan's tensor-parallel size."""
+    gradients = gradients_of_plan(plan)
     result = {}
     for name, module in plan.modules.items():
         if module.copy_of is not None:
             continue
         workload = workloads[name]
-        sources = tuple(edge.source for edge in plan.edges if edge.target == name)
+        sources = tuple({plan.modules[e.source].data_module(e.source): None for e in plan.edges if e.target == name})
         loads = np.array([microbatch_load(workload, name, [s], sources) if s.has(name) else Load() for s in samples])
         forward, backward = [], []
         for stage in module.replicas[0].stages:

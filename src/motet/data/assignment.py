@@ -32,38 +32,32 @@ def split_evenly(items: Sequence[int], num_parts: int) -> tuple[Microbatch, ...]
     return tuple(tuple(items[a:b]) for a, b in pairwise(bounds))
 
 
-def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignment:
-    """Cuts the batch in the order in which it comes, so that microbatch i of every module needs microbatch i of others.
+def num_shares(plan: Plan) -> int:
+    """How many parts of the batch do not meet on the way: what all numbers of replicas can be divided by."""
+    return gcd(*(len(module.replicas) for module in plan.modules.values()))
 
-    The batch is cut into as many contiguous shares as all numbers of replicas can be divided by, and a share into
-    `num_microbatches`. Where a module has several replicas for a share, each microbatch's samples are dealt to them in
-    turn (DistTrain's broker between units of unequal data parallelism). A sample without a modality is left out of
-    that modality's microbatch. Where the plan has `replica_microbatches`, the batch is cut into that many microbatches
-    of equal size, and each replica takes a run of them. Where towers are contrasted, the contrastive batches are cut
-    first (`contrastive_assignment`).
-    """
+
+def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignment:
+    """Cuts the batch in the order in which it comes: into contiguous shares, and each into `num_microbatches`.
+
+    Where the plan has `replica_microbatches`, the batch is cut into that many microbatches of equal size, and each
+    replica takes a run of them. Where towers are contrasted, the contrastive batches are cut first
+    (`contrastive_assignment`)."""
     if plan.loss_module is not None:
         return contrastive_assignment(plan, samples, plan.loss_module)
+    return assignment_of_shares(plan, samples, cut_evenly(plan, range(len(samples))))
+
+
+def cut_evenly(plan: Plan, samples: Sequence[int]) -> list[tuple[Microbatch, ...]]:
+    """For each share its microbatches: contiguous runs of equal numbers of samples, as far as they can be divided."""
     if plan.replica_microbatches:
-        parts = iter(split_evenly(range(len(samples)), sum(plan.replica_microbatches)))
-        return assignment_of_replicas(plan, samples, [tuple(islice(parts, n)) for n in plan.replica_microbatches])
-    shares = split_evenly(range(len(samples)), gcd(*(len(module.replicas) for module in plan.modules.values())))
-    cut = {}
-    for name, module in plan.modules.items():
-        per_share = len(module.replicas) // len(shares)
-        cut[name] = tuple(
-            tuple(
-                tuple(
-                    i
-                    for i in microbatch
-                    if (i - share[0]) % per_share == place and samples[i].has(module.data_module(name))
-                )
-                for microbatch in split_evenly(share, plan.num_microbatches_of(name))
-            )
-            for share in shares
-            for place in range(per_share)
-        )
-    return BatchAssignment(cut)
+        parts = iter(split_evenly(samples, sum(plan.replica_microbatches)))
+        return [tuple(islice(parts, n)) for n in plan.replica_microbatches]
+    return [split_evenly(share, plan.num_microbatches) for share in split_evenly(samples, num_shares(plan))]
+
+
+def microbatches_of_shares(plan: Plan) -> tuple[int, ...]:
+    return plan.replica_microbatches or (plan.num_microbatches,) * num_shares(plan)
 
 
 def contrastive_assignment(plan: Plan, samples: Sequence[Sample], loss: str) -> BatchAssignment:
@@ -89,27 +83,53 @@ def contrastive_assignment(plan: Plan, samples: Sequence[Sample], loss: str) -> 
     return BatchAssignment(cut)
 
 
-def assignment_of_replicas(
+def assignment_of_shares(
     plan: Plan,
     samples: Sequence[Sample],
-    replicas: Sequence[Sequence[Microbatch]],
+    shares: Sequence[Sequence[Microbatch]],
+    *,
     encoder_pieces: Sequence[Sequence[Microbatch]] | None = None,
+    work: Mapping[str, Sequence[float]] | None = None,
 ) -> BatchAssignment:
-    """All modules cut the batch alike: `replicas[r][i]` is microbatch i of every module's replica r. `encoder_pieces`:
-    if given, the encoders' microbatches instead. A sample without a modality is left out of that modality's microbatch.
+    """All modules cut the batch alike: `shares[d][i]` is microbatch i of every module's replicas of share d, so that it
+    needs microbatch i of others. `encoder_pieces`: if given, the encoders' microbatches instead.
 
-    Raises `ValueError` if modules do not have this number of replicas."""
+    Where a module has several replicas for a share, each microbatch's samples are dealt to them (DistTrain's broker
+    between units of unequal data parallelism) such that their loads stay even: seconds of each sample by module in
+    `work`, or else tokens. A sample without a modality is left out of that modality's microbatch.
+
+    Raises `ValueError` if there are not `num_shares` shares."""
+    if len(shares) != num_shares(plan):
+        raise ValueError(
+            f"assignment: has {len(shares)} shares, but the plan's numbers of replicas need {num_shares(plan)}"
+        )
     cut = {}
     for name, module in plan.modules.items():
-        if len(module.replicas) != len(replicas):
-            raise ValueError(
-                f"assignment: {name} has {len(module.replicas)} replicas, other modules {len(replicas)}; "
-                "give all modules equally many"
-            )
-        own = encoder_pieces if encoder_pieces is not None and module.kind == "encoder" else replicas
+        own = encoder_pieces if encoder_pieces is not None and module.kind == "encoder" else shares
         data_module = module.data_module(name)
-        cut[name] = tuple(
-            tuple(tuple(i for i in microbatch if samples[i].has(data_module)) for microbatch in microbatches)
-            for microbatches in own
-        )
+        loads = work[data_module] if work else [sample.num_tokens(data_module) for sample in samples]
+        replicas: list[tuple[Microbatch, ...]] = []
+        for microbatches in own:
+            able = [tuple(i for i in members if samples[i].has(data_module)) for members in microbatches]
+            replicas += _dealt(able, loads, len(module.replicas) // len(shares))
+        cut[name] = tuple(replicas)
     return BatchAssignment(cut)
+
+
+def _dealt(
+    microbatches: Sequence[Microbatch], loads: Sequence[float], num_replicas: int
+) -> list[tuple[Microbatch, ...]]:
+    """Each microbatch among the replicas: the heaviest sample first, each to the one that has had least so far."""
+    if num_replicas == 1:
+        return [tuple(microbatches)]
+    so_far = [0.0] * num_replicas
+    result: list[list[Microbatch]] = [[] for _ in range(num_replicas)]
+    for members in microbatches:
+        hands: list[list[int]] = [[] for _ in range(num_replicas)]
+        for i in sorted(members, key=lambda i: -loads[i]):
+            r = min(range(num_replicas), key=so_far.__getitem__)
+            hands[r].append(i)
+            so_far[r] += loads[i]
+        for replica, hand in zip(result, hands, strict=True):
+            replica.append(tuple(i for i in members if i in hand))
+    return [tuple(replica) for replica in result]

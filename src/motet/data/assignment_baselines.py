@@ -11,37 +11,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from motet.arrays import Floats
-from motet.data.assignment import BatchAssignment, Microbatch, assignment_of_replicas, split_evenly
+from motet.data.assignment import BatchAssignment, Microbatch, assignment_of_shares, cut_evenly
 from motet.data.sample import Sample
 from motet.plan import Plan
 
 
-def random_microbatches(
-    num_samples: int, num_replicas: int, num_microbatches: int, seed: int
-) -> list[list[Microbatch]]:
-    """For each replica, microbatches of equal numbers of samples (as far as they can be divided)."""
-    order = np.random.default_rng(seed).permutation(num_samples).tolist()
-    return [list(split_evenly(share, num_microbatches)) for share in split_evenly(order, num_replicas)]
+def random_microbatches(plan: Plan, num_samples: int, seed: int) -> list[tuple[Microbatch, ...]]:
+    """For each share, microbatches of equal numbers of samples (as far as they can be divided)."""
+    return cut_evenly(plan, np.random.default_rng(seed).permutation(num_samples).tolist())
 
 
 def random_assignment(plan: Plan, samples: Sequence[Sample], seed: int) -> BatchAssignment:
-    """Raises `ValueError` if modules have different numbers of replicas."""
-    return assignment_of_replicas(plan, samples, _random(plan, samples, seed))
+    return assignment_of_shares(plan, samples, random_microbatches(plan, len(samples), seed))
 
 
 def dip_like_assignment(
     plan: Plan, samples: Sequence[Sample], encoder_work: Floats, seed: int, *, pieces: int = 2
 ) -> BatchAssignment:
-    """`encoder_work`: of each sample. Raises `ValueError` if modules have different numbers of replicas."""
-    replicas = _random(plan, samples, seed)
-    limit = float(encoder_work.sum()) / sum(map(len, replicas)) / pieces
-    cut = [[piece for microbatch in each for piece in _pieces(microbatch, encoder_work, limit)] for each in replicas]
-    return assignment_of_replicas(plan, samples, replicas, encoder_pieces=cut)
-
-
-def _random(plan: Plan, samples: Sequence[Sample], seed: int) -> list[list[Microbatch]]:
-    num_replicas = len(next(iter(plan.modules.values())).replicas)
-    return random_microbatches(len(samples), num_replicas, plan.num_microbatches, seed)
+    """`encoder_work`: of each sample."""
+    shares = random_microbatches(plan, len(samples), seed)
+    limit = float(encoder_work.sum()) / sum(map(len, shares)) / pieces
+    cut = [[piece for microbatch in each for piece in _pieces(microbatch, encoder_work, limit)] for each in shares]
+    return assignment_of_shares(plan, samples, shares, encoder_pieces=cut)
 
 
 def _pieces(microbatch: Microbatch, work: Floats, limit: float) -> list[Microbatch]:

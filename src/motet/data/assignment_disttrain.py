@@ -22,21 +22,32 @@ from functools import cache
 import numpy as np
 
 from motet.arrays import Floats
-from motet.data.assignment import BatchAssignment, Microbatch, assignment_of_replicas, split_evenly
+from motet.data.assignment import (
+    BatchAssignment,
+    Microbatch,
+    assignment_of_shares,
+    microbatches_of_shares,
+    split_evenly,
+)
 from motet.data.sample import Sample, Segment
 from motet.plan import ModulePlan, Plan, Replica, Stage, module_order
 from motet.schedule.action import Kind
 
 
-def balanced_groups(sizes: Floats, num_groups: int, *, equal_counts: bool = True) -> list[list[int]]:
+def balanced_groups(
+    sizes: Floats, num_groups: int, *, equal_counts: bool = True, shares: Sequence[int] | None = None
+) -> list[list[int]]:
     """Algorithm 2: the largest sample first, each to the group with the least. Indices of samples.
 
-    `equal_counts`: no group gets more samples than ceil(number of samples / number of groups)."""
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    loads = [0.0] * num_groups
-    room = -(-len(sizes) // num_groups) if equal_counts else len(sizes)
+    `equal_counts`: no group gets more samples than ceil(number of samples / number of groups).
+    `shares`: of each group, where they are to differ (its number of microbatches, in unlike pipelines)."""
+    shares = shares or (1,) * num_groups
+    groups: list[list[int]] = [[] for _ in shares]
+    loads = [0.0 for _ in shares]
+    most = -(-len(sizes) // sum(shares)) if equal_counts else len(sizes)
     for i in np.argsort(-sizes, kind="stable").tolist():
-        g = min((g for g in range(num_groups) if len(groups[g]) < room), key=loads.__getitem__)
+        open_groups = [g for g, share in enumerate(shares) if len(groups[g]) < most * share]
+        g = min(open_groups, key=lambda g: loads[g] / shares[g])
         groups[g].append(i)
         loads[g] += float(sizes[i])
     return groups
@@ -167,21 +178,23 @@ def reordered_assignment(
     forward_s: Mapping[str, Floats],
     backward_s: Mapping[str, Floats],
 ) -> BatchAssignment:
-    """Both algorithms. `forward_s`, `backward_s`: for each module [sample, stage] seconds (`motet.costs.sample_work`).
-
-    Raises `ValueError` if modules have different numbers of replicas."""
+    """Both algorithms. `forward_s`, `backward_s`: by module seconds [sample, stage] (`motet.costs.sample_work`)."""
     chain = [name for name in module_order(plan) if plan.modules[name].copy_of is None]
     forward = np.concatenate([forward_s[name] for name in chain], axis=1)
     backward = np.concatenate([backward_s[name] for name in chain], axis=1)
     num_devices = len({stage.ranks for name in chain for stage in plan.modules[name].replicas[0].stages})
-    groups = balanced_groups((forward + backward).sum(axis=1), len(plan.modules[chain[0]].replicas))
-    replicas: list[list[Microbatch]] = []
-    for group in groups:
-        microbatches = [m for m in split_evenly(sorted(group), plan.num_microbatches) if m]
+    if forward.shape[1] % num_devices:
+        num_devices = forward.shape[1]  # Stages share devices in another way: as if each had its own.
+    shares: list[list[Microbatch]] = []
+    counts = microbatches_of_shares(plan)
+    groups = balanced_groups((forward + backward).sum(axis=1), len(counts), shares=counts)
+    for group, count in zip(groups, counts, strict=True):
+        microbatches = [m for m in split_evenly(sorted(group), count) if m]
         if microbatches:
             forwards, backwards = (
                 np.array([s[list(m)].sum(axis=0) for m in microbatches]) for s in (forward, backward)
             )
             microbatches = [microbatches[m] for m in reordered(forwards, backwards, num_devices)]
-        replicas.append(microbatches)
-    return assignment_of_replicas(plan, samples, replicas)
+        shares.append(microbatches)
+    work = {name: (forward_s[name] + backward_s[name]).sum(axis=1).tolist() for name in chain}
+    return assignment_of_shares(plan, samples, shares, work=work)

@@ -18,47 +18,61 @@ Deviations:
 * Without encoder work, greedy assignment goes by LLM work: there is nothing else to balance.
 * `evenly_on_both` is our replica rule. The thesis' (`by_encoder_then_llm`) tracks LLM work only.
 
+Where modules have unequal numbers of replicas, what is said of a replica here is said of a share of the batch, and each
+microbatch is dealt out then (`assignment_of_shares`).
+
 Limits: works are taken to add up (padding does not). Several encoders are merged into one (section 4.5): their work is
-added up. Modules have equal numbers of replicas.
+added up.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from motet.arrays import Floats
-from motet.data.assignment import BatchAssignment, Microbatch, assignment_of_replicas
+from motet.data.assignment import BatchAssignment, Microbatch, assignment_of_shares, microbatches_of_shares
 from motet.data.pairwise_deferral import pair_and_defer
 from motet.data.sample import Sample
 from motet.plan import Plan
 
-ReplicaRule = Callable[[Floats, Floats, int], list[list[int]]]
-"""(encoder work, LLM work, number of replicas) -> each replica's samples."""
+
+class ReplicaRule(Protocol):
+    def __call__(
+        self, encoder_work: Floats, llm_work: Floats, num_replicas: int, shares: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """Each replica's samples. `shares`: of each replica, where they are to differ."""
 
 
-def by_encoder_then_llm(encoder_work: Floats, llm_work: Floats, num_replicas: int) -> list[list[int]]:
+def by_encoder_then_llm(
+    encoder_work: Floats, llm_work: Floats, num_replicas: int, shares: Sequence[int] | None = None
+) -> list[list[int]]:
     """Section 4.3: heaviest for the encoder first, each to the replica with the least LLM work so far."""
-    replicas: list[list[int]] = [[] for _ in range(num_replicas)]
+    shares = shares or (1,) * num_replicas
+    replicas: list[list[int]] = [[] for _ in shares]
     loads = [(0.0, r) for r in range(num_replicas)]
     work = llm_work.tolist()
     for i in np.argsort(-encoder_work, kind="stable").tolist():
         load, r = loads[0]
         replicas[r].append(i)
-        heapq.heapreplace(loads, (load + work[i], r))
+        heapq.heapreplace(loads, (load + work[i] / shares[r], r))
     return replicas
 
 
-def evenly_on_both(encoder_work: Floats, llm_work: Floats, num_replicas: int) -> list[list[int]]:
+def evenly_on_both(
+    encoder_work: Floats, llm_work: Floats, num_replicas: int, shares: Sequence[int] | None = None
+) -> list[list[int]]:
     """The samples with the largest share of either module's work first, each to the replica where the larger of the two
     shares, with it, is the smallest: list scheduling on two machines at once."""
     encoder, llm = (work / (work.sum() or 1.0) for work in (encoder_work, llm_work))
+    sizes = np.array(shares or (1,) * num_replicas, dtype=np.float64)
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     encoder_load, llm_load = np.zeros(num_replicas), np.zeros(num_replicas)
     order = np.argsort(-np.maximum(encoder, llm), kind="stable")
     for i, e, w in zip(order.tolist(), encoder[order].tolist(), llm[order].tolist(), strict=True):
-        r = int(np.maximum(encoder_load + e, llm_load + w).argmin())
+        r = int((np.maximum(encoder_load + e, llm_load + w) / sizes).argmin())
         replicas[r].append(i)
         encoder_load[r] += e
         llm_load[r] += w
@@ -155,23 +169,27 @@ def defer(
 def plan_deferrals(
     plan: Plan, work: Mapping[str, Floats], *, replica_rule: ReplicaRule = evenly_on_both, fewer: bool = False
 ) -> list[Deferral]:
-    """Algorithm 4, for each replica of the modules. `work`: for each module the seconds of each sample of the global
-    batch (`motet.costs.sample_work`); that of all encoders is added up, and so is that of all other modules."""
+    """Algorithm 4, for each share of the batch. `work`: for each module the seconds of each sample of the global batch
+    (`motet.costs.sample_work`); that of all encoders is added up, and so is that of all other modules."""
     total = {True: np.zeros(len(next(iter(work.values())))), False: np.zeros(len(next(iter(work.values()))))}
     for name, seconds in work.items():
         total[plan.modules[name].kind == "encoder"] += seconds
     encoder_work, llm_work = total[True], total[False]
-    shares = replica_rule(encoder_work, llm_work, len(next(iter(plan.modules.values())).replicas))
-    return [defer(share, encoder_work, llm_work, plan.num_microbatches, fewer=fewer) for share in shares]
+    counts = microbatches_of_shares(plan)
+    shares = replica_rule(encoder_work, llm_work, len(counts), counts)
+    return [
+        defer(share, encoder_work, llm_work, count, fewer=fewer) for share, count in zip(shares, counts, strict=True)
+    ]
 
 
-def deferring_assignment(plan: Plan, samples: Sequence[Sample], deferrals: Sequence[Deferral]) -> BatchAssignment:
-    """What is neither an encoder nor fed by one is cut as the language model is.
-
-    Raises `ValueError` if modules have different numbers of replicas."""
-    return assignment_of_replicas(
+def deferring_assignment(
+    plan: Plan, samples: Sequence[Sample], deferrals: Sequence[Deferral], work: Mapping[str, Floats]
+) -> BatchAssignment:
+    """What is neither an encoder nor fed by one is cut as the language model is. `work`: as for `plan_deferrals`."""
+    return assignment_of_shares(
         plan,
         samples,
         [each.language_model for each in deferrals],
         encoder_pieces=[each.encoder_pieces for each in deferrals],
+        work={name: seconds.tolist() for name, seconds in work.items()},
     )

@@ -187,6 +187,8 @@ def orchestrated_plan(problem: PlanningProblem, orchestration: Orchestration) ->
         num_microbatches=problem.num_microbatches,
         schedule=problem.schedule,
         planner="disttrain",
+        assignment=problem.assignment,
+        max_packed_tokens=problem.max_packed_tokens,
         recompute=problem.recompute,
     )
 

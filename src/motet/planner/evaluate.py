@@ -7,7 +7,7 @@ import numpy as np
 
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import RESERVE
-from motet.data.assignment import contiguous_assignment
+from motet.data.assignments import assign
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.problem import PlanningProblem
@@ -92,7 +92,8 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
     if plan.schedule not in GENERATORS:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
     samples = problem.samples
-    assignment, folding = contiguous_assignment(plan, samples), None
+    workloads = {name: module.workload for name, module in problem.modules.items()}
+    assignment, folding = assign(plan, samples, workloads=workloads, table=problem.table), None
     if folded and problem.num_cores is None:
         folding = fold(plan, assignment, samples, problem.cluster.node)
         assignment = folding.assignment
@@ -100,7 +101,7 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
     costs = IterationCosts(
         routes,
         samples,
-        workloads={name: module.workload for name, module in problem.modules.items()},
+        workloads=workloads,
         table=problem.table,
         cluster=problem.cluster,
         memory=problem.memory,

@@ -8,11 +8,13 @@ Placements (Cornstarch section 4.1 and its baselines in section 6):
   stages too (cross-attention), that saves sending it; with token merging the later copies compute what nobody uses, and
   a trainable encoder's copies get no gradient: a baseline.
 
-Ranks are numbered within a replica of the whole model first: modules in their order, then stages, and tensor
-parallelism fastest.
+Modules on ranks of their own may have unequal numbers of replicas (DistTrain 4.1). A share of the whole model then is
+its smallest part in which all modules have whole replicas; otherwise it is one replica of everything. Ranks are
+numbered within a share first: modules in their order, then replicas, then stages, and tensor parallelism fastest.
 """
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Literal
 
 from motet.errors import UserError
@@ -34,7 +36,7 @@ def explicit_plan(
     """The plan with these degrees. Stages are cut by the exact partition, where the degrees do not say how.
 
     Raises `ValueError` for degrees that no plan can have: more stages than layers, tensor parallelism that does not
-    divide the heads, unequal data parallelism, more ranks than the cluster has devices or fewer.
+    divide the heads, unequal data parallelism on shared ranks, more ranks than the cluster has devices or fewer.
     """
     plan = build_plan(problem, degrees, placement=placement, frozen_aware=frozen_aware, planner=planner)
     if plan.num_ranks != problem.num_devices:
@@ -56,22 +58,23 @@ def build_plan(
     """As `explicit_plan`, but of any size."""
     _check(problem, degrees, placement)
     cuts = {name: cut_module(problem, name, degrees[name], frozen_aware=frozen_aware) for name in problem.modules}
-    dp = degrees[next(iter(problem.modules))].dp
-    offsets, ranks_per_replica = _offsets(problem, degrees, placement)
+    num_shares = gcd(*(degrees[name].dp for name in problem.modules))
+    offsets, ranks_per_share = _offsets(problem, degrees, placement, num_shares)
     modules = {
-        name: _module_plan(problem, name, degrees[name], cuts[name], offsets[name], ranks_per_replica)
+        name: _module_plan(problem, name, degrees[name], cuts[name], offsets[name], ranks_per_share, num_shares)
         for name in problem.modules
     }
     edges = problem.edges
     if placement == "replicated":
         modules, edges = _replicate(problem, modules, cuts)
-    assert all(len(module.replicas) == dp for module in modules.values())
     return Plan(
         modules=modules,
         edges=edges,
         num_microbatches=problem.num_microbatches,
         schedule=problem.schedule,
         planner=planner,
+        assignment=problem.assignment,
+        max_packed_tokens=problem.max_packed_tokens,
         recompute=tuple(name for name in modules if (modules[name].copy_of or name) in problem.recompute),
     )
 
@@ -101,9 +104,12 @@ def _check(problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: 
     by_dp: dict[int, str] = {}
     for name in problem.modules:
         by_dp.setdefault(degrees[name].dp, name)
-    if len(by_dp) > 1:
+    if len(by_dp) > 1 and placement != "parallel":
         (dp, name), (other_dp, other) = list(by_dp.items())[:2]
-        raise UserError(f"parallel: dp is {dp} for {name} but {other_dp} for {other}; give all modules the same")
+        raise UserError(
+            f"parallel: dp is {dp} for {name} but {other_dp} for {other}, which share ranks; "
+            "give all modules the same, or placement parallel"
+        )
     if placement == "colocated":
         shapes: dict[tuple[int, int], str] = {}
         for name in problem.sources:
@@ -131,13 +137,13 @@ def _check_replicated(problem: PlanningProblem, degrees: Mapping[str, Degrees]) 
 
 
 def _offsets(
-    problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: Placement
+    problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: Placement, num_shares: int
 ) -> tuple[dict[str, int], int]:
-    """Each module's first rank within a replica of the whole model, and how many ranks that has."""
+    """Each module's first rank in a share of the whole model, and how many ranks that has."""
     offsets: dict[str, int] = {}
     next_rank = shared = 0
     for name in problem.modules:
-        size = degrees[name].ranks_per_stage * degrees[name].pp
+        size = degrees[name].ranks_per_stage * degrees[name].pp * (degrees[name].dp // num_shares)
         if name in problem.sources and placement != "parallel":
             offsets[name] = 0
             shared = size if placement == "colocated" else 0
@@ -153,13 +159,15 @@ def _module_plan(
     degrees: Degrees,
     cut: tuple[LayerRange, ...],
     offset: int,
-    ranks_per_replica: int,
+    ranks_per_share: int,
+    num_shares: int,
 ) -> ModulePlan:
     module = problem.modules[name]
     replicas = []
     size = degrees.ranks_per_stage
     for d in range(degrees.dp):
-        first = d * ranks_per_replica + offset
+        share, place = divmod(d, degrees.dp // num_shares)
+        first = share * ranks_per_share + offset + place * size * degrees.pp
         replicas.append(
             Replica(
                 stages=tuple(

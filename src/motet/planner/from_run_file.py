@@ -23,6 +23,8 @@ from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
 from motet.costs.speeds import Speeds
+from motet.data.assignment import BatchAssignment
+from motet.data.assignments import assign
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.plan import ContextOptions, Edge, LayerRange, Plan
@@ -85,6 +87,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         schedule=config.parallel.schedule,
         schedules=(config.parallel.schedule,) if "schedule" in config.parallel.model_fields_set else None,
         dp_sizes=_dp_sizes(config),
+        assignment=config.parallel.assignment,
+        max_packed_tokens=config.parallel.max_packed_tokens,
         recompute=config.parallel.recompute,
         memory=_memory_options(config),
         num_cores=shared_cores(config),
@@ -231,11 +235,22 @@ def read_costs(config: RunConfig, workloads: Mapping[str, ModuleWorkload], clust
     return _read_costs(config, workloads, cluster, sizes)
 
 
+def assignment_by_costs(config: RunConfig, plan: Plan) -> Callable[[Plan, Sequence[Sample]], BatchAssignment]:
+    """How every batch of a run is cut, by the costs by which its actions are ordered too."""
+    workloads = read_workloads(config)
+    table = _read_costs(config, workloads, describe_cluster(config), _tp_sizes_of(plan))
+    return partial(assign, workloads=workloads, table=table)
+
+
 def iteration_costs(config: RunConfig, plan: Plan) -> Callable[[Routes, Sequence[Sample]], IterationCosts]:
     """What an iteration costs under any plan of the run file's model, by its routes and samples."""
     workloads, cluster = read_workloads(config), describe_cluster(config)
-    table = _read_costs(config, workloads, cluster, {stage.tp_size for *_, stage in plan.stages()})
+    table = _read_costs(config, workloads, cluster, _tp_sizes_of(plan))
     return partial(IterationCosts, workloads=workloads, table=table, cluster=cluster, memory=_memory_options(config))
+
+
+def _tp_sizes_of(plan: Plan) -> set[int]:
+    return {stage.tp_size for *_, stage in plan.stages()}
 
 
 def _memory_options(config: RunConfig) -> MemoryOptions:

@@ -61,6 +61,8 @@ def layout_plan(problem: PlanningProblem, layout: Layout, *, schedule: str | Non
         num_microbatches=problem.num_microbatches,
         schedule=schedule or layout.schedule or problem.schedule,
         planner=layout.planner,
+        assignment=problem.assignment,
+        max_packed_tokens=problem.max_packed_tokens,
         recompute=problem.recompute,
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from motet.costs.cells import LayerGradients
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import LayerTime, PlanningProblem

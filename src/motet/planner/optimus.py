@@ -67,6 +67,8 @@ def plan_of(solution: Solution) -> Plan:
         num_microbatches=problem.num_microbatches,
         schedule=SCHEDULE if problem.schedules is None or SCHEDULE in problem.schedules else problem.schedules[0],
         planner="optimus",
+        assignment=problem.assignment,
+        max_packed_tokens=problem.max_packed_tokens,
         recompute=problem.recompute,
     )
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from motet.costs.analytic import AnalyticCosts
-from motet.costs.cells import LayerGradients
 from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.speeds import default_speeds
 from motet.plan import LayerRange
 from motet.planner.optimus_timeline import Kernel, Kernels

@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 
 from motet.attention.distribution import check_ulysses
 from motet.cluster import Cluster
-from motet.costs.cells import LayerGradients
 from motet.costs.cost_model import ZERO, CostTable, LayerCost
+from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
 from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.data.assignment import split_evenly
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.models.shards import check_tp
-from motet.plan import ContextOptions, Edge, LayerRange
+from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange
 from motet.workload import ModuleWorkload
 
 T = TypeVar("T")
@@ -81,6 +81,10 @@ class PlanningProblem:
     schedule: str = "1f1b"
     schedules: tuple[str, ...] | None = None
     """That planner `auto` may choose from; None: all there are. Other planners take `schedule`."""
+    assignment: str = DEFAULT_ASSIGNMENT
+    """How batches are cut: a key of `motet.data.assignments.ASSIGNMENTS`."""
+    max_packed_tokens: int | None = None
+    """As the plan's."""
     recompute: tuple[str, ...] = ()
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
@@ -119,32 +123,16 @@ class PlanningProblem:
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
-        """For each layer, which gradients it computes: the frozen rule over the whole graph of modules.
+        """For each layer of each module, when every modality is there."""
+        return gradients_of_modules({name: self._trainable(name) for name in self.modules}, self.edges)
 
-        An input gradient is needed if something trainable lies strictly before: an earlier layer of the module, or
-        anything in a module whose output has entered by then (thesis 3.3.1, eq. 3.2 and 3.3, read strictly).
-        """
-        result: dict[str, tuple[LayerGradients, ...]] = {}
-        remaining = list(self.modules)
-        while remaining:
-            name = next(m for m in remaining if not any(e.target == m and e.source in remaining for e in self.edges))
-            remaining.remove(name)
-            sources = {source for source in result if any(needs.any for needs in result[source])}
-            result[name] = self._gradients_with(name, sources)
-        return result
+    def _trainable(self, name: str) -> list[bool]:
+        module = self.modules[name]
+        return [module.is_trainable(layer) for layer in range(module.workload.num_layers)]
 
     def _gradients_with(self, name: str, sources: Set[str]) -> tuple[LayerGradients, ...]:
         """For a microbatch to which these modules bring something that needs a gradient."""
-        entries = {
-            layer for edge in self.edges if edge.target == name and edge.source in sources for layer in edge.layers
-        }
-        layers, reached = [], False
-        for layer in range(self.modules[name].workload.num_layers):
-            reached = reached or layer in entries
-            trainable = self.modules[name].is_trainable(layer)
-            layers.append(LayerGradients(reached, trainable))
-            reached = reached or trainable
-        return tuple(layers)
+        return gradients_of_layers(self._trainable(name), entries_of(name, sources, self.edges))
 
     def has_backward(self, name: str, layers: LayerRange) -> bool:
         return any(needs.any for needs in self.gradients[name][slice(*layers)])

@@ -18,7 +18,7 @@ from motet.models.materialize import materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stage import StageModule
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
-from motet.planner.from_run_file import iteration_costs
+from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -122,7 +122,7 @@ def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], Abstra
 
 
 def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
-    """Collective. Actions are ordered by the run file's costs, as where the plan is evaluated."""
+    """Collective. Batches are cut and actions ordered by the run file's costs, as where the plan is evaluated."""
     return Engine(
         plan,
         stage_maker(config, plan, device),
@@ -130,6 +130,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
         boundary_dtype=PARAMETER_DTYPES[config.train.dtype],
         autocast=autocast_for(config, device),
         timeout=timedelta(seconds=config.train.step_timeout_s),
+        assign=assignment_by_costs(config, plan),
         expect=iteration_costs(config, plan),
     )
 

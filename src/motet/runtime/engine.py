@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from motet.data.assignment import BatchAssignment, contiguous_assignment
+from motet.data.assignments import check_assignment
 from motet.data.batch import Batch
 from motet.data.sample import Sample
 from motet.errors import UserError
@@ -80,6 +81,7 @@ class Engine:
         expect: Expect | None = None,
     ) -> None:
         _check_losses(plan)
+        check_assignment(plan)
         self.plan, self.device, self._assign, self._expect = plan, device, assign, expect
         mesh = build_mesh(plan, timeout)
         self.model = LocalModel(plan, mesh, make_stage)
