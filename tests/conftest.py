@@ -9,3 +9,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not Path("/dev/nvidiactl").exists():
     # Read when Triton is imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from hypothesis import settings
+
+settings.register_profile("motet", deadline=None)  # Tests count operations, never seconds: machines may be loaded.
+settings.load_profile("motet")

@@ -26,6 +26,7 @@ PURE = (
     "motet.data.assignment_baselines",
     "motet.data.assignment_disttrain",
     "motet.data.assignment_entrain",
+    "motet.data.assignments",
     "motet.data.packing",
     "motet.data.pairwise_deferral",
     "motet.data.encoder_layout",

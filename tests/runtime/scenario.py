@@ -57,15 +57,21 @@ class Scenario:
     media_attention: str = "causal"
     sequence_parallel: bool = False
     dp: int = 1
+    units: tuple[int, int, int] | None = None
+    """Numbers of replicas of vision, audio and language model on ranks of their own, in the place of `dp`."""
+    num_samples: int | None = None
     num_microbatches: int = 2
     placement: str = "parallel"
     """Encoders on ranks of their own (parallel), each other's (colocated), the language model's (shared; replicated:
     whole copies of them on all of its stages)."""
     merge: str = "placeholder"
     schedule: str = "1f1b"
+    assignment: str = "contiguous"
+    max_packed_tokens: int | None = None
     frozen: str = "nothing"
     items: str = "mixed"
-    """mixed: none, one and three images and clips; none: no sample has any; half: the last half has none."""
+    """mixed: none, one and three images and clips; none: no sample has any; half: the last half has none; one: only one
+    sample has any; all but one."""
     packing: bool = False
     recompute: bool = False
     dtype: str = "float64"
@@ -130,14 +136,14 @@ class Scenario:
                         stages=tuple(
                             Stage(
                                 layers=layers,
-                                ranks=self._ranks(r, self._places[name], place, self.cp if is_llm else self.encoder_cp),
+                                ranks=self._ranks(name, r, place),
                                 tp_size=self.tp,
                                 cp_size=self.cp if is_llm else self.encoder_cp,
                             )
                             for place, layers in zip(places, bounds, strict=True)
                         )
                     )
-                    for r in range(self.dp)
+                    for r in range(self.num_replicas[name])
                 ),
                 trainable=self._trainable(name, num_layers[name]),
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
@@ -152,14 +158,29 @@ class Scenario:
             edges=tuple(Edge(source=name, target="language_model", layers=enters) for name in families),
             num_microbatches=self.num_microbatches,
             schedule=self.schedule,
+            assignment=self.assignment,
+            max_packed_tokens=self.max_packed_tokens,
             recompute=("vision", "audio", "language_model") if self.recompute else (),
         )
         return _replicated(plan) if self.placement == "replicated" else plan
 
     @property
+    def num_replicas(self) -> dict[str, int]:
+        return dict(zip(("vision", "audio", "language_model"), self.units or (self.dp,) * 3, strict=True))
+
+    @property
     def num_ranks(self) -> int:
         num_places = 1 + max(self.llm_places, default=self.llm_pp - 1)
+        if self.units:
+            return sum(self.num_replicas[name] * size for name, size in self._unit_sizes.items())
         return self.tp * self.dp * (self._places["language_model"] + num_places * self.cp)
+
+    @property
+    def _unit_sizes(self) -> dict[str, int]:
+        """Ranks of one replica of each module, where they are its own."""
+        assert self.placement == "parallel"
+        encoder = self.tp * self.encoder_pp * self.encoder_cp
+        return {"vision": encoder, "audio": encoder, "language_model": self.tp * self.llm_pp * self.cp}
 
     @property
     def _places(self) -> dict[str, int]:
@@ -172,8 +193,14 @@ class Scenario:
         }[self.placement]
         return {"vision": 0, "audio": audio, "language_model": llm}
 
-    def _ranks(self, replica: int, place: int, stage: int, cp: int) -> tuple[int, ...]:
-        first = replica * (self.num_ranks // self.dp) + (place + stage * cp) * self.tp
+    def _ranks(self, name: str, replica: int, stage: int) -> tuple[int, ...]:
+        cp = self.cp if name == "language_model" else self.encoder_cp
+        if self.units:
+            before = ("vision", "audio", "language_model").index(name)
+            first = sum(self.units[i] * list(self._unit_sizes.values())[i] for i in range(before))
+            first += replica * self._unit_sizes[name] + stage * cp * self.tp
+        else:
+            first = replica * (self.num_ranks // self.dp) + (self._places[name] + stage * cp) * self.tp
         return tuple(range(first, first + cp * self.tp))
 
     def _trainable(self, name: str, num_layers: int) -> tuple[tuple[int, int], ...]:
@@ -227,13 +254,18 @@ class ScenarioBatch:
         configs = {
             name: read_part_config(config.model.encoders[name], "encoder", where="model") for name in self._families
         }
-        num_samples = max(4, scenario.dp * scenario.num_microbatches + 1)
+        most_replicas = max(scenario.num_replicas.values())
+        num_samples = scenario.num_samples or max(4, most_replicas * scenario.num_microbatches + 1)
         self.samples = tuple(self._sample(i, num_samples, configs) for i in range(num_samples))
 
     def _num_items(self, name: str, i: int, num_samples: int) -> int:
         kind = self._scenario.items
         if kind == "none" or (kind == "half" and i >= num_samples // 2):
             return 0
+        if (kind == "one" and i != 1) or (kind == "all but one" and i == 1):
+            return 0
+        if kind in ("one", "all but one"):
+            return 1 + i % 2
         return {"vision": (3, 0, 1, 2), "audio": (1, 0, 0, 3)}[name][i % 4]
 
     def _sample(self, i: int, num_samples: int, configs: Mapping[str, object]) -> Sample:
