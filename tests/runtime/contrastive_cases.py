@@ -43,6 +43,7 @@ MODELS = {
     "bert": (transformers.BertModel, transformers.BertConfig, TEXT),
     "whisper": (WhisperEncoder, transformers.WhisperConfig, AUDIO),
 }
+FROZEN_PARTS = ("module", "projector")
 TEXTS = ("clip_text", "siglip_text", "bert")
 
 

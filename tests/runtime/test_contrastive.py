@@ -1,13 +1,14 @@
 """Contrastive models under every layout against a plain loss over the whole batch, in one process."""
 
+from random import Random
+
 import pytest
 import torch
-from contrastive_cases import Case, Tower, plain_gradients
+from contrastive_cases import FROZEN_PARTS, TEXTS, Case, Tower, plain_gradients
 from distributed import run_distributed
 
 from motet.runtime.verify import collect_gradients
 
-FROZEN = ("module", "projector")
 CASES = {
     "clip": Case({"image": Tower("clip", num_microbatches=2), "text": Tower("clip_text", num_microbatches=2)}),
     "unequal replicas, 18 and 24 samples each": Case(
@@ -23,7 +24,8 @@ CASES = {
         schedule="1f1b",
     ),
     "locked image tower": Case(
-        {"image": Tower("dinov2", dp=2, frozen=FROZEN), "text": Tower("clip_text", num_microbatches=2)}, num_batches=2
+        {"image": Tower("dinov2", dp=2, frozen=FROZEN_PARTS), "text": Tower("clip_text", num_microbatches=2)},
+        num_batches=2,
     ),
     "tensor parallelism": Case(
         {"image": Tower("siglip", tp=2, num_microbatches=2), "text": Tower("clip_text", tp=2, pp=2)}, num_samples=6
@@ -32,7 +34,11 @@ CASES = {
         {"image": Tower("clip"), "text": Tower("bert", num_microbatches=2), "audio": Tower("whisper", dp=2)}
     ),
     "an anchor": Case(
-        {"image": Tower("clip", dp=2), "text": Tower("clip_text", tp=2), "audio": Tower("whisper", frozen=FROZEN)},
+        {
+            "image": Tower("clip", dp=2),
+            "text": Tower("clip_text", tp=2),
+            "audio": Tower("whisper", frozen=FROZEN_PARTS),
+        },
         kind="sigmoid",
         anchor="text",
     ),
@@ -49,8 +55,13 @@ CASES = {
         {"image": Tower("clip", dp=3), "text": Tower("clip_text", tp=2)}, num_samples=1, kind="softmax"
     ),
     "a frozen scale": Case({"image": Tower("clip", dp=2), "text": Tower("bert")}, trains_loss=False),
+    "features are computed again": Case(
+        {"image": Tower("clip", pp=2, num_microbatches=2), "text": Tower("bert", num_microbatches=2)},
+        num_batches=2,
+        recompute_features=("image", "text"),
+    ),
     "only the scale": Case(
-        {"image": Tower("clip", dp=2, frozen=FROZEN), "text": Tower("bert", frozen=FROZEN)}, num_batches=2
+        {"image": Tower("clip", dp=2, frozen=FROZEN_PARTS), "text": Tower("bert", frozen=FROZEN_PARTS)}, num_batches=2
     ),
 }
 
@@ -83,4 +94,48 @@ def check(case: Case, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_equals_one_process(case: Case) -> None:
+    check(case)
+
+
+def draw(seed: int) -> Case:
+    """One of the product of losses, towers, layouts and schedules, on at most 6 ranks."""
+    random = Random(seed)
+    while True:
+        families = {"image": random.choice(["clip", "siglip", "dinov2"]), "text": random.choice(TEXTS)}
+        if random.random() < 0.4:
+            families["audio"] = "whisper"
+        locked = random.choice([None, None, *families])
+        colocated = random.random() < 0.25
+        towers = {
+            name: Tower(
+                family,
+                dp=random.choice([1, 1, 2, 3]),
+                pp=random.choice([1, 1, 2]),
+                tp=random.choice([1, 1, 2]),
+                num_microbatches=random.choice([1, 2, 3, 4]),
+                frozen=random.choice([FROZEN_PARTS, ("module",)]) if name == locked else (),
+            )
+            for name, family in families.items()
+        }
+        num_batches = random.choice([1, 2, 3])
+        per_batch = random.randint(1, 10)
+        case = Case(
+            towers,
+            kind=random.choice(["softmax", "sigmoid"]),
+            num_samples=num_batches * per_batch,
+            num_batches=num_batches,
+            schedule=random.choice(["gpipe", "1f1b", "distmm_pipe", "zero_bubble_h1"]),
+            anchor=random.choice([None, *families]),
+            colocated=colocated,
+            trains_loss=random.random() < 0.8,
+            recompute_features=random.choice([(), tuple(families)]),
+        )
+        if 2 <= case.num_ranks <= 6:
+            return case
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(s, marks=pytest.mark.campaign) for s in range(3, 120))])
+def test_drawn_from_the_product(seed: int) -> None:
+    case = draw(seed)
+    print(f"seed {seed}: {case}")
     check(case)

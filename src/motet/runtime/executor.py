@@ -124,6 +124,8 @@ class Executor:
             route: self._take(route, Gradient) for route in self._routes.outgoing[cell] if route.carries_gradient
         }
         reducers = self._overlapping_with(action)
+        if self._seed is not None and runner.runs_again(cell):
+            self._seed_dropout(cell)
         with self.measured(str(action), action.kind.value):
             for reducer in reducers:
                 reducer.arm()

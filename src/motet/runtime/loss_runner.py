@@ -46,6 +46,7 @@ class LossRunner(StageRunner):
         """Returns the gradients of what `forward` was given, whole on every rank of their stage."""
         saved = self._saved.pop(cell)
         assert saved.loss is not None
+        assert saved.output is not None
         torch.autograd.backward([saved.loss])
         exchange = RowExchange(self._cp or ALONE)
         result = {}

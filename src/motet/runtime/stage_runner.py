@@ -23,7 +23,8 @@ class Saved:
     """What a forward leaves for its backward and for the routes that carry its output on."""
 
     inputs: dict[Route, Tensor]
-    output: Tensor
+    output: Tensor | None
+    """None: the routes have taken it, and the backward runs the forward again."""
     loss: Tensor | None
     split: SplitBackward | None
     """None: the backward is whole."""
@@ -130,32 +131,42 @@ class StageRunner:
         """`inputs`: what each incoming route brought. The output waits for `output` and `backward`.
 
         `is_split`: the backward will be split into its halves."""
-        members = self._routes.samples(cell)
         keeps_graph = cell in self._routes.with_backward
         leaves = {
             route: tensor.requires_grad_(route.carries_gradient and keeps_graph) for route, tensor in inputs.items()
         }
+        split = SplitBackward() if is_split else None
+        output = self._compute(cell, leaves, split, with_graph=keeps_graph and not self.runs_again(cell))
+        if self._loss_weight:
+            self.loss_sum += output.detach()
+        self._saved[cell] = Saved(leaves, output, output * self._loss_scale if self._loss_weight else None, split)
+        if not keeps_graph and not self._routes.outgoing[cell]:
+            del self._saved[cell]
+
+    def _compute(
+        self, cell: Cell, leaves: Mapping[Route, Tensor], split: SplitBackward | None, *, with_graph: bool
+    ) -> Tensor:
+        members = self._routes.samples(cell)
         # Outside of autocast: processors may compute when they are asked.
         features = self._features(members)
-        split = SplitBackward() if is_split else None
-        with torch.set_grad_enabled(keeps_graph), self._autocast(), split or nullcontext():
-            output = self.module(
+        with torch.set_grad_enabled(with_graph), self._autocast(), split or nullcontext():
+            return self.module(
                 self._hidden(leaves),
                 self._incoming(leaves, members),
                 features,
                 [self._batch.samples[i] for i in members],
             )
-            loss = None
-            if self._loss_weight:
-                self.loss_sum += output.detach()
-                loss = output * self._loss_scale
-        self._saved[cell] = Saved(leaves, output, loss, split)
-        if not keeps_graph and not self._routes.outgoing[cell]:
-            del self._saved[cell]
+
+    def runs_again(self, cell: Cell) -> bool:
+        """Whether the cell's backward begins with another forward."""
+        is_named = self.name in self._routes.plan.recompute_features
+        return is_named and cell in self._routes.with_backward
 
     def output(self, route: Route) -> Tensor:
         """The rows of `route.source`'s output that the route carries, without graph."""
-        output = self._saved[route.source].output.detach().to(self.boundary_dtype)
+        made = self._saved[route.source].output
+        assert made is not None
+        output = made.detach().to(self.boundary_dtype)
         rows = self._rows(route)
         carried = output if rows is None else output.index_select(0, rows.to(output.device))
         # A receiver takes whatever comes: a message of another size would go unnoticed.
@@ -163,9 +174,11 @@ class StageRunner:
         return carried.contiguous()
 
     def forget_output(self, cell: Cell) -> None:
-        """Called when all routes have taken what they carry from a cell that has no backward."""
+        """Called when all routes have taken what they carry from a cell."""
         if cell not in self._routes.with_backward:
             self._saved.pop(cell, None)
+        elif self.runs_again(cell):
+            self._saved[cell].output = None
 
     def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         """Accumulates into the parameters' `.grad`; returns the gradient of each input that carries one back.
@@ -173,13 +186,17 @@ class StageRunner:
         Where the backward is split this is its input half, and `backward_weight` has to follow.
         `gradients`: for each outgoing route that carries a gradient, what came back."""
         saved = self._saved.pop(cell)
+        output, loss = saved.output, saved.loss
+        if output is None:
+            output = self._compute(cell, saved.inputs, saved.split, with_graph=True)
+            loss = output * self._loss_scale if self._loss_weight else None
         roots: list[Tensor] = []
         root_gradients: list[Tensor | None] = []
         if gradients:
-            roots.append(saved.output)
-            root_gradients.append(self._output_gradient(saved.output, gradients))
-        if saved.loss is not None:
-            roots.append(saved.loss)
+            roots.append(output)
+            root_gradients.append(self._output_gradient(output, gradients))
+        if loss is not None:
+            roots.append(loss)
             root_gradients.append(None)
         if saved.split is None:
             torch.autograd.backward(roots, root_gradients)
