@@ -14,6 +14,7 @@ from motet.config.schema import (
     ModuleParallelConfig,
     ParallelConfig,
     PartConfig,
+    PreparedDataConfig,
     RunConfig,
     TrainConfig,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "ModuleParallelConfig",
     "ParallelConfig",
     "PartConfig",
+    "PreparedDataConfig",
     "RunConfig",
     "TrainConfig",
     "load_catalogue",

@@ -105,7 +105,34 @@ class ModelConfig(_Section):
         return (*self.encoders, LANGUAGE_MODEL)
 
 
-class DialADigitConfig(_Section):
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+
+
+class PreparedDataConfig(_Section):
+    """How samples are prepared, of every kind of data that can be trained on (docs/data-service.md)."""
+
+    workers: CountOrNever = 1
+    """Processes that read, decode and tokenize: for each rank, or of a data server. 0: a thread of the rank does it."""
+    batches_ahead: CountOrNever = 2
+    """Global batches that are prepared while others are trained on."""
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    """What follows a sample that cannot be prepared: the end, or a batch without it, named in `skipped_samples.jsonl`;
+    all samples are then decoded before their batch is cut."""
+    servers: Files = ()
+    """Addresses of data servers, such as `grpc://host:8815` or `grpc+tls://host:8815`; none: workers of the ranks."""
+    server_timeout_s: PositiveNumber = 60.0
+    """For which a data server may be silent before another is asked, and no server may answer before the run ends."""
+    token_file: str | None = None
+    """File with the secret that data servers ask for; null: the environment variable MOTET_DATA_TOKEN."""
+    tls_roots: str | None = None
+    """PEM file of the authorities that sign the servers' certificates; null: the system's."""
+
+
+class DialADigitConfig(PreparedDataConfig):
     """The task *dial a digit*, which needs no download."""
 
     kind: Literal["dial-a-digit"]
@@ -135,14 +162,7 @@ class DialADigitConfig(_Section):
         return self
 
 
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
-
-
-class ConversationsConfig(_Section):
+class ConversationsConfig(PreparedDataConfig):
     """Conversations in the LLaVA form, as JSON lines (or one JSON list), with image and audio files beside them."""
 
     kind: Literal["conversations"]

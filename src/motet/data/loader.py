@@ -1,84 +1,114 @@
-"""From a dataset to global batches, in an order that is a pure function of the seed and the epoch.
+"""From a data set to global batches, in an order that is a pure function of the seed and the epoch.
 
-Every rank has the same loader and draws the same batches: metadata of all samples, tensors only of those it
-asks for. The next batch's metadata, and its features at the places where this rank asked for some before, are prepared
-by a thread while the current batch is trained on.
+Every rank has the same loader and draws the same batches: metadata of all samples, tensors only of those that its
+stages read. This is the one definition of the order: whoever prepares samples (motet.data.preprocessing) is asked for
+positions in the data set and knows nothing of seeds, epochs or batches.
+
+While a batch is trained on, threads have the next ones prepared, a bounded number of them. In each, the batch is cut
+(`wanted`) as soon as its metadata are there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from motet.data.preprocessing.producer import Producer
+from motet.data.preprocessing.tickets import Corrupt
 from motet.data.sample import Sample
 from motet.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from motet.data.dataset import Dataset
+Wanted = Callable[[tuple[Sample, ...]], Mapping[str, Sequence[int]]]
+"""Of a global batch's metadata: by module, at which places this rank will ask for tensors."""
 
 
 class LoadedBatch:
-    """One global batch of a dataset. Tensors are read when first asked for."""
+    """One global batch: the samples of some positions in the data set, without those that were skipped.
 
-    def __init__(self, dataset: "Dataset", indices: tuple[int, ...]) -> None:
-        self._dataset, self._indices = dataset, indices
-        self.samples: tuple[Sample, ...] = tuple(dataset.sample(i) for i in indices)
+    Tensors are fetched when one of their module is first asked for: all that `wanted` tells, or the one alone."""
+
+    def __init__(self, producer: Producer, indices: Sequence[int], wanted: Wanted | None = None) -> None:
+        self._producer, self._wanted = producer, wanted
+        prepared = list(zip(indices, producer.samples(indices), strict=True))
+        self.skipped: tuple[str, ...] = tuple(what.message for _, what in prepared if isinstance(what, Corrupt))
+        """Why, each naming its file."""
+        kept = [(i, what) for i, what in prepared if isinstance(what, Sample)]
+        if not kept:
+            raise UserError(f"data.on_corrupt: no sample of a whole batch can be prepared; {self.skipped[0]}")
+        self._indices = tuple(i for i, _ in kept)
+        self.samples: tuple[Sample, ...] = tuple(sample for _, sample in kept)
         self._features: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def features(self, module: str, sample: int) -> "dict[str, Tensor]":
-        key = (module, sample)
-        if key not in self._features:
-            self._features[key] = self._dataset.features(self._indices[sample], module)
-        return self._features[key]
+        if (module, sample) not in self._features:
+            wanted = self._places_wanted().get(module, ())
+            self._fetch(module, [sample] if sample not in wanted else wanted)
+        return self._features[module, sample]
 
-    def asked_for(self) -> set[tuple[str, int]]:
+    def fetch_wanted(self) -> None:
+        """All that this rank will ask for."""
+        for module, places in self._places_wanted().items():
+            self._fetch(module, places)
+
+    def _places_wanted(self) -> Mapping[str, Sequence[int]]:
+        return self._wanted(self.samples) if self._wanted else {}
+
+    def _fetch(self, module: str, places: Sequence[int]) -> None:
+        missing = [place for place in places if (module, place) not in self._features]
+        if missing:
+            fetched = self._producer.features(module, [self._indices[place] for place in missing])
+            self._features.update(zip(((module, place) for place in missing), fetched, strict=True))
+
+    def fetched(self) -> set[tuple[str, int]]:
         """(module, place in the batch) of all features so far."""
         return set(self._features)
 
     def indices(self) -> tuple[int, ...]:
-        """In the dataset."""
+        """In the data set."""
         return self._indices
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples' places in the dataset, in the order in which the epoch takes them."""
+    """The samples' places in the data set, in the order in which the epoch takes them."""
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 class Loader:
     """An endless iterator over global batches; the last samples of an epoch that do not fill a batch are left out.
 
-    `batches_ahead`: 0 or 1, whether a thread prepares the next batch.
+    `batches_ahead`: prepared by threads in advance, with the tensors that are `wanted`; 0: none, and tensors when they
+    are asked for.
     """
 
-    def __init__(self, dataset: "Dataset", batch_size: int, *, seed: int, batches_ahead: int = 1) -> None:
-        assert 1 <= batch_size <= len(dataset)
-        self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
-        self._epoch = self._step = 0
-        self._order = self._order_of(0)
-        self._thread = ThreadPoolExecutor(1, "loader") if batches_ahead else None
-        self._ahead: Future[LoadedBatch] | None = None
-        self._last: LoadedBatch | None = None
-        self._wanted: set[tuple[str, int]] = set()
+    def __init__(
+        self, producer: Producer, batch_size: int, *, seed: int, wanted: Wanted | None = None, batches_ahead: int = 1
+    ) -> None:
+        assert 1 <= batch_size <= len(producer)
+        self._producer, self._batch_size, self._seed, self._wanted = producer, batch_size, seed, wanted
+        self._position = (0, 0)
+        self._orders: dict[int, np.ndarray] = {}
+        self._batches_ahead = batches_ahead
+        self._threads = ThreadPoolExecutor(batches_ahead, "loader") if batches_ahead else None
+        self._ahead: deque[Future[LoadedBatch]] = deque()
         self.prepare: Callable[[Sequence[Sample]], None] = lambda samples: None
-        """Called by the thread with the samples of the batch that it prepares."""
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        return epoch_order(len(self._dataset), self._seed, epoch)
+        """Called by the threads with the samples of the batch that they prepare."""
 
     @property
     def batches_per_epoch(self) -> int:
-        return len(self._dataset) // self._batch_size
+        return len(self._producer) // self._batch_size
 
     def state(self) -> dict[str, Any]:
         """Where the next batch comes from; enough to go on exactly, under any number of ranks."""
-        return {"epoch": self._epoch, "step": self._step, "seed": self._seed, **self._sizes()}
+        epoch, step = self._position
+        return {"epoch": epoch, "step": step, "seed": self._seed, **self._sizes()}
 
     def _sizes(self) -> dict[str, int]:
-        return {"batch_size": self._batch_size, "num_samples": len(self._dataset)}
+        return {"batch_size": self._batch_size, "num_samples": len(self._producer)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. Raises `UserError` if seed, batch size or data have changed since."""
@@ -87,45 +117,73 @@ class Loader:
                 raise UserError(
                     f"train.resume: the checkpoint's data had {key} {state[key]}, this run has {own}; make them equal"
                 )
-        self._epoch, self._step = state["epoch"], state["step"]
-        self._order = self._order_of(self._epoch)
-        self._ahead = self._last = None
+        self._position = (state["epoch"], state["step"])
+        self._drop_ahead()
 
     def peek(self) -> LoadedBatch:
         """The batch that comes next, without moving on."""
-        return self._load(self._epoch, self._step, self._order)
+        return self._load(0)
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self
 
     def __next__(self) -> LoadedBatch:
-        batch = self._ahead.result() if self._ahead else self._load(self._epoch, self._step, self._order)
-        self._step += 1
-        if self._step == self.batches_per_epoch:
-            self._epoch, self._step = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        if self._thread is not None:
-            self._wanted |= self._last.asked_for() if self._last else set()
-            self._ahead = self._thread.submit(self._load_ahead, self._epoch, self._step, self._order, set(self._wanted))
-        self._last = batch
+        if self._threads is None:
+            batch = self._load(0)
+        else:
+            self._fill_ahead()
+            batch = self._ahead.popleft().result()
+        self._position = self._after(1)
+        self._fill_ahead()
         return batch
 
-    def _load(self, epoch: int, step: int, order: np.ndarray) -> LoadedBatch:
-        first = step * self._batch_size
-        return LoadedBatch(self._dataset, tuple(order[first : first + self._batch_size].tolist()))
+    def _fill_ahead(self) -> None:
+        if self._threads is not None:
+            while len(self._ahead) < self._batches_ahead:
+                indices = self._indices(len(self._ahead))
+                self._ahead.append(self._threads.submit(self._load_wanted, indices))
 
-    def _load_ahead(self, epoch: int, step: int, order: np.ndarray, wanted: set[tuple[str, int]]) -> LoadedBatch:
-        batch = self._load(epoch, step, order)
-        for module, place in sorted(wanted):
-            if batch.samples[place].has(module):
-                batch.features(module, place)
+    def _after(self, num_batches: int) -> tuple[int, int]:
+        epoch, step = self._position
+        epochs, step = divmod(step + num_batches, self.batches_per_epoch)
+        return epoch + epochs, step
+
+    def _indices(self, num_batches: int) -> tuple[int, ...]:
+        """Of the batch that comes after so many others."""
+        epoch, step = self._after(num_batches)
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e >= self._position[0]}
+            self._orders[epoch] = epoch_order(len(self._producer), self._seed, epoch)
+        first = step * self._batch_size
+        return tuple(self._orders[epoch][first : first + self._batch_size].tolist())
+
+    def _load(self, num_batches: int) -> LoadedBatch:
+        return LoadedBatch(self._producer, self._indices(num_batches), self._wanted)
+
+    def _load_wanted(self, indices: tuple[int, ...]) -> LoadedBatch:
+        batch = LoadedBatch(self._producer, indices, self._wanted)
+        batch.fetch_wanted()
         self.prepare(batch.samples)
         return batch
 
+    def _drop_ahead(self) -> None:
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
 
-def held_out_batches(dataset: "Dataset", batch_size: int, num_samples: int) -> list[LoadedBatch]:
+    def close(self) -> None:
+        """Nothing is prepared any more."""
+        self._drop_ahead()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+
+def held_out_batches(
+    producer: Producer, batch_size: int, num_samples: int, wanted: Wanted | None = None
+) -> list[LoadedBatch]:
     """The first samples of a held-out set in batches of at most `batch_size`, for evaluation."""
-    indices = range(min(num_samples, len(dataset)))
+    indices = range(min(num_samples, len(producer)))
     return [
-        LoadedBatch(dataset, tuple(indices[first : first + batch_size])) for first in range(0, len(indices), batch_size)
+        LoadedBatch(producer, indices[first : first + batch_size], wanted)
+        for first in range(0, len(indices), batch_size)
     ]

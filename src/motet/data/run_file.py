@@ -52,6 +52,17 @@ class RunData:
 
 def open_data(config: RunConfig) -> RunData:
     """Raises `UserError` naming the key or file that is wrong."""
+    preparation = open_preparation(config)
+    examples = open_examples(config)
+    return RunData(
+        train=ExampleDataset(examples.train, preparation),
+        held_out=ExampleDataset(examples.held_out, preparation) if examples.held_out else None,
+        preparation=preparation,
+    )
+
+
+def open_preparation(config: RunConfig) -> Preparation:
+    """Tokenizer and processors, without any data. Raises `UserError` naming the key or file that is wrong."""
     workloads = read_workloads(config)
     if isinstance(config.data, DescribedConfig):
         raise UserError(
@@ -67,13 +78,7 @@ def open_data(config: RunConfig) -> RunData:
         processors = _stored_processors(config, config.data, workloads)
     encoders = feed_encoders(config, workloads, processors, EncoderInput)
     check_vocabulary(workloads[LANGUAGE_MODEL], len(tokenizer))
-    preparation = Preparation(tokenizer, encoders, config.model.merge)
-    examples = open_examples(config)
-    return RunData(
-        train=ExampleDataset(examples.train, preparation),
-        held_out=ExampleDataset(examples.held_out, preparation) if examples.held_out else None,
-        preparation=preparation,
-    )
+    return Preparation(tokenizer, encoders, config.model.merge)
 
 
 def _stored_processors(

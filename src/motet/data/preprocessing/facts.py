@@ -1,0 +1,38 @@
+"""What servers and training have to agree on: all of the run file that decides what a sample becomes. Pure: no torch.
+
+Not in it: where samples are prepared and how far ahead, seed and batch size, layout, learning rates. Paths are, as they
+are written; what the files hold, only servers know, and they are compared with one another.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from motet.config import RunConfig
+
+HOW_IT_IS_DONE = {
+    "workers",
+    "batches_ahead",
+    "servers",
+    "server_timeout_s",
+    "token_file",
+    "tls_roots",
+    "seed",
+}
+"""Keys of `data` that change no sample."""
+
+OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "projector"}
+"""Keys of a part of the model that change no sample."""
+
+
+def data_facts(config: "RunConfig") -> dict[str, Any]:
+    keep_seed = config.data.kind == "dial-a-digit"  # It makes the samples there.
+    model = config.model
+    return {
+        "data": config.data.model_dump(mode="json", exclude=HOW_IT_IS_DONE - ({"seed"} if keep_seed else set())),
+        "encoders": {
+            name: part.model_dump(mode="json", exclude=OF_TRAINING) for name, part in sorted(model.encoders.items())
+        },
+        "language_model": model.language_model.model_dump(mode="json", exclude=OF_TRAINING),
+        "merge": model.merge,
+        "placeholder_tokens": dict(model.placeholder_tokens),
+    }

@@ -1,0 +1,50 @@
+"""Answers tickets from data sets: the work itself, in a training process, a worker process or a server's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from motet.data.dataset import Dataset
+from motet.data.preprocessing.tensor_buffer import TensorBuffer, pack
+from motet.data.preprocessing.tickets import Corrupt, Split, Ticket
+from motet.data.sample import Sample
+from motet.errors import UserError
+
+Answer = list[Sample | Corrupt] | TensorBuffer | Corrupt
+"""Of a ticket for metadata; for tensors; for tensors of a sample that cannot be prepared."""
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """`checks_all`: a sample's tensors are prepared before its metadata is given away, so that what cannot be prepared
+    is known before the batch is cut. Costs the decoding of every sample once more in each process that is asked."""
+
+    datasets: Mapping[Split, Dataset]
+    checks_all: bool = False
+    _good: set[tuple[Split, int]] = field(default_factory=set, init=False, repr=False)
+
+    def answer(self, ticket: Ticket) -> Answer:
+        """A function of the ticket and the data alone."""
+        if ticket.module is None:
+            return [self._sample(ticket.split, index) for index in ticket.indices]
+        features: list[dict[str, Tensor]] = []
+        for index in ticket.indices:
+            try:
+                features.append(self.datasets[ticket.split].features(index, ticket.module))
+            except UserError as error:
+                return Corrupt(index, str(error))
+        return pack(features)
+
+    def _sample(self, split: Split, index: int) -> Sample | Corrupt:
+        dataset = self.datasets[split]
+        try:
+            sample = dataset.sample(index)
+            if self.checks_all and (split, index) not in self._good:
+                for module in sample.layouts:
+                    if sample.has(module):
+                        dataset.features(index, module)
+                self._good.add((split, index))
+            return sample
+        except UserError as error:
+            return Corrupt(index, str(error))
