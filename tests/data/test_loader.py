@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from motet.data.loader import Loader, held_out_batches
+from motet.data.preprocessing.producer import InProcess
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 
@@ -40,9 +41,9 @@ def ids(loader: Iterator, num: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_order_is_a_function_of_seed_and_epoch(ahead: int) -> None:
-    first = ids(Loader(Numbers(11), 4, seed=0, batches_ahead=ahead), 6)
-    assert ids(Loader(Numbers(11), 4, seed=0, batches_ahead=1 - ahead), 6) == first
-    assert ids(Loader(Numbers(11), 4, seed=1, batches_ahead=ahead), 6) != first
+    first = ids(Loader(InProcess(Numbers(11)), 4, seed=0, batches_ahead=ahead), 6)
+    assert ids(Loader(InProcess(Numbers(11)), 4, seed=0, batches_ahead=1 - ahead), 6) == first
+    assert ids(Loader(InProcess(Numbers(11)), 4, seed=1, batches_ahead=ahead), 6) != first
     epochs = [[i for batch in first[e : e + 2] for i in batch] for e in (0, 2, 4)]
     assert all(len(set(epoch)) == 8 for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -50,35 +51,35 @@ def test_the_order_is_a_function_of_seed_and_epoch(ahead: int) -> None:
 
 @pytest.mark.parametrize("num_before", range(6))
 def test_a_resumed_loader_goes_on_exactly(num_before: int) -> None:
-    undisturbed = ids(Loader(Numbers(11), 4, seed=0), 9)
-    before = Loader(Numbers(11), 4, seed=0)
+    undisturbed = ids(Loader(InProcess(Numbers(11)), 4, seed=0), 9)
+    before = Loader(InProcess(Numbers(11)), 4, seed=0)
     ids(before, num_before)
-    after = Loader(Numbers(11), 4, seed=0)
+    after = Loader(InProcess(Numbers(11)), 4, seed=0)
     ids(after, 3)
     after.load_state(before.state())
     assert ids(after, 3) == undisturbed[num_before : num_before + 3]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    state = Loader(Numbers(11), 4, seed=0).state()
+    state = Loader(InProcess(Numbers(11)), 4, seed=0).state()
     for other, key in (
-        (Loader(Numbers(12), 4, seed=0), "num_samples"),
-        (Loader(Numbers(11), 3, seed=0), "batch_size"),
-        (Loader(Numbers(11), 4, seed=1), "seed"),
+        (Loader(InProcess(Numbers(12)), 4, seed=0), "num_samples"),
+        (Loader(InProcess(Numbers(11)), 3, seed=0), "batch_size"),
+        (Loader(InProcess(Numbers(11)), 4, seed=1), "seed"),
     ):
         with pytest.raises(UserError, match=key):
             other.load_state(state)
 
 
 def test_peeking_moves_nothing() -> None:
-    loader = Loader(Numbers(11), 4, seed=0)
+    loader = Loader(InProcess(Numbers(11)), 4, seed=0)
     peeked = [sample.id for sample in loader.peek().samples]
     assert ids(loader, 1) == [peeked]
 
 
 def test_only_what_is_asked_for_is_loaded_and_once() -> None:
     data = Numbers(8)
-    batch = next(Loader(data, 4, seed=0, batches_ahead=0))
+    batch = next(Loader(InProcess(data), 4, seed=0, batches_ahead=0))
     assert data.loaded == []
     index = batch.indices()[2]
     assert batch.features("language_model", 2)["value"] == index
@@ -86,32 +87,44 @@ def test_only_what_is_asked_for_is_loaded_and_once() -> None:
     assert data.loaded == [(index, "language_model")]
 
 
-def test_the_thread_loads_what_was_asked_for_before_where_a_sample_has_it() -> None:
+def images_of_the_first_two(samples: tuple[Sample, ...]) -> dict[str, list[int]]:
+    return {"vision": [place for place in (0, 1) if samples[place].has("vision")]}
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_what_is_wanted_is_loaded_ahead_and_no_batch_further(ahead: int) -> None:
     data = Numbers(400)
-    loader = Loader(data, 4, seed=0)
-    for _ in range(50):
-        batch = next(loader)
-        for place, sample in enumerate(batch.samples[:2]):
-            if sample.has("vision"):
-                assert batch.features("vision", place)["value"] == batch.indices()[place]
-    last = next(loader)
-    next(loader)
-    assert last.asked_for() == {("vision", p) for p in range(2) if last.samples[p].has("vision")}
-    assert all(index % 2 == 0 and module == "vision" for index, module in data.loaded)
+    loader = Loader(InProcess(data), 4, seed=0, wanted=images_of_the_first_two, batches_ahead=ahead)
+    expected = []
+    for batch in islice(loader, 50):
+        wanted = images_of_the_first_two(batch.samples)["vision"]
+        assert batch.fetched() == {("vision", place) for place in wanted}
+        expected += [(batch.indices()[place], "vision") for place in wanted]
+        for place in wanted:
+            assert batch.features("vision", place)["value"] == batch.indices()[place]
+    loader.close()
+    assert set(expected) <= set(data.loaded)
+    assert len(data.loaded) <= len(expected) + 2 * ahead
+    assert all(index % 2 == 0 for index, _ in data.loaded)
+
+
+def test_what_is_asked_for_beyond_what_is_wanted_comes_too() -> None:
+    batch = next(Loader(InProcess(Numbers(8)), 4, seed=0, wanted=images_of_the_first_two))
+    assert batch.features("language_model", 3)["value"] == batch.indices()[3]
 
 
 def test_what_fails_ahead_is_told_when_its_turn_comes() -> None:
     data = Numbers(400)
-    third = list(islice(Loader(data, 4, seed=0, batches_ahead=0), 3))[2]
+    third = list(islice(Loader(InProcess(data), 4, seed=0, batches_ahead=0), 3))[2]
     data.broken = third.indices()[0]
-    loader = Loader(data, 4, seed=0)
+    loader = Loader(InProcess(data), 4, seed=0, wanted=lambda samples: {"language_model": [0]}, batches_ahead=2)
     for _ in range(2):
-        next(loader).features("language_model", 0)
+        next(loader)
     with pytest.raises(UserError, match=f"sample {data.broken} is broken"):
         next(loader)
 
 
 def test_held_out_batches_keep_the_last_samples() -> None:
-    batches = held_out_batches(Numbers(10), 4, 7)
+    batches = held_out_batches(InProcess(Numbers(10)), 4, 7)
     assert [batch.indices() for batch in batches] == [(0, 1, 2, 3), (4, 5, 6)]
-    assert [len(batch.samples) for batch in held_out_batches(Numbers(3), 4, 100)] == [3]
+    assert [len(batch.samples) for batch in held_out_batches(InProcess(Numbers(3)), 4, 100)] == [3]

@@ -13,6 +13,7 @@ from tiny_configs import AUDIO, DINO, VISION
 from motet.config import RunConfig, parse_strictly
 from motet.data.dataset import ExampleDataset
 from motet.data.loader import Loader
+from motet.data.preprocessing.producer import InProcess
 from motet.data.run_file import open_data
 from motet.data.run_file_samples import LaidOutExamples, open_samples
 from motet.data.tokenizer import word_level_tokenizer
@@ -44,7 +45,7 @@ def test_dial_a_digit_feeds_every_encoder_family(family: str) -> None:
     task = {"kind": "dial-a-digit", "max_images": 2, "max_clips": 2, "num_train": 16, "num_held_out": 5}
     data = open_data(config({"encoder": ENCODERS[family]}, {**task, "no_image": 0.0, "no_sound": 0.0} | denied(family)))
     assert (len(data.train), len(data.held_out)) == (16, 5)
-    batch = next(Loader(data.train, 8, seed=0, batches_ahead=0))
+    batch = next(Loader(InProcess(data.train), 8, seed=0, batches_ahead=0))
     for place, sample in enumerate(batch.samples):
         assert sample.has("encoder")
         values = next(iter(batch.features("encoder", place).values()))

@@ -12,6 +12,7 @@ from training import Layout, run_config, stored_tensors, train
 
 from motet.config import RunConfig
 from motet.data.loader import Loader
+from motet.data.preprocessing.producer import InProcess
 from motet.data.run_file import open_data
 from motet.data.sample import Sample, Segment
 from motet.models.plain_multimodal import plain_loss
@@ -59,7 +60,7 @@ def plain_training(config: RunConfig) -> tuple[list[float], list[float], dict[st
     ]
     optimizer = torch.optim.AdamW(groups, betas=config.train.betas, eps=config.train.eps, foreach=False)
     data = open_data(config)
-    loader = Loader(data.train, config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
+    loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
     encoders = {name: modules[name] for name in ("vision", "audio")}
     placeholders = {name: data.preparation.placeholder_id(name) for name in encoders}
     losses, norms = [], []

@@ -20,6 +20,7 @@ from transformers import LlamaModel
 from motet.cli.main import main
 from motet.config import RunConfig
 from motet.data.loader import LoadedBatch, Loader
+from motet.data.preprocessing.producer import InProcess
 from motet.data.run_file import open_data
 from motet.errors import UserError
 from motet.runtime.train_worker import train_worker
@@ -92,7 +93,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
 
 
 def ids_of_step(config: RunConfig, step: int) -> list[str]:
-    loader = Loader(open_data(config).train, config.train.global_batch_size, seed=0, batches_ahead=0)
+    loader = Loader(InProcess(open_data(config).train), config.train.global_batch_size, seed=0, batches_ahead=0)
     return [[sample.id for sample in next(loader).samples] for _ in range(step + 1)][step]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from motet.config import RunConfig
 from motet.data.loader import Loader
+from motet.data.preprocessing.producer import InProcess
 from motet.data.run_file import open_data
 from motet.data.sample import Sample
 from motet.plan import Plan
@@ -70,6 +71,7 @@ def run_config(output: Path, layout: Layout = WHOLE, **overrides: Any) -> RunCon
             "max_digits": 2,
             "no_image": 0.3,
             "no_sound": 0.3,
+            "workers": 0,  # The ranks of a test are daemons, which may have no children.
         },
         "parallel": {
             "planner": "explicit",
@@ -100,7 +102,7 @@ def plan_of(config: RunConfig) -> Plan:
 @cache
 def first_samples(batch_size: int) -> tuple[Sample, ...]:
     """Of the training data."""
-    return next(Loader(open_data(run_config(Path())).train, batch_size, seed=0, batches_ahead=0)).samples
+    return next(Loader(InProcess(open_data(run_config(Path())).train), batch_size, seed=0)).samples
 
 
 def train(*configs: RunConfig, timeout: float = 60.0) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """`motet train`: train on processes that it starts itself, or as one of those that torchrun started."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,9 +23,16 @@ HELP = "train; alone it starts its own processes, under torchrun it joins them"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     add_plan(parser)
+    parser.add_argument(
+        "--data",
+        metavar="ADDRESS,...",
+        help="data servers (motet serve-data), such as grpc://host:8815: in the place of data.servers",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.data is not None:
+        arguments.overrides.append(f"data.servers={json.dumps(arguments.data.split(','))}")
     config = load_config(arguments)
     from motet.cli.typical_batch import read_problem
     from motet.planner.from_run_file import plan_for
@@ -81,9 +89,9 @@ def export(config: "RunConfig", checkpoint: str | None) -> str | None:
     if checkpoint is None:
         return None
     from motet.cli.export import export_checkpoint
-    from motet.data.run_file import open_data
+    from motet.data.run_file import open_preparation
 
-    return str(export_checkpoint(config, open_data(config).preparation, checkpoint))
+    return str(export_checkpoint(config, open_preparation(config), checkpoint))
 
 
 def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: "Plan", *more: Any) -> dict[str, Any]:

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 def read_batch(config: "RunConfig") -> "LoadedBatch":
     """With its tensors. Raises `UserError` naming the key or file that is wrong."""
     from motet.data.loader import Loader
+    from motet.data.preprocessing.producer import InProcess
     from motet.data.run_file import open_data
 
     train = open_data(config).train
     _check_size(config, len(train))
-    return next(Loader(train, config.train.global_batch_size, seed=config.train.seed, batches_ahead=0))
+    return next(Loader(InProcess(train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0))
 
 
 def read_samples(config: "RunConfig") -> "tuple[Sample, ...]":

@@ -99,6 +99,11 @@ class Loader:
         """Called by the threads with the samples of the batch that they prepare."""
 
     @property
+    def may_skip(self) -> bool:
+        """Whether batches may lack samples that cannot be prepared."""
+        return self._producer.may_skip
+
+    @property
     def batches_per_epoch(self) -> int:
         return len(self._producer) // self._batch_size
 

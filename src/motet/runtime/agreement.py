@@ -1,8 +1,11 @@
-"""Calls that succeed or fail on all ranks alike, so that one rank's trouble with a file leaves no other waiting."""
+"""Calls that succeed or fail on all ranks alike, so that one rank's trouble with a file leaves no other waiting; and
+whether ranks have come to the same."""
 
+import hashlib
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from motet.errors import UserError
@@ -33,3 +36,11 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
     Its errors as with `on_every_rank`."""
     return cast(T, on_every_rank(lambda: action() if dist.get_rank(group) == 0 else None, group)[0])
+
+
+def is_same_on_all_ranks(text: str, device: torch.device) -> bool:
+    """Collective. `device`: that the ranks communicate with."""
+    digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    return bool(bounds[0].item() == digest and -bounds[1].item() == digest)

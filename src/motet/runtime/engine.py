@@ -1,6 +1,5 @@
 """One iteration: batch -> assignment -> routes -> schedule -> program -> execution -> loss and gradients."""
 
-import hashlib
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +17,7 @@ from motet.data.batch import Batch
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.runtime.agreement import is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
@@ -165,6 +165,16 @@ class Engine:
             if cell[:3] in self.model.attending:
                 self.model.attending[cell[:3]].prepare([samples[i] for i in routes.samples(cell)])
 
+    def wanted(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
+        """By module of the data, the places in a global batch whose tensors this rank's stages will ask for."""
+        assignment = self._assign(self.plan, samples)
+        places: dict[str, set[int]] = {}
+        for (module, replica, _), runner in self.executor.runners.items():
+            if runner.module.needs_features:
+                own = places.setdefault(runner.data_module, set())
+                own.update(i for microbatch in assignment.microbatches[module][replica] for i in microbatch)
+        return {module: sorted(own) for module, own in places.items()}
+
     def timeline(self) -> Timeline:
         """The measured timeline of the last iteration, of all ranks. Collective."""
         mine = (socket.gethostname(), self.executor.started_s, self.executor.spans)
@@ -201,10 +211,7 @@ def _check_losses(plan: Plan) -> None:
 def _compare(program: Program, samples: Sequence[Sample], device: torch.device) -> None:
     """Raises `StepFailedError` unless all ranks have derived the same program from the same samples."""
     text = f"{program.digest()} {list(samples)}"
-    digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    if bounds[0].item() != digest or -bounds[1].item() != digest:
+    if not is_same_on_all_ranks(text, device):
         raise StepFailedError(
             f"rank {dist.get_rank()}: the ranks derived different programs from plan and batch; "
             "do all processes read the same plan, data and version of motet?"

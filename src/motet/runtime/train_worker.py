@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
-from motet.data.run_file import open_data
+from motet.data.preprocessing.opening import Producers, batches_ahead, open_producers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
@@ -45,17 +45,30 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
 
 
 def _train(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int]) -> dict[str, Any]:
-    train = config.train
     if not any(module.trainable for module in plan.modules.values()):
         raise UserError("model: everything is frozen, so there is nothing to train; set a part's train.module: true")
     device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
     check_memory(forecast_bytes, device, config.cluster.memory_bytes)
-    data = open_data(config)
+    producers = open_producers(config)
+    try:
+        return _train_on(config, plan, producers, device)
+    finally:
+        producers.close()
+
+
+def _train_on(config: RunConfig, plan: Plan, producers: Producers, device: torch.device) -> dict[str, Any]:
+    train = config.train
     engine = build_engine(config, plan, device)
-    loader = Loader(data.train, train.global_batch_size, seed=train.seed)
+    loader = Loader(
+        producers.train,
+        train.global_batch_size,
+        seed=train.seed,
+        wanted=engine.wanted,
+        batches_ahead=batches_ahead(config),
+    )
     held_out = (
-        held_out_batches(data.held_out, train.global_batch_size, train.eval_samples)
-        if data.held_out is not None and train.eval_every
+        held_out_batches(producers.held_out, train.global_batch_size, train.eval_samples, engine.wanted)
+        if producers.held_out is not None and train.eval_every
         else None
     )
     trainer = Trainer(engine, build_optimizer(config, engine.model), loader, held_out, train)
@@ -66,7 +79,22 @@ def _train(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int]) -> dict
         print(_told_of(found, plan), file=sys.stderr, flush=True)
     dist.barrier()  # What follows has little patience with a rank that is late.
     try_links(plan, engine.model.mesh, device)
-    return _result(config, trainer.train(), device)
+    summary = trainer.train()
+    return {**_result(config, summary, device), "data": _data_report(summary, producers)}
+
+
+def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
+    """What `motet train --json` tells of the data. Collective."""
+    received: list[dict[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, dict(producers.train.received_bytes))
+    failures: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(failures, producers.num_failures())
+    return {
+        "wait_fraction": 1 - sum(summary.iteration_s) / max(sum(summary.step_s), 1e-9),
+        "received_bytes": received,
+        "failures": failures,
+        "skipped_samples": summary.skipped_samples,
+    }
 
 
 def _checkpoint_to_resume(config: RunConfig) -> tuple[Path, TrainingState] | None:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from motet.config import TrainConfig
 from motet.data.batch import Batch
-from motet.data.loader import Loader
+from motet.data.loader import LoadedBatch, Loader
 from motet.errors import UserError
-from motet.runtime.agreement import on_first_rank
+from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
 from motet.runtime.checkpoint import checkpoint_bytes, load_checkpoint
 from motet.runtime.checkpoint_folder import TrainingState, check_free_space
 from motet.runtime.checkpoint_writer import CheckpointWriter
-from motet.runtime.deadline import interrupted_after
+from motet.runtime.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult
 from motet.runtime.metrics import Sink, keep_lines, open_sinks
 from motet.runtime.optimizer import Optimizer
@@ -35,6 +35,10 @@ WARM_UP_STEPS = 3
 
 NON_FINITE = "non_finite.jsonl"
 """File in the output folder: a line for each step whose loss or gradient is not finite, with its samples' ids."""
+
+
+SKIPPED_SAMPLES = "skipped_samples.jsonl"
+"""The same for each step whose batch lacks samples that could not be prepared, with the reasons."""
 
 
 class NonFiniteError(RuntimeError):
@@ -53,6 +57,8 @@ class TrainingSummary:
     """Held-out loss by finished steps."""
     skipped_steps: list[int] = field(default_factory=list)
     """Those without update; the first step is 1."""
+    skipped_samples: list[str] = field(default_factory=list)
+    """Of this run: why each could not be prepared."""
     step_s: list[float] = field(default_factory=list)
     """Of every step of this run, the wait for its data included."""
     iteration_s: list[float] = field(default_factory=list)
@@ -128,6 +134,7 @@ class Trainer:
             raise
         finally:
             progress.close()
+            self.loader.close()
             for sink in self._sinks:
                 sink.close()
         return self._summary
@@ -140,6 +147,7 @@ class Trainer:
         with interrupted_after(timeout_s, lambda: self.engine.executor.overrun(timeout_s)):
             with self.engine.executor.doing("waiting for its data"):
                 batch = next(self.loader)
+            self._report_skipped(batch)
             loaded = time.perf_counter()
             result, learning_rate_factor = self._step(batch)
         ended = time.perf_counter()
@@ -173,6 +181,20 @@ class Trainer:
             self._summary.skipped_steps.append(finished_steps + 1)
         self._summary.steps += 1
         return result, factor
+
+    def _report_skipped(self, batch: LoadedBatch) -> None:
+        """Writes down which samples the batch lacks. Collective where there may be any."""
+        if not self.loader.may_skip:
+            return
+        if not is_same_on_all_ranks(str(batch.indices()), self.engine.device):
+            raise StepFailedError(
+                f"step {self.finished_steps + 1}: the ranks do not agree on which samples can be prepared; do all of "
+                "them, or all data servers, see the same files?"
+            )
+        if batch.skipped:
+            self._summary.skipped_samples += batch.skipped
+            line = json.dumps({"step": self.finished_steps + 1, "skipped": batch.skipped})
+            on_first_rank(lambda: _append_line(self.output / SKIPPED_SAMPLES, line))
 
     def _report_non_finite(self, batch: Batch, result: IterationResult) -> None:
         """Writes the batch's sample ids down; raises unless such steps are to be skipped. Collective."""
@@ -246,7 +268,8 @@ class Trainer:
                 "(train.resume: latest goes on from them)",
                 file=sys.stderr,
             )
-        keep_lines(self.output / NON_FINITE, until_step=self.finished_steps)
+        for name in (NON_FINITE, SKIPPED_SAMPLES):
+            keep_lines(self.output / name, until_step=self.finished_steps)
         return open_sinks(self.settings.metrics, self.output, keep_until_step=self.finished_steps)
 
     def _write(self, values: Mapping[str, float]) -> None:

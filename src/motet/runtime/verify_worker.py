@@ -10,6 +10,7 @@ from torch import nn
 
 from motet.config import LANGUAGE_MODEL, RunConfig
 from motet.data.loader import Loader
+from motet.data.preprocessing.producer import InProcess
 from motet.data.run_file import RunData, open_data
 from motet.models.families import model_class_of
 from motet.models.materialize import default_dtype, read_part_config
@@ -34,7 +35,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
     torch.backends.cudnn.allow_tf32 = False  # Convolutions in float32 are to be just that.
     with float64_throughout() if config.train.dtype == "float64" else nullcontext():
         engine, data = _prepare(config, plan)
-        loader = Loader(data.train, config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
+        loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
         for stage in engine.model.modules():
             _without_dropout(stage)
         comparison = verify_batch(

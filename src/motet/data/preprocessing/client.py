@@ -21,7 +21,7 @@ from torch import Tensor
 from motet.data.preprocessing.access import authorization
 from motet.data.preprocessing.producer import METADATA
 from motet.data.preprocessing.service import DESCRIBE, Request
-from motet.data.preprocessing.tensor_buffer import as_tensor, unpack
+from motet.data.preprocessing.tensor_buffer import unpack, view_of_memory
 from motet.data.preprocessing.tickets import Corrupt, Split, Ticket, samples_from_json
 from motet.data.sample import Sample
 from motet.errors import UserError
@@ -71,6 +71,7 @@ class Servers:
     def __init__(self, connections: Sequence[Connection], agreed: str, timeout_s: float) -> None:
         self._connections, self._agreed, self._timeout_s = connections, agreed, timeout_s
         self._threads = ThreadPoolExecutor(4 * len(connections), "data-servers")
+        self._is_closed = False
         self.num_failures: Counter[str] = Counter()
         """By address: calls that another server had to take over, or that were made again."""
 
@@ -80,7 +81,10 @@ class Servers:
         shares = [[p for p, index in enumerate(ticket.indices) if index % num_homes == h] for h in range(num_homes)]
         futures = {
             home: self._threads.submit(
-                self._ask_from, home, Ticket(ticket.split, tuple(ticket.indices[p] for p in places), ticket.module), take
+                self._ask_from,
+                home,
+                Ticket(ticket.split, tuple(ticket.indices[p] for p in places), ticket.module),
+                take,
             )
             for home, places in enumerate(shares)
             if places
@@ -106,7 +110,7 @@ class Servers:
             except (flight.FlightError, pa.ArrowException, OSError) as error:
                 connection.down_until_s = time.monotonic() + RETRY_S
                 self.num_failures[connection.address] += 1
-                if time.monotonic() > gives_up_s:
+                if self._is_closed or time.monotonic() > gives_up_s:
                     raise ServersFailedError(
                         f"data.servers: none has answered for {self._timeout_s:g} s; the last failure was that of "
                         f"{connection.address}: {_reason(error)}"
@@ -124,6 +128,7 @@ class Servers:
             time.sleep(max(0.0, min(connection.down_until_s for connection in order) - now_s))
 
     def close(self) -> None:
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for connection in self._connections:
             connection.close()
@@ -157,7 +162,7 @@ class RemoteProducer:
             if "corrupt" in header:
                 raise UserError(header["corrupt"][1])
             self._count(module, data.size)
-            return list(unpack(header["tensors"], as_tensor(data)))
+            return list(unpack(header["tensors"], view_of_memory(data.address, data.size, data)))
 
         return self._servers.ask(Ticket(self._split, tuple(indices), module), take)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from motet.data.preprocessing.producer import METADATA
 from motet.data.preprocessing.tensor_buffer import TensorBuffer, unpack
 from motet.data.preprocessing.tickets import Corrupt, Split, Ticket
 from motet.data.preprocessing.workers import Workers

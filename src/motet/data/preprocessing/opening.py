@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from motet.data.preprocessing.client import Connection
     from motet.data.preprocessing.service import DataServer
 
-DEFAULT_PORT = 8815
-
 
 @dataclass(frozen=True)
 class Producers:
@@ -51,6 +49,11 @@ def open_producers(config: RunConfig) -> Producers:
     return Producers(*made, lambda: workers.num_restarts)
 
 
+def batches_ahead(config: RunConfig) -> int:
+    assert isinstance(config.data, PreparedDataConfig)
+    return config.data.batches_ahead
+
+
 def _open_workers(config: RunConfig) -> tuple[Workers, dict[Split, int]]:
     opened = open_data(config)
     assert isinstance(config.data, PreparedDataConfig)
@@ -71,7 +74,7 @@ def _made(producers: dict[Split, Any]) -> tuple[Producer, Producer | None]:
 
 def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, bytes] | None) -> "DataServer":
     """A server that answers from now on. Raises `UserError`."""
-    DataServer = _flight_module("service").DataServer  # noqa: N806
+    DataServer = _flight_module("service").DataServer
     assert isinstance(config.data, PreparedDataConfig)
     token = read_token(config.data.token_file)
     workers, sizes = _open_workers(config)

@@ -1,4 +1,4 @@
-"""Who prepares samples for training: the interface, and the producer that works in this very process. Pure: no torch."""
+"""Who prepares samples for training: the interface, and the producer that works in this process. Pure: no torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -18,8 +18,10 @@ METADATA = "metadata"
 class Producer(Protocol):
     """Prepares samples of one data set. Called from several threads at a time."""
 
-    received_bytes: Mapping[str, int]
-    """What has come from other processes so far: by module, and of metadata."""
+    @property
+    def received_bytes(self) -> Mapping[str, int]:
+        """What has come from other processes so far: by module, and of metadata."""
+
     may_skip: bool
     """Whether samples that cannot be prepared are told as such, or stop the run."""
 

@@ -10,7 +10,6 @@ the order depends on the plan, which servers need not know. No RDMA.
 """
 
 import json
-import os
 import signal
 import socket
 import threading
@@ -72,8 +71,8 @@ class DataServer(flight.FlightServerBase):
     ) -> None:
         """`tls`: certificate chain and private key, PEM. Raises `UserError` if the port cannot be had."""
         _check_port(host, port)
-        self._workers, self._facts, self._agreed = workers, facts, agreed
-        self._sizes, self._modules = sizes, modules
+        self.workers, self._facts, self._agreed = workers, facts, agreed
+        self.sizes, self._modules = sizes, modules
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter(tickets=0, sent_bytes=0, refused=0)
         scheme = "grpc+tls" if tls else "grpc"
@@ -107,12 +106,12 @@ class DataServer(flight.FlightServerBase):
         ticket = request.ticket
         if ticket.module is not None and ticket.module not in self._modules:
             raise ValueError(f"there is no module {ticket.module!r}")
-        if any(index >= self._sizes[ticket.split] for index in ticket.indices):
-            raise ValueError(f"{ticket.split} has {self._sizes[ticket.split]} samples")
+        if any(index >= self.sizes[ticket.split] for index in ticket.indices):
+            raise ValueError(f"{ticket.split} has {self.sizes[ticket.split]} samples")
 
     def _messages(self, ticket: Ticket) -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
         try:
-            for answer in self._workers.answers(shares(ticket, self._workers.num)):
+            for answer in self.workers.answers(shares(ticket, self.workers.num)):
                 header, data = _message(answer)
                 self._count("sent_bytes", data.size)
                 yield _record_batch(data), pa.py_buffer(header.encode())
@@ -123,8 +122,18 @@ class DataServer(flight.FlightServerBase):
         with self._lock:
             self.counts[what] += number
 
+    def serve_until_signalled(self) -> dict[str, Any]:
+        """Until the process is interrupted or told to end. Returns what the server has done."""
+        told_to_end = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: told_to_end.set())
+        told_to_end.wait()  # Flight's own `wait` would hear of no signal.
+        self.shutdown()
+        self.workers.close()
+        return self.report()
+
     def report(self) -> dict[str, Any]:
-        return {"address": self.address, **self.counts, "worker_restarts": self._workers.num_restarts}
+        return {"address": self.address, **self.counts, "worker_restarts": self.workers.num_restarts}
 
 
 def _message(answer: Answer) -> tuple[str, pa.Buffer]:
@@ -138,7 +147,9 @@ def _message(answer: Answer) -> tuple[str, pa.Buffer]:
 def _record_batch(data: pa.Buffer) -> pa.RecordBatch:
     """One row whose only value is the buffer itself."""
     offsets = pa.py_buffer((0).to_bytes(8, "little") + data.size.to_bytes(8, "little"))
-    return pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])], schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(
+        [pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])], schema=SCHEMA
+    )
 
 
 class _Access(flight.ServerMiddlewareFactory):
@@ -175,10 +186,3 @@ def _bracketed(host: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
-
-
-def serve_until_signalled(server: DataServer) -> None:
-    """Until the process is interrupted or told to end."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
-    server.wait()

@@ -3,10 +3,9 @@
 Nothing is unpickled, and nothing is copied where it is unpacked: tensors are views of the buffer.
 """
 
-import warnings
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,10 +76,11 @@ def _view(data: Tensor, dtype: str, shape: list[int], first: int) -> Tensor:
     return data[first : first + num_bytes].view(DTYPES[dtype]).reshape(shape)
 
 
-def as_tensor(buffer: Any) -> Tensor:
-    """A view of anything with the buffer protocol, uint8 [bytes]; not to be written to."""
-    if not memoryview(buffer).nbytes:
+def view_of_memory(address: int, num_bytes: int, owner: object) -> Tensor:
+    """uint8 [bytes] at an address, which belongs to `owner`. Not to be written to: who owns it may say that it is
+    read-only, of which torch would warn each time."""
+    if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    memory._owner = owner  # type: ignore[attr-defined]  # Lives as long as the tensor does.
+    return torch.frombuffer(memory, dtype=torch.uint8)

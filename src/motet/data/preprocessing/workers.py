@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from motet.data.preprocessing.preparer import Answer, Preparer
-from motet.data.preprocessing.tensor_buffer import Header, TensorBuffer, as_tensor
+from motet.data.preprocessing.tensor_buffer import Header, TensorBuffer
 from motet.data.preprocessing.tickets import Ticket
 
 MAX_ATTEMPTS = 5
@@ -85,7 +85,9 @@ class Workers:
                 self._replace(begun.pool)
                 begun = self._begin(begun.ticket, begun.attempt + 1)
                 continue
-            return TensorBuffer(answer.header, as_tensor(answer.data)) if isinstance(answer, _Small) else answer
+            if isinstance(answer, _Small):
+                return TensorBuffer(answer.header, torch.frombuffer(answer.data, dtype=torch.uint8))
+            return answer
 
     def _replace(self, broken: ProcessPoolExecutor) -> None:
         with self._lock:
@@ -96,7 +98,7 @@ class Workers:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,6 @@ def _end_with_parent() -> None:
 def _answer(ticket: Ticket) -> Answer | _Small:
     assert _preparer is not None
     answer = _preparer.answer(ticket)
-    if isinstance(answer, TensorBuffer) and answer.data.nbytes < LARGE_BYTES:
+    if isinstance(answer, TensorBuffer) and 0 < answer.data.nbytes < LARGE_BYTES:
         return _Small(answer.header, bytearray(answer.data.numpy()))
     return answer

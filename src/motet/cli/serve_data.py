@@ -1,0 +1,58 @@
+"""`motet serve-data`: prepares samples for training on other machines, until it is told to end."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from motet.cli.run_file import add_run_file, load_config
+
+HELP = "serve prepared samples to `motet train --data`; asks for a token, see docs/data-service.md"
+
+DEFAULT_PORT = 8815
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_file(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to serve on (0.0.0.0: all of the machine's; default: %(default)s)"
+    )
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--tls-cert", metavar="FILE", help="the server's certificate chain, PEM: serve over TLS")
+    parser.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is no port; give 0 to 65535")
+    return port
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    tls = _read_tls(arguments)
+    config = load_config(arguments)
+    from motet.data.preprocessing.opening import open_server
+
+    server = open_server(config, host=arguments.host, port=arguments.port, tls=tls)
+    sizes = " and ".join(f"{number} {split.replace('_', '-')}" for split, number in server.sizes.items())
+    print(f"serving {sizes} samples on {server.address}", file=sys.stderr, flush=True)
+    report = server.serve_until_signalled()
+    print(f"sent {report['sent_bytes']} bytes for {report['tickets']} tickets, refused {report['refused']} calls")
+    return report
+
+
+def _read_tls(arguments: argparse.Namespace) -> tuple[bytes, bytes] | None:
+    from motet.errors import UserError
+
+    if (arguments.tls_cert is None) != (arguments.tls_key is None):
+        raise UserError("--tls-cert and --tls-key: one is given without the other; give both or none")
+    if arguments.tls_cert is None:
+        return None
+    contents = []
+    for option, path in (("--tls-cert", arguments.tls_cert), ("--tls-key", arguments.tls_key)):
+        try:
+            contents.append(Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"{option} {path}: cannot be read ({error.strerror}); give a PEM file") from None
+    return contents[0], contents[1]
