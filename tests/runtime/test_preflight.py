@@ -1,5 +1,6 @@
 """What is tried before the first step: links by name, and memory by rank."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def test_no_batch_uses_another_link() -> None:
         used = {(step.sender, step.receiver) for step in program.steps if isinstance(step, Message)}
         assert used
         assert used <= links
+
+
+def test_every_replica_of_a_share_may_meet_every_other() -> None:
+    """However few microbatches there are: samples are dealt by their work."""
+    encoders, llms = [replica(r) for r in range(4)], [replica(4), replica(5)]
+    plan = Plan(
+        modules={"vision": module(*encoders, trainable=((0, 1),)), "llm": language_model(*llms)},
+        edges=(Edge(source="vision", target="llm"),),
+        num_microbatches=1,
+    )
+    forward = {(0, 4), (1, 4), (2, 5), (3, 5)}
+    assert plan_links(plan) == sorted(forward | {(b, a) for a, b in forward})
+    three = replace(plan, modules={**plan.modules, "llm": language_model(*llms, replica(6))})
+    assert len(plan_links(three)) == 2 * 4 * 3
 
 
 def test_every_link_and_group_is_tried() -> None:

@@ -1,7 +1,8 @@
 """One iteration: batch -> assignment -> routes -> schedule -> program -> execution -> loss and gradients."""
 
+import hashlib
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -35,6 +36,9 @@ from motet.timeline import Span, Timeline
 
 MAX_PROGRAMS = 64
 """That are kept; batches whose microbatches have the same modalities share one."""
+
+MAX_ASSIGNMENTS = 4
+"""That are kept for `Engine.assignment`."""
 
 Assign = Callable[[Plan, Sequence[Sample]], BatchAssignment]
 
@@ -102,6 +106,17 @@ class Engine:
         self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
         """By the form of their routes; the last used at the end."""
         self._compared: set[bool] = set()
+        self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MAX_ASSIGNMENTS)
+        """Of the last batches: some are prepared ahead."""
+
+    def assignment(self, samples: Sequence[Sample]) -> BatchAssignment:
+        """How a batch is cut."""
+        for known, assignment in tuple(self._assigned):
+            if known is samples:
+                return assignment
+        assignment = self._assign(self.plan, samples)
+        self._assigned.append((samples, assignment))
+        return assignment
 
     def _local_program(self, routes: Routes, samples: Sequence[Sample]) -> LocalProgram:
         """What this rank executes. The first of each kind is compared between ranks."""
@@ -130,7 +145,7 @@ class Engine:
 
         `seed`: what dropout depends on, beside stage and microbatch; None: the state of torch's generator.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
-        assignment = self._assign(self.plan, batch.samples)
+        assignment = self.assignment(batch.samples)
         routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
         program = self._local_program(routes, batch.samples)
         losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
@@ -139,16 +154,22 @@ class Engine:
             for name, module in losses.items()
         }
         self.executor.run(program, routes, batch, tokens, seed)
-        totals = torch.zeros(len(losses) + 1, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(len(losses) + 2, dtype=torch.float64, device=self.device)
         for (name, _, _), runner in self.executor.runners.items():
             if name in losses and runner.reports_loss(self.model.mesh.rank):
                 totals[list(losses).index(name)] += runner.loss_sum
         if not forward_only:
             with self.executor.doing("the sums inside tensor-parallel groups"):
                 self.model.finish_gradients()
-            totals[-1] = self.model.counted_squared_norm()
+            totals[-2] = self.model.counted_squared_norm()
+        totals[-1] = cut = _digest(repr(assignment))
         self.executor.sum_over_ranks(totals, "of losses")
         values = totals.tolist()
+        if values.pop() != cut * dist.get_world_size():
+            raise StepFailedError(
+                f"rank {dist.get_rank()}: the ranks cut the batch into different microbatches; "
+                "do all processes read the same costs, data and version of motet?"
+            )
         loss = sum(
             module.loss_weight * value / max(1, tokens[name])
             for (name, module), value in zip(losses.items(), values[:-1], strict=True)
@@ -160,7 +181,7 @@ class Engine:
         masks. For the thread that loads it; `run` derives what is missing."""
         if not self.model.attending:
             return
-        routes = derive_routes(self.plan, self._assign(self.plan, samples), samples)
+        routes = derive_routes(self.plan, self.assignment(samples), samples)
         for cell in routes.cells:
             if cell[:3] in self.model.attending:
                 self.model.attending[cell[:3]].prepare([samples[i] for i in routes.samples(cell)])
@@ -206,6 +227,11 @@ def _check_losses(plan: Plan) -> None:
                 f"plan: modules.{edge.source}.loss_weight: is {plan.modules[edge.source].loss_weight}, but its output "
                 f"enters {edge.target}; set it to 0, or take the edge out"
             )
+
+
+def _digest(text: str) -> int:
+    """So small that sums over thousands of ranks are exact in float64."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:9], 16)
 
 
 def _compare(program: Program, samples: Sequence[Sample], device: torch.device) -> None:

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
-from motet.data.assignment import contiguous_assignment
+from motet.data.assignment import BatchAssignment, contiguous_assignment, num_shares
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.plan import Plan
@@ -22,12 +23,25 @@ LONGEST_TRIAL = timedelta(seconds=60)
 
 
 def plan_links(plan: Plan) -> list[tuple[int, int]]:
-    """The (sender, receiver) pairs that some batch may need: those of one whose samples have all modalities."""
-    replicas = max(len(module.replicas) for module in plan.modules.values())
+    """The (sender, receiver) pairs that some batch may need, however it is cut."""
     everything = {module.data_module(name): (Segment(1),) for name, module in plan.modules.items()}
-    num_microbatches = sum(plan.replica_microbatches) or replicas * plan.num_microbatches
-    samples = [Sample(str(i), everything, {}) for i in range(num_microbatches)]
-    routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
+    if plan.loss_module is not None:
+        replicas = max(len(module.replicas) for module in plan.modules.values())
+        samples = [Sample(str(i), everything, {}) for i in range(replicas * plan.num_microbatches)]
+        assignment = contiguous_assignment(plan, samples)
+    else:
+        places = _places_of_samples(plan)
+        samples = [Sample(str(i), everything, {}) for i in range(len(places))]
+        assignment = BatchAssignment(
+            {
+                name: tuple(
+                    (tuple(i for i, place in enumerate(places) if place[name] == r),)
+                    for r in range(len(module.replicas))
+                )
+                for name, module in plan.modules.items()
+            }
+        )
+    routes = derive_routes(plan, assignment, samples)
     dependencies = Dependencies(routes)
     pairs = set()
     for route in (route for outgoing in routes.outgoing.values() for route in outgoing):
@@ -35,6 +49,24 @@ def plan_links(plan: Plan) -> list[tuple[int, int]]:
             if isinstance(value, Activation) or route.carries_gradient:
                 pairs |= {(message.sender, message.receiver) for message in messages(value, dependencies)}
     return sorted(pairs)
+
+
+def _places_of_samples(plan: Plan) -> list[dict[str, int]]:
+    """Each sample's replica of each module, such that all replicas of a share that may meet do meet."""
+    places = []
+    for share in range(num_shares(plan)):
+        of_share = {
+            name: range(share * size, (share + 1) * size)
+            for name, module in plan.modules.items()
+            for size in [len(module.replicas) // num_shares(plan)]
+        }
+        first = {name: replicas[0] for name, replicas in of_share.items()}
+        for name, replicas in of_share.items():
+            places += [{**first, name: r} for r in replicas]
+        for edge in plan.edges:
+            pairs = product(of_share[edge.source], of_share[edge.target])
+            places += [{**first, edge.source: a, edge.target: b} for a, b in pairs]
+    return places
 
 
 def try_links(plan: Plan, mesh: Mesh, device: torch.device) -> int:
