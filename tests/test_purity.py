@@ -43,6 +43,7 @@ PURE = (
     "motet.attention.interval_mask",
     "motet.attention.layout",
     "motet.attention.rules",
+    "motet.attention.own_masks",
     "motet.attention.bitfield",
     "motet.attention.blocks",
     "motet.attention.distribution",

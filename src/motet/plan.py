@@ -53,8 +53,8 @@ class ContextOptions:
     """Keys and values come to the queries, or tokens are traded for heads."""
     backend: Literal["auto", "triton", "flex", "dense"] = "auto"
     """Who computes the attention; auto: as the device has it."""
-    media_attention: Literal["causal", "own_item", "own_modality", "block_causal"] = "causal"
-    """What media tokens see, as far as it matters for the balance."""
+    media_attention: str = "causal"
+    """What media tokens see, as far as it matters for the balance: a kind of attention, or a registered mask's name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,15 @@ def block_causal(q: Token, k: Token) -> bool:
     return causal(q, k) or (q.source is not None and q.run == k.run)
 
 
+def media_prefix(documents: list[Document]) -> Sees:
+    """All that stands before the last media token of a document sees all of that."""
+    end: dict[int, int] = {}
+    for token in tokens_of(documents):
+        if token.source is not None:
+            end[token.document] = token.place
+    return lambda q, k: causal(q, k) or max(q.place, k.place) <= end.get(q.document, -1)
+
+
 def block_causal_sliding(window: int) -> Sees:
     return lambda q, k: block_causal(q, k) and q.place - k.place < window
 

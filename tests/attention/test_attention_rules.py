@@ -52,6 +52,14 @@ def test_prefixes(drawn: list[Document]) -> None:
     np.testing.assert_array_equal(mask.dense(), dense(drawn, dense_masks.prefix))
 
 
+@given(drawn=documents(), window=st.none() | st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_media_and_what_stands_before_are_a_prefix(drawn: list[Document], window: int | None) -> None:
+    mask = mask_of(layout_of_documents(drawn), AttentionRule(media="prefix", window=window))
+    sees, reach = dense_masks.media_prefix(drawn), 10**6 if window is None else window
+    np.testing.assert_array_equal(mask.dense(), dense(drawn, lambda q, k: sees(q, k) and q.place - k.place < reach))
+
+
 @given(drawn=documents(answers=True, scattered=False))
 @settings(max_examples=40, deadline=None)
 def test_answers_share_a_question(drawn: list[Document]) -> None:

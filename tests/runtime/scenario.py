@@ -95,7 +95,7 @@ class Scenario:
             return {"config": config_class.__name__, "values": values, "projector": "mlp", "train": train}
 
         _, llm_class, llm_values = TINY[self.llm]
-        return RunConfig.model_validate(
+        config = RunConfig.model_validate(
             {
                 "model": {
                     "encoders": {"vision": encoder("vision", self.vision), "audio": encoder("audio", self.audio)},
@@ -105,13 +105,15 @@ class Scenario:
                         "train": {"module": "language_model" not in frozen},
                     },
                     "merge": self.merge,
-                    "media_attention": self.media_attention,
                 },
                 "data": {"kind": "dial-a-digit"},
                 "parallel": {"packing": self.packing},
                 "train": {"dtype": self.dtype, "step_timeout_s": 60.0},
             }
         )
+        # Registered masks are no words of a run file.
+        model = config.model.model_copy(update={"media_attention": self.media_attention})
+        return config.model_copy(update={"model": model})
 
     def plan(self, config: RunConfig) -> Plan:
         """Layers split evenly; ranks: each replica's encoders, then its language model, tensor parallelism fastest."""
@@ -149,7 +151,11 @@ class Scenario:
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
                 loss_weight=1.0 if is_llm else 0.0,
-                context=ContextOptions(block_size=self.context_block, method=self.cp_method),  # type: ignore[arg-type]
+                context=ContextOptions(
+                    block_size=self.context_block,
+                    method=self.cp_method,  # type: ignore[arg-type]
+                    media_attention=self.media_attention,
+                ),
             )
 
         enters = cross_attention_layers(llm) if self.uses_cross_attention else (0,)

@@ -1,8 +1,10 @@
 """A parallelized model equals the model in one process: loss and every gradient, for the layouts of the Python API."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from distributed import run_distributed
@@ -12,8 +14,20 @@ from transformers import MllamaForCausalLM
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from motet import ModalityModule, MultimodalModule, MultimodalParallelModule, MultimodalParallelSpec, ParallelSpec
+from motet.attention.interval_mask import IntervalMask, interval_mask
+from motet.attention.own_masks import register_mask
+from motet.data.sample import Segment
 from motet.plan import ContextOptions
 from motet.runtime.float64 import float64_throughout
+
+
+def backwards(segments: tuple[Segment, ...], window: int | None) -> IntervalMask:
+    """Every token sees itself and what stands after it."""
+    place = np.arange(sum(segment.num_tokens for segment in segments))
+    return interval_mask((place, place * 0 + len(place)))
+
+
+register_mask("backwards", backwards)
 
 MIXED = [(1, 1), (0, 1), (2, 0), (0, 0), (1, 0), (1, 2), (0, 0), (3, 1)]
 """(images, clips) of each of 8 samples."""
@@ -78,6 +92,21 @@ def test_tensor_parallel_groups_of_unequal_size() -> None:
 def test_ranks_share_the_tokens(method: Any) -> None:
     llm = ParallelSpec(cp_size=2, pp_size=2, context=ContextOptions(block_size=4, method=method))
     run_and_compare(6, layout(ONE, ONE, llm, num_microbatches=2, microbatch_size=4), tiny_batch(MIXED))
+
+
+def attending_build(media_attention: str) -> MultimodalModule:
+    return tiny_multimodal(media_attention=media_attention)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_what_media_see(cp_size: int) -> None:
+    """A mask of one's own, which is no other's."""
+    llm = ParallelSpec(cp_size=cp_size, context=ContextOptions(block_size=4))
+    build = partial(attending_build, "backwards")
+    batch = tiny_batch(MIXED[:4])
+    run_and_compare(2 + cp_size, layout(ONE, ONE, llm, num_microbatches=2, microbatch_size=2), batch, build)
+    losses = {one_process(partial(attending_build, kind), batch)[0] for kind in ("backwards", "causal", "own_item")}
+    assert len(losses) == 3
 
 
 def test_replicas_fill_the_world() -> None:

@@ -5,13 +5,21 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from attention import dense_masks
+from attention.dense_masks import dense
 from distributed import run_distributed
 from scenario import FROZEN, Scenario, ScenarioBatch, verify
 
 from motet.attention import context_parallel
+from motet.attention.interval_mask import IntervalMask
+from motet.attention.layout import Document, layout_of_documents
+from motet.attention.own_masks import register_mask
+from motet.attention.rules import AttentionRule, mask_of
 from motet.attention.shares import held_outputs
+from motet.data.sample import Segment
 from motet.models import context_sequence
 from motet.runtime import stage_runner
 from motet.runtime.assembly import build_engine
@@ -40,6 +48,42 @@ RULES = [
 """What media tokens see, with and without context parallelism."""
 
 
+def two_answers(segments: tuple[Segment, ...], window: int | None) -> IntervalMask:
+    """The last four tokens are two answers to what stands before them."""
+    assert window is None
+    return mask_of(layout_of_documents([Document(segments, answers=(2, 2))]), AttentionRule())
+
+
+def sinks(segments: tuple[Segment, ...], window: int | None) -> IntervalMask:
+    """Layers with a window see the first two tokens of the sample too."""
+    rule = AttentionRule() if window is None else AttentionRule(window=window, sink=2)
+    return mask_of(layout_of_documents([Document(segments)]), rule)
+
+
+register_mask("two_answers", two_answers)
+register_mask("sinks", sinks)
+
+OWN_MASKS = [
+    Scenario(llm="llama", media_attention="two_answers", placement="colocated"),
+    Scenario(llm="llama", media_attention="two_answers", cp=2, llm_pp=2, placement="colocated"),
+    Scenario(llm="gemma3", media_attention="sinks", items="half", placement="colocated"),
+    Scenario(llm="gemma3", media_attention="sinks", cp=2, tp=2, merge="prepend", placement="colocated"),
+    Scenario(llm="qwen3", media_attention="prefix", items="half", placement="colocated"),
+    Scenario(llm="gemma3", media_attention="prefix", cp=2, merge="prepend", placement="colocated"),
+]
+"""Masks that users bring, and prefixes."""
+
+
+def test_what_own_masks_say() -> None:
+    """The plain model is given their matrices, so these are compared with others."""
+    batch = ScenarioBatch(scenario := OWN_MASKS[0], scenario.config())
+    for sample in batch.samples:
+        segments = sample.layouts["language_model"]
+        document = Document(segments, answers=(2, 2))
+        np.testing.assert_array_equal(two_answers(segments, None).dense(), dense([document], dense_masks.answers))
+        np.testing.assert_array_equal(sinks(segments, 3).dense(), dense([document], dense_masks.sliding(3, 2)))
+
+
 ENCODERS = [
     Scenario(encoder_cp=2, placement="colocated"),
     Scenario(vision="clip", encoder_cp=3, encoder_pp=2, cp=2, placement="colocated", items="half", recompute=True),
@@ -63,7 +107,7 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [*SCENARIOS, *RULES, *ENCODERS],
+    [*SCENARIOS, *RULES, *OWN_MASKS, *ENCODERS],
     ids=lambda s: f"{s.llm}-cp{s.cp}-encoders{s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}",
 )
 def test_equals_one_process(scenario: Scenario) -> None:
@@ -166,7 +210,7 @@ def draw(seed: int) -> Scenario:
             packing=random.choice([False, True]),
             recompute=random.choice([False, True]),
             merge=random.choice(["placeholder", "prepend"]),
-            media_attention=random.choice(["causal", "causal", "own_item", "block_causal"]),
+            media_attention=random.choice(["causal", "causal", "own_item", "block_causal", "prefix", "sinks"]),
         )
         if scenario.num_ranks <= 8 and (scenario.cp > 1 or scenario.encoder_cp > 1):
             return scenario

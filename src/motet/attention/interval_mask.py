@@ -7,11 +7,14 @@ where the bits of a bitfield (motet.attention.bitfield) cannot tell two images o
 Limits: 64 classes, so that a set of classes is one word; 2^31 - 1 tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from motet.errors import UserError
 
 Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
@@ -96,6 +99,35 @@ def interval_mask(
     if token_class is None or class_mask is None:
         token_class, class_mask = np.zeros(length, np.int16), np.ones((1, 1), bool)
     return IntervalMask(token_class.astype(np.int16, copy=False), lo, hi, class_mask.astype(bool, copy=False))
+
+
+def side_by_side(masks: Sequence[IntervalMask]) -> IntervalMask:
+    """The mask of sequences one after the other that do not see each other.
+
+    Raises `UserError` where that takes more than 64 classes."""
+    first_class: dict[bytes, int] = {}
+    relations: list[Bool] = []
+    for mask in masks:
+        if mask.class_mask.tobytes() not in first_class:
+            first_class[mask.class_mask.tobytes()] = sum(map(len, relations))
+            relations.append(mask.class_mask)
+    num_classes = sum(map(len, relations))
+    if num_classes > MAX_CLASSES:
+        raise UserError(f"the masks of packed samples have {num_classes} classes of tokens; {MAX_CLASSES} fit")
+    class_mask = np.ones((num_classes, num_classes), bool)  # Classes of different samples never meet.
+    for relation, first in zip(relations, first_class.values(), strict=True):
+        class_mask[first : first + len(relation), first : first + len(relation)] = relation
+    length = sum(mask.num_tokens for mask in masks)
+    token_class = np.zeros(length, np.int16)
+    lo, hi = np.zeros((2, length), np.int32).T, np.zeros((2, length), np.int32).T
+    start = 0
+    for mask in masks:
+        rows = slice(start, start + mask.num_tokens)
+        token_class[rows] = mask.token_class + first_class[mask.class_mask.tobytes()]
+        is_there = mask.hi > mask.lo
+        lo[rows], hi[rows] = np.where(is_there, mask.lo + start, 0), np.where(is_there, mask.hi + start, 0)
+        start += mask.num_tokens
+    return IntervalMask(token_class, lo, hi, class_mask)
 
 
 def _put_in_order(lo: Int32, hi: Int32) -> None:

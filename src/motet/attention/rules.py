@@ -6,7 +6,7 @@ The rule says how tokens of a document see one another; documents never do. What
 |---|---|---|
 | causal | `AttentionRule()` | most language models, media tokens included |
 | sliding window; Lambda (sink and window) | `window=`, `sink=` | Mistral; StreamingLLM, DCP |
-| prefix-LM | `Document.prefix` | PaliGemma; Cornstarch's "encoder outputs prepended" |
+| prefix-LM | `media="prefix"`; of any length: `Document.prefix` | PaliGemma; Cornstarch's "encoder outputs prepended" |
 | media see only themselves | `media="own_item"` | Cornstarch's "encoder outputs embedded" |
 | one bit for a whole modality | `media="own_modality"` | what a bitfield with a bit per modality says |
 | causal, media runs see themselves whole | `media="block_causal"` | Gemma3; video, frame by frame |
@@ -25,7 +25,7 @@ from motet.attention.interval_mask import MAX_CLASSES, Bool, Int16, Int32, Inter
 from motet.attention.layout import PADDING, TEXT, TokenLayout
 from motet.errors import UserError
 
-MediaAttention = Literal["causal", "own_item", "own_modality", "block_causal"]
+MediaAttention = Literal["causal", "own_item", "own_modality", "block_causal", "prefix"]
 
 MEDIA_ATTENTION: dict[str, MediaAttention] = {"gemma3_text": "block_causal"}
 """By `model_type` of a language model, where media tokens are not simply causal."""
@@ -38,11 +38,13 @@ class AttentionRule:
     text: Literal["causal", "full"] = "causal"
     """Whether a text token sees what stands before it and itself, or its whole document."""
     media: MediaAttention = "causal"
-    """A media token sees: what a text token would; its own item only; all of its modality in the document; or what a
-    text token would and its own run (image, frame) whole."""
+    """A media token sees: what a text token would; its own item only; all of its modality in the document; what a text
+    token would and its own run (image, frame) whole; or, as all tokens before it do, everything up to the document's
+    last media token."""
     window: int | None = None
-    """So many last tokens are seen, the token itself included. With "block_causal" it cuts what stands before, in the
-    token's own run too (as transformers' Gemma3 does); with "own_item" and "own_modality" it is for text only."""
+    """So many last tokens are seen, the token itself included. With "block_causal" and "prefix" it cuts what stands
+    before, in the token's own run too (as transformers' Gemma3 does); with "own_item" and "own_modality" it is for
+    text only."""
     sink: int = 0
     """So many first tokens of the document are seen beside the window."""
 
@@ -68,8 +70,10 @@ def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
 
     Raises `UserError` where more than two intervals or more than 64 classes would be needed."""
     answers = layout.answer_start >= 0
-    if answers.any() and (rule.window is not None or rule.text == "full" or rule.media == "own_modality"):
-        raise UserError("answers that share a question go with no window, no full attention and no own_modality")
+    if answers.any() and (rule.window is not None or rule.text == "full" or rule.media in ("own_modality", "prefix")):
+        raise UserError(
+            "answers that share a question go with no window, no full attention, no own_modality and no prefix"
+        )
     lengths = layout.stop - layout.start
 
     def of_tokens(of_runs: NDArray) -> NDArray:
@@ -115,7 +119,18 @@ def _extents(layout: TokenLayout, rule: AttentionRule) -> tuple[Int32, Int32]:
         ceiling[media] = stop[layout.item[media]]
     elif rule.media == "own_modality":
         ceiling = np.where(media, layout.document_stop, ceiling)
+    elif rule.media == "prefix":
+        last = _last_media(layout)
+        ceiling = np.where(layout.start < last, np.maximum(ceiling, last), ceiling)
     return floor, ceiling
+
+
+def _last_media(layout: TokenLayout) -> Int32:
+    """[R]: where the last media token of the run's document ends; 0 where it has none."""
+    media = layout.is_media
+    stop = np.zeros(int(layout.document.max(initial=-1)) + 1, np.int32)
+    np.maximum.at(stop, layout.document[media], layout.stop[media])
+    return stop[layout.document]
 
 
 def _classes(layout: TokenLayout, rule: AttentionRule) -> tuple[Int16, Bool] | None:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from motet.attention.blocks import tile_counts
 from motet.attention.distribution import Distribution, TileCost, distribute
-from motet.attention.layout import Document, TokenLayout, layout_of_documents
-from motet.attention.rules import AttentionRule, mask_of
+from motet.attention.layout import Document
+from motet.attention.own_masks import Rule, mask_of_documents, rule_named
+from motet.attention.rules import AttentionRule
 from motet.data.sample import Sample, places_in_sample
 from motet.plan import ContextOptions, Stage
 
@@ -26,26 +27,23 @@ KERNEL_COST = TileCost(full_s=1.0, partial_s=1.2)
 FULL = AttentionRule(text="full")
 
 
-def rule_of_text(options: ContextOptions) -> AttentionRule:
+def rule_of_text(options: ContextOptions) -> Rule:
     """Of a language model's layers without a window."""
-    return AttentionRule(media=options.media_attention)
+    return rule_named(options.media_attention)
 
 
 @lru_cache(maxsize=64)
-def share_out(
-    documents: tuple[Document, ...], rule: AttentionRule, options: ContextOptions, cp_size: int
-) -> tuple[TokenLayout, Distribution]:
-    """Documents one after the other, and who holds which blocks of them; some members may hold none."""
-    layout = layout_of_documents(documents)
-    distribution = distribute(
-        KERNEL_COST.of_blocks(tile_counts(mask_of(layout, rule), options.block_size)),
+def share_out(documents: tuple[Document, ...], rule: Rule, options: ContextOptions, cp_size: int) -> Distribution:
+    """Who holds which blocks of documents that stand one after the other; some members may hold none."""
+    mask = mask_of_documents(documents, rule)
+    return distribute(
+        KERNEL_COST.of_blocks(tile_counts(mask, options.block_size)),
         cp_size,
-        num_tokens=layout.num_tokens,
+        num_tokens=mask.num_tokens,
         block_size=options.block_size,
         policy=options.policy,
         allow_empty=True,
     )
-    return layout, distribution
 
 
 def member_of(stage: Stage, rank: int) -> int:
@@ -64,7 +62,7 @@ def held_outputs(
     """For each member: which output tokens of `source`, of the `wanted` ones of a microbatch's samples, stand in its
     share of the language model `module`. They count in the order (sample, item) of the wanted samples."""
     documents = tuple(Document(tuple(sample.layouts[module])) for sample in samples)
-    _, distribution = share_out(documents, rule_of_text(options), options, cp_size)
+    distribution = share_out(documents, rule_of_text(options), options, cp_size)
     places: list[int] = []
     start = 0
     for sample, is_wanted in zip(samples, wanted, strict=True):

@@ -81,10 +81,11 @@ class ModelConfig(_Section):
     language_model: LanguageModelConfig
     merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
     """How encoder outputs enter the language model."""
-    media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "family"] = "causal"
+    media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
     """What a token of an image or clip sees in the language model: as text does, what stands before it; its own item
-    alone; all of its modality; or what stands before it and its own image or frame whole. `family`: what multimodal
-    models of the language model's family do (Gemma3: `block_causal`). Other than `causal`, samples are packed."""
+    alone; all of its modality; what stands before it and its own image or frame whole; or, as all before it do,
+    everything up to the sample's last one. `family`: what multimodal models of the language model's family do (Gemma3:
+    `block_causal`). Other than `causal`, samples are packed. Masks of one's own: docs/attention.md."""
     placeholder_tokens: dict[str, str] = {}
     """For each encoder, the tokenizer's token that stands where its outputs go; not given: `<image>` or `<audio>`."""
 

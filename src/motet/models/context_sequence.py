@@ -4,7 +4,6 @@ Everything follows from the samples' layouts and the plan, so all ranks and all 
 distribution (`motet.attention.shares`). Layers may have masks of their own (Gemma3: global and sliding windows).
 """
 
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
@@ -18,19 +17,21 @@ from motet.attention.backends import backend_for, check_backend
 from motet.attention.context_parallel import ContextParallel, SharedAttention, gather_rows
 from motet.attention.distribution import check_ulysses
 from motet.attention.layout import Document
-from motet.attention.rules import AttentionRule, MediaAttention, mask_of
-from motet.attention.shares import rule_of_text, share_out
+from motet.attention.own_masks import Rule, mask_of_documents, rule_named
+from motet.attention.shares import FULL, rule_of_text, share_out
 from motet.errors import UserError
 
 ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
 """The names under which transformers finds `shared_attention` and `shared_item_attention`."""
 
 
-def attention_rules(config: Any, media: MediaAttention) -> tuple[AttentionRule, ...]:
-    """Of every block of the whole model, with the sliding windows of its transformers configuration."""
+def attention_rules(config: Any, media_attention: str) -> tuple[Rule, ...]:
+    """Of every block of the whole model, with the sliding windows of its transformers configuration.
+
+    Raises `UserError` for a kind of attention that is not known."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(AttentionRule(window=window if kind == "sliding_attention" else None, media=media) for kind in kinds)
+    return tuple(rule_named(media_attention, window if kind == "sliding_attention" else None) for kind in kinds)
 
 
 class ContextSequence:
@@ -40,15 +41,16 @@ class ContextSequence:
 
     def __init__(
         self,
-        documents: Sequence[Document],
-        rules: tuple[AttentionRule, ...],
+        documents: tuple[Document, ...],
+        rules: tuple[Rule, ...],
         cp: ContextParallel,
         device: torch.device,
     ) -> None:
         self._cp, self._device = cp, device
         self._rule_of_window = {rule.window: rule for rule in rules}
-        balanced = rules[0] if rules[0].text == "full" else rule_of_text(cp.options)
-        self._layout, self._distribution = share_out(tuple(documents), balanced, cp.options, cp.size)
+        self._documents = documents
+        balanced = FULL if rules[0] == FULL else rule_of_text(cp.options)
+        self._distribution = share_out(documents, balanced, cp.options, cp.size)
         self._attention: dict[int | None, SharedAttention] = {}
 
     @property
@@ -76,7 +78,7 @@ class ContextSequence:
     @cached_property
     def _own_place(self) -> Tensor:
         """[T]: which of this rank's tokens stands there, -1: another rank's."""
-        places = torch.full((self._layout.num_tokens,), -1, device=self._device)
+        places = torch.full((self._distribution.num_tokens,), -1, device=self._device)
         places[self.tokens[: self.num_held]] = torch.arange(self.num_held, device=self._device)
         return places
 
@@ -100,7 +102,7 @@ class ContextSequence:
 
     def attention(self, window: int | None) -> SharedAttention:
         if window not in self._attention:
-            mask = mask_of(self._layout, self._rule_of_window[window])
+            mask = mask_of_documents(self._documents, self._rule_of_window[window])
             backend = backend_for(self._device, self._cp.options.backend)
             self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
         return self._attention[window]
@@ -133,7 +135,7 @@ def shared_attention(
 
 @lru_cache(maxsize=64)
 def context_sequence(
-    documents: tuple[Document, ...], rules: tuple[AttentionRule, ...], cp: ContextParallel, device: torch.device
+    documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel, device: torch.device
 ) -> ContextSequence:
     """One for all stages, layers and passes of a microbatch: what its masks need is derived once."""
     return ContextSequence(documents, rules, cp, device)

@@ -64,6 +64,8 @@ def generate_answers(
         model = load_export(model)
     if model.preprocess_callback is not None:
         raise UserError("generate: preprocess_callback of the language model is not supported; merge by placeholders")
+    if model.media_attention != "causal":
+        raise UserError(f"generate: media_attention {model.media_attention} is not supported; only causal is")
     was_training = {name: part.training for name, part in model.parts().items()}
     for part in model.parts().values():
         part.eval()

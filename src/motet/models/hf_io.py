@@ -108,7 +108,12 @@ def describe_module(model: MultimodalModule) -> ModelDescription:
         )
         for name, encoder in model.modality_modules(encoders_only=True).items()
     }
-    return ModelDescription(encoders=encoders, language_model=model.language_model.module.config, merge=model.merge)
+    return ModelDescription(
+        encoders=encoders,
+        language_model=model.language_model.module.config,
+        merge=model.merge,
+        media_attention=model.media_attention,
+    )
 
 
 def multimodal_tensors(model: MultimodalModule) -> dict[str, Tensor]:

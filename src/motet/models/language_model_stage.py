@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel
 from motet.attention.layout import Document
-from motet.attention.rules import MediaAttention
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.models.context_sequence import ATTENTION, ContextSequence, attention_rules, check_shared, context_sequence
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
-from motet.plan import LayerRange
+from motet.plan import ContextOptions, LayerRange
 from motet.runtime.tensor_collectives import reduce_from_group
 from motet.runtime.vocab_parallel import cross_entropy_sum, vocabulary_group
 
@@ -92,7 +91,8 @@ class LanguageModelStage(nn.Module):
         layers: half-open.
         packing: samples of a microbatch stand in one row, one after the other, instead of one row each.
         recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
-        media_attention: what tokens of images and clips see; other than causal, samples are packed.
+        media_attention: what tokens of images and clips see, or a registered mask's name; other than causal, samples
+            are packed.
         preprocess_callback: merges encoder outputs in the stage's stead, sample by sample.
     """
 
@@ -104,7 +104,7 @@ class LanguageModelStage(nn.Module):
         *,
         packing: bool = False,
         recompute: bool = False,
-        media_attention: MediaAttention = "causal",
+        media_attention: str = "causal",
         preprocess_callback: PreprocessCallback | None = None,
     ) -> None:
         super().__init__()
@@ -128,7 +128,8 @@ class LanguageModelStage(nn.Module):
         if recompute:
             self._recompute_blocks()
         if media_attention != "causal":
-            self.share_context(ContextParallel(group=None, rank=0, size=1))
+            alone = ContextOptions(media_attention=media_attention)
+            self.share_context(ContextParallel(group=None, rank=0, size=1, options=alone))
 
     def _keep_own_layers(self, num_layers: int) -> None:
         base = base_model(self.module)
@@ -204,16 +205,17 @@ class LanguageModelStage(nn.Module):
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         if self._context is not None:
-            return (1, self._shared(samples, torch.device("cpu")).num_rows, self.hidden_size)
+            return (1, self.shared(samples, torch.device("cpu")).num_rows, self.hidden_size)
         return (*layout_of(samples, self.name, packed=self.packing).shape, self.hidden_size)
 
     output_shape = input_shape
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Derives what the attention of a coming microbatch needs, where it is ours."""
-        self._shared(samples, next(self.parameters()).device).prepare()
+        self.shared(samples, next(self.parameters()).device).prepare()
 
-    def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
+    def shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
+        """The microbatch as the ranks of the group share it; only where `has_own_attention`."""
         assert self._context is not None
         documents = tuple(Document(tuple(sample.layouts[self.name])) for sample in samples)
         return context_sequence(documents, self._rules, self._context, device)
@@ -234,7 +236,7 @@ class LanguageModelStage(nn.Module):
         context = None
         if self._context is not None:
             device = features[0]["input_ids"].device if hidden is None else hidden.device
-            context = self._shared(samples, device)
+            context = self.shared(samples, device)
         output = self.hidden_states(hidden, incoming, features, samples, sequences, context)
         return self.loss_sum(output, features, sequences, context) if self.is_last else output
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers.utils import ModelOutput
 
+from motet.attention.own_masks import rule_named
 from motet.errors import UserError
 from motet.models.encoders import family_of
 from motet.models.language_model_stage import PreprocessCallback, is_language_model
@@ -122,6 +123,9 @@ class MultimodalModule(nn.Module):
         merge: how encoder outputs reach the language model; None: by placeholder if there are `placeholder_token_ids`,
             else prepended.
         placeholder_token_ids: by encoder, the token id in whose places its outputs stand.
+        media_attention: what tokens of images and clips see in the language model: a kind of
+            `motet.attention.rules.MediaAttention`, or the name of a mask of your own
+            (`motet.attention.own_masks.register_mask`).
     """
 
     def __init__(
@@ -132,9 +136,16 @@ class MultimodalModule(nn.Module):
         *,
         merge: Merge | None = None,
         placeholder_token_ids: Mapping[str, int] | None = None,
+        media_attention: str = "causal",
         seed: int = 0,
     ) -> None:
         super().__init__()
+        rule_named(media_attention)
+        if media_attention != "causal" and preprocess_callback is not None:
+            raise UserError(
+                "preprocess_callback: goes with media_attention causal only; leave it out, or merge by placeholder or "
+                "prepend"
+            )
         if merge is None:
             merge = "placeholder" if placeholder_token_ids else "prepend"
         if merge not in MERGES:
@@ -163,6 +174,7 @@ class MultimodalModule(nn.Module):
         self.language_model = language_model
         self.preprocess_callback = preprocess_callback
         self.merge: Merge = merge
+        self.media_attention = media_attention
         self.placeholder_token_ids = dict(placeholder_token_ids or {})
         self.num_embeddings: int = language_model.module.get_input_embeddings().num_embeddings
         self.is_taken_over = False

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from motet.attention.layout import Document
+from motet.attention.own_masks import OwnRule, mask_of_documents, rule_named
 from motet.data.batch import Batch
-from motet.data.sample import Sample
+from motet.data.sample import Sample, Segment
 from motet.models.plain import plain_encoder_output
 
 IGNORED_LABEL = -100
@@ -35,7 +37,8 @@ def plain_loss(
         language_model: a plain `...ForCausalLM`.
         merge: "placeholder", "prepend" or "cross_attention".
         placeholder_token_ids: by encoder, for "placeholder".
-        media_attention: as in a run file, but not "family"; anything but "causal" is given to the model as a matrix.
+        media_attention: as in a run file, but not "family", or a registered mask's name; anything but "causal" is given
+            to the model as a matrix.
     """
     total: Any = 0.0
     num_tokens = 0
@@ -63,7 +66,8 @@ def plain_loss(
                 embeddings = embeddings.index_put((here,), outputs.to(embeddings.dtype))
         if media_attention != "causal":
             items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
-            extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention)
+            segments = tuple(sample.layouts[language_model_name])
+            extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention, segments)
         logits = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra).logits[0]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
@@ -89,22 +93,31 @@ def _items_of_tokens(
     return items
 
 
-def _attention_masks(config: Any, items: list[tuple[str, int] | None], media_attention: str) -> Any:
+def _attention_masks(
+    config: Any, items: list[tuple[str, int] | None], media_attention: str, segments: tuple[Segment, ...]
+) -> Any:
     """What transformers takes: whether it sees, [1, 1, T, T]; by kind of layer where the model has several.
 
-    A sliding window cuts what a text token and a token of `block_causal` media sees, as in transformers' Gemma3."""
+    A sliding window cuts what a text token and a token of `block_causal` or `prefix` media sees, as in transformers'
+    Gemma3."""
     place = torch.arange(len(items))
     same_item = torch.tensor([[item is not None and other == item for other in items] for item in items])
     same_modality = torch.tensor([[bool(item and other and other[0] == item[0]) for other in items] for item in items])
     is_media = torch.tensor([item is not None for item in items])[:, None]
+    last_media = max((place for place, item in enumerate(items) if item is not None), default=-1)
 
     def matrix(window: int | None) -> Tensor:
+        rule = rule_named(media_attention, window)
+        if isinstance(rule, OwnRule):
+            return torch.from_numpy(mask_of_documents((Document(segments),), rule).dense())[None, None]
         sees = place[None] <= place[:, None]
         if media_attention == "block_causal":
             sees = sees | same_item
+        if media_attention == "prefix":
+            sees = sees | ((place[None] <= last_media) & (place[:, None] <= last_media))
         if window is not None:
             sees = sees & (place[:, None] - place[None] < window)
-        if media_attention != "block_causal":
+        if media_attention in ("own_item", "own_modality"):
             sees = torch.where(is_media, same_item if media_attention == "own_item" else same_modality, sees)
         return sees[None, None]
 

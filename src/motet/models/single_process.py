@@ -1,8 +1,12 @@
-"""A `MultimodalModule` in one process: every module is one stage, the whole batch one microbatch."""
+"""A `MultimodalModule` in one process: every module is one stage, the whole batch one microbatch.
+
+Where `media_attention` is not causal, the language model's attention is motet's from then on.
+"""
 
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from motet.data.batch import Batch
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
@@ -28,11 +32,18 @@ def run_single_process(model: "MultimodalModule", batch: Batch) -> tuple[Tensor,
         name,
         causal_lm,
         (0, num_language_model_layers(causal_lm)),
+        media_attention=model.media_attention,
         preprocess_callback=model.preprocess_callback,
     )
     features = [batch.features(name, i) for i in range(len(batch.samples))]
-    sequences = layout_of(batch.samples, name, packed=False)
-    hidden = language_model.hidden_states(None, incoming, features, batch.samples, sequences)
+    sequences = layout_of(batch.samples, name, packed=language_model.packing)
+    context = None
+    if language_model.has_own_attention:
+        context = language_model.shared(batch.samples, features[0]["input_ids"].device)
+    hidden = language_model.hidden_states(None, incoming, features, batch.samples, sequences, context)
     num_loss_tokens = sum(sample.num_loss_tokens.get(name, 0) for sample in batch.samples)
-    loss = language_model.loss_sum(hidden, features, sequences) / num_loss_tokens if num_loss_tokens else None
-    return language_model.logits(hidden), loss
+    loss = language_model.loss_sum(hidden, features, sequences, context) / num_loss_tokens if num_loss_tokens else None
+    logits = language_model.logits(hidden)
+    if sequences.packed:
+        logits = pad_sequence(logits[0].split(sequences.lengths), batch_first=True)
+    return logits, loss

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from motet.attention.rules import MediaAttention, rule_of_family
+from motet.attention.rules import rule_of_family
 from motet.config import EncoderConfig, PartConfig, RunConfig
 from motet.config.schema import LANGUAGE_MODEL
 from motet.models.encoder_stage import EncoderStage
@@ -76,7 +76,7 @@ def _set_trainable(part: nn.Module, trainable: bool) -> None:
     part.requires_grad_(trainable).train(trainable)
 
 
-def media_attention_of(config: RunConfig, family: str) -> MediaAttention:
+def media_attention_of(config: RunConfig, family: str) -> str:
     """What the run file asks for, of a language model of the family."""
     given = config.model.media_attention
     return rule_of_family(family).media if given == "family" else given

@@ -13,13 +13,13 @@ and calls `execute` with the same global batch:
 
 Data parallelism fills the world: its degree is the number of processes over the ranks of one copy of the model.
 
-Limits: one degree of data parallelism for all modules, no context parallelism yet. The norm of `parameters()` is this
+Limits: one degree of data parallelism for all modules. The norm of `parameters()` is this
 rank's share, so clip with `clip_gradients`. With dropout in tensor-parallel groups, seed their ranks alike.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -142,6 +142,8 @@ class MultimodalParallelModule(nn.Module):
         if model.training:
             model.freeze_eval_parts()
         specs = {**(encoder_specs or {}), LANGUAGE_MODEL: language_model_spec or ParallelSpec()}
+        packing = packing or model.media_attention != "causal"
+        specs[LANGUAGE_MODEL] = _with_attention_of(model, specs[LANGUAGE_MODEL])
         structures = module_structures(model, packing=packing)
         _check_arguments(structures, specs, modality_parallelism, schedule, recompute)
         for key, number in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
@@ -179,6 +181,7 @@ class MultimodalParallelModule(nn.Module):
                 stage.layers,
                 packing=self._source.packing,
                 recompute=recompute,
+                media_attention=self._source.model.media_attention,
                 preprocess_callback=self._source.model.preprocess_callback,
             )
         else:
@@ -257,6 +260,10 @@ class _Source:
         for part in self.model.parts().values():
             if part not in held:
                 part.to("meta")
+
+
+def _with_attention_of(model: MultimodalModule, spec: ParallelSpec) -> ParallelSpec:
+    return replace(spec, context=replace(spec.context, media_attention=model.media_attention))
 
 
 def _check_arguments(
