@@ -9,14 +9,14 @@ Limits: what is neither a linear (a convolution over patches or mel frames count
 and saved activations, but no FLOPs: norms, activation functions and rotary positions are memory traffic.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from motet.errors import UserError
 from motet.plan import LayerRange, ModuleKind
 
-Part = Literal["embed", "block", "head", "projector"]
+Part = Literal["embed", "block", "head", "projector", "loss"]
 Arrangement = Literal["separate", "padded", "packed"]
 """How a microbatch's sequences are laid out: each by its own length; all padded to the longest; all in one row, where
 attention is computed over the whole row and masked."""
@@ -86,6 +86,8 @@ class LayerShape:
     """False: it has parameters, but computes nothing."""
     resolution: float = 1.0
     """Length of the layer's sequence over that of the module's (a U-Net's inner levels: a quarter each)."""
+    num_comparisons: int = 0
+    """Of a contrastive loss: how often features of one tower are compared with those of another, each way counted."""
 
     @property
     def num_parameters(self) -> int:
@@ -132,13 +134,18 @@ class ModuleWorkload:
         return any(layer.part == "block" and layer.runs for layer in self.layers[slice(*layers)])
 
     @property
+    def encodes_items(self) -> bool:
+        """Encoders and towers: items (images, clips, texts) are sequences of their own."""
+        return self.kind in ("encoder", "tower")
+
+    @property
     def cross_attends(self) -> bool:
         return any(layer.attention is not None and layer.attention.reads_encoder for layer in self.layers)
 
     def boundary(self, layer: int) -> tuple[Rows, int]:
         """What crosses the boundary before `layer` (after the last one): how many rows, and their width."""
         part = self.layers[layer - 1].part if layer else "embed"
-        if self.kind == "encoder" and part in ("head", "projector"):
+        if self.encodes_items and part in ("head", "projector"):
             return "outputs", self.layers[layer - 1].hidden_size
         return "tokens", self.hidden_size
 
@@ -170,6 +177,29 @@ def with_projector(encoder: ModuleWorkload, projector: str, out_features: int) -
     """The encoder with its projector as one more layer."""
     layer = projector_layer(projector, encoder.output_size, out_features)
     return replace(encoder, layers=(*encoder.layers, layer), output_size=out_features)
+
+
+def as_tower(encoder: ModuleWorkload, feature_size: int) -> ModuleWorkload:
+    """The encoder as a tower: one vector of each item, projected to the features that are compared."""
+    projection = LayerShape(
+        "projector",
+        feature_size,
+        (Linear(encoder.output_size, feature_size, reads_layer_input=True, rows="outputs"),),
+    )
+    return replace(encoder, kind="tower", layers=(*encoder.layers, projection), output_size=feature_size)
+
+
+def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num_parameters: int = 1) -> ModuleWorkload:
+    """The loss that compares towers. `pairs`: of their names; `num_parameters`: logit scale, and bias if there is one."""
+    layer = LayerShape("loss", feature_size, other_parameters=num_parameters, num_comparisons=2 * len(pairs))
+    return ModuleWorkload(
+        kind="loss",
+        family="contrastive",
+        config={"pairs": [list(pair) for pair in pairs], "feature_size": feature_size},
+        hidden_size=feature_size,
+        output_size=feature_size,
+        layers=(layer,),
+    )
 
 
 def with_feature_layer(encoder: ModuleWorkload, feature_layer: int) -> ModuleWorkload:

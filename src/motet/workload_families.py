@@ -213,6 +213,39 @@ def _clip(read: Reader) -> ModuleWorkload:
     return _encoder(read, width=width, embed=embed, blocks=[block] * read("num_hidden_layers"), head=head)
 
 
+def _text(read: Reader, *, head: LayerShape, embedding_norm: bool = False) -> ModuleWorkload:
+    width = read("hidden_size")
+    block = _encoder_block(
+        width, read("num_attention_heads"), read("intermediate_size"), bias=(True,) * 4, norm_parameters=4 * width
+    )
+    # Words, positions and kinds of token: whole on every rank.
+    rows = read("vocab_size") + read("max_position_embeddings") + read.optional("type_vocab_size", 0)
+    embed = LayerShape(
+        "embed", width, other_parameters=(rows + 2 * embedding_norm) * width, saved_vectors=int(embedding_norm)
+    )
+    return _encoder(read, width=width, embed=embed, blocks=[block] * read("num_hidden_layers"), head=head)
+
+
+def _clip_text(read: Reader) -> ModuleWorkload:
+    width = read("hidden_size")
+    return _text(read, head=LayerShape("head", width, other_parameters=2 * width, saved_vectors=1))
+
+
+def _siglip_text(read: Reader) -> ModuleWorkload:
+    """Its head projects one vector of each text, to its own width unless `projection_size` says otherwise."""
+    width = read("hidden_size")
+    out = read.optional("projection_size", width)
+    pooled = Linear(width, out, True, rows="outputs")
+    return _text(read, head=LayerShape("head", out, (pooled,), other_parameters=2 * width, saved_vectors=1))
+
+
+def _bert(read: Reader) -> ModuleWorkload:
+    width = read("hidden_size")
+    return _text(
+        read, head=LayerShape("head", width, (Linear(width, width, True, rows="outputs"),)), embedding_norm=True
+    )
+
+
 def _dinov2(read: Reader) -> ModuleWorkload:
     width, gated = read("hidden_size"), read.flag("use_swiglu_ffn")
     inner = int(width * read.values["mlp_ratio"])
@@ -311,6 +344,9 @@ FAMILIES: Mapping[str, Callable[[Reader], ModuleWorkload]] = {
     "mllama_text_model": lambda read: _language_model(read, cross_attention=True),
     "siglip_vision_model": _siglip,
     "clip_vision_model": _clip,
+    "clip_text_model": _clip_text,
+    "siglip_text_model": _siglip_text,
+    "bert": _bert,
     "dinov2": _dinov2,
     "qwen2_5_vl_vision": _qwen2_5_vl,
     "pixtral": _pixtral,

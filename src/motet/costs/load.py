@@ -45,11 +45,14 @@ def microbatch_load(
 ) -> Load:
     """The load of these samples on the module whose layouts stand under `data_module`.
 
-    `sources`: the modules whose outputs enter it.
+    `sources`: the modules whose outputs enter it. A contrastive loss's tokens are samples, its pairs those it compares
+    between two towers.
     """
+    if workload.kind == "loss":
+        return Load(tokens=len(samples), pairs=len(samples) ** 2, sequences=len(samples), outputs=len(samples))
     lengths = [length for sample in samples for length in _sequence_lengths(workload, data_module, sample)]
     incoming = sum(sample.num_outputs(source) for source in sources for sample in samples)
-    if workload.kind == "encoder":
+    if workload.encodes_items:
         outputs = sum(sample.num_outputs(data_module) for sample in samples)
     else:
         outputs = sum(sample.num_loss_tokens.get(data_module, 0) for sample in samples)
@@ -77,7 +80,7 @@ def microbatch_load(
 def _sequence_lengths(workload: ModuleWorkload, data_module: str, sample: Sample) -> list[int]:
     """An encoder's items are sequences of their own (and so are an item's tiles); other modules have one each."""
     layout = sample.layouts.get(data_module, ())
-    if workload.kind != "encoder":
+    if not workload.encodes_items:
         return [sample.num_tokens(data_module)] if layout else []
     lengths = []
     for segment in layout:
