@@ -89,8 +89,8 @@ def test_what_is_cut_by_tensor_parallelism():
 
 
 def test_wrong_configurations_are_refused():
-    with pytest.raises(ValueError, match="model_type 'bert' is not known"):
-        module_workload({"model_type": "bert"})
+    with pytest.raises(ValueError, match="model_type 't5' is not known"):
+        module_workload({"model_type": "t5"})
     with pytest.raises(ValueError, match="hidden_size is 'wide'"):
         module_workload({"model_type": "llama", "hidden_size": "wide"})
     with pytest.raises(ValueError, match="'conv' is not known"):

@@ -2,6 +2,10 @@
 
 import torch
 from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPTextConfig,
+    CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
     Dinov2Config,
@@ -19,6 +23,8 @@ from transformers import (
     Qwen2AudioEncoderConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipTextConfig,
+    SiglipTextModel,
     SiglipVisionConfig,
     SiglipVisionModel,
     WhisperConfig,
@@ -57,6 +63,16 @@ AUDIO = {
     "max_source_positions": 50,
     "num_mel_bins": 16,
 }
+CAPTION = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 80,
+    "max_position_embeddings": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 DINO = {key: value for key, value in VISION.items() if key != "intermediate_size"}
 
 LANGUAGE_MODELS = {
@@ -75,6 +91,9 @@ ENCODERS = {
     "siglip": (SiglipVisionConfig(**VISION), SiglipVisionModel),
     "siglip-no-head": (SiglipVisionConfig(**VISION, vision_use_head=False), SiglipVisionModel),
     "clip": (CLIPVisionConfig(**VISION), CLIPVisionModel),
+    "clip_text": (CLIPTextConfig(**CAPTION), CLIPTextModel),
+    "siglip_text": (SiglipTextConfig(**CAPTION, projection_size=48), SiglipTextModel),
+    "bert": (BertConfig(**CAPTION), BertModel),
     "dinov2": (Dinov2Config(**DINO), Dinov2Model),
     "dinov2-swiglu": (Dinov2Config(**DINO, use_swiglu_ffn=True, use_mask_token=False), Dinov2Model),
     "pixtral": (

@@ -190,7 +190,7 @@ def as_tower(encoder: ModuleWorkload, feature_size: int) -> ModuleWorkload:
 
 
 def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num_parameters: int = 1) -> ModuleWorkload:
-    """The loss that compares towers. `pairs`: of their names; `num_parameters`: logit scale, and bias if there is one."""
+    """The loss that compares towers. `pairs`: of their names; `num_parameters`: the logit scale, and a bias."""
     layer = LayerShape("loss", feature_size, other_parameters=num_parameters, num_comparisons=2 * len(pairs))
     return ModuleWorkload(
         kind="loss",

@@ -115,6 +115,8 @@ class _Maker:
     def forward(self, direction: Pass) -> list[KernelShape]:
         """The kernels of a forward, or those of the gradients of their inputs, in the forward's order."""
         layer = self.layer
+        if layer.num_comparisons:
+            return self._comparisons(direction)
         linears = [self.linear(linear, direction) for linear in layer.linears]
         if layer.part == "embed" and layer.vocabulary:
             table = self._whole("embedding", "elementwise", 2 * layer.hidden_size)
@@ -163,6 +165,18 @@ class _Maker:
             num_bytes = self._quadratic(per_token=queries + keys)
         return KernelShape("attention", "attention", flops, num_bytes)
 
+    def _comparisons(self, direction: Pass) -> list[KernelShape]:
+        """Similarities block by block, never written whole. Backwards they are computed again, and then multiplied with
+        the features of the other tower; no gradient goes there."""
+        times = 2 if direction == "input_gradient" else 1
+        per_pair = 2.0 * self.layer.hidden_size * self.layer.num_comparisons
+        # A block is written by the product, read and written by the softmax or sigmoid, read again.
+        size = 4.0 * self.element_bytes * self.layer.num_comparisons
+        products = KernelShape(
+            "similarity", "gemm", self._quadratic(per_pair=times * per_pair), self._quadratic(per_pair=size / 4)
+        )
+        return [products, KernelShape("softmax", "elementwise", Quadratic(), self._quadratic(per_pair=size * times))]
+
     def _norms(self, direction: Pass) -> list[KernelShape]:
         """Reads a token and writes it; its gradient reads two and writes one."""
         accesses = 3 if direction == "input_gradient" else 2
@@ -177,7 +191,9 @@ class _Maker:
         """An activation function between the last two linears, or the loss over the vocabulary."""
         linears, backward = self.layer.linears, direction == "input_gradient"
         if not linears or len(linears) < 2:
-            loss = [linear for linear in linears if linear.rows == "outputs" and self.layer.part == "head"]
+            loss = [
+                linear for linear in linears if linear.rows == "outputs" and linear.cut and self.layer.part == "head"
+            ]
             return [self._rowwise("cross_entropy", linear, linear.out_features, 2) for linear in loss]
         last = linears[-1]
         return [self._rowwise("activation", last, last.in_features, (3 if self.layer.gated else 2) + backward)]
