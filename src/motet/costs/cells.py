@@ -34,6 +34,16 @@ class CellKind(NamedTuple):
     different: tuple[tuple[LayerShape, LayerGradients, int], ...]
     """The different ones among the stage's layers and their gradients, and how many there are of each."""
 
+    @property
+    def is_loss(self) -> bool:
+        """Of towers that are contrasted: its costs depend on who takes part (`motet.costs.contrastive`)."""
+        return self.different[0][0].part == "loss"
+
+    @property
+    def num_shares(self) -> int:
+        """Among how many a microbatch's load is divided; a loss's costs are those of a member for the whole of it."""
+        return 1 if self.is_loss else self.stage.cp_size
+
 
 class Cells:
     """By number of the cell (`Routes.cells`).

@@ -65,6 +65,11 @@ class LayerCost:
         return self.weight_gradient_alone if weight_gradient else ZERO
 
 
+NO_COST = LayerCost(
+    forward=ZERO, forward_without_graph=ZERO, input_gradient=ZERO, weight_gradient=ZERO, weight_gradient_alone=ZERO
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleCosts:
     """One module at one tensor-parallel size."""

@@ -1,16 +1,14 @@
 """The costs of one iteration's actions and messages: plan, routes and samples bound to a cost table and a cluster.
 
-Implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`)
-and one load cost the same, so many are answered at once. Recomputation runs a block's forward once more if the block
-has any gradient to compute.
+Implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`) and one load cost the same,
+so many are answered at once (`motet.costs.stage_seconds`).
 
 Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast, the tokens and pairs of
 a sequence to be divided equally over a context-parallel group.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -18,10 +16,10 @@ import numpy as np
 from motet.arrays import Floats, Ints
 from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
-from motet.costs.collectives import collective_seconds, collective_terms
+from motet.costs.collectives import collective_seconds
 from motet.costs.communication import all_reduce_seconds, message_seconds
-from motet.costs.cost_model import ZERO, CostTable, Quadratic, total
-from motet.costs.kernels import KernelShape, layer_kernels
+from motet.costs.contrastive import loss_saved_bytes, loss_share
+from motet.costs.cost_model import CostTable, Quadratic
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
 from motet.costs.memory import (
@@ -32,6 +30,7 @@ from motet.costs.memory import (
     saved_layer_bytes,
     static_layer_bytes,
 )
+from motet.costs.stage_seconds import StageCosts, StageSeconds, of_microbatch
 from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
 from motet.schedule.action import Compute, Kind, Reduce
@@ -39,16 +38,7 @@ from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Routes
-from motet.workload import LayerShape, ModuleWorkload
-
-
-@dataclass(frozen=True, slots=True)
-class _StageCosts:
-    """Seconds of a stage, for one pattern of gradients, as functions of its ranks' load."""
-
-    forward: Quadratic
-    input_half: Quadratic
-    weight_half: Quadratic
+from motet.workload import ModuleWorkload
 
 
 class IterationCosts:
@@ -74,6 +64,10 @@ class IterationCosts:
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
+    @cached_property
+    def _stages(self) -> StageSeconds:
+        return StageSeconds(self.cells, self.table, self.cluster, self.memory)
+
     # Seconds --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -97,18 +91,18 @@ class IterationCosts:
 
     @cached_property
     def _exchanging(self) -> list[list[float]]:
-        return self._by_action(self._sum_exchanges).tolist()
+        return self._by_action(self._stages.exchanges).tolist()
 
     @cached_property
     def _seconds(self) -> Floats:
-        return self._by_action(self._sum_stage)
+        return self._by_action(self._stages.seconds)
 
-    def _by_action(self, costs_of: Callable[[CellKind], _StageCosts]) -> Floats:
+    def _by_action(self, costs_of: Callable[[CellKind], StageCosts]) -> Floats:
         """By kind of action (`KINDS`) and cell."""
         cells = self.cells
         terms = np.array(
             [
-                [_of_microbatch(part, kind.stage.cp_size) for part in (c.forward, c.input_half, c.weight_half)]
+                [of_microbatch(part, kind.num_shares) for part in (c.forward, c.input_half, c.weight_half)]
                 for kind in cells.kinds
                 for c in (costs_of(kind),)
             ]
@@ -214,16 +208,29 @@ class IterationCosts:
         key = (kind_number, load_number)
         if key not in self._saved:
             kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
-            share = load.share(kind.stage.cp_size)
-            self._saved[key] = self._saved_whole(kind, share), self._saved_half(kind, share)
+            share = load.share(kind.num_shares)
+            if kind.is_loss:
+                self._saved[key] = self._saved_loss(kind, load), 0
+            elif kind.module in self.plan.recompute_features:
+                self._saved[key] = self._saved_input(kind, share), self._saved_half(kind, share)
+            else:
+                self._saved[key] = self._saved_whole(kind, share), self._saved_half(kind, share)
         return self._saved[key]
 
-    def _saved_whole(self, kind: CellKind, load: Load) -> int:
-        workload, module = self.cells.workload(kind.module), self.plan.modules[kind.module]
-        rows, width = workload.boundary(kind.stage.layers[0])
+    def _saved_loss(self, kind: CellKind, load: Load) -> int:
+        workload = self.cells.workload(kind.module)
+        share = loss_share(self.plan, kind.module, workload)
+        return loss_saved_bytes(share, workload, load.tokens, self.memory.activation_bytes)
+
+    def _saved_input(self, kind: CellKind, load: Load) -> int:
+        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[0])
         has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
         stage_input = (load.tokens if rows == "tokens" else load.outputs) * width if has_input else 0
-        return round(stage_input * self.memory.activation_bytes) + sum(
+        return round(stage_input * self.memory.activation_bytes)
+
+    def _saved_whole(self, kind: CellKind, load: Load) -> int:
+        module = self.plan.modules[kind.module]
+        return self._saved_input(kind, load) + sum(
             count
             * saved_layer_bytes(
                 layer,
@@ -271,7 +278,22 @@ class IterationCosts:
                     num_holders=len(module.replicas) * stage.cp_size,
                     options=self.memory,
                 )
-        return num_bytes
+        return num_bytes + self._recomputed_bytes.get(rank, 0)
+
+    @cached_property
+    def _recomputed_bytes(self) -> Mapping[int, int]:
+        """For each rank, the largest graph that a backward makes again there: it is all there at once."""
+        result: dict[int, int] = {}
+        for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
+            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
+            if kind.module in self.plan.recompute_features:
+                graph = self._saved_whole(kind, load.share(kind.num_shares))
+                stages = [
+                    s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
+                ]
+                for rank in {rank for stage in stages for rank in stage.planned.ranks}:
+                    result[rank] = max(result.get(rank, 0), graph)
+        return result
 
     # What they are derived from --------------------------------------------------------------------------------------
 
@@ -286,77 +308,6 @@ class IterationCosts:
     def gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
         """For each layer of the cell's stage, what its backward computes."""
         return self.cells.kind_of(cell).gradients
-
-    def _sum_stage(self, kind: CellKind) -> _StageCosts:
-        name, stage, gradients, _ = kind
-        costs = self.table.of(
-            self.cells.owner(name), stage.tp_size, sequence_parallel=self.plan.modules[name].sequence_parallel
-        )
-        workload = self.cells.workload(name)
-        forward, input_half, weight_half = [costs.stage_forward], [], []
-        has_block = workload.has_block(stage.layers)
-        if has_block:
-            forward.append(costs.blocks_forward)
-        if any(g.any for g in gradients):
-            input_half.append(costs.stage_backward)
-            if has_block:
-                input_half.append(costs.blocks_backward)
-        for index, needs in zip(range(*stage.layers), gradients, strict=True):
-            layer = costs.layers[index]
-            recomputed = needs.any and name in self.plan.recompute and workload.has_block((index, index + 1))
-            with_graph = needs.any and not recomputed
-            exchange = self._key_exchange(workload.layers[index], stage)
-            forward += [layer.forward if with_graph else layer.forward_without_graph, exchange]
-            if recomputed:
-                input_half += [layer.forward, exchange]
-            if needs.input_gradient:
-                input_half += [exchange, layer.input_gradient]
-                weight_half.append(layer.weight_gradient if needs.weight_gradient else ZERO)
-            elif needs.weight_gradient:
-                weight_half += [exchange, layer.weight_gradient_alone]
-        return _StageCosts(total(forward), total(input_half), total(weight_half))
-
-    def _sum_exchanges(self, kind: CellKind) -> _StageCosts:
-        """What tensor-parallel and context-parallel groups exchange: like `_sum_stage`, but of collectives alone."""
-        forward, input_half, weight_half = [], [], []
-        for layer, needs, count in kind.different:
-            recomputed = needs.any and kind.module in self.plan.recompute and layer.part == "block" and layer.runs
-            kernels = layer_kernels(
-                layer,
-                tp_size=kind.stage.tp_size,
-                sequence_parallel=self.plan.modules[kind.module].sequence_parallel,
-                element_bytes=self.memory.activation_bytes,
-            )
-            exchange = self._key_exchange(layer, kind.stage)
-            once = total([exchange, *self._collectives(kernels.forward, kind.stage)]).times(count)
-            forward.append(once)
-            if recomputed:
-                input_half.append(once)
-            if needs.input_gradient:
-                again = total([exchange, *self._collectives(kernels.input_gradient, kind.stage)])
-                input_half.append(again.times(count))
-            elif needs.weight_gradient:
-                alone = total([exchange, *self._collectives(kernels.weight_gradient_alone, kind.stage)])
-                weight_half.append(alone.times(count))
-        return _StageCosts(total(forward), total(input_half), total(weight_half))
-
-    def _collectives(self, kernels: Iterable[KernelShape], stage: Stage) -> Iterator[Quadratic]:
-        """Seconds of those among the kernels, over the group's first tensor-parallel ranks."""
-        for kernel in kernels:
-            if kernel.collective is not None:
-                terms = collective_terms(self.cluster, kernel.collective, stage.ranks[: stage.tp_size])
-                yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
-
-    def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Seconds in which context-parallel ranks gather the keys and values of the whole sequence; their gradients
-        go back by a reduce-scatter, which takes as long. A function of one rank's load."""
-        attention = layer.attention
-        if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
-            return ZERO
-        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size])
-        width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
-        per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
-        return Quadratic(constant=terms.latency_s, per_token=per_token)
 
     @cached_property
     def _reductions(self) -> Mapping[Reduce, tuple[Holder, ...]]:
@@ -392,9 +343,3 @@ class IterationCosts:
             for rank in stage.ranks:
                 result[rank] += num_trainable[run] / num_holders
         return result
-
-
-def _of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:
-    """A function of one rank's load (`Load.share`) as a function of the microbatch's."""
-    shares = Load(*[1.0] * len(Load._fields)).share(cp_size)
-    return Quadratic(cost.constant, *(value * share for value, share in zip(cost[1:], shares, strict=True)))

@@ -1,0 +1,133 @@
+"""Seconds of a stage, for one pattern of gradients, as functions of its ranks' load: sums over the layers' costs.
+
+Recomputation block by block runs a block's forward once more if the block has any gradient to compute; recomputed
+features run the whole stage's once more (DistMM 5.4). Of a contrastive loss the fullest member counts.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from motet.cluster import Cluster
+from motet.costs.cells import CellKind, Cells
+from motet.costs.collectives import collective_terms
+from motet.costs.contrastive import LossSeconds, loss_seconds
+from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
+from motet.costs.kernels import KernelShape, layer_kernels
+from motet.costs.load import Load
+from motet.costs.memory import MemoryOptions
+from motet.plan import Stage
+from motet.workload import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    forward: Quadratic
+    input_half: Quadratic
+    weight_half: Quadratic
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    cells: Cells
+    table: CostTable
+    cluster: Cluster
+    memory: MemoryOptions
+
+    def seconds(self, kind: CellKind) -> StageCosts:
+        name, stage, gradients, _ = kind
+        costs = self.table.of(
+            self.cells.owner(name), stage.tp_size, sequence_parallel=self.cells.plan.modules[name].sequence_parallel
+        )
+        if kind.is_loss:
+            seconds = self._loss_seconds(name, costs.layers[0])
+            return StageCosts(seconds.forward, seconds.backward if gradients[0].any else ZERO, ZERO)
+        reruns = name in self.cells.plan.recompute_features and any(g.any for g in gradients)
+        workload = self.cells.workload(name)
+        forward, input_half, weight_half = [costs.stage_forward], [], []
+        has_block = workload.has_block(stage.layers)
+        if has_block:
+            forward.append(costs.blocks_forward)
+        if any(g.any for g in gradients):
+            input_half.append(costs.stage_backward)
+            if has_block:
+                input_half.append(costs.blocks_backward)
+        for index, needs in zip(range(*stage.layers), gradients, strict=True):
+            layer = costs.layers[index]
+            recomputed = needs.any and name in self.cells.plan.recompute and workload.has_block((index, index + 1))
+            with_graph = needs.any and not recomputed and not reruns
+            exchange = self._key_exchange(workload.layers[index], stage)
+            forward += [layer.forward if with_graph else layer.forward_without_graph, exchange]
+            if recomputed:
+                input_half += [layer.forward, exchange]
+            if reruns:
+                input_half += [layer.forward if needs.any else layer.forward_without_graph, exchange]
+            if needs.input_gradient:
+                input_half += [exchange, layer.input_gradient]
+                weight_half.append(layer.weight_gradient if needs.weight_gradient else ZERO)
+            elif needs.weight_gradient:
+                weight_half += [exchange, layer.weight_gradient_alone]
+        if reruns:
+            input_half += [costs.stage_forward, costs.blocks_forward if has_block else ZERO]
+        return StageCosts(total(forward), total(input_half), total(weight_half))
+
+    def _loss_seconds(self, name: str, layer: LayerCost) -> LossSeconds:
+        return loss_seconds(
+            self.cells.plan,
+            name,
+            self.cells.workload(name),
+            layer,
+            self.cluster,
+            feature_bytes=self.memory.activation_bytes,
+        )
+
+    def exchanges(self, kind: CellKind) -> StageCosts:
+        """What tensor-parallel and context-parallel groups exchange: like `seconds`, but of collectives alone."""
+        if kind.is_loss:
+            return StageCosts(self._loss_seconds(kind.module, NO_COST).exchange, ZERO, ZERO)
+        forward: list[Quadratic] = []
+        input_half: list[Quadratic] = []
+        weight_half: list[Quadratic] = []
+        reruns = kind.module in self.cells.plan.recompute_features and any(needs.any for needs in kind.gradients)
+        for layer, needs, count in kind.different:
+            recomputed = needs.any and kind.module in self.cells.plan.recompute and layer.part == "block" and layer.runs
+            kernels = layer_kernels(
+                layer,
+                tp_size=kind.stage.tp_size,
+                sequence_parallel=self.cells.plan.modules[kind.module].sequence_parallel,
+                element_bytes=self.memory.activation_bytes,
+            )
+            exchange = self._key_exchange(layer, kind.stage)
+            once = total([exchange, *self._collectives(kernels.forward, kind.stage)]).times(count)
+            forward.append(once)
+            input_half += [once] * (int(recomputed) + int(reruns))
+            if needs.input_gradient:
+                again = total([exchange, *self._collectives(kernels.input_gradient, kind.stage)])
+                input_half.append(again.times(count))
+            elif needs.weight_gradient:
+                alone = total([exchange, *self._collectives(kernels.weight_gradient_alone, kind.stage)])
+                weight_half.append(alone.times(count))
+        return StageCosts(total(forward), total(input_half), total(weight_half))
+
+    def _collectives(self, kernels: Iterable[KernelShape], stage: Stage) -> Iterator[Quadratic]:
+        """Seconds of those among the kernels, over the group's first tensor-parallel ranks."""
+        for kernel in kernels:
+            if kernel.collective is not None:
+                terms = collective_terms(self.cluster, kernel.collective, stage.ranks[: stage.tp_size])
+                yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
+
+    def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:
+        """Seconds in which context-parallel ranks gather the keys and values of the whole sequence; their gradients
+        go back by a reduce-scatter, which takes as long. A function of one rank's load."""
+        attention = layer.attention
+        if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
+            return ZERO
+        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size])
+        width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
+        per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
+        return Quadratic(constant=terms.latency_s, per_token=per_token)
+
+
+def of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:
+    """A function of one rank's load (`Load.share`) as a function of the microbatch's."""
+    shares = Load(*[1.0] * len(Load._fields)).share(cp_size)
+    return Quadratic(cost.constant, *(value * share for value, share in zip(cost[1:], shares, strict=True)))
