@@ -5,7 +5,14 @@ from tiny_configs import EVERY_MODEL, LANGUAGE_MODELS, meta_model
 
 from motet.models.encoders import ENCODER_FAMILIES
 from motet.models.projector import build_projector
-from motet.workload import module_workload, projector_layer, with_feature_layer, with_projector
+from motet.workload import (
+    as_tower,
+    contrastive_loss,
+    module_workload,
+    projector_layer,
+    with_feature_layer,
+    with_projector,
+)
 from motet.workload_defaults import DEFAULTS
 from motet.workload_families import FAMILIES
 
@@ -95,3 +102,22 @@ def test_wrong_configurations_are_refused():
         module_workload({"model_type": "llama", "hidden_size": "wide"})
     with pytest.raises(ValueError, match="'conv' is not known"):
         projector_layer("conv", 2, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["siglip", "siglip-no-head", "clip", "dinov2", "whisper", "clip_text", "siglip_text", "bert"]
+)
+def test_a_tower_has_the_encoders_parameters_and_hands_on_one_vector_of_each_item(name):
+    encoder = module_workload(EVERY_MODEL[name][0])
+    tower = as_tower(with_projector(encoder, "linear", 20))
+    assert tower.kind == "tower"
+    assert tower.num_parameters == with_projector(encoder, "linear", 20).num_parameters
+    assert tower.boundary(tower.num_layers) == ("outputs", 20)
+    assert tower.boundary(1) == ("tokens", 64)
+    assert bool(tower.layers[-2].linears) == (name in ("siglip", "siglip_text", "bert"))
+
+
+def test_the_loss_of_towers():
+    loss = contrastive_loss([("image", "text"), ("image", "audio")], 20, num_parameters=2)
+    assert (loss.kind, loss.num_layers, loss.num_parameters) == ("loss", 1, 2)
+    assert loss.layers[0].num_comparisons == 4

@@ -179,14 +179,12 @@ def with_projector(encoder: ModuleWorkload, projector: str, out_features: int) -
     return replace(encoder, layers=(*encoder.layers, layer), output_size=out_features)
 
 
-def as_tower(encoder: ModuleWorkload, feature_size: int) -> ModuleWorkload:
-    """The encoder as a tower: one vector of each item, projected to the features that are compared."""
-    projection = LayerShape(
-        "projector",
-        feature_size,
-        (Linear(encoder.output_size, feature_size, reads_layer_input=True, rows="outputs"),),
-    )
-    return replace(encoder, kind="tower", layers=(*encoder.layers, projection), output_size=feature_size)
+def as_tower(encoder: ModuleWorkload) -> ModuleWorkload:
+    """The encoder (with the projector, if there is one) as a tower, whose head makes one vector of each item."""
+    from motet.workload_families import pooling_head
+
+    layers = tuple(pooling_head(encoder, layer) if layer.part == "head" else layer for layer in encoder.layers)
+    return replace(encoder, kind="tower", layers=layers)
 
 
 def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num_parameters: int = 1) -> ModuleWorkload:

@@ -201,6 +201,20 @@ def _siglip(read: Reader) -> ModuleWorkload:
     return _encoder(read, width=width, embed=embed, blocks=[block] * read("num_hidden_layers"), head=head)
 
 
+def pooling_head(encoder: ModuleWorkload, head: LayerShape) -> LayerShape:
+    """The head of a tower. SigLIP's attends to all tokens from one probe, which other uses of the encoder leave out."""
+    if encoder.family != "siglip_vision_model" or not encoder.config["vision_use_head"]:
+        return head
+    width, inner = encoder.hidden_size, encoder.config["intermediate_size"]
+    keys_and_values = (Linear(width, width, True),) * 2
+    query_and_output = (Linear(width, width, True, rows="outputs"),) * 2
+    mlp = (Linear(width, inner, True, rows="outputs"), Linear(inner, width, True, rows="outputs"))
+    # Two norms and the probe.
+    return LayerShape(
+        "head", width, (*keys_and_values, *query_and_output, *mlp), other_parameters=5 * width, saved_vectors=1
+    )
+
+
 def _clip(read: Reader) -> ModuleWorkload:
     width = read("hidden_size")
     block = _encoder_block(

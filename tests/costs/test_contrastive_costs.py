@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plans import contrastive, replica
 from tiny_configs import EVERY_MODEL
 
+from motet.catalogue import DEVICES, LINKS
 from motet.cluster import Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.contrastive import loss_share
@@ -18,11 +19,10 @@ from motet.data.assignment import contiguous_assignment
 from motet.data.sample import Sample, Segment
 from motet.plan import Plan
 from motet.schedule.action import Compute, Kind
+from motet.schedule.program import make_program
 from motet.schedule.routes import Cell, derive_routes
 from motet.simulator.simulate import simulate
-from motet.catalogue import DEVICES, LINKS
-from motet.schedule.program import make_program
-from motet.workload import as_tower, contrastive_loss, module_workload
+from motet.workload import as_tower, contrastive_loss, module_workload, with_projector
 
 NAMES = ("image", "text", "audio")
 CLUSTER = Cluster(
@@ -85,8 +85,8 @@ def test_separate_towers_receive_half() -> None:
 
 
 WORKLOADS = {
-    "image": as_tower(module_workload(EVERY_MODEL["clip"][0]), 32),
-    "text": as_tower(module_workload(EVERY_MODEL["clip_text"][0]), 32),
+    "image": as_tower(with_projector(module_workload(EVERY_MODEL["clip"][0]), "linear", 32)),
+    "text": as_tower(with_projector(module_workload(EVERY_MODEL["clip_text"][0]), "linear", 32)),
     "loss": contrastive_loss([("image", "text")], 32),
 }
 BATCH = [
@@ -140,7 +140,7 @@ def test_a_loss_takes_what_its_exchange_and_its_comparisons_take() -> None:
     assert costs.compute_s(backward) > costs.compute_s(forward) - exchanged
     assert costs.saved_bytes(Cell("loss", 0, 0, 0), half=False) == 16 * 32 * 4 + 2 * 16 * 4
     # A batch of twice as many samples has four times as many comparisons: 2 x 2 x 32 FLOPs each forwards.
-    small, large = costs_of(towers(2, 2, 4)).model_flops, costs.model_flops
+    small, large = costs_of(towers(2, 2, 4)).cells.model_flops(), costs.cells.model_flops()
     assert large - small == pytest.approx(3 * 2 * 2 * 32 * (2 * 16**2 - 4 * 8**2))
 
 
