@@ -61,6 +61,12 @@ PURE = (
     "motet.resilience.sizes",
     "motet.resilience.holdings",
     "motet.resilience.reconfigure",
+    "motet.resilience.agent",
+    "motet.resilience.control",
+    "motet.resilience.copies",
+    "motet.resilience.failure_log",
+    "motet.resilience.membership",
+    "motet.resilience.succession",
 )
 """Modules, and packages with all that they hold."""
 

@@ -64,7 +64,10 @@ def train(config: "RunConfig", problem: "PlanningProblem", plan: "Plan") -> dict
     if not evaluation.fits:
         raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
     _make_output(config)
-    result = launch_on_plan("train", config, plan, evaluation.result.peak_memory_bytes)
+    if config.train.failures is not None:
+        result = train_on_nodes(config, plan)
+    else:
+        result = launch_on_plan("train", config, plan, evaluation.result.peak_memory_bytes)
     if not result:
         return {}
     timeline = result["measured"].pop("timeline")
@@ -115,6 +118,24 @@ def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: 
         timeout_s=max(LONGEST_START_S, config.train.step_timeout_s),
     )
     return result or {}
+
+
+def train_on_nodes(config: "RunConfig", plan: "Plan") -> dict[str, Any]:
+    """Trains on processes that go on when some of them fail; groups of them stand for nodes."""
+    from motet.errors import UserError
+    from motet.resilience.succession import check_survivable
+
+    cluster = config.cluster
+    check_survivable(config, plan)
+    if plan.num_ranks != cluster.num_devices:
+        raise UserError(
+            f"cluster.num_devices: is {cluster.num_devices}, but the plan has {plan.num_ranks} ranks; give "
+            f"cluster.num_devices={plan.num_ranks}, or a layout that fills {cluster.num_devices}"
+        )
+    from motet.resilience.launch_nodes import train_on_nodes
+
+    node_size = cluster.num_devices // cluster.num_nodes
+    return train_on_nodes(config, plan, num_nodes=cluster.num_nodes, node_size=node_size)
 
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:

@@ -398,6 +398,15 @@ class ParallelConfig(_Section):
         return self
 
 
+class FailuresConfig(_Section):
+    """Going on when nodes fail (docs/resilience.md)."""
+
+    tolerate: Count = 1
+    """Nodes that may fail at once without anything being lost: there are that many copies of every layer, and one."""
+    detect_s: PositiveNumber = 1.0
+    """A node that gives no sign of life for so many seconds is lost."""
+
+
 class TrainConfig(_Section):
     steps: Count = 100
     """Updates in all, those before a resumed checkpoint included."""
@@ -441,6 +450,8 @@ class TrainConfig(_Section):
     """Where the numbers go."""
     resume: str | None = None
     """A checkpoint's folder, or `latest` of `output`."""
+    failures: FailuresConfig | None = None
+    """Go on when nodes fail; null: the run ends."""
 
 
 class RunConfig(_Section):

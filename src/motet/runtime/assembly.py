@@ -121,8 +121,10 @@ def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], Abstra
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
-    """Collective. Batches are cut and actions ordered by the run file's costs, as where the plan is evaluated."""
+def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spare_ranks: int = 0) -> Engine:
+    """Collective. `num_spare_ranks`: processes, after those of the plan, that have no part in it.
+
+    Batches are cut and actions ordered by the run file's costs, as where the plan is evaluated."""
     return Engine(
         plan,
         stage_maker(config, plan, device),
@@ -132,6 +134,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device) -> Engine:
         timeout=timedelta(seconds=config.train.step_timeout_s),
         assign=assignment_by_costs(config, plan),
         expect=iteration_costs(config, plan),
+        num_spare_ranks=num_spare_ranks,
     )
 
 

@@ -36,6 +36,7 @@ class CheckpointWriter:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._before: threading.Thread | None = None
         self.last: Path | None = None
         """The last one that was completed."""
 
@@ -44,10 +45,22 @@ class CheckpointWriter:
 
         Raises as `finish` does, on behalf of the one before."""
         self.finish()
+        if self._before is not None:
+            self._before.join()
+            self._before = None
         self._copy(dict(tensors_to_save(model, optimizer)))
         # A daemon: a process whose peers have died must not wait for them when it ends.
         self._thread = threading.Thread(target=self._write, args=(state, is_best), name="checkpoint", daemon=True)
         self._thread.start()
+
+    def follow(self, other: "CheckpointWriter") -> None:
+        """Does not write before what this process began to write in another world has ended; that is lost."""
+        self._before = other._thread if other._thread is not None else other._before
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a checkpoint was begun and is not complete."""
+        return self._thread is not None and (self._thread.is_alive() or self._failure is not None)
 
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())

@@ -64,6 +64,8 @@ class IterationResult:
     num_loss_tokens: int
     gradient_norm: float
     """Of the whole model; 0 for a forward-only iteration."""
+    pause: bool = False
+    """Whether some rank wants all to pause after this iteration."""
 
 
 class Engine:
@@ -83,11 +85,12 @@ class Engine:
         timeout: timedelta = timedelta(minutes=5),
         assign: Assign = contiguous_assignment,
         expect: Expect | None = None,
+        num_spare_ranks: int = 0,
     ) -> None:
         _check_losses(plan)
         check_assignment(plan)
         self.plan, self.device, self._assign, self._expect = plan, device, assign, expect
-        mesh = build_mesh(plan, timeout)
+        mesh = build_mesh(plan, timeout, num_spare_ranks=num_spare_ranks)
         self.model = LocalModel(plan, mesh, make_stage)
         runners = {
             key: (LossRunner if plan.modules[key[0]].kind == "loss" else StageRunner)(
@@ -103,6 +106,10 @@ class Engine:
             for key, stage in self.model.stages.items()
         }
         self.executor = Executor(mesh, runners, self.model.reducers, reductions(plan), device)
+        self.wants_pause: Callable[[], bool] = lambda: False
+        """Asked at the end of every iteration; all ranks learn whether it is true of any."""
+        self.gradients_are_complete = False
+        """Whether this rank has all sums of the last iteration: then it can be finished without other ranks."""
         self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
         """By the form of their routes; the last used at the end."""
         self._compared: set[bool] = set()
@@ -153,15 +160,18 @@ class Engine:
             name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
             for name, module in losses.items()
         }
+        self.gradients_are_complete = False
         self.executor.run(program, routes, batch, tokens, seed)
-        totals = torch.zeros(len(losses) + 2, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(len(losses) + 3, dtype=torch.float64, device=self.device)
         for (name, _, _), runner in self.executor.runners.items():
             if name in losses and runner.reports_loss(self.model.mesh.rank):
                 totals[list(losses).index(name)] += runner.loss_sum
         if not forward_only:
             with self.executor.doing("the sums inside tensor-parallel groups"):
                 self.model.finish_gradients()
-            totals[-2] = self.model.counted_squared_norm()
+            totals[-3] = self.model.counted_squared_norm()
+            self.gradients_are_complete = True
+        totals[-2] = self.wants_pause()
         totals[-1] = cut = _digest(repr(assignment))
         self.executor.sum_over_ranks(totals, "of losses")
         values = totals.tolist()
@@ -172,9 +182,9 @@ class Engine:
             )
         loss = sum(
             module.loss_weight * value / max(1, tokens[name])
-            for (name, module), value in zip(losses.items(), values[:-1], strict=True)
+            for (name, module), value in zip(losses.items(), values[:-2], strict=True)
         )
-        return IterationResult(loss, sum(tokens.values()), values[-1] ** 0.5)
+        return IterationResult(loss, sum(tokens.values()), values[-2] ** 0.5, values[-1] > 0)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Derives what attention needs of a coming batch that will be trained on: who holds which tokens, and their

@@ -72,18 +72,21 @@ def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
+    """Raises `UserError` unless there is a process for every rank."""
     if plan.num_ranks != world_size:
         raise UserError(
             f"parallel: the plan uses {plan.num_ranks} ranks, but {world_size} processes run; start {plan.num_ranks}"
         )
 
 
-def build_mesh(plan: Plan, timeout: timedelta) -> Mesh:
+def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> Mesh:
     """Collective: every rank of the default group calls it with the same plan.
+
+    `num_spare_ranks`: processes, after those of the plan, that have no part in it.
 
     Raises `UserError` if the world is not as large as the plan, or holders of a layer differ in tensor parallelism."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_world_size(plan, world_size)
+    check_world_size(plan, world_size - num_spare_ranks)
     dist.barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     shared = [

@@ -21,6 +21,7 @@ from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint import read_latest, read_training_state
 from motet.runtime.checkpoint_folder import TrainingState
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
+from motet.runtime.engine import Engine
 from motet.runtime.preflight import check_memory, try_links
 from motet.runtime.trainer import Trainer, TrainingSummary, settled_median
 
@@ -58,7 +59,20 @@ def _train(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int]) -> dict
 
 def _train_on(config: RunConfig, plan: Plan, producers: Producers, device: torch.device) -> dict[str, Any]:
     train = config.train
-    engine = build_engine(config, plan, device)
+    trainer = make_trainer(config, build_engine(config, plan, device), producers)
+    found = checkpoint_to_resume(config)
+    if found is not None:
+        trainer.resume(*found)
+    if train.resume is not None and dist.get_rank() == 0:
+        print(told_of(found, plan), file=sys.stderr, flush=True)
+    dist.barrier()  # What follows has little patience with a rank that is late.
+    try_links(plan, trainer.engine.model.mesh, device)
+    return training_result(config, trainer.train(), producers, device)
+
+
+def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Trainer:
+    """Collective. At the start of the data, with the weights that the engine has."""
+    train = config.train
     loader = Loader(
         producers.train,
         train.global_batch_size,
@@ -71,16 +85,7 @@ def _train_on(config: RunConfig, plan: Plan, producers: Producers, device: torch
         if producers.held_out is not None and train.eval_every
         else None
     )
-    trainer = Trainer(engine, build_optimizer(config, engine.model), loader, held_out, train)
-    found = _checkpoint_to_resume(config)
-    if found is not None:
-        trainer.resume(*found)
-    if train.resume is not None and dist.get_rank() == 0:
-        print(_told_of(found, plan), file=sys.stderr, flush=True)
-    dist.barrier()  # What follows has little patience with a rank that is late.
-    try_links(plan, engine.model.mesh, device)
-    summary = trainer.train()
-    return {**_result(config, summary, device), "data": _data_report(summary, producers)}
+    return Trainer(engine, build_optimizer(config, engine.model), loader, held_out, train)
 
 
 def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, An
     }
 
 
-def _checkpoint_to_resume(config: RunConfig) -> tuple[Path, TrainingState] | None:
+def checkpoint_to_resume(config: RunConfig) -> tuple[Path, TrainingState] | None:
     """`latest` is the newest of the run's own output that is whole, if it has one. Collective."""
     resume = config.train.resume
     if resume is None:
@@ -110,7 +115,7 @@ def _checkpoint_to_resume(config: RunConfig) -> tuple[Path, TrainingState] | Non
     return folder, read_training_state(folder)
 
 
-def _told_of(resumed: tuple[Path, TrainingState] | None, plan: Plan) -> str:
+def told_of(resumed: tuple[Path, TrainingState] | None, plan: Plan) -> str:
     if resumed is None:
         return "no checkpoint yet: beginning with step 1"
     checkpoint, state = resumed
@@ -118,7 +123,10 @@ def _told_of(resumed: tuple[Path, TrainingState] | None, plan: Plan) -> str:
     return f"going on from {checkpoint}{other}"
 
 
-def _result(config: RunConfig, summary: TrainingSummary, device: torch.device) -> dict[str, Any]:
+def training_result(
+    config: RunConfig, summary: TrainingSummary, producers: Producers, device: torch.device
+) -> dict[str, Any]:
+    """What `motet train --json` prints of the run. Collective."""
     peaks: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, peak_memory_bytes(device))
     iteration_s = settled_median(summary.iteration_s)
@@ -139,6 +147,7 @@ def _result(config: RunConfig, summary: TrainingSummary, device: torch.device) -
             "timeline": summary.timeline.to_json(),
         },
         "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,
+        "data": _data_report(summary, producers),
     }
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -67,6 +68,16 @@ class TrainingSummary:
     """Measured, of the last step."""
     checkpoint: Path | None = None
     """The last one."""
+    best_loss: float = math.inf
+    """The lowest held-out loss."""
+    settled_steps: int = 0
+    """Those after which evaluating and saving are over too."""
+    save_again: bool = False
+    """A checkpoint was begun, and a failure came before it was complete."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The loader's state after the last finished step."""
+    last: IterationResult | None = None
+    """Of the last finished step."""
 
 
 def settled_median(seconds: Sequence[float]) -> float:
@@ -90,14 +101,16 @@ class Trainer:
         loader.prepare = engine.prepare
         self.output = Path(settings.output)
         self.is_first = dist.get_rank() == 0
+        self.is_paused = False
+        """Whether some rank has asked for a pause, between two steps."""
+        self.summary = TrainingSummary(data=loader.state())
+        """Of this run so far."""
         self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)
-        self._summary = TrainingSummary()
-        self._best_loss = math.inf
         self._sinks: list[Sink] = []
 
     @property
     def finished_steps(self) -> int:
-        return self._summary.steps
+        return self.summary.steps
 
     @property
     def is_done(self) -> bool:
@@ -111,24 +124,49 @@ class Trainer:
             )
         self.loader.load_state(state.data)
         load_checkpoint(checkpoint, self.engine.model, self.optimizer)
-        self._summary.steps = state.step
+        self.summary.steps = self.summary.settled_steps = state.step
+        self.summary.data = state.data
         self._checkpoints.last = checkpoint
-        self._best_loss = state.metrics.get("best_loss", math.inf)
+        self.summary.best_loss = state.metrics.get("best_loss", math.inf)
+
+    def go_on_from(self, summary: TrainingSummary, before: "Trainer | None") -> None:
+        """Takes over what another trainer had come to. `before`: this process's own last one, if it had one."""
+        self.summary = summary
+        self.loader.load_state(summary.data)
+        self._checkpoints.last = summary.checkpoint
+        if before is not None:
+            self._checkpoints.follow(before._checkpoints)
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The last one that is complete."""
+        return self._checkpoints.last
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint was begun and is not complete."""
+        return self._checkpoints.is_unfinished
 
     def train(self) -> TrainingSummary:
-        """The steps that are left. Call it once."""
+        """The steps that are left, or until a pause."""
         self._make_output()
         self._sinks = self._open_sinks()
+        self.is_paused = False
         progress = Progress(self.settings.steps, self.finished_steps, visible=self.is_first)
         try:
-            while not self.is_done:
+            if self.summary.settled_steps < self.finished_steps:  # A failure came between a step and what follows it.
+                self._evaluate_and_save(progress)
+            elif self.summary.save_again:
+                self._save(is_best=False)
+            self.summary.save_again = False
+            while not self.is_done and not self.is_paused:
                 values = self._timed_step()
                 progress.advance(self.finished_steps, values)
                 self._write(values)
                 if self.is_done:
-                    self._summary.timeline = self.engine.timeline()
+                    self.summary.timeline = self.engine.timeline()
                 self._evaluate_and_save(progress)
-            self._summary.checkpoint = self._checkpoints.finish()
+            self.summary.checkpoint = self._checkpoints.finish()
         except NonFiniteError:
             self._checkpoints.finish()
             raise
@@ -137,11 +175,11 @@ class Trainer:
             self.loader.close()
             for sink in self._sinks:
                 sink.close()
-        return self._summary
+        return self.summary
 
     def _timed_step(self) -> dict[str, float]:
         """One step; what metrics tell of it."""
-        summary = self._summary
+        summary = self.summary
         started = time.perf_counter()
         timeout_s = self.settings.step_timeout_s
         with interrupted_after(timeout_s, lambda: self.engine.executor.overrun(timeout_s)):
@@ -149,27 +187,36 @@ class Trainer:
                 batch = next(self.loader)
             self._report_skipped(batch)
             loaded = time.perf_counter()
-            result, learning_rate_factor = self._step(batch)
+            result = self._step(batch)
         ended = time.perf_counter()
-        summary.losses.append(result.loss)
         summary.step_s.append(ended - started)
         summary.iteration_s.append(ended - loaded)
         return {
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
-            "learning_rate": self.settings.learning_rate * learning_rate_factor,
+            "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
             "step_s": ended - started,
             "data_s": loaded - started,
             "samples_per_s": len(batch.samples) / (ended - started),
         }
 
-    def _step(self, batch: Batch) -> tuple[IterationResult, float]:
-        """One update, unless numbers are not finite. Returns the factor on the learning rate too."""
-        engine, finished_steps = self.engine, self.finished_steps
+    def _step(self, batch: Batch) -> IterationResult:
+        """One update, unless numbers are not finite."""
+        engine = self.engine
         engine.model.zero_gradients()
-        result = engine.run(batch, seed=(self.settings.seed, finished_steps))
-        factor = self.optimizer.factor(finished_steps)
-        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):
+        result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))
+        if not _is_finite(result):
+            self._report_non_finite(batch, result)
+        self.is_paused = result.pause
+        self.update(result, self.loader.state())
+        return result
+
+    def update(self, result: IterationResult, data: dict[str, Any]) -> None:
+        """Finishes a step whose gradients are complete; no other rank is needed. `data`: the loader's state after it.
+
+        Under ZeRO-1 it is collective."""
+        engine, finished_steps = self.engine, self.finished_steps
+        if _is_finite(result):
             with engine.executor.doing("the optimizer's step"), engine.executor.measured("optimizer", "optimizer"):
                 clip = self.settings.clip_grad_norm
                 # As torch.nn.utils.clip_grad_norm_ does.
@@ -177,10 +224,10 @@ class Trainer:
                     engine.model.scale_gradients(clip / (result.gradient_norm + 1e-6))
                 self.optimizer.step(finished_steps)
         else:
-            self._report_non_finite(batch, result)
-            self._summary.skipped_steps.append(finished_steps + 1)
-        self._summary.steps += 1
-        return result, factor
+            self.summary.skipped_steps.append(finished_steps + 1)
+        self.summary.losses.append(result.loss)
+        self.summary.last, self.summary.data = result, data
+        self.summary.steps += 1
 
     def _report_skipped(self, batch: LoadedBatch) -> None:
         """Writes down which samples the batch lacks. Collective where there may be any."""
@@ -192,7 +239,7 @@ class Trainer:
                 "them, or all data servers, see the same files?"
             )
         if batch.skipped:
-            self._summary.skipped_samples += batch.skipped
+            self.summary.skipped_samples += batch.skipped
             line = json.dumps({"step": self.finished_steps + 1, "skipped": batch.skipped})
             on_first_rank(lambda: _append_line(self.output / SKIPPED_SAMPLES, line))
 
@@ -216,15 +263,16 @@ class Trainer:
     def _evaluate_and_save(self, progress: Progress) -> None:
         is_best = False
         if self.held_out is not None and self._is_due(self.settings.eval_every):
-            loss = self._summary.evaluations[self.finished_steps] = self.evaluate()
+            loss = self.summary.evaluations[self.finished_steps] = self.evaluate()
             progress.note(f"step {self.finished_steps}: held-out loss {loss:.4f}")
             self._write({"held_out_loss": loss})
-            is_best = loss < self._best_loss
+            is_best = loss < self.summary.best_loss
             if is_best:
-                self._best_loss = loss
+                self.summary.best_loss = loss
         every = self.settings.checkpoint_every
         if every and (is_best or self._is_due(every)):
             self._save(is_best)
+        self.summary.settled_steps = self.finished_steps
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.finished_steps % every == 0 or self.is_done)
@@ -246,8 +294,8 @@ class Trainer:
         return total / max(1, tokens)
 
     def _save(self, is_best: bool) -> None:
-        metrics = {} if math.isinf(self._best_loss) else {"best_loss": self._best_loss}
-        state = TrainingState(self.finished_steps, self.loader.state(), self.engine.plan.to_json(), metrics)
+        metrics = {} if math.isinf(self.summary.best_loss) else {"best_loss": self.summary.best_loss}
+        state = TrainingState(self.finished_steps, self.summary.data, self.engine.plan.to_json(), metrics)
         self._checkpoints.save(self.engine.model, self.optimizer, state, is_best=is_best)
 
     def _make_output(self) -> None:
@@ -275,6 +323,10 @@ class Trainer:
     def _write(self, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(self.finished_steps, values)
+
+
+def _is_finite(result: IterationResult) -> bool:
+    return math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
 
 
 def _append_line(path: Path, line: str) -> None:

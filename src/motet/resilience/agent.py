@@ -1,0 +1,235 @@
+"""The agent of one node: starts its training processes, watches over them, and has its part in every membership.
+
+The node is the unit of failure: if one of its processes dies or hangs, the agent ends the others and takes the node
+out. What it notices, and when:
+
+| what | how | within |
+|---|---|---|
+| a process died | its exit | `POLL_S` |
+| a process hangs | no sign of life, and it neither computes nor is it about to | `detect_s` |
+| another machine vanished, or the link to it was cut | no beat of its agent in the store | `detect_s` |
+| this machine was cut off | the store does not answer | `detect_s`; then the agent ends its processes and itself |
+
+It imports no torch; the store is handed in.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from motet.resilience.control import FINISH
+from motet.resilience.membership import (
+    Beats,
+    Call,
+    Change,
+    Membership,
+    Store,
+    next_membership,
+    propose,
+    register,
+    registered,
+)
+
+POLL_S = 0.02
+BEAT_S = 0.1
+Successor = Callable[[Membership, Sequence[Change]], Membership]
+"""What follows from a membership and what has happened since (motet.resilience.succession)."""
+
+
+@dataclass
+class WatchedProcess:
+    process: BaseProcess
+    pipe: Connection
+    last_sign: float | None = None
+    """By `time.monotonic()`."""
+    last_cpu_ticks: int = -1
+    is_ready: bool = False
+    is_done: bool = False
+
+
+@dataclass
+class NodeAgent:
+    """`run` returns when the node's part is over: finished, left, or lost."""
+
+    node: int | None
+    """None: it joins, as soon as its processes are ready."""
+    store: Store
+    processes: Sequence[WatchedProcess]
+    successor: Successor
+    detect_s: float
+    membership: Membership | None = None
+    is_warned: bool = False
+    """Set by the handler of SIGTERM: this machine is about to be taken away."""
+    _failure: str | None = None
+    _was_in: bool = False
+    _has_left: bool = False
+    _last_beat: float = 0.0
+    _last_round: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        self._beats = Beats(self.store, self.detect_s)
+        threading.Thread(target=self._end_if_cut_off, daemon=True).start()
+        while not self.store.check(["finished"]):
+            now = time.monotonic()
+            if now - self._last_round > self.detect_s / 2:
+                self._beats.forget_all()
+            self._last_round = now
+            self._hear()
+            how = self._own_loss(now)
+            if how is not None:
+                self._end_processes()
+            if self.node is None:
+                if how is not None:
+                    return
+                if all(watched.is_ready for watched in self.processes):
+                    self.node = register(self.store)
+                continue
+            silent = self._exchange_beats(self.node, now)
+            is_in = self._take_over_newer(self.node)
+            if self.membership is not None:
+                if not is_in and (self._was_in or how is not None):
+                    break
+                if changes := self._changes(self.node, self.membership, how, silent):
+                    propose(self.store, self.successor(self.membership, changes))
+                    continue
+            time.sleep(POLL_S)
+        self._finish()
+
+    def _exchange_beats(self, node: int, now: float) -> list[int]:
+        """Other nodes whose beats are missing."""
+        if now - self._last_beat < BEAT_S or self.membership is None:
+            return []
+        self._last_beat = now
+        self._beats.give(node)
+        return self._beats.missing([other for other in self.membership.everyone if other != node], now)
+
+    def _take_over_newer(self, node: int) -> bool:
+        """Passes a newer membership on to the processes. Whether this node has a part in the newest."""
+        generation = 0 if self.membership is None else self.membership.generation
+        newer = next_membership(self.store, generation)
+        if newer is not None:
+            self.membership = newer
+            self._call(node, newer)
+        is_in = self.membership is not None and node in self.membership.everyone
+        self._was_in = self._was_in or is_in
+        return is_in
+
+    def _call(self, node: int, membership: Membership) -> None:
+        if node not in membership.everyone:
+            return
+        first = len(self.processes) * membership.everyone.index(node)
+        for place, watched in enumerate(self.processes):
+            watched.is_done = False
+            with contextlib.suppress(OSError):
+                watched.pipe.send(Call(membership, first + place))
+
+    def _hear(self) -> None:
+        for watched in self.processes:
+            try:
+                while watched.pipe.poll():
+                    word, more = watched.pipe.recv()
+                    watched.last_sign = time.monotonic()
+                    self._heard(watched, word, more)
+            except (EOFError, OSError):
+                continue  # It is dead, which `_own_loss` will see.
+
+    def _heard(self, watched: WatchedProcess, word: str, more: object) -> None:
+        if word == "ready":
+            watched.is_ready = True
+        elif word == "failed":
+            self.store.compare_set("failure", "", str(more))
+            self.store.set("finished", "")
+        elif word == "hung":
+            self._failure = str(more)
+        elif self.membership is None or more != self.membership.generation:
+            return
+        elif word == "left":
+            self._has_left = True
+        elif word == "done":
+            watched.is_done = True
+            if all(other.is_done for other in self.processes):
+                done = self.store.add(f"done/{self.membership.generation}", 1)
+                if done == len(self.membership.nodes):
+                    self.store.set("finished", "")
+
+    def _own_loss(self, now: float) -> str | None:
+        """How this node was lost, if it was."""
+        if self._failure is not None:
+            return self._failure
+        for place, watched in enumerate(self.processes):
+            process = watched.process
+            if process.exitcode is not None:
+                self._failure = f"process {place} (pid {process.pid}) {_how_it_ended(process.exitcode)}"
+            elif watched.last_sign is not None and now - watched.last_sign > self.detect_s and self._is_idle(watched):
+                self._failure = (
+                    f"process {place} (pid {process.pid}) hung: no sign of life for {now - watched.last_sign:.1f} s"
+                )
+        return self._failure
+
+    def _is_idle(self, watched: WatchedProcess) -> bool:
+        """Whether it is stopped, or has not computed since the last call and is not about to."""
+        state, ticks = _process_state(watched.process.pid or 0)
+        before, watched.last_cpu_ticks = watched.last_cpu_ticks, ticks
+        return state in "TtZX" or (state != "R" and before == ticks)
+
+    def _changes(self, node: int, membership: Membership, how: str | None, silent: Sequence[int]) -> list[Change]:
+        if node not in membership.everyone:
+            return []
+        at = time.time()
+        changes = [Change("lost", other, f"its agent was silent for {self.detect_s:g} s", at) for other in silent]
+        if how is not None:
+            changes.append(Change("lost", node, how, at))
+        elif self._has_left and node in membership.leaving:
+            changes.append(Change("left", node, "it has handed over what it held", at))
+        elif self.is_warned and node in membership.nodes:
+            changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
+        joined = range(membership.num_known, registered(self.store))
+        return changes + [Change("joined", other, "", at) for other in joined]
+
+    def _end_processes(self) -> None:
+        for watched in self.processes:
+            if watched.process.exitcode is None:
+                watched.process.kill()
+        for watched in self.processes:
+            watched.process.join()
+
+    def _finish(self) -> None:
+        for watched in self.processes:
+            with contextlib.suppress(OSError):
+                watched.pipe.send(FINISH)
+        deadline = time.monotonic() + 5.0
+        for watched in self.processes:
+            watched.process.join(max(0.0, deadline - time.monotonic()))
+        self._end_processes()
+
+    def _end_if_cut_off(self) -> None:
+        """In a thread: a store behind a cut link answers nothing at all."""
+        while True:
+            time.sleep(self.detect_s / 4)
+            if time.monotonic() - self._last_round >= max(5.0, 3 * self.detect_s):
+                for watched in self.processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(watched.process.pid or 0, signal.SIGKILL)
+                os._exit(1)
+
+
+def _how_it_ended(exitcode: int) -> str:
+    if exitcode < 0:
+        return f"was ended by {signal.Signals(-exitcode).name}"
+    return f"exited with code {exitcode}"
+
+
+def _process_state(pid: int) -> tuple[str, int]:
+    """Its state letter and the processor ticks it has used, by /proc."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "X", -1
+    return fields[0], int(fields[11]) + int(fields[12])

@@ -1,0 +1,78 @@
+"""A training process's line to the agent of its node: signs of life go one way, memberships come the other.
+
+A thread holds this end, so that it works whatever the process waits for. An urgent membership ends what that is: its
+connections are shut down, and only then is the new membership shown to the training loop.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from motet.resilience.connections import shut_down, tcp_connections
+from motet.resilience.membership import Call
+
+BEAT_S = 0.1
+FINISH = "finish"
+"""The agent's last word: every process has finished, or the training is over."""
+
+
+class Control:
+    """`pipe`: carries `Call`s and `FINISH` in, (word, more) out. The process ends if the agent does."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._kept: frozenset[int] = frozenset()
+        self._changed = threading.Condition()
+        self._newest: Call | None = None
+        self._finished = False
+        self._sending = threading.Lock()
+        self.generation = 0
+        """Of the membership under which this process works; set by the training loop."""
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def keep_connections(self) -> None:
+        """Those that there are now (to data servers) outlive memberships."""
+        self._kept = frozenset(tcp_connections())
+
+    def is_change_due(self) -> bool:
+        """Whether a newer membership waits for the end of the iteration."""
+        newest = self._newest
+        return newest is not None and newest.membership.generation > self.generation
+
+    def newer(self, timeout_s: float | None) -> Call | None:
+        """To a membership newer than the one this process works under; None: none came in time, or all is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self.is_change_due(), timeout_s)
+            return self._newest if self.is_change_due() and not self._finished else None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished
+
+    def tell(self, word: str, more: object = None) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self._pipe.send((word, more))
+
+    def _listen(self) -> None:
+        last_beat = 0.0
+        while True:
+            if time.monotonic() - last_beat >= BEAT_S:
+                self.tell("alive")
+                last_beat = time.monotonic()
+            try:
+                if not self._pipe.poll(BEAT_S):
+                    continue
+                received = self._pipe.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            with self._changed:
+                if received == FINISH:
+                    self._finished = True
+                else:
+                    assert isinstance(received, Call)
+                    if received.membership.is_urgent:
+                        shut_down(except_inodes=self._kept)
+                    self._newest = received
+                self._changed.notify_all()

@@ -1,0 +1,149 @@
+"""Which nodes train together: a sequence of memberships in a store that every node agent reads and any may extend.
+
+Membership g + 1 is whatever was first written under its key (compare and set), so there is no coordinator that could
+die: every agent proposes what follows from what it sees, one proposal wins, and whoever is not content with it proposes
+the next. All else (ranks, copies, steps) follows from the membership alike on every rank. (Thesis, sections 2.3.3 and
+2.6.2: there a coordinator, and a TCP connection to it from each node.)
+
+Limits: the store must be where no training process dies with it (docs/decisions/failures.md).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol
+
+FIRST_GENERATION = 1
+
+Kind = Literal["start", "lost", "left", "joined", "leaving"]
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Change:
+    """Why a membership differs from the one before it."""
+
+    kind: Kind
+    node: int
+    how: str
+    """Of a lost node: what died and how, in words."""
+    noticed_at: float
+    """Seconds since the epoch, by the clock of the node that noticed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    generation: int
+    nodes: tuple[int, ...]
+    """In the order of ranks: with n devices a node, nodes[i] has ranks [i n, (i + 1) n)."""
+    leaving: tuple[int, ...] = ()
+    """Nodes that only hand over what they hold; their ranks follow after all others'. Nobody trains meanwhile."""
+    num_known: int
+    """Nodes with smaller numbers have been taken in before, or were in from the start."""
+    plan: str
+    """JSON."""
+    changes: tuple[Change, ...] = ()
+    is_urgent: bool = True
+    """Something has died: do not wait for the iteration to end."""
+    restores: bool = False
+    """Not every layer is left: go on from the last checkpoint."""
+    stop: str | None = None
+    """The training cannot go on, and why; what is left is saved before."""
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return (*self.nodes, *self.leaving)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Membership":
+        values = json.loads(text)
+        changes = tuple(Change(**change) for change in values.pop("changes"))
+        nodes, leaving = tuple(values.pop("nodes")), tuple(values.pop("leaving"))
+        return Membership(nodes=nodes, leaving=leaving, changes=changes, **values)
+
+
+def key_of(generation: int) -> str:
+    return f"membership/{generation}"
+
+
+def propose(store: Store, membership: Membership) -> Membership:
+    """Returns the membership of this generation: this one, or another that was proposed before."""
+    winner = store.compare_set(key_of(membership.generation), "", membership.to_json())
+    return Membership.from_json(winner)
+
+
+def next_membership(store: Store, generation: int) -> Membership | None:
+    """The one after `generation`, if there is one."""
+    key = key_of(generation + 1)
+    return Membership.from_json(store.get(key)) if store.check([key]) else None
+
+
+def register(store: Store) -> int:
+    """A number for a node that wants to join; none is given twice."""
+    node = store.add("nodes", 1) - 1
+    store.set(f"beat/{node}", "0")
+    return node
+
+
+def registered(store: Store) -> int:
+    """How many numbers have been given."""
+    return store.add("nodes", 0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the agent tells one training process: a membership, and the process's rank in it."""
+
+    membership: Membership
+    rank: int
+
+
+class Beats:
+    """Which nodes still give a sign of life. `timeout_s` without one: they are lost."""
+
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        self._store, self._timeout_s = store, timeout_s
+        self._own = 0
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        """By node: its last sign, and when it was first seen here."""
+
+    def give(self, node: int) -> None:
+        self._own += 1
+        self._store.set(f"beat/{node}", str(self._own))
+
+    def missing(self, nodes: Sequence[int], now: float) -> list[int]:
+        """Nodes whose sign has not changed for the timeout, by this machine's clock (`time.monotonic()`)."""
+        lost = []
+        for node in nodes:
+            beat = self._store.get(f"beat/{node}")
+            last, since = self._seen.get(node, (b"", now))
+            if beat != last:
+                self._seen[node] = (beat, now)
+            elif now - since > self._timeout_s:
+                lost.append(node)
+        return lost
+
+    def forget_all(self) -> None:
+        """Called when this agent itself was held up: it cannot tell for how long others were silent."""
+        self._seen.clear()
+
+
+def ranks_of(membership: Membership, node_size: int) -> Mapping[int, range]:
+    """By node: its ranks."""
+    return {node: range(place * node_size, (place + 1) * node_size) for place, node in enumerate(membership.everyone)}

@@ -1,0 +1,226 @@
+"""A training process that outlives others: works under one membership after another, and keeps what it holds.
+
+    membership -> process group -> everyone tells what it holds -> the interrupted step is finished or taken back
+        -> plan -> engine -> missing layers and optimizer states are copied -> training, until something changes
+
+An update is applied by all or by none: a rank may apply it only after the sum that ends the iteration, for which every
+rank needs all its gradients. So if one rank has applied it, all others can, and do; if none has, the iteration is done
+again with the same samples. What was held before a recovery is kept until all ranks have what they need, so a recovery
+may be interrupted at any moment and done again. (Thesis, section 2.5; Oobleck itself copied no optimizer state.)
+
+Limits: gloo. ZeRO-1 is refused (what is sharded over replicas has no second copy).
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from motet.config import RunConfig
+from motet.data.preprocessing.opening import open_producers
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.resilience.control import Control
+from motet.resilience.failure_log import Recovery, write_recovery
+from motet.resilience.handover import Description, Holding, describe, hand_over, plan_handover, tensors_of
+from motet.resilience.membership import Call, Membership
+from motet.runtime.assembly import build_engine, pick_device
+from motet.runtime.checkpoint import read_latest
+from motet.runtime.deadline import StepOverrunError
+from motet.runtime.train_worker import checkpoint_to_resume, make_trainer, told_of, training_result
+from motet.runtime.trainer import NonFiniteError, Trainer, TrainingSummary
+
+T = TypeVar("T")
+
+RESULT = "result"
+PATIENCE_S = 10.0
+"""After a connection broke, for the membership that explains it."""
+RENDEZVOUS_S = 120.0
+"""For other ranks to come to a new membership. Whoever dies instead ends the wait by the next one."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells all others when they meet."""
+
+    finished_steps: int
+    """-1: this process is new."""
+    settled_steps: int
+    is_saving: bool
+    gradients_are_complete: bool
+    held: dict[str, Description]
+
+
+class TrainingProcess:
+    """`store`: host and port. `node_size`: processes of a node."""
+
+    def __init__(self, config: RunConfig, control: Control, store: tuple[str, int], node_size: int) -> None:
+        self._config, self._control, self._store_address = config, control, store
+        self._node_size = node_size
+        self._trainers: list[Trainer] = []
+        """All that hold something of value; the last one works. Others until it has all it needs."""
+        self._device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
+        self._producers = open_producers(config)
+
+    def run(self) -> None:
+        """Until the training is over. Rank 0 puts what `motet train --json` prints into the store, under `RESULT`."""
+        try:
+            self._run()
+        finally:
+            self._producers.close()
+
+    def _run(self) -> None:
+        self._control.tell("ready")
+        call = self._control.newer(None)
+        while call is not None:
+            membership = call.membership
+            self._control.generation = membership.generation
+            started = time.monotonic()
+            try:
+                self._work(call, started)
+                call = self._control.newer(None)
+            except (UserError, NonFiniteError):
+                raise
+            except StepOverrunError as error:
+                self._control.tell("hung", str(error))
+                time.sleep(RENDEZVOUS_S)  # The agent ends this node.
+                raise
+            except (Exception, CheckpointException) as error:
+                call = self._control.newer(PATIENCE_S)
+                if call is None and not self._control.is_finished:
+                    raise
+                print(f"motet: generation {membership.generation} ended here: {error}", file=sys.stderr, flush=True)
+            _leave_world()
+
+    def _work(self, call: Call, started: float) -> None:
+        """What there is to do under one membership."""
+        membership = call.membership
+        self._join_world(call)
+        trainer = self._recovered(membership, started)
+        if membership.leaving:
+            # What leaving nodes held has been handed over: their processes end, and others go on without them.
+            if call.rank >= len(membership.nodes) * self._node_size:
+                self._control.tell("left", membership.generation)
+            return
+        if membership.stop is not None:
+            raise UserError(membership.stop)
+        trainer.engine.wants_pause = self._control.is_change_due
+        summary = trainer.train()
+        if trainer.is_done:
+            result = training_result(self._config, summary, self._producers, self._device)
+            if call.rank == 0:
+                self._store.set(RESULT, json.dumps(result))
+            dist.barrier()
+            self._control.tell("done", membership.generation)
+
+    def _join_world(self, call: Call) -> None:
+        self._control.keep_connections()
+        host, port = self._store_address
+        store = self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"generation/{call.membership.generation}", store),
+            rank=call.rank,
+            world_size=len(call.membership.everyone) * self._node_size,
+            timeout=timedelta(seconds=max(RENDEZVOUS_S, self._config.train.step_timeout_s)),
+        )
+
+    def _recovered(self, membership: Membership, started: float) -> Trainer:
+        """Collective: a trainer for the membership's plan, with all that it needs; on every rank at the same step."""
+        reports = _exchange(self._report())
+        summary = self._agree(reports)
+        plan = Plan.from_json(membership.plan)
+        engine = build_engine(self._config, plan, self._device, num_spare_ranks=dist.get_world_size() - plan.num_ranks)
+        new = make_trainer(self._config, engine, self._producers)
+        holding = Holding(engine.model, new.optimizer)
+        needed = _exchange(holding.describe())
+        handover = plan_handover([report.held for report in reports], needed)
+        if summary is None or membership.restores or handover.missing:
+            self._begin(new, summary)
+        else:
+            hand_over(handover, tensors_of(self._holdings()), holding)
+            new.go_on_from(summary, self._trainers[0] if self._trainers else None)
+        self._trainers.append(new)
+        dist.barrier()
+        self._trainers = [new]
+        gc.collect()
+        if dist.get_rank() == 0:
+            what = Recovery(
+                membership=membership,
+                num_ranks=plan.num_ranks,
+                steps_before=None if summary is None else summary.steps,
+                steps=new.finished_steps,
+                moved_bytes=handover.moved_bytes,
+                missing=tuple(handover.missing),
+                seconds=time.monotonic() - started,
+            )
+            write_recovery(Path(self._config.train.output), what)
+        return new
+
+    def _holdings(self) -> list[Holding]:
+        return [Holding(trainer.engine.model, trainer.optimizer) for trainer in self._trainers]
+
+    def _report(self) -> _Report:
+        if not self._trainers:
+            return _Report(-1, -1, False, False, {})
+        oldest = self._trainers[0]
+        return _Report(
+            oldest.finished_steps,
+            oldest.summary.settled_steps,
+            oldest.is_saving,
+            oldest.engine.gradients_are_complete,
+            describe(self._holdings()),
+        )
+
+    def _agree(self, reports: Sequence[_Report]) -> TrainingSummary | None:
+        """Collective: brings all that had trained to the same step; its summary, None if none had."""
+        newest = max(report.finished_steps for report in reports)
+        if newest < 0:
+            return None
+        behind = [report for report in reports if 0 <= report.finished_steps < newest]
+        assert all(r.finished_steps == newest - 1 and r.gradients_are_complete for r in behind), reports
+        source = next(rank for rank, report in enumerate(reports) if report.finished_steps == newest)
+        told: list[TrainingSummary | None] = [None]
+        if dist.get_rank() == source:
+            told = [replace(self._trainers[0].summary, checkpoint=self._trainers[0].last_checkpoint)]
+        dist.broadcast_object_list(told, src=source)
+        summary = told[0]
+        assert summary is not None
+        if self._trainers and self._trainers[0].finished_steps < newest:
+            assert summary.last is not None
+            self._trainers[0].update(summary.last, summary.data)
+        settled = min(report.settled_steps for report in reports if report.finished_steps >= 0)
+        return replace(summary, settled_steps=settled, save_again=any(report.is_saving for report in reports))
+
+    def _begin(self, trainer: Trainer, before: TrainingSummary | None) -> None:
+        """Collective: from the last checkpoint, or from the start. `before`: what this run had come to, if anything."""
+        if before is None:
+            found = checkpoint_to_resume(self._config)
+            if self._config.train.resume is not None and dist.get_rank() == 0:
+                print(told_of(found, trainer.engine.plan), file=sys.stderr, flush=True)
+        else:
+            found = read_latest(trainer.output / "checkpoints") if before.checkpoint else None
+        if found is not None:
+            trainer.resume(*found)
+
+
+def _exchange(mine: T) -> list[T]:
+    everyone: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return [cast(T, one) for one in everyone]
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
