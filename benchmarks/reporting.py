@@ -29,8 +29,11 @@ class Report:
         lines = [columns, ["---"] * len(columns), *rows]
         self._parts.append("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
 
+    def text(self) -> str:
+        return "\n\n".join([f"# {self.title}", _circumstances(self._load_at_start), *self._parts]) + "\n"
+
     def write(self, folder: Path = REPORTS) -> Path:
-        text = "\n\n".join([f"# {self.title}", _circumstances(self._load_at_start), *self._parts]) + "\n"
+        text = self.text()
         path = folder / f"{date.today().isoformat()}-{self.name}.md"
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -41,10 +44,11 @@ class Report:
 
 def _circumstances(load_at_start: float) -> str:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU used"
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     lines = [
         ("Date", date.today().isoformat()),
-        ("Hardware", f"{_processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, no GPU used"),
+        ("Hardware", f"{_processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {gpu}"),
         ("Software", f"Python {platform.python_version()}, torch {torch.__version__}, gloo, 1 thread a process"),
         ("Commit", _commit()),
         ("Command", f"`OMP_NUM_THREADS=1 {command}`"),

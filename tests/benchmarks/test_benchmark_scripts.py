@@ -4,6 +4,7 @@ import re
 
 import against_ddp_and_fsdp
 import attention_distribution
+import attention_kernels
 import attention_policies
 import balanced_data
 import command_line
@@ -124,6 +125,15 @@ def test_simulated_attention_never_beats_busy_units(tmp_path):
     assert [name for name, _, _ in rows] == list(attention_policies.MASKS)
     for _, evenly, times in rows:
         assert all(float(time.strip("* ")) >= float(evenly) for time in times.split("|"))
+
+
+@pytest.mark.slow
+def test_kernels_are_compared_under_every_mask(tmp_path):
+    sizes = ["--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1"]
+    text = text_of(attention_kernels.main(sizes), tmp_path)
+    rows = re.findall(r"^\| ([^|]+) \| (motet|FlexAttention|torch, dense causal) \|", text, flags=re.MULTILINE)
+    assert {name for name, _ in rows} == set(attention_kernels.masks(64))
+    assert len(rows) == 2 * len(attention_kernels.masks(64)) + 1
 
 
 def test_commands_are_run_in_processes_of_their_own(tmp_path):

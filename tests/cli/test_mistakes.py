@@ -9,6 +9,7 @@ from tiny_run import write_tiny_run
 
 from motet.cli.main import main
 
+CONTEXT = "parallel={planner: explicit, explicit: {vision: {}, audio: {}, language_model: {cp: 3, context: {%s}}}}"
 EXPLICIT = "parallel={planner: explicit, explicit: {vision: {%s}, audio: {%s}, language_model: {%s}}}"
 
 
@@ -90,6 +91,21 @@ def test_files_that_are_no_run_files(
             EXPLICIT % ("", "", "pp: 2, layers_per_stage: [1, 2]"),
             "language_model.layers_per_stage: .* adds up to 3; .*add up to 5",
         ),
+        (EXPLICIT % ("", "", "cp: 0"), "language_model.cp: is 0; give a whole number at least 1"),
+        (
+            EXPLICIT % ("", "", "cp: 2"),
+            "language_model.cp is 2, but microbatches have about 60 tokens, too few for 2 blocks of 128; give a",
+        ),
+        (EXPLICIT % ("cp: 2", "", ""), "vision.cp is 2, but microbatches have about 18 tokens, too few for 2 blocks"),
+        (CONTEXT % "policy: lpd", "context.policy: is \"lpd\"; did you mean 'lpt'?"),
+        (CONTEXT % "policy: best", 'context.policy: is "best"; give one of lpt, lpt_uncapped, snake'),
+        (CONTEXT % "block_size: 0", "context.block_size: is 0; give a whole number at least 1"),
+        (CONTEXT % "method: ring", 'context.method: is "ring"; give one of all_gather, ulysses'),
+        (
+            CONTEXT % "block_size: 4, method: ulysses",
+            "language_model.context.method: ulysses cannot divide 4 query heads by cp_size 3; use all_gather",
+        ),
+        ("model.media_attention=mine", 'media_attention: is "mine"; give one of causal, own_item, .* prefix, family'),
         ("parallel.assignment=entrian", "parallel.assignment: is \"entrian\"; did you mean 'entrain'"),
         ("parallel.assignment=best", 'parallel.assignment: is "best"; give one of contiguous, random'),
         ("parallel.max_packed_tokens=64", "parallel.max_packed_tokens: is read with packing: true only"),
@@ -109,6 +125,24 @@ def test_values_of_the_run_file(
     capsys: pytest.CaptureFixture[str], run_file: Path, override: str, message: str
 ) -> None:
     expect_mistake(capsys, ["plan", run_file, "--set", override], message)
+
+
+@pytest.mark.parametrize(
+    ("context", "model", "message"),
+    [
+        ("backend: flex, block_size: 16", [], "context.backend: flex has no backward on the CPU; give dense"),
+        ("backend: triton, block_size: 12", [], "context.block_size is 12; kernels need a power of two of at least 16"),
+        ("", ["attention_dropout=0.1"], "language_model has attention_dropout 0.1, which .* set it to 0, or use cp 1"),
+    ],
+)
+def test_attention_that_cannot_be_computed(
+    capsys: pytest.CaptureFixture[str], run_file: Path, context: str, model: list[str], message: str
+) -> None:
+    """On the machine where it is to run."""
+    overrides = [EXPLICIT % ("", "", "cp: 2, context: {%s}" % (context or "block_size: 16"))]
+    overrides += [f"model.language_model.values.{value}" for value in model]
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    expect_mistake(capsys, ["verify", run_file, *arguments], message)
 
 
 def test_nothing_to_train(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

@@ -123,9 +123,11 @@ def backend_for(device: torch.device, name: BackendName = "auto") -> Backend:
     if name == "auto":
         name = "triton" if device.type == "cuda" else "dense"
     if name == "flex" and device.type != "cuda":
-        raise UserError("attention: flex has no backward on the CPU; use dense")
+        raise UserError("parallel: context.backend: flex has no backward on the CPU; give dense")
     if name == "triton" and device.type != "cuda" and not _interpreting():
-        raise UserError("attention: triton needs a GPU, or its interpreter (TRITON_INTERPRET=1); use dense")
+        raise UserError(
+            "parallel: context.backend: triton needs a GPU, or its interpreter (TRITON_INTERPRET=1); give dense"
+        )
     backends: dict[str, type[Backend]] = {"triton": TritonBackend, "flex": FlexBackend, "dense": DenseBackend}
     return backends[name]()
 
@@ -138,7 +140,10 @@ def check_backend(device: torch.device, name: BackendName, *, block_size: int, h
     if block_size < 16 or block_size & (block_size - 1):
         raise UserError(f"parallel: context.block_size is {block_size}; kernels need a power of two of at least 16")
     if head_dim > MOST_HEAD_DIM:
-        raise UserError(f"parallel: heads of {head_dim} are too wide for kernels, at most {MOST_HEAD_DIM}; use dense")
+        raise UserError(
+            f"parallel: heads of {head_dim} are too wide for kernels (at most {MOST_HEAD_DIM}); give context.backend: "
+            "dense"
+        )
 
 
 def _interpreting() -> bool:

@@ -278,11 +278,11 @@ class PlanningProblem:
         workload = self.modules[name].workload
         samples_each = -(-len(self.samples) // self.num_microbatches)
         longest = samples_each * max(sample.num_tokens(name) for sample in self.samples)
-        num_blocks = -(-longest // degrees.context.block_size)
-        if num_blocks < degrees.cp:
+        block_size = degrees.context.block_size
+        if longest <= (degrees.cp - 1) * block_size:
             raise UserError(
-                f"parallel: {name}.cp is {degrees.cp}, but microbatches have about {longest} tokens, which are "
-                f"{num_blocks} blocks of {degrees.context.block_size}; give a smaller cp or context.block_size"
+                f"parallel: {name}.cp is {degrees.cp}, but microbatches have about {longest} tokens, too few for "
+                f"{degrees.cp} blocks of {block_size}; give a smaller cp or context.block_size"
             )
         attention = next((layer.attention for layer in workload.layers if layer.attention is not None), None)
         if degrees.context.method == "ulysses" and attention is not None:
