@@ -61,6 +61,8 @@ PURE = (
     "motet.resilience.sizes",
     "motet.resilience.holdings",
     "motet.resilience.reconfigure",
+    "motet.resilience.node_tables",
+    "motet.resilience.stage_mapping",
     "motet.resilience.agent",
     "motet.resilience.control",
     "motet.resilience.copies",

@@ -1,0 +1,280 @@
+"""Which devices of a pipeline's nodes hold which layers: the exact optimum of T1 + T2 + T3 (thesis 2.4.1.2).
+
+For stages with t_0, t_1, ... seconds (forward and backward of one microbatch), the last slowest of them k*, X = t_k*,
+and N_b microbatches,
+
+    T = sum of all t + (N_b - S + k* - 1) X + sum of t from k* on
+      = (N_b - 1) X + (sum of t before k*) + (sum of 2 t - X from k* on).
+
+The thesis keeps one best solution of each sub-problem, which is not exact, because a solution with more of one term may
+have less of another. With X given, T is a sum over stages, and one best is enough: so we look for the best X. Intervals
+of X give lower bounds, those below the best known T are split, and the values that remain are solved exactly. (That is
+the Pareto set of T1, slowest stage and T3, one slowest stage at a time.)
+
+Several modules: encoders on devices of their own, one module after the other in the order given, each contiguous; a
+node may hold stages of two modules. T1 is then the longest path, and T3 counts the stages that lie on every path: those
+of the last module, which all others enter, and those of the encoder if there is only one.
+
+`num_microbatches` None is the thesis' N_b = 4 S. It compares unequal amounts of work (fewer stages, fewer
+microbatches), so it prefers tensor parallelism; planners give the number. With fewer microbatches than stages the
+formula does not hold; one more than there may be stages is assumed then.
+Limits: all devices are used, no stage spans nodes; messages between stages cost nothing; an encoder that enters at a
+later layer (cross-attention) counts as if it entered at the first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.arrays import Floats
+from motet.plan import LayerRange
+from motet.resilience.node_tables import (
+    Limits,
+    NodeTables,
+    Segments,
+    Suffixes,
+    from_each_device,
+    node_tables,
+    spans,
+    suffixes,
+    trace,
+)
+
+BATCH = 16
+"""Intervals of X that are bounded at once."""
+FIRST_RATIO = 1.06
+"""Of the ends of an interval of X, before it is split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainCosts:
+    """One module's layers, for each number of devices that a stage may have."""
+
+    seconds: Mapping[int, Sequence[float]]
+    """Forward and backward of one microbatch, as far as there is one (frozen layers), on so many devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappingProblem:
+    modules: Mapping[str, ChainCosts]
+    """Encoders first; all of them enter the last."""
+    devices_per_node: int
+    num_microbatches: int | None
+
+
+class MappedStage(NamedTuple):
+    module: str
+    layers: LayerRange
+    first_device: int
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class StageMapping:
+    stages: tuple[MappedStage, ...]
+    objective_s: float
+    """T1 + T2 + T3."""
+    fill_s: float
+    """T1."""
+    slowest_s: float
+
+
+def map_stages(problem: MappingProblem, num_nodes: int) -> StageMapping | None:
+    """The best way to put all modules on so many nodes; None if there is none."""
+    return _Search(problem, num_nodes).run()
+
+
+Interval = tuple[int, int]
+"""[first, end) of the values that X may have."""
+
+
+class _Search:
+    """Best first among intervals of X."""
+
+    def __init__(self, problem: MappingProblem, num_nodes: int) -> None:
+        self.problem, self.num_nodes = problem, num_nodes
+        self.segments = {name: _segments(problem, costs) for name, costs in problem.modules.items()}
+        *self.encoders, self.last = problem.modules
+        finite = [table[np.isfinite(table)] for each in self.segments.values() for table in each.by_size.values()]
+        self.values: Floats = np.unique(np.concatenate(finite))
+        num_layers = sum(each.num_layers for each in self.segments.values())
+        self.most_stages = min(num_nodes * problem.devices_per_node, num_layers)
+        self.best_s, self.best_x = inf, inf
+
+    def run(self) -> StageMapping | None:
+        queue: list[tuple[float, Interval]] = []
+        untried = int(np.searchsorted(self.values, self._least_slowest_s()))
+        untried_s = 0.0 if untried < len(self.values) else inf
+        """A bound on T for all values from `untried` on."""
+        is_quick = False
+        while min(untried_s, queue[0][0] if queue else inf) < self.best_s:
+            if queue and queue[0][0] < untried_s:
+                intervals: list[Interval] = []
+                while queue and len(intervals) < BATCH:
+                    intervals += _split(heappop(queue)[1], max(2, BATCH - len(intervals)))
+            elif is_quick:
+                untried_s = max(untried_s, self._bounds([(untried, len(self.values))])[0])
+                is_quick = False
+                continue
+            else:
+                intervals = self._first_intervals(untried)
+                untried = intervals[-1][1]
+                untried_s, is_quick = self._quick_bound_s(untried), True
+            for bound, (first, end) in zip(self._bounds(intervals), intervals, strict=True):
+                if end - first > 1 and bound < self.best_s:
+                    heappush(queue, (bound, (first, end)))
+                elif bound < self.best_s:
+                    self.best_s, self.best_x = bound, float(self.values[first])
+        return self._traced() if self.best_s < inf else None
+
+    def _least_slowest_s(self) -> float:
+        """No slowest stage takes less: every layer is in some stage, and all devices share the work."""
+        layers = work = 0.0
+        for costs in self.problem.modules.values():
+            seconds = np.stack([np.asarray(each) for each in costs.seconds.values()])
+            sizes = np.array(list(costs.seconds))[:, None]
+            layers = max(layers, float(seconds.min(axis=0).max()))
+            work += float((seconds * sizes).min(axis=0).sum())
+        return max(layers, work / (self.num_nodes * self.problem.devices_per_node)) * (1 - 1e-9)
+
+    def _quick_bound_s(self, first: int) -> float:
+        """On T where X is at least the value at `first`: from k* on, no stage takes less than nothing."""
+        if first == len(self.values):
+            return inf
+        stages = 3 * self.num_nodes if self.num_microbatches is None else self.num_microbatches - self.most_stages
+        return (stages + 1) * float(self.values[first])
+
+    @property
+    def num_microbatches(self) -> int | None:
+        given = self.problem.num_microbatches
+        return None if given is None else max(given, self.most_stages + 1)
+
+    def _first_intervals(self, first: int) -> list[Interval]:
+        limits = self.values[first] * FIRST_RATIO ** np.arange(1, BATCH + 1)
+        ends = np.searchsorted(self.values, limits)
+        return [(int(a), int(b)) for a, b in pairwise([first, *np.unique(ends[ends > first])])]
+
+    def _limits(self, low: Floats, high: Floats) -> Limits:
+        return Limits(low, high, 4.0 if self.problem.num_microbatches is None else 0.0)
+
+    def _constant(self) -> float:
+        """How often X counts once, in T."""
+        return -1.0 if self.num_microbatches is None else self.num_microbatches - 1.0
+
+    def _bounds(self, intervals: Sequence[Interval]) -> list[float]:
+        """On T for X in each interval; exact where it is one value."""
+        low = np.array([self.values[first] for first, _ in intervals])
+        high = np.array([self.values[end - 1] for _, end in intervals])
+        tables = self._tables(low, high)
+        rests = suffixes(tables[self.last], self.num_nodes)
+        least = self._combined(tables, rests)[0] if self.encoders else rests.slowest[-1][:, 0]
+        return [float(t) for t in self._constant() * low + least]
+
+    def _tables(self, low: Floats, high: Floats) -> dict[str, NodeTables]:
+        limits = self._limits(low, high)
+        return {
+            name: node_tables(segments, limits, self.problem.devices_per_node)
+            for name, segments in self.segments.items()
+        }
+
+    def _combined(self, tables: Mapping[str, NodeTables], rests: Suffixes) -> tuple[Floats, "_Borders"]:
+        """The least T of all modules together, without its constant; and what it was found from."""
+        size = self.problem.devices_per_node
+        after, slowest = from_each_device(tables[self.last], rests, self.num_nodes)
+        paths: list[Floats] = []
+        for i, name in enumerate(self.encoders):
+            before, with_slowest = spans(tables[name], self.num_nodes)
+            if i == 0:
+                paths.append(before[:, 0])
+            else:
+                paths.append(_longer_path(paths[-1], before, size))
+        to_last = with_slowest[:, 0] if len(self.encoders) == 1 else paths[-1]
+        totals = np.stack([paths[-1][:, :-1] + slowest, to_last[:, :-1] + after], axis=1)
+        return totals.reshape(len(totals), -1).min(axis=1), _Borders(totals, paths)
+
+    def _traced(self) -> StageMapping:
+        tables = self._tables(np.array([self.best_x]), np.array([self.best_x]))
+        first, kind, stages = 0, "slowest", []
+        if self.encoders:
+            totals, paths = self._combined(tables, suffixes(tables[self.last], self.num_nodes))[1]
+            in_encoder, first = (int(i) for i in np.unravel_index(int(totals[0].argmin()), totals.shape[1:]))
+            kind = "after" if in_encoder else "slowest"
+            kind_of_encoders = "slowest" if in_encoder and len(self.encoders) == 1 else "before"
+            ends = self._ends(tables, paths, first)
+            for name, begin, end in zip(self.encoders, [0, *ends], ends, strict=False):
+                stages += self._stages(tables[name], name, begin, end, kind_of_encoders)
+        num_devices = self.num_nodes * self.problem.devices_per_node
+        stages += self._stages(tables[self.last], self.last, first, num_devices, kind)
+        return StageMapping(tuple(stages), self.best_s, self._fill_s(stages), self.best_x)
+
+    def _ends(self, tables: Mapping[str, NodeTables], paths: Sequence[Floats], end: int) -> list[int]:
+        """Where each encoder's devices end, if those of the last end there."""
+        ends = [end]
+        size = self.problem.devices_per_node
+        for i in range(len(self.encoders) - 1, 0, -1):
+            before, _ = spans(tables[self.encoders[i]], self.num_nodes)
+            lengths = [float(max(paths[i - 1][0, p], before[0, p % size, ends[0] - p])) for p in range(ends[0])]
+            ends.insert(0, int(np.argmin(lengths)))
+        return ends
+
+    def _stages(self, tables: NodeTables, name: str, first: int, end: int, kind: str) -> list[MappedStage]:
+        size = self.problem.devices_per_node
+        borders = [first, *range(first - first % size + size, end, size), end]
+        device, stages = first, []
+        for u, v, num_devices in trace(tables, [b - a for a, b in pairwise(borders)], kind):
+            stages.append(MappedStage(name, (u, v), device, num_devices))
+            device += num_devices
+        return stages
+
+    def _fill_s(self, stages: Sequence[MappedStage]) -> float:
+        """The longest path."""
+        sums = dict.fromkeys(self.problem.modules, 0.0)
+        for name, (u, v), _, size in stages:
+            sums[name] += float(self.segments[name].by_size[size][u, v])
+        return max((sums[name] for name in self.encoders), default=0.0) + sums[self.last]
+
+
+class _Borders(NamedTuple):
+    totals: Floats
+    """[batch, k* in the last module or in an encoder, first device of the last module]"""
+    paths: list[Floats]
+    """Of each encoder: [batch, end], the longest path through it and those before it, if its devices end there."""
+
+
+def _longer_path(paths: Floats, before: Floats, size: int) -> Floats:
+    """[b, q]: the least over p of max(paths[b, p], the encoder's sum on the devices [p, q))"""
+    batch, num_ends = paths.shape
+    result = np.full((batch, num_ends), inf)
+    for p in range(num_ends - 1):
+        lengths = np.maximum(paths[:, p, None], before[:, p % size, : num_ends - p])
+        np.minimum(result[:, p:], lengths, out=result[:, p:])
+    return result
+
+
+def _split(interval: Interval, num_parts: int) -> list[Interval]:
+    first, end = interval
+    borders = np.unique(np.linspace(first, end, min(num_parts, end - first) + 1).astype(int)).tolist()
+    return list(pairwise(borders))
+
+
+def _segments(problem: MappingProblem, costs: ChainCosts) -> Segments:
+    num_layers = len(next(iter(costs.seconds.values())))
+    by_size = {}
+    for size, seconds in costs.seconds.items():
+        sums = np.concatenate([[0.0], np.cumsum(seconds)])
+        # Rounded, so that runs of the same layers at other places take exactly as long.
+        table = _rounded(sums[None, :] - sums[:, None])
+        table[np.tril_indices(num_layers + 1)] = inf
+        by_size[size] = table
+    return Segments(num_layers, by_size)
+
+
+def _rounded(seconds: Floats) -> Floats:
+    """To 40 of a float's 53 bits, of the largest."""
+    unit = 2.0 ** (np.ceil(np.log2(seconds.max())) - 40)
+    return np.round(seconds / unit) * unit

@@ -1,0 +1,159 @@
+"""The best mapping against every mapping, tried one by one with the thesis' formulas."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.resilience.stage_mapping import ChainCosts, MappedStage, MappingProblem, StageMapping, map_stages
+
+
+def chains(num_layers: int, first: int, end: int, costs: ChainCosts, size: int) -> Iterator[list[tuple[float, int]]]:
+    """Every way to put the last `num_layers` layers on the devices [first, end): seconds and devices of each stage."""
+    if num_layers == 0 or first == end:
+        if num_layers == 0 and first == end:
+            yield []
+        return
+    total = len(next(iter(costs.seconds.values())))
+    for tp, seconds in costs.seconds.items():
+        if first % size + tp > size or first + tp > end:
+            continue
+        for taken in range(1, num_layers + 1):
+            layers = seconds[total - num_layers : total - num_layers + taken]
+            for rest in chains(num_layers - taken, first + tp, end, costs, size):
+                yield [(sum(layers), tp), *rest]
+
+
+def thesis_s(stages: Sequence[float], num_microbatches: int) -> float:
+    """T1 + T2 + T3 of one chain, as they stand there."""
+    slowest = max(k for k, t in enumerate(stages) if t >= max(stages) - 1e-12)
+    t1 = sum(stages)
+    t2 = (num_microbatches - len(stages) + slowest - 1) * stages[slowest]
+    return t1 + t2 + sum(stages[slowest:])
+
+
+def best_chain(costs: ChainCosts, num_nodes: int, size: int, num_microbatches: int | None) -> float:
+    most = min(num_nodes * size, len(next(iter(costs.seconds.values()))))
+    return min(
+        (
+            thesis_s(
+                [t for t, _ in stages],
+                4 * len(stages) if num_microbatches is None else max(num_microbatches, most + 1),
+            )
+            for stages in chains(len(next(iter(costs.seconds.values()))), 0, num_nodes * size, costs, size)
+        ),
+        default=float("inf"),
+    )
+
+
+def draw_costs(random: Random, num_layers: int, sizes: Sequence[int]) -> ChainCosts:
+    """Some layers alike, some not; devices help more or less."""
+    kinds = [random.choice([1.0, 2.0, random.uniform(0.2, 3)]) for _ in range(random.randint(1, 3))]
+    layers = [random.choice(kinds) for _ in range(num_layers)]
+    return ChainCosts(
+        seconds={size: [t * size ** -random.uniform(0.3, 1) for t in layers] if size > 1 else layers for size in sizes}
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_chain_is_faster(seed: int) -> None:
+    random = Random(seed)
+    size, num_nodes = random.choice([(1, 4), (2, 2), (4, 1), (2, 3), (3, 2)])
+    costs = draw_costs(random, random.randint(1, 6), [s for s in (1, 2, 4) if s <= size])
+    num_microbatches = random.choice([None, 8, 20])
+    problem = MappingProblem(modules={"llm": costs}, devices_per_node=size, num_microbatches=num_microbatches)
+    found = map_stages(problem, num_nodes)
+    expected = best_chain(costs, num_nodes, size, num_microbatches)
+    if found is None:
+        assert expected == float("inf")
+        return
+    assert found.objective_s == pytest.approx(expected, rel=1e-9)
+    check_stages(problem, num_nodes, found)
+    times = seconds_of(problem, found.stages)["llm"]
+    most = min(num_nodes * size, len(costs.seconds[1]))
+    count = 4 * len(times) if num_microbatches is None else max(num_microbatches, most + 1)
+    assert thesis_s(times, count) == pytest.approx(expected, rel=1e-9)
+
+
+def seconds_of(problem: MappingProblem, stages: Sequence[MappedStage]) -> dict[str, list[float]]:
+    return {
+        name: [sum(costs.seconds[s.num_devices][slice(*s.layers)]) for s in stages if s.module == name]
+        for name, costs in problem.modules.items()
+    }
+
+
+def check_stages(problem: MappingProblem, num_nodes: int, found: StageMapping) -> None:
+    """All devices in turn, all layers in turn, no stage on two nodes."""
+    device, size = 0, problem.devices_per_node
+    reached = dict.fromkeys(problem.modules, 0)
+    for stage in found.stages:
+        assert stage.first_device == device
+        assert device % size + stage.num_devices <= size
+        assert stage.layers[0] == reached[stage.module] < stage.layers[1]
+        reached[stage.module] = stage.layers[1]
+        device += stage.num_devices
+    assert device == num_nodes * size
+    assert reached == {name: len(next(iter(c.seconds.values()))) for name, c in problem.modules.items()}
+
+
+def best_dag(problem: MappingProblem, num_nodes: int) -> float:
+    """The longest path, all further microbatches at the slowest stage's pace, less what the stages that lie on every
+    path take less than it, from the slowest on."""
+    size = problem.devices_per_node
+    num_devices = num_nodes * size
+    names = list(problem.modules)
+    num_layers = {name: len(next(iter(c.seconds.values()))) for name, c in problem.modules.items()}
+    assert problem.num_microbatches is not None
+    num_microbatches = max(problem.num_microbatches, min(num_devices, sum(num_layers.values())) + 1)
+    best = float("inf")
+    for inner in product(range(1, num_devices), repeat=len(names) - 1):
+        borders = [0, *inner, num_devices]
+        if borders != sorted(set(borders)):
+            continue
+        options = [
+            list(chains(num_layers[name], a, b, problem.modules[name], size))
+            for name, a, b in zip(names, borders, borders[1:], strict=False)
+        ]
+        for choice in product(*options):
+            times = [[t for t, _ in stages] for stages in choice]
+            best = min(best, dag_s(times, num_microbatches))
+    return best
+
+
+def dag_s(times: Sequence[Sequence[float]], num_microbatches: int) -> float:
+    *encoders, last = times
+    common = [*encoders[0], *last] if len(encoders) == 1 else list(last)
+    pace = max(max(each) for each in times)
+    slowest = [k for k, t in enumerate(common) if t >= pace - 1e-12]
+    first = max(slowest) if slowest else 0
+    fill = max(map(sum, encoders), default=0.0) + sum(last)
+    return fill + (num_microbatches - 1) * pace - sum(pace - t for t in common[first:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_mapping_of_several_modules_is_faster(seed: int) -> None:
+    random = Random(seed)
+    size, num_nodes = random.choice([(1, 4), (2, 2), (4, 1), (2, 3)])
+    sizes = [s for s in (1, 2) if s <= size]
+    names = random.choice([["vision", "llm"], ["vision", "audio", "llm"]])
+    problem = MappingProblem(
+        modules={name: draw_costs(random, random.randint(1, 3), sizes) for name in names},
+        devices_per_node=size,
+        num_microbatches=random.choice([4, 16]),
+    )
+    found = map_stages(problem, num_nodes)
+    expected = best_dag(problem, num_nodes)
+    if found is None:
+        assert expected == float("inf")
+        return
+    assert found.objective_s == pytest.approx(expected, rel=1e-9)
+    check_stages(problem, num_nodes, found)
+    times: Mapping[str, list[float]] = seconds_of(problem, found.stages)
+    most = min(num_nodes * size, sum(len(c.seconds[1]) for c in problem.modules.values()))
+    count = max(problem.num_microbatches or 0, most + 1)
+    assert dag_s(list(times.values()), count) == pytest.approx(expected, rel=1e-9)
