@@ -24,7 +24,7 @@ later layer (cross-attention) counts as if it entered at the first.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
