@@ -62,6 +62,7 @@ PURE = (
     "motet.resilience.holdings",
     "motet.resilience.reconfigure",
     "motet.resilience.node_tables",
+    "motet.resilience.counted_tables",
     "motet.resilience.combinations",
     "motet.resilience.stage_mapping",
     "motet.resilience.agent",

@@ -1,6 +1,6 @@
 """The best mapping against every mapping, tried one by one with the thesis' formulas."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from random import Random
 
@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from motet.resilience.stage_mapping import ChainCosts, MappedStage, MappingProblem, StageMapping, map_stages
 
+Fits = Callable[[int, slice, int], bool]
+"""(devices, layers, number from the end) of a stage"""
 
-def chains(num_layers: int, first: int, end: int, costs: ChainCosts, size: int) -> Iterator[list[tuple[float, int]]]:
+
+def chains(
+    num_layers: int, first: int, end: int, costs: ChainCosts, size: int, fits: Fits = lambda tp, run, number: True
+) -> Iterator[list[tuple[float, int]]]:
     """Every way to put the last `num_layers` layers on the devices [first, end): seconds and devices of each stage."""
     if num_layers == 0 or first == end:
         if num_layers == 0 and first == end:
@@ -22,9 +27,10 @@ def chains(num_layers: int, first: int, end: int, costs: ChainCosts, size: int) 
         if first % size + tp > size or first + tp > end:
             continue
         for taken in range(1, num_layers + 1):
-            layers = seconds[total - num_layers : total - num_layers + taken]
-            for rest in chains(num_layers - taken, first + tp, end, costs, size):
-                yield [(sum(layers), tp), *rest]
+            run = slice(total - num_layers, total - num_layers + taken)
+            for rest in chains(num_layers - taken, first + tp, end, costs, size, fits):
+                if fits(tp, run, len(rest) + 1):
+                    yield [(sum(seconds[run]), tp), *rest]
 
 
 def thesis_s(stages: Sequence[float], num_microbatches: int) -> float:
@@ -157,3 +163,70 @@ def test_no_mapping_of_several_modules_is_faster(seed: int) -> None:
     most = min(num_nodes * size, sum(len(c.seconds[1]) for c in problem.modules.values()))
     count = max(problem.num_microbatches or 0, most + 1)
     assert dag_s(list(times.values()), count) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_chain_that_fits_is_faster(seed: int) -> None:
+    random = Random(seed)
+    size, num_nodes = random.choice([(1, 4), (2, 2), (4, 1), (2, 3)])
+    num_layers = random.randint(1, 6)
+    times = draw_costs(random, num_layers, [s for s in (1, 2, 4) if s <= size])
+    static = [random.uniform(0.5, 2) for _ in range(num_layers)]
+    saved = [random.choice([0, random.uniform(0, 1)]) for _ in range(num_layers)]
+    costs = ChainCosts(
+        seconds=times.seconds,
+        static_bytes={s: [x / s for x in static] for s in times.seconds},
+        saved_bytes={s: [x / s for x in saved] for s in times.seconds},
+    )
+    device_bytes = random.uniform(1, 5)
+    num_microbatches = random.choice([2, 8])
+    most = min(num_nodes * size, num_layers)
+
+    def fits(tp: int, run: slice, number: int) -> bool:
+        return (sum(static[run]) + min(number, num_microbatches) * sum(saved[run])) / tp <= device_bytes
+
+    expected = min(
+        (
+            thesis_s([t for t, _ in stages], max(num_microbatches, most + 1))
+            for stages in chains(num_layers, 0, num_nodes * size, costs, size, fits)
+        ),
+        default=float("inf"),
+    )
+    problem = MappingProblem(
+        modules={"llm": costs},
+        devices_per_node=size,
+        num_microbatches=num_microbatches,
+        device_bytes=device_bytes,
+    )
+    found = map_stages(problem, num_nodes)
+    if found is None:
+        assert expected == float("inf")
+        return
+    assert found.objective_s == pytest.approx(expected, rel=1e-9)
+    check_stages(problem, num_nodes, found)
+    stages = found.stages
+    assert all(fits(s.num_devices, slice(*s.layers), len(stages) - i) for i, s in enumerate(stages))
+
+
+def test_memory_of_several_modules() -> None:
+    """The encoder's place changes with what the language model keeps in flight."""
+
+    def chain(num_layers: int, saved: float) -> ChainCosts:
+        return ChainCosts(
+            seconds={1: [1.0] * num_layers}, static_bytes={1: [1.0] * num_layers}, saved_bytes={1: [saved] * num_layers}
+        )
+
+    def cut(saved: float) -> list[tuple[str, int]]:
+        problem = MappingProblem(
+            modules={"vision": chain(2, 0.0), "llm": chain(6, saved)},
+            devices_per_node=1,
+            num_microbatches=8,
+            device_bytes=6.0,
+        )
+        found = map_stages(problem, 4)
+        assert found is not None
+        return [(stage.module, stage.layers[1] - stage.layers[0]) for stage in found.stages]
+
+    assert cut(0.0) == [("vision", 2), ("llm", 2), ("llm", 2), ("llm", 2)]
+    assert cut(1.0) == [("vision", 2), ("llm", 1), ("llm", 2), ("llm", 3)]

@@ -55,6 +55,8 @@ class Segments:
     num_layers: int
     by_size: Mapping[int, Floats]
     """[u, v]: seconds of the layers [u, v) on so many devices, forward and backward; infinite where they do not fit."""
+    in_flight: Mapping[int, Floats]
+    """[u, v]: the microbatches that may be in flight for the stage to fit; infinite where nothing is kept of them."""
 
     def longest(self, size: int, limit: float) -> int:
         """Layers of the longest stage that takes at most `limit`."""

@@ -18,6 +18,9 @@ of the last module, which all others enter, and those of the encoder if there is
 `num_microbatches` None is the thesis' N_b = 4 S. It compares unequal amounts of work (fewer stages, fewer
 microbatches), so it prefers tensor parallelism; planners give the number. With fewer microbatches than stages the
 formula does not hold; one more than there may be stages is assumed then.
+Memory: a stage keeps what it saves of as many microbatches as 1F1B has in flight there, one for each stage from it to
+the last. The best mapping without regard to that is taken if it fits; else stages are counted (`counted_tables`). An
+encoder's stages must fit with as many in flight as the pipeline can have stages.
 Limits: all devices are used, no stage spans nodes; messages between stages cost nothing; an encoder that enters at a
 later layer (cross-attention) counts as if it entered at the first.
 """
@@ -25,7 +28,7 @@ later layer (cross-attention) counts as if it entered at the first.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -33,11 +36,11 @@ import numpy as np
 
 from motet.arrays import Floats
 from motet.plan import LayerRange
+from motet.resilience.counted_tables import CountedTables, counted_tables, trace_counted
 from motet.resilience.node_tables import (
     Limits,
     NodeTables,
     Segments,
-    Suffixes,
     from_each_device,
     node_tables,
     spans,
@@ -57,6 +60,14 @@ class ChainCosts:
 
     seconds: Mapping[int, Sequence[float]]
     """Forward and backward of one microbatch, as far as there is one (frozen layers), on so many devices."""
+    static_bytes: Mapping[int, Sequence[float]] | None = None
+    """On each of so many devices, whatever is in flight; None: nothing."""
+    saved_bytes: Mapping[int, Sequence[float]] | None = None
+    """On each of so many devices, for each microbatch in flight."""
+
+    @property
+    def layers(self) -> range:
+        return range(len(next(iter(self.seconds.values()))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,7 @@ class MappingProblem:
     """Encoders first; all of them enter the last."""
     devices_per_node: int
     num_microbatches: int | None
+    device_bytes: float = inf
 
 
 class MappedStage(NamedTuple):
@@ -86,7 +98,21 @@ class StageMapping:
 
 def map_stages(problem: MappingProblem, num_nodes: int) -> StageMapping | None:
     """The best way to put all modules on so many nodes; None if there is none."""
-    return _Search(problem, num_nodes).run()
+    found = _Search(problem, num_nodes).run()
+    if found is None or _fits(problem, found):
+        return found
+    return _CountedSearch(problem, num_nodes).run()
+
+
+def _fits(problem: MappingProblem, mapping: StageMapping) -> bool:
+    """Whether every stage of the last module has room for what is in flight there."""
+    last = [stage for stage in mapping.stages if stage.module == list(problem.modules)[-1]]
+    limit = problem.num_microbatches or len(last)
+    costs = problem.modules[last[0].module]
+    return all(
+        _in_flight(problem, costs, size)[layers] >= min(number, limit)
+        for number, (_, layers, _, size) in enumerate(reversed(last), start=1)
+    )
 
 
 Interval = tuple[int, int]
@@ -98,12 +124,15 @@ class _Search:
 
     def __init__(self, problem: MappingProblem, num_nodes: int) -> None:
         self.problem, self.num_nodes = problem, num_nodes
-        self.segments = {name: _segments(problem, costs) for name, costs in problem.modules.items()}
         *self.encoders, self.last = problem.modules
+        num_layers = sum(len(costs.layers) for costs in problem.modules.values())
+        self.most_stages = min(num_nodes * problem.devices_per_node, num_layers)
+        self.segments = {
+            name: _segments(problem, costs, 1 if name == self.last else self._most_in_flight)
+            for name, costs in problem.modules.items()
+        }
         finite = [table[np.isfinite(table)] for each in self.segments.values() for table in each.by_size.values()]
         self.values: Floats = np.unique(np.concatenate(finite))
-        num_layers = sum(each.num_layers for each in self.segments.values())
-        self.most_stages = min(num_nodes * problem.devices_per_node, num_layers)
         self.best_s, self.best_x = inf, inf
 
     def run(self) -> StageMapping | None:
@@ -118,7 +147,7 @@ class _Search:
                 while queue and len(intervals) < BATCH:
                     intervals += _split(heappop(queue)[1], max(2, BATCH - len(intervals)))
             elif is_quick:
-                untried_s = max(untried_s, self._bounds([(untried, len(self.values))])[0])
+                untried_s = max(untried_s, self._quick_bounds([(untried, len(self.values))])[0])
                 is_quick = False
                 continue
             else:
@@ -150,6 +179,10 @@ class _Search:
         return (stages + 1) * float(self.values[first])
 
     @property
+    def _most_in_flight(self) -> int:
+        return min(self.problem.num_microbatches or self.most_stages, self.most_stages)
+
+    @property
     def num_microbatches(self) -> int | None:
         given = self.problem.num_microbatches
         return None if given is None else max(given, self.most_stages + 1)
@@ -168,11 +201,18 @@ class _Search:
 
     def _bounds(self, intervals: Sequence[Interval]) -> list[float]:
         """On T for X in each interval; exact where it is one value."""
+        return self._quick_bounds(intervals)
+
+    def _quick_bounds(self, intervals: Sequence[Interval]) -> list[float]:
+        """Without regard to what is in flight."""
         low = np.array([self.values[first] for first, _ in intervals])
         high = np.array([self.values[end - 1] for _, end in intervals])
         tables = self._tables(low, high)
         rests = suffixes(tables[self.last], self.num_nodes)
-        least = self._combined(tables, rests)[0] if self.encoders else rests.slowest[-1][:, 0]
+        if self.encoders:
+            least = self._combined(tables, *from_each_device(tables[self.last], rests, self.num_nodes))[0]
+        else:
+            least = rests.slowest[-1][:, 0]
         return [float(t) for t in self._constant() * low + least]
 
     def _tables(self, low: Floats, high: Floats) -> dict[str, NodeTables]:
@@ -182,10 +222,10 @@ class _Search:
             for name, segments in self.segments.items()
         }
 
-    def _combined(self, tables: Mapping[str, NodeTables], rests: Suffixes) -> tuple[Floats, "_Borders"]:
-        """The least T of all modules together, without its constant; and what it was found from."""
+    def _combined(self, tables: Mapping[str, NodeTables], after: Floats, slowest: Floats) -> tuple[Floats, "_Borders"]:
+        """The least T of all modules together, without its constant; and what it was found from. `after`, `slowest`:
+        [batch, a] of the last module on the devices from a on."""
         size = self.problem.devices_per_node
-        after, slowest = from_each_device(tables[self.last], rests, self.num_nodes)
         paths: list[Floats] = []
         for i, name in enumerate(self.encoders):
             before, with_slowest = spans(tables[name], self.num_nodes)
@@ -198,19 +238,35 @@ class _Search:
         return totals.reshape(len(totals), -1).min(axis=1), _Borders(totals, paths)
 
     def _traced(self) -> StageMapping:
-        tables = self._tables(np.array([self.best_x]), np.array([self.best_x]))
+        best_x = np.array([self.best_x])
+        tables = self._tables(best_x, best_x)
         first, kind, stages = 0, "slowest", []
         if self.encoders:
-            totals, paths = self._combined(tables, suffixes(tables[self.last], self.num_nodes))[1]
+            totals, paths = self._combined(tables, *self._last_from_each_device(tables[self.last]))[1]
             in_encoder, first = (int(i) for i in np.unravel_index(int(totals[0].argmin()), totals.shape[1:]))
             kind = "after" if in_encoder else "slowest"
             kind_of_encoders = "slowest" if in_encoder and len(self.encoders) == 1 else "before"
             ends = self._ends(tables, paths, first)
             for name, begin, end in zip(self.encoders, [0, *ends], ends, strict=False):
-                stages += self._stages(tables[name], name, begin, end, kind_of_encoders)
-        num_devices = self.num_nodes * self.problem.devices_per_node
-        stages += self._stages(tables[self.last], self.last, first, num_devices, kind)
+                stages += self._placed(name, begin, trace(tables[name], self._parts(begin, end), kind_of_encoders))
+        stages += self._placed(self.last, first, self._traced_last(tables[self.last], first, kind))
         return StageMapping(tuple(stages), self.best_s, self._fill_s(stages), self.best_x)
+
+    def _last_from_each_device(self, tables: NodeTables) -> tuple[Floats, Floats]:
+        return from_each_device(tables, suffixes(tables, self.num_nodes), self.num_nodes)
+
+    def _traced_last(self, tables: NodeTables, first: int, kind: str) -> list[tuple[int, int, int]]:
+        return trace(tables, self._parts(first, self.num_nodes * self.problem.devices_per_node), kind)
+
+    def _parts(self, first: int, end: int) -> list[int]:
+        """How many of these devices each node has."""
+        size = self.problem.devices_per_node
+        borders = [first, *range(first - first % size + size, end, size), end]
+        return [b - a for a, b in pairwise(borders)]
+
+    def _placed(self, name: str, first: int, stages: Sequence[tuple[int, int, int]]) -> list[MappedStage]:
+        devices = accumulate((size for _, _, size in stages), initial=first)
+        return [MappedStage(name, (u, v), device, size) for (u, v, size), device in zip(stages, devices, strict=False)]
 
     def _ends(self, tables: Mapping[str, NodeTables], paths: Sequence[Floats], end: int) -> list[int]:
         """Where each encoder's devices end, if those of the last end there."""
@@ -222,21 +278,45 @@ class _Search:
             ends.insert(0, int(np.argmin(lengths)))
         return ends
 
-    def _stages(self, tables: NodeTables, name: str, first: int, end: int, kind: str) -> list[MappedStage]:
-        size = self.problem.devices_per_node
-        borders = [first, *range(first - first % size + size, end, size), end]
-        device, stages = first, []
-        for u, v, num_devices in trace(tables, [b - a for a, b in pairwise(borders)], kind):
-            stages.append(MappedStage(name, (u, v), device, num_devices))
-            device += num_devices
-        return stages
-
     def _fill_s(self, stages: Sequence[MappedStage]) -> float:
         """The longest path."""
         sums = dict.fromkeys(self.problem.modules, 0.0)
         for name, (u, v), _, size in stages:
             sums[name] += float(self.segments[name].by_size[size][u, v])
         return max((sums[name] for name in self.encoders), default=0.0) + sums[self.last]
+
+
+class _CountedSearch(_Search):
+    """Where what is in flight decides which stages of the last module fit."""
+
+    def _bounds(self, intervals: Sequence[Interval]) -> list[float]:
+        return [
+            self._counted_bound(interval) if bound < self.best_s else bound
+            for interval, bound in zip(intervals, self._quick_bounds(intervals), strict=True)
+        ]
+
+    def _counted_bound(self, interval: Interval) -> float:
+        low, high = np.array([self.values[interval[0]]]), np.array([self.values[interval[1] - 1]])
+        after, slowest = self._counted(self._limits(low, high)).from_each_device()
+        least = slowest[0, 0]
+        if self.encoders:
+            least = self._combined(self._tables(low, high), after, slowest)[0][0]
+        return float(self._constant() * low[0] + least)
+
+    def _counted(self, limits: Limits) -> CountedTables:
+        return counted_tables(
+            self.segments[self.last],
+            limits,
+            num_devices=self.num_nodes * self.problem.devices_per_node,
+            devices_per_node=self.problem.devices_per_node,
+            most_in_flight=self._most_in_flight,
+        )
+
+    def _last_from_each_device(self, tables: NodeTables) -> tuple[Floats, Floats]:
+        return self._counted(tables.limits).from_each_device()
+
+    def _traced_last(self, tables: NodeTables, first: int, kind: str) -> list[tuple[int, int, int]]:
+        return trace_counted(self._counted(tables.limits), first, kind)
 
 
 class _Borders(NamedTuple):
@@ -262,16 +342,34 @@ def _split(interval: Interval, num_parts: int) -> list[Interval]:
     return list(pairwise(borders))
 
 
-def _segments(problem: MappingProblem, costs: ChainCosts) -> Segments:
-    num_layers = len(next(iter(costs.seconds.values())))
-    by_size = {}
+def _segments(problem: MappingProblem, costs: ChainCosts, least_in_flight: int) -> Segments:
+    num_layers = len(costs.layers)
+    by_size, in_flight = {}, {}
     for size, seconds in costs.seconds.items():
-        sums = np.concatenate([[0.0], np.cumsum(seconds)])
         # Rounded, so that runs of the same layers at other places take exactly as long.
-        table = _rounded(sums[None, :] - sums[:, None])
+        table = _rounded(_sums(seconds))
         table[np.tril_indices(num_layers + 1)] = inf
+        in_flight[size] = _in_flight(problem, costs, size)
+        table[in_flight[size] < least_in_flight] = inf
         by_size[size] = table
-    return Segments(num_layers, by_size)
+    return Segments(num_layers, by_size, in_flight)
+
+
+def _in_flight(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:
+    """[u, v]: how many microbatches may be in flight in a stage with these layers; less than 1: it does not fit."""
+    if costs.static_bytes is None or costs.saved_bytes is None:
+        return np.full((len(costs.layers) + 1, len(costs.layers) + 1), inf)
+    left = problem.device_bytes - _sums(costs.static_bytes[size])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fitting = np.floor(left / np.maximum(_sums(costs.saved_bytes[size]), 0.0) * (1 + 1e-12))
+    return np.where(left < 0, 0.0, np.where(np.isnan(fitting), inf, fitting))
+
+
+def _sums(values: Sequence[float]) -> Floats:
+    """[u, v]: of those from u to before v."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    table: Floats = sums[None, :] - sums[:, None]
+    return table
 
 
 def _rounded(seconds: Floats) -> Floats:

@@ -1,0 +1,105 @@
+"""As `node_tables`, for one interval, where memory depends on how many stages follow.
+
+In 1F1B a stage keeps the activations of as many microbatches as there are stages from it to the last, so what fits at
+the end of a pipeline may not fit at its beginning. Stages are counted from the last one back, and the tables are by
+their number, device after device: slower, so it is used only where the number matters.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.arrays import Bools, Floats
+from motet.resilience.node_tables import INFINITE, Kind, Limits, Segments, StageCosts
+
+
+@dataclass(frozen=True, eq=False)
+class CountedTables:
+    """[number of stages][a, u]: the least cost of the layers from u on, on the devices from a to the last; kinds as in
+    `node_tables`."""
+
+    segments: Segments
+    devices_per_node: int
+    most_in_flight: int
+    stages: dict[tuple[int, int], StageCosts]
+    """By size and number of layers."""
+    after: list[Floats]
+    slowest: list[Floats]
+
+    def fits(self, size: int, length: int, number: int) -> Bools:
+        """[u]: whether a stage fits where it is the `number`-th from the end."""
+        in_flight = np.diagonal(self.segments.in_flight[size], length)
+        fitting: Bools = in_flight >= min(number, self.most_in_flight)
+        return fitting
+
+    def from_each_device(self) -> tuple[Floats, Floats]:
+        """[1, a], with whatever number of stages is best; (all stages after k*, k* among them)."""
+        after = np.min([table[:-1, 0] for table in self.after], axis=0)
+        slowest = np.min([table[:-1, 0] for table in self.slowest], axis=0)
+        return after[None], slowest[None]
+
+
+def counted_tables(
+    segments: Segments, limits: Limits, *, num_devices: int, devices_per_node: int, most_in_flight: int
+) -> CountedTables:
+    """`limits`: of one interval. `most_in_flight`: the number of microbatches."""
+    num_layers, high = segments.num_layers, float(limits.high[0])
+    stages = {
+        (size, length): segments.costs(size, length, limits)
+        for size in segments.by_size
+        if size <= devices_per_node
+        for length in range(1, segments.longest(size, high) + 1)
+    }
+    nothing = np.full((num_devices + 1, num_layers + 1), INFINITE)
+    end = nothing.copy()
+    end[-1, -1] = 0.0
+    tables = CountedTables(segments, devices_per_node, most_in_flight, stages, [end], [nothing])
+    for number in range(1, min(num_devices, num_layers) + 1):
+        after, slowest = nothing.copy(), nothing.copy()
+        for (size, length), costs in stages.items():
+            fits = tables.fits(size, length, number)
+            if fits.any():
+                _lower(after, costs.after, tables.after[-1], fits, size, length, devices_per_node)
+                _lower(slowest, costs.slowest, tables.after[-1], fits, size, length, devices_per_node)
+                _lower(slowest, costs.before, tables.slowest[-1], fits, size, length, devices_per_node)
+        if not (np.isfinite(after).any() or np.isfinite(slowest).any()):
+            break
+        tables.after.append(after)
+        tables.slowest.append(slowest)
+    return tables
+
+
+def _lower(
+    table: Floats, cost: Floats, rest: Floats, fits: Bools, size: int, length: int, devices_per_node: int
+) -> None:
+    """table[a, u] = min(itself, cost[u] + rest[a + size, u + length]) where the stage stays in its node"""
+    num_starts = table.shape[1] - length
+    lowered = np.where(fits, cost[0], INFINITE)[None, :num_starts] + rest[size:, length:]
+    for offset in range(devices_per_node - size + 1, devices_per_node):
+        lowered[offset::devices_per_node] = INFINITE
+    np.minimum(table[: len(table) - size, :num_starts], lowered, out=table[: len(table) - size, :num_starts])
+
+
+def trace_counted(tables: CountedTables, first: int, kind: Kind) -> list[tuple[int, int, int]]:
+    """The stages (first layer, end, size) of the best way to put the whole chain on the devices from `first` on."""
+    of_kind = tables.after if kind == "after" else tables.slowest
+    number = min(range(len(of_kind)), key=lambda number: float(of_kind[number][first, 0]))
+    stages: list[tuple[int, int, int]] = []
+    a, u = first, 0
+    while number:
+        options = [("after", tables.after, "after")]
+        if kind == "slowest":
+            options = [("before", tables.slowest, "slowest"), ("slowest", tables.after, "after")]
+        found = []
+        for (size, length), costs in tables.stages.items():
+            if a % tables.devices_per_node + size > tables.devices_per_node or u + length > tables.segments.num_layers:
+                continue
+            if tables.fits(size, length, number)[u]:
+                for stage_kind, rest, then in options:
+                    if a + size < len(rest[number - 1]):
+                        total = getattr(costs, stage_kind)[0, u] + rest[number - 1][a + size, u + length]
+                        found.append((float(total), size, length, then))
+        _, size, length, kind = min(found)
+        stages.append((u, u + length, size))
+        a, u, number = a + size, u + length, number - 1
+    return stages
