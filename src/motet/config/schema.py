@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from motet.plan import CONTRASTIVE
+
 LANGUAGE_MODEL = "language_model"
 """The name of the language model among the modules; the encoders have names of the user's."""
 
@@ -75,10 +77,43 @@ class LanguageModelConfig(PartConfig):
     train: TrainableModule = TrainableModule()
 
 
+class TowerConfig(PartConfig):
+    projector: Literal["projection", "linear", "mlp"] | None = "projection"
+    """From the encoder's width to that of the features: a matrix (CLIP), a linear layer or two; null: the tower hands
+    on what its encoder makes of a whole item (SigLIP)."""
+    train: TrainableEncoder = TrainableEncoder()
+    projector_learning_rate: PositiveNumber | None = None
+    """Peak learning rate of the projector; null: `train.learning_rate`."""
+
+
+class ContrastiveConfig(_Section):
+    """The loss that compares what towers make of the samples of a contrastive batch."""
+
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """Each sample against all others of its contrastive batch (CLIP), or each pair by itself (SigLIP)."""
+    width: Count | None = None
+    """Of the features; null: that of the first tower without projector."""
+    anchor: str | None = None
+    """The tower that each other one is compared with; null: all pairs of towers."""
+    logit_scale: float | None = None
+    """Logarithm of the initial scale of similarities; null: 2.66 for softmax, 2.3 for sigmoid."""
+    logit_bias: float | None = None
+    """Initial bias of similarities, of the sigmoid loss alone; null: -10."""
+    train: bool = True
+    """Whether scale and bias are trained."""
+    learning_rate: PositiveNumber | None = None
+    """Peak learning rate of scale and bias; null: `train.learning_rate`."""
+
+
 class ModelConfig(_Section):
     encoders: dict[str, EncoderConfig] = {}
     """By name; the names are the modules' names everywhere."""
-    language_model: LanguageModelConfig
+    language_model: LanguageModelConfig | None = None
+    """Needed unless there are `towers`."""
+    towers: dict[str, TowerConfig] = {}
+    """Of a contrastive model, by name; the names are the modules' names everywhere (docs/contrastive.md)."""
+    contrastive: ContrastiveConfig = ContrastiveConfig()
+    """The towers' loss."""
     merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
     """How encoder outputs enter the language model."""
     media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
@@ -90,20 +125,54 @@ class ModelConfig(_Section):
     """For each encoder, the tokenizer's token that stands where its outputs go; not given: `<image>` or `<audio>`."""
 
     @model_validator(mode="after")
+    def _is_of_one_kind(self) -> "ModelConfig":
+        if not self.towers:
+            if self.language_model is None:
+                raise ValueError("language_model: is missing; give one, or towers for a contrastive model")
+            if "contrastive" in self.model_fields_set:
+                raise ValueError("contrastive: is the loss of towers; give towers too, or leave it out")
+            return self
+        for key in ("encoders", "language_model", "placeholder_tokens", "merge", "media_attention"):
+            if key in self.model_fields_set:
+                raise ValueError(f"{key}: stands beside towers; a contrastive model has towers alone")
+        if len(self.towers) < 2:
+            raise ValueError(f"towers: has {', '.join(self.towers)} alone; give at least two")
+        for name in (CONTRASTIVE, LANGUAGE_MODEL):
+            if name in self.towers:
+                raise ValueError(f"towers.{name}: is the name of another module; give the tower another one")
+        anchor = self.contrastive.anchor
+        if anchor is not None and anchor not in self.towers:
+            raise ValueError(f"contrastive.anchor: there is no tower {anchor!r}; give one of {', '.join(self.towers)}")
+        if self.contrastive.loss == "softmax" and self.contrastive.logit_bias is not None:
+            raise ValueError("contrastive.logit_bias: the softmax loss has none; leave it out, or give loss: sigmoid")
+        if self.contrastive.width is None and all(tower.projector for tower in self.towers.values()):
+            raise ValueError("contrastive.width: is missing; give the width of the features, to which projectors bring")
+        return self
+
+    @model_validator(mode="after")
     def _is_trainable(self) -> "ModelConfig":
         if LANGUAGE_MODEL in self.encoders:
             raise ValueError(f"encoders.{LANGUAGE_MODEL}: is the language model's name; give the encoder another one")
         for name in self.placeholder_tokens:
             if name not in self.encoders:
                 raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
-        trains_encoder = any(e.train.module or (e.train.projector and e.projector) for e in self.encoders.values())
-        if not (trains_encoder or self.language_model.train.module):
+        parts = [*self.encoders.values(), *self.towers.values()]
+        trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
+        trains_language_model = self.language_model is not None and self.language_model.train.module
+        if not (trains_encoder or trains_language_model):
             raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
         return self
 
     @property
+    def causal_lm(self) -> LanguageModelConfig:
+        """The language model; a model of towers has none."""
+        assert self.language_model is not None
+        return self.language_model
+
+    @property
     def module_names(self) -> tuple[str, ...]:
-        return (*self.encoders, LANGUAGE_MODEL)
+        """Of the parts that a run file lays out."""
+        return tuple(self.towers) if self.towers else (*self.encoders, LANGUAGE_MODEL)
 
 
 def _one_or_many(value: Any) -> Any:
@@ -183,6 +252,47 @@ class ConversationsConfig(PreparedDataConfig):
     """Of the order of the conversations."""
 
 
+class SameDigitsConfig(_Section):
+    """A task for towers that needs no download: handwritten digits, the sound of dialling them, and their names."""
+
+    kind: Literal["same-digits"]
+    seed: int = 0
+    """Of the examples."""
+    min_digits: Annotated[int, Field(ge=1, le=8)] = 3
+    """In one example."""
+    max_digits: Annotated[int, Field(ge=1, le=8)] = 5
+    """In one example."""
+    num_train: Count = 100_000
+    """Examples in one epoch."""
+    num_held_out: Count = 1024
+    """Examples in handwriting that is never trained on."""
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> "SameDigitsConfig":
+        if self.max_digits < self.min_digits:
+            raise ValueError(f"max_digits: is {self.max_digits}, less than min_digits {self.min_digits}")
+        return self
+
+
+class PairsConfig(_Section):
+    """Samples for towers, as JSON lines: `{"image": path, "audio": path, "text": "..."}`, one key for each tower's
+    modality."""
+
+    kind: Literal["pairs"]
+    files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
+    """One file or several."""
+    eval_files: Files = ()
+    """Held-out samples."""
+    image_folder: str = "."
+    """What the images' paths are relative to."""
+    audio_folder: str = "."
+    """What the clips' paths are relative to."""
+    tokenizer: str | None = None
+    """Hub id or folder; null: beside the text tower."""
+    processors: dict[str, str] = {}
+    """For each tower of images or sounds, hub id or folder of its processor; not given: beside the tower."""
+
+
 class DescribedImagesConfig(_Section):
     """Images of one size in every sample."""
 
@@ -208,7 +318,7 @@ class DescribedConfig(_Section):
 
     kind: Literal["described"]
     text_tokens: Count = 1024
-    """Of each sample; all carry loss."""
+    """Of each sample; all carry loss. Of a text tower: its sequence."""
     images: dict[str, DescribedImagesConfig] = {}
     """By encoder."""
     sounds: dict[str, DescribedSoundsConfig] = {}
@@ -378,6 +488,8 @@ class ParallelConfig(_Section):
     """With `packing`: most tokens of such a row; language-model microbatches of more are cut. null: no limit."""
     recompute: tuple[str, ...] = ()
     """Modules whose activations are computed again in the backward pass."""
+    recompute_features: tuple[str, ...] = ()
+    """Towers whose forward keeps no graph: it runs again in the backward pass, from the stage's input."""
     zero1: bool = False
     """Shard the optimizer's state over the replicas."""
 
@@ -412,6 +524,9 @@ class TrainConfig(_Section):
     """Updates in all, those before a resumed checkpoint included."""
     global_batch_size: Count = 8
     """Samples per update, over all replicas and microbatches."""
+    contrastive_batch_size: Count | None = None
+    """Of towers: samples that are compared with each other; the loss is the mean over contrastive batches. null: the
+    global batch."""
     learning_rate: PositiveNumber = 1e-3
     """Peak, of parts that have none of their own."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -458,7 +573,10 @@ class RunConfig(_Section):
     """One run: what is trained, on what, where, and how."""
 
     model: ModelConfig
-    data: Annotated[DialADigitConfig | ConversationsConfig | DescribedConfig, Field(discriminator="kind")]
+    data: Annotated[
+        DialADigitConfig | ConversationsConfig | DescribedConfig | SameDigitsConfig | PairsConfig,
+        Field(discriminator="kind"),
+    ]
     cluster: ClusterConfig = ClusterConfig()
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
@@ -466,11 +584,32 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _names_its_modules(self) -> "RunConfig":
         names = self.model.module_names
-        for key, given in (("explicit", self.parallel.explicit), ("recompute", self.parallel.recompute)):
-            for name in given:
+        for key in ("explicit", "recompute", "recompute_features"):
+            for name in getattr(self.parallel, key):
                 if name not in names:
                     raise ValueError(f"parallel.{key}: there is no module {name!r}; the model has {', '.join(names)}")
         missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]
         if missing:
             raise ValueError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
+        self._check_towers()
         return self
+
+    def _check_towers(self) -> None:
+        size, whole = self.train.contrastive_batch_size, self.train.global_batch_size
+        if not self.model.towers:
+            for key, given in (
+                ("train.contrastive_batch_size", size),
+                ("parallel.recompute_features", self.parallel.recompute_features),
+            ):
+                if given:
+                    raise ValueError(f"{key}: is of towers; give model.towers, or leave it out")
+            if self.data.kind in ("same-digits", "pairs"):
+                raise ValueError(f"data.kind: {self.data.kind} is for towers; give model.towers, or other data")
+            return
+        if self.data.kind in ("dial-a-digit", "conversations"):
+            raise ValueError(f"data.kind: {self.data.kind} has no pairs for towers; give pairs or same-digits")
+        if size is not None and whole % size:
+            raise ValueError(
+                f"train.contrastive_batch_size: is {size}, which does not divide train.global_batch_size {whole}; "
+                "give a divisor"
+            )

@@ -47,7 +47,8 @@ class LossRunner(StageRunner):
         saved = self._saved.pop(cell)
         assert saved.loss is not None
         assert saved.output is not None
-        torch.autograd.backward([saved.loss])
+        if saved.loss.requires_grad:  # Not on a rank that holds frozen towers, or no samples, of a frozen scale.
+            torch.autograd.backward([saved.loss])
         exchange = RowExchange(self._cp or ALONE)
         result = {}
         for route in self._routes.incoming[cell]:

@@ -1,0 +1,53 @@
+"""Samples for contrastive towers in files: JSON lines, or one JSON list, with images and sounds beside them. Pure.
+
+    {"id": "7", "image": "cat.jpg", "text": "a cat"}
+    {"image": "dog.jpg", "audio": "dog.wav", "text": "a dog"}
+
+Every sample has what each tower reads: one image, one sound, one text. Records are checked when the file is opened, as
+conversations are (`motet.data.conversations`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from motet.data.conversations import read_records
+from motet.data.example import Example, Media, Message, Modality
+from motet.data.media_files import ImageFile, SoundFile
+from motet.errors import UserError
+
+
+class PairExamples:
+    """The records of some files, in their order."""
+
+    def __init__(self, files: Sequence[str | Path], folders: dict[Modality, Path], kinds: Sequence[str]) -> None:
+        """`folders`: what the media's paths are relative to. `kinds`: what towers read, of "image", "audio" and "text".
+        Raises `UserError` naming file and line."""
+        self._examples = [
+            _example(record, where, folders, kinds) for file in files for where, record in read_records(Path(file))
+        ]
+        if not self._examples:
+            raise UserError(f"{', '.join(str(file) for file in files)}: no sample in it; give at least one")
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self._examples[index]
+
+
+def _example(record: Any, where: str, folders: dict[Modality, Path], kinds: Sequence[str]) -> Example:
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: is not a mapping; give one with the keys {', '.join(kinds)}")
+    for kind in kinds:
+        if not isinstance(record.get(kind), str) or not record[kind].strip():
+            raise UserError(f"{where}: {kind}: is {record.get(kind)!r}; give a {'text' if kind == 'text' else 'path'}")
+    media: dict[Modality, tuple[Media, ...]] = {}
+    for modality, folder in folders.items():
+        if modality in kinds:
+            path = folder / record[modality]
+            if not path.is_file():
+                raise UserError(f"{where}: {modality}: {path}: there is no such file")
+            media[modality] = (ImageFile(path) if modality == "image" else SoundFile(path),)
+    messages = (Message("user", record["text"].strip()),) if "text" in kinds else ()
+    return Example(id=str(record.get("id", where)), messages=messages, media=media, where=where)

@@ -1,0 +1,34 @@
+"""From examples to the tensors that contrastive towers read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from motet.data.encoder_input import EncoderInput
+from motet.data.example import Example
+from motet.data.tower_layouts import TextLayout, TowerLayouts, text_of
+from motet.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class TowerPreparation(TowerLayouts):
+    towers: Mapping[str, EncoderInput | TextLayout]
+
+    def features(self, example: Example, module: str) -> dict[str, Tensor]:
+        """The tensors of one tower. Raises `UserError` naming the file that cannot be decoded."""
+        fed = self.towers[module]
+        if isinstance(fed, TextLayout):
+            return {"input_ids": torch.tensor([fed.ids(text_of(example))])}
+        try:
+            return fed.features(example.media[fed.modality])
+        except ValueError as error:
+            raise UserError(f"{example.where or example.id}: {error}") from None
+
+    def save(self, folder: Path) -> None:
+        """For `from_pretrained`: each tower's tokenizer or processor in a folder of its name."""
+        for name, fed in self.towers.items():
+            processor = fed.tokenizer if isinstance(fed, TextLayout) else fed.processor
+            processor.save_pretrained(folder / name)
