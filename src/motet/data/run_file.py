@@ -74,7 +74,7 @@ def open_preparation(config: RunConfig) -> Preparation:
         processors = {name: _dial_a_digit_processor(workloads[name], name) for name in config.model.encoders}
     else:
         check_processor_names(config, config.data)
-        tokenizer = _loaded(AutoTokenizer, config.data.tokenizer, config.model.language_model, "data.tokenizer")
+        tokenizer = _loaded(AutoTokenizer, config.data.tokenizer, config.model.causal_lm, "data.tokenizer")
         processors = _stored_processors(config, config.data, workloads)
     encoders = feed_encoders(config, workloads, processors, EncoderInput)
     check_vocabulary(workloads[LANGUAGE_MODEL], len(tokenizer))

@@ -92,7 +92,7 @@ def _plain_layouts(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -
         processors = {name: dial_a_digit_processor(workloads[name].config, name) for name in names}
     else:
         assert isinstance(config.data, ConversationsConfig)
-        find = partial(stored_file, config.data.tokenizer or _source(config.model.language_model))
+        find = partial(stored_file, config.data.tokenizer or _source(config.model.causal_lm))
         read = read_tokenizer(find)
         given = {
             name: _stored_processor(config.data.processors.get(name) or _source(part)) for name, part in names.items()

@@ -17,13 +17,13 @@ from transformers.utils import ModelOutput
 from motet.data.batch import Batch
 from motet.errors import UserError
 from motet.models.contrastive_loss import LossKind
-from motet.models.contrastive_stage import ContrastiveStage, pairs_of
+from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
 from motet.models.encoders import family_of
 from motet.models.multimodal import ModalityModule
 from motet.models.projector import projected_size
 from motet.plan import CONTRASTIVE
-from motet.schedule.batch_sync import whole
+from motet.schedule.batch_sync import pairs_of, whole
 
 LOSSES: tuple[LossKind, ...] = ("softmax", "sigmoid")
 

@@ -10,7 +10,6 @@ normalized here, so that a tower hands on what transformers calls its embeddings
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,25 +20,11 @@ from torch.autograd.function import once_differentiable
 from motet.arrays import Ints
 from motet.attention.context_parallel import ContextParallel
 from motet.data.sample import Sample
-from motet.errors import UserError
 from motet.models.contrastive_loss import Gradients, LossKind, Similarity, Values, gradients, values
 from motet.plan import ContextOptions
-from motet.schedule.batch_sync import Shares
-
-Pair = tuple[str, str]
+from motet.schedule.batch_sync import Pair, Shares
 
 ALONE = ContextParallel(group=None, rank=0, size=1, options=ContextOptions())
-
-
-def pairs_of(towers: Sequence[str], anchor: str | None) -> tuple[Pair, ...]:
-    """All pairs of towers, or those of the anchor with each other one."""
-    if len(towers) < 2:
-        raise UserError(f"towers: {', '.join(towers) or 'none'} given; a contrastive loss needs at least two")
-    if anchor is None:
-        return tuple(combinations(towers, 2))
-    if anchor not in towers:
-        raise UserError(f"anchor: there is no tower {anchor!r}; give {', '.join(towers)}")
-    return tuple((anchor, other) for other in towers if other != anchor)
 
 
 class ContrastiveStage(nn.Module):

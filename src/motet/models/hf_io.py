@@ -89,7 +89,7 @@ def describe_config(config: ModelConfig, placeholder_token_ids: Mapping[str, int
         )
         for name, part in config.encoders.items()
     }
-    language_model = read_part_config(config.language_model, "language_model", where=f"model.{LANGUAGE_MODEL}")
+    language_model = read_part_config(config.causal_lm, "language_model", where=f"model.{LANGUAGE_MODEL}")
     media = config.media_attention
     if media == "family":
         media = rule_of_family(language_model.model_type).media

@@ -1,6 +1,7 @@
 """Projectors: what brings an encoder's features to the width of the language model.
 
-"linear" is one linear layer (as in Qwen2-Audio), "mlp" two with a GELU between them (as in LLaVA 1.5); their
+"linear" is one linear layer (as in Qwen2-Audio), "mlp" two with a GELU between them (as in LLaVA 1.5), "projection" a
+matrix (as in CLIP); their
 parameters bear the names that transformers gives them there. A module of the user's own takes
 [num_tokens, in_features] and returns [num_outputs, out_features].
 """
@@ -21,6 +22,13 @@ class LinearProjector(nn.Module):
         return self.linear(features)
 
 
+class Projection(nn.Linear):
+    """A matrix alone, as CLIP has it: [num_tokens, in_features] -> [num_tokens, out_features]."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+
 class MlpProjector(nn.Module):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -33,7 +41,11 @@ class MlpProjector(nn.Module):
         return self.linear_2(self.act(self.linear_1(features)))
 
 
-PROJECTORS: dict[str, type[nn.Module]] = {"linear": LinearProjector, "mlp": MlpProjector}
+PROJECTORS: dict[str, type[nn.Module]] = {
+    "linear": LinearProjector,
+    "mlp": MlpProjector,
+    "projection": Projection,
+}
 
 
 def build_projector(projector: str | nn.Module, in_features: int, out_features: int, *, seed: int = 0) -> nn.Module:

@@ -117,7 +117,7 @@ def _degrees(given: ModuleParallelConfig, media: MediaAttention) -> Degrees:
 
 def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
     """The shape of every module, encoders with their projectors, by name."""
-    language_model = _read_workload(config.model.language_model, f"model.{LANGUAGE_MODEL}", _is_packed(config))
+    language_model = _read_workload(config.model.causal_lm, f"model.{LANGUAGE_MODEL}", _is_packed(config))
     workloads = {}
     for name, part in config.model.encoders.items():
         encoder = _read_workload(part, f"model.encoders.{name}")
@@ -184,7 +184,7 @@ def _config_file(part: PartConfig, where: str) -> Path:
 def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> tuple[LayerRange, ...]:
     """As docs/architecture.md numbers the layers: an encoder's projector is its last one."""
     if name == LANGUAGE_MODEL:
-        return ((0, workload.num_layers),) if config.model.language_model.train.module else ()
+        return ((0, workload.num_layers),) if config.model.causal_lm.train.module else ()
     encoder = config.model.encoders[name]
     last = workload.num_layers - (encoder.projector is not None)
     ranges = [(0, last)] if encoder.train.module else []

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from motet.attention.rules import rule_of_family
-from motet.config import EncoderConfig, PartConfig, RunConfig
+from motet.config import EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.config.schema import LANGUAGE_MODEL
+from motet.models.contrastive import ContrastiveLoss
+from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage
 from motet.models.families import Kind
 from motet.models.language_model_stage import LanguageModelStage
@@ -23,18 +25,23 @@ from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.schedule.batch_sync import pairs_of
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """By `train.dtype`. bfloat16 is autocast: parameters, gradients and what travels between stages stay in float32."""
 
 
 def part_of(config: RunConfig, module: str) -> PartConfig:
-    """The run file's section of a module."""
-    return config.model.language_model if module == LANGUAGE_MODEL else config.model.encoders[module]
+    """The run file's section of a module, but for the contrastive loss, which is no transformers model."""
+    if module in config.model.towers:
+        return config.model.towers[module]
+    return config.model.causal_lm if module == LANGUAGE_MODEL else config.model.encoders[module]
 
 
-def where_of(module: str) -> str:
+def where_of(config: RunConfig, module: str) -> str:
     """The key of that section."""
+    if module in config.model.towers:
+        return f"model.towers.{module}"
     return f"model.{module}" if module == LANGUAGE_MODEL else f"model.encoders.{module}"
 
 
@@ -55,20 +62,42 @@ def pick_device(config: RunConfig, local_rank: int) -> torch.device:
 def build_module(config: RunConfig, name: str, layers: tuple[int, int] | None, dtype: torch.dtype) -> ModalityModule:
     """One module of the run file with weights in `layers` (None: all), its projector, and what is frozen in it."""
     part = part_of(config, name)
-    kind: Kind = "encoder" if isinstance(part, EncoderConfig) else "language_model"
-    model = materialize(part, kind, name=name, where=where_of(name), layers=layers, dtype=dtype)
+    kind: Kind = "encoder" if isinstance(part, EncoderConfig | TowerConfig) else "language_model"
+    model = materialize(part, kind, name=name, where=where_of(config, name), layers=layers, dtype=dtype)
+    if isinstance(part, TowerConfig):
+        return _tower(config, part, model, dtype)
     if not isinstance(part, EncoderConfig):
         module = ModalityModule(model)
-        _set_trainable(module.module, config.model.language_model.train.module)
+        _set_trainable(module.module, config.model.causal_lm.train.module)
         return module
     module = ModalityModule(model, part.projector, feature_layer=part.feature_layer)
-    llm = read_part_config(config.model.language_model, "language_model", where=where_of(LANGUAGE_MODEL))
+    llm = read_part_config(config.model.causal_lm, "language_model", where=where_of(config, LANGUAGE_MODEL))
     module.build_projector(llm.hidden_size, seed=part.seed)
     _set_trainable(module.module, part.train.module)
     if module.projector is not None:
         module.projector.to(dtype)
         _set_trainable(module.projector, part.train.projector)
     return module
+
+
+def _tower(config: RunConfig, part: TowerConfig, model: nn.Module, dtype: torch.dtype) -> ModalityModule:
+    module = ModalityModule(model, part.projector)
+    module.pooling = "alone"
+    module.build_projector(feature_width(config), seed=part.seed)
+    _set_trainable(module.module, part.train.module)
+    if module.projector is not None:
+        module.projector.to(dtype)
+        _set_trainable(module.projector, part.train.projector)
+    return module
+
+
+def build_loss(config: RunConfig, dtype: torch.dtype) -> ContrastiveStage:
+    """The contrastive loss of the run file's towers."""
+    given = config.model.contrastive
+    loss = ContrastiveLoss(given.loss, given.logit_scale, given.logit_bias).to(dtype)
+    _set_trainable(loss, given.train)
+    pairs = pairs_of(tuple(config.model.towers), given.anchor)
+    return ContrastiveStage(given.loss, pairs, feature_width(config), loss.logit_scale, loss.logit_bias)
 
 
 def _set_trainable(part: nn.Module, trainable: bool) -> None:
@@ -97,6 +126,8 @@ def build_stage(
     config: RunConfig, owner: str, layers: LayerRange, tp: TensorParallel, device: torch.device, *, recompute: bool
 ) -> StageModule:
     """A run of layers of the run file's module `owner`, cut for this rank's tensor-parallel group."""
+    if owner == CONTRASTIVE and config.model.towers:
+        return build_loss(config, PARAMETER_DTYPES[config.train.dtype]).to(device)
     module = build_module(config, owner, layers, PARAMETER_DTYPES[config.train.dtype])
     made: EncoderStage | LanguageModelStage
     if owner == LANGUAGE_MODEL:
@@ -141,11 +172,12 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
     train = config.train
     rates = {}
-    for name in [*config.model.encoders, LANGUAGE_MODEL]:
+    for name in config.model.module_names:
         part = part_of(config, name)
         rates[f"{name}.module"] = part.learning_rate or train.learning_rate
-        if isinstance(part, EncoderConfig):
+        if isinstance(part, EncoderConfig | TowerConfig):
             rates[f"{name}.projector"] = part.projector_learning_rate or train.learning_rate
+    rates[f"{CONTRASTIVE}.module"] = config.model.contrastive.learning_rate or train.learning_rate
     return Optimizer(
         model.parameters,
         OptimizerConfig(

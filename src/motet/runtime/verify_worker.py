@@ -52,9 +52,9 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 
 def _media_attention(config: RunConfig) -> str:
-    part = config.model.language_model
+    part = config.model.causal_lm
     return media_attention_of(
-        config, read_part_config(part, "language_model", where=where_of(LANGUAGE_MODEL)).model_type
+        config, read_part_config(part, "language_model", where=where_of(config, LANGUAGE_MODEL)).model_type
     )
 
 
@@ -65,13 +65,13 @@ def plainly_built(config: RunConfig) -> tuple[Mapping[str, ModalityModule], nn.M
     def build(name: str) -> Any:
         part = part_of(config, name)
         kind: Literal["encoder", "language_model"] = "encoder" if name in config.model.encoders else "language_model"
-        hf_config = read_part_config(part, kind, where=where_of(name))
+        hf_config = read_part_config(part, kind, where=where_of(config, name))
         with default_dtype(dtype):  # Some families compute constants when they are built.
             model = model_class_of(hf_config.model_type, kind)(hf_config)
         _without_dropout(model)
         return model
 
-    language_model = build(LANGUAGE_MODEL).requires_grad_(config.model.language_model.train.module)
+    language_model = build(LANGUAGE_MODEL).requires_grad_(config.model.causal_lm.train.module)
     hidden_size = language_model.get_input_embeddings().weight.shape[1]
     encoders = {}
     for name, part in config.model.encoders.items():

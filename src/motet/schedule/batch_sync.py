@@ -7,12 +7,28 @@ loss. What the group exchanges within the action is up to `motet.models.contrast
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
 from motet.arrays import Ints
 from motet.data.assignment import split_evenly
+from motet.errors import UserError
 from motet.schedule.routes import Cell, Route, Routes
+
+
+Pair = tuple[str, str]
+
+
+def pairs_of(towers: Sequence[str], anchor: str | None) -> tuple[Pair, ...]:
+    """The pairs of towers that a loss compares: all, or those of the anchor with each other one."""
+    if len(towers) < 2:
+        raise UserError(f"towers: {', '.join(towers) or 'none'} given; a contrastive loss needs at least two")
+    if anchor is None:
+        return tuple(combinations(towers, 2))
+    if anchor not in towers:
+        raise UserError(f"anchor: there is no tower {anchor!r}; give {', '.join(towers)}")
+    return tuple((anchor, other) for other in towers if other != anchor)
 
 
 @dataclass(frozen=True, eq=False)
