@@ -170,7 +170,9 @@ def projector_layer(projector: str, in_features: int, out_features: int) -> Laye
         second = Linear(out_features, out_features, bias=True, rows="outputs")
         # The GELU keeps its input.
         return LayerShape("projector", out_features, (first, second), saved_vectors=1)
-    raise UserError(f"projector: the shape of {projector!r} is not known; known are linear, mlp")
+    if projector == "projection":
+        return LayerShape("projector", out_features, (replace(first, bias=False),))
+    raise UserError(f"projector: the shape of {projector!r} is not known; known are linear, mlp, projection")
 
 
 def with_projector(encoder: ModuleWorkload, projector: str, out_features: int) -> ModuleWorkload:

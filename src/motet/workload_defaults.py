@@ -80,6 +80,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 12,
         "num_attention_heads": 8,
         "max_position_embeddings": 77,
+        "eos_token_id": 49407,
     },
     "siglip_text_model": {
         "vocab_size": 32000,
@@ -88,6 +89,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "max_position_embeddings": 64,
+        "pad_token_id": 1,
     },
     "bert": {
         "vocab_size": 30522,

@@ -427,6 +427,8 @@ class ModuleParallelConfig(_Section):
     """Number of stages."""
     dp: Count = 1
     """Number of replicas."""
+    num_microbatches: Count | None = None
+    """Of a tower: of each replica's share of a contrastive batch; null: `parallel.num_microbatches`."""
     layers_per_stage: tuple[Count, ...] | None = None
     """Counting an encoder's embedding, head and projector and a language model's embedding and head as one layer each;
     null: the frozen-aware partition."""
@@ -481,7 +483,7 @@ class ParallelConfig(_Section):
     """Which samples make up each microbatch (docs/data.md): as they come, at random, in DistTrain's order, like DIP, or
     balanced with deferral like Entrain, with all microbatches or no more than the heaviest sample leaves even."""
     num_microbatches: Count = 4
-    """Per replica."""
+    """Per replica; of towers, per replica and contrastive batch."""
     packing: bool = False
     """A microbatch's samples stand in one row without padding, and do not see each other."""
     max_packed_tokens: Count | None = None

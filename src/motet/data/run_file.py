@@ -14,8 +14,10 @@ from motet.config import (
     ConversationsConfig,
     DescribedConfig,
     DialADigitConfig,
+    PairsConfig,
     PartConfig,
     RunConfig,
+    SameDigitsConfig,
 )
 from motet.data.dataset import ExampleDataset
 from motet.data.dial_a_digit import QUESTIONS
@@ -28,9 +30,13 @@ from motet.data.run_file_samples import (
     feed_encoders,
     open_examples,
 )
+from motet.data.run_file_towers import open_tower_examples
+from motet.data.same_digits import NAMES
 from motet.data.tokenizer import word_level_tokenizer
+from motet.data.tower_layouts import TextLayout
+from motet.data.tower_preparation import TowerPreparation
 from motet.errors import UserError
-from motet.models.token_counts import modality_of
+from motet.models.token_counts import modality_of, reads_text
 from motet.planner.from_run_file import read_workloads
 from motet.workload import ModuleWorkload
 
@@ -47,7 +53,13 @@ PROCESSORS: Mapping[str, type] = {
 class RunData:
     train: ExampleDataset
     held_out: ExampleDataset | None
-    preparation: Preparation
+    preparation: Preparation | TowerPreparation
+
+    @property
+    def conversational(self) -> Preparation:
+        """Of a model with a language model."""
+        assert isinstance(self.preparation, Preparation)
+        return self.preparation
 
 
 def open_data(config: RunConfig) -> RunData:
@@ -69,6 +81,8 @@ def open_preparation(config: RunConfig) -> Preparation:
             "data.kind: is described, which has sizes but no data; motet plan and simulate take it, for this give "
             "conversations or dial-a-digit"
         )
+    if config.model.towers:
+        return _tower_data(config, workloads)
     if isinstance(config.data, DialADigitConfig):
         tokenizer: Any = word_level_tokenizer(QUESTIONS.values())
         processors = {name: _dial_a_digit_processor(workloads[name], name) for name in config.model.encoders}
@@ -79,6 +93,35 @@ def open_preparation(config: RunConfig) -> Preparation:
     encoders = feed_encoders(config, workloads, processors, EncoderInput)
     check_vocabulary(workloads[LANGUAGE_MODEL], len(tokenizer))
     return Preparation(tokenizer, encoders, config.model.merge)
+
+
+def _tower_data(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> RunData:
+    data = config.data
+    towers: dict[str, EncoderInput | TextLayout] = {}
+    for name, part in config.model.towers.items():
+        values, where = workloads[name].config, f"model.towers.{name}"
+        if reads_text(values):
+            if isinstance(data, SameDigitsConfig):
+                tokenizer: Any = word_level_tokenizer([" ".join(NAMES)])
+            else:
+                assert isinstance(data, PairsConfig)
+                tokenizer = _loaded(AutoTokenizer, data.tokenizer, part, "data.tokenizer")
+            towers[name] = TextLayout(tokenizer, values, where)
+            continue
+        if isinstance(data, SameDigitsConfig):
+            processor = _dial_a_digit_processor(workloads[name], name)
+        else:
+            assert isinstance(data, PairsConfig)
+            kind = AutoImageProcessor if modality_of(values) == "image" else AutoFeatureExtractor
+            processor = _loaded(kind, data.processors.get(name), part, f"data.processors.{name}")
+        towers[name] = EncoderInput(modality=modality_of(values), processor=processor, config=values, name=where)
+    preparation = TowerPreparation(towers)
+    examples = open_tower_examples(config, workloads)
+    return RunData(
+        train=ExampleDataset(examples.train, preparation),
+        held_out=ExampleDataset(examples.held_out, preparation) if examples.held_out else None,
+        preparation=preparation,
+    )
 
 
 def _stored_processors(

@@ -35,6 +35,7 @@ from motet.data.plain_tokenizer import read_tokenizer
 from motet.data.sample import Sample
 from motet.data.sample_layout import SampleLayouts, SampleSource
 from motet.data.tokenizer import plain_word_level_tokenizer
+from motet.data.tower_layouts import TowerLayouts
 from motet.errors import UserError
 from motet.models.token_counts import modality_of
 from motet.planner.from_run_file import read_workloads
@@ -60,7 +61,7 @@ class LaidOutExamples:
     """Metadata alone."""
 
     examples: ExampleSource
-    layouts: SampleLayouts
+    layouts: SampleLayouts | TowerLayouts
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -77,7 +78,13 @@ def open_samples(config: RunConfig) -> SampleSource:
     workloads = read_workloads(config)
     if isinstance(config.data, DescribedConfig):
         return described_samples(config, config.data, workloads)
-    layouts = _plain_layouts(config, workloads)
+    if config.model.towers:
+        from motet.data.run_file_towers import open_tower_examples, plain_tower_layouts
+
+        towers = plain_tower_layouts(config, workloads)
+        if towers is not None:
+            return LaidOutExamples(open_tower_examples(config, workloads).train, towers)
+    layouts = None if config.model.towers else _plain_layouts(config, workloads)
     if layouts is None:
         from motet.data.run_file import open_data
 
@@ -92,10 +99,10 @@ def _plain_layouts(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -
         processors = {name: dial_a_digit_processor(workloads[name].config, name) for name in names}
     else:
         assert isinstance(config.data, ConversationsConfig)
-        find = partial(stored_file, config.data.tokenizer or _source(config.model.causal_lm))
+        find = partial(stored_file, config.data.tokenizer or source_of(config.model.causal_lm))
         read = read_tokenizer(find)
         given = {
-            name: _stored_processor(config.data.processors.get(name) or _source(part)) for name, part in names.items()
+            name: stored_processor(config.data.processors.get(name) or source_of(part)) for name, part in names.items()
         }
         if read is None or None in given.values():
             return None
@@ -224,11 +231,11 @@ def stored_file(source: str | None, name: str) -> Path | None:
         return None
 
 
-def _source(part: PartConfig) -> str | None:
+def source_of(part: PartConfig) -> str | None:
     return part.path or part.hub
 
 
-def _stored_processor(source: str | None) -> dict[str, Any] | None:
+def stored_processor(source: str | None) -> dict[str, Any] | None:
     for name, keys in PROCESSOR_FILES:
         file = stored_file(source, name)
         if file is None:

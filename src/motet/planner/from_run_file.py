@@ -12,7 +12,7 @@ from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     LANGUAGE_MODEL,
     CatalogueConfig,
-    EncoderConfig,
+    LanguageModelConfig,
     ModuleParallelConfig,
     PartConfig,
     RunConfig,
@@ -27,9 +27,11 @@ from motet.data.assignment import BatchAssignment
 from motet.data.assignments import assign
 from motet.data.sample import Sample
 from motet.errors import UserError
-from motet.plan import ContextOptions, Edge, LayerRange, Plan
+from motet.plan import CONTRASTIVE, ContextOptions, Edge, LayerRange, Plan
 from motet.planner import make_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.planner.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
+from motet.planner.towers_from_run_file import trainable_layers as trainable_layers_of_towers
 from motet.schedule.routes import Routes
 from motet.workload import ModuleWorkload, module_workload, with_feature_layer, with_projector
 
@@ -47,6 +49,9 @@ MODEL_TYPES: Mapping[str, str] = {
     "PixtralVisionConfig": "pixtral",
     "WhisperConfig": "whisper",
     "Qwen2AudioEncoderConfig": "qwen2_audio_encoder",
+    "CLIPTextConfig": "clip_text_model",
+    "SiglipTextConfig": "siglip_text_model",
+    "BertConfig": "bert",
 }
 """By transformers' configuration class, which is not asked itself because it would load torch."""
 
@@ -72,13 +77,13 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
             name: ModuleProblem(
                 workload=workload,
                 trainable=trainable_layers(config, name, workload),
-                loss_weight=float(name == LANGUAGE_MODEL),
+                loss_weight=float(name in (LANGUAGE_MODEL, CONTRASTIVE)),
                 tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
                 max_stages=_max_stages(config, name),
             )
             for name, workload in workloads.items()
         },
-        edges=edges_between(config, workloads[LANGUAGE_MODEL]),
+        edges=tower_edges(config) if config.model.towers else edges_between(config, workloads[LANGUAGE_MODEL]),
         cluster=cluster,
         table=table,
         computed=_compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
@@ -90,6 +95,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         assignment=config.parallel.assignment,
         max_packed_tokens=config.parallel.max_packed_tokens,
         recompute=config.parallel.recompute,
+        contrastive_batch_size=config.train.contrastive_batch_size,
         memory=_memory_options(config),
         num_cores=shared_cores(config),
     )
@@ -97,6 +103,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
 
 def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that `parallel` asks for. Raises `ValueError` for what no plan can satisfy."""
+    if config.model.towers:
+        return plan_of_towers(config, problem)
     media = MEDIA_ATTENTION.get(problem.modules[LANGUAGE_MODEL].workload.family, "causal")
     if config.model.media_attention != "family":
         media = config.model.media_attention
@@ -117,6 +125,8 @@ def _degrees(given: ModuleParallelConfig, media: MediaAttention) -> Degrees:
 
 def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
     """The shape of every module, encoders with their projectors, by name."""
+    if config.model.towers:
+        return tower_workloads(config, read_part_values)
     language_model = _read_workload(config.model.causal_lm, f"model.{LANGUAGE_MODEL}", _is_packed(config))
     workloads = {}
     for name, part in config.model.encoders.items():
@@ -161,7 +171,7 @@ def read_part_values(part: PartConfig, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
     nested = [stored[key] for key in NESTED_CONFIGS if isinstance(stored.get(key), dict)]
-    wanted = "encoder" if isinstance(part, EncoderConfig) else "language_model"
+    wanted = "language_model" if isinstance(part, LanguageModelConfig) else "encoder"
     for values in nested:
         if values.get("model_type") in MODEL_TYPES.values() and module_workload(values).kind == wanted:
             stored = values
@@ -183,6 +193,8 @@ def _config_file(part: PartConfig, where: str) -> Path:
 
 def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> tuple[LayerRange, ...]:
     """As docs/architecture.md numbers the layers: an encoder's projector is its last one."""
+    if config.model.towers:
+        return trainable_layers_of_towers(config, name, workload)
     if name == LANGUAGE_MODEL:
         return ((0, workload.num_layers),) if config.model.causal_lm.train.module else ()
     encoder = config.model.encoders[name]
@@ -287,6 +299,8 @@ def shared_cores(config: RunConfig) -> float | None:
 
 
 def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
+    if name == CONTRASTIVE:
+        return (1,)
     if name in config.parallel.explicit:
         return (config.parallel.explicit[name].tp,)
     limits = config.parallel.limits

@@ -19,8 +19,9 @@ from motet.models.language_model_stage import LanguageModelStage
 from motet.models.materialize import materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stage import StageModule
-from motet.plan import LayerRange, ModulePlan, Plan, Stage
-from motet.planner.from_run_file import assignment_by_costs, iteration_costs
+from motet.plan import CONTRASTIVE, LayerRange, ModulePlan, Plan, Stage
+from motet.planner.from_run_file import assignment_by_costs, iteration_costs, read_workloads
+from motet.planner.towers_from_run_file import feature_width
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -83,7 +84,7 @@ def build_module(config: RunConfig, name: str, layers: tuple[int, int] | None, d
 def _tower(config: RunConfig, part: TowerConfig, model: nn.Module, dtype: torch.dtype) -> ModalityModule:
     module = ModalityModule(model, part.projector)
     module.pooling = "alone"
-    module.build_projector(feature_width(config), seed=part.seed)
+    module.build_projector(feature_width(read_workloads(config)), seed=part.seed)
     _set_trainable(module.module, part.train.module)
     if module.projector is not None:
         module.projector.to(dtype)
@@ -97,7 +98,7 @@ def build_loss(config: RunConfig, dtype: torch.dtype) -> ContrastiveStage:
     loss = ContrastiveLoss(given.loss, given.logit_scale, given.logit_bias).to(dtype)
     _set_trainable(loss, given.train)
     pairs = pairs_of(tuple(config.model.towers), given.anchor)
-    return ContrastiveStage(given.loss, pairs, feature_width(config), loss.logit_scale, loss.logit_bias)
+    return ContrastiveStage(given.loss, pairs, feature_width(read_workloads(config)), loss.logit_scale, loss.logit_bias)
 
 
 def _set_trainable(part: nn.Module, trainable: bool) -> None:

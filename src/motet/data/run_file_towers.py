@@ -1,0 +1,82 @@
+"""The examples for contrastive towers that a run file asks for, and their metadata. Pure."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from motet.config import PairsConfig, RunConfig, SameDigitsConfig
+from motet.data.encoder_layout import EncoderLayout
+from motet.data.example import Modality
+from motet.data.pairs import PairExamples
+from motet.data.plain_tokenizer import read_tokenizer
+from motet.data.run_file_samples import (
+    RunExamples,
+    dial_a_digit_processor,
+    source_of,
+    stored_file,
+    stored_processor,
+)
+from motet.data.same_digits import NAMES, SameDigits, SameDigitsExamples
+from motet.data.tokenizer import plain_word_level_tokenizer
+from motet.data.tower_layouts import TextLayout, TowerLayouts
+from motet.errors import UserError
+from motet.models.token_counts import modality_of, reads_text
+from motet.workload import ModuleWorkload
+
+Workloads = Mapping[str, ModuleWorkload]
+
+
+def open_tower_examples(config: RunConfig, workloads: Workloads) -> RunExamples:
+    """Raises `UserError` naming the key or file that is wrong."""
+    data = config.data
+    if isinstance(data, SameDigitsConfig):
+        task = SameDigits(seed=data.seed, min_digits=data.min_digits, max_digits=data.max_digits)
+        return RunExamples(
+            SameDigitsExamples(task, "train", data.num_train), SameDigitsExamples(task, "held_out", data.num_held_out)
+        )
+    assert isinstance(data, PairsConfig)
+    for name in data.processors:
+        if name not in config.model.towers:
+            raise UserError(f"data.processors.{name}: is no tower; the model has {', '.join(config.model.towers)}")
+    kinds = ["text" if reads_text(w.config) else modality_of(w.config) for w in _towers(config, workloads).values()]
+    folders: dict[Modality, Path] = {"image": Path(data.image_folder), "audio": Path(data.audio_folder)}
+    train = PairExamples(data.files, folders, kinds)
+    return RunExamples(train, PairExamples(data.eval_files, folders, kinds) if data.eval_files else None)
+
+
+def plain_tower_layouts(config: RunConfig, workloads: Workloads) -> TowerLayouts | None:
+    """None where only transformers itself can tell: see `motet.data.run_file_samples.open_samples`."""
+    towers: dict[str, EncoderLayout | TextLayout] = {}
+    for name, workload in _towers(config, workloads).items():
+        values, where = workload.config, f"model.towers.{name}"
+        if reads_text(values):
+            tokenizer = _plain_tokenizer(config, name)
+            if tokenizer is None:
+                return None
+            towers[name] = TextLayout(tokenizer, values, where)
+            continue
+        if isinstance(config.data, SameDigitsConfig):
+            processor = dial_a_digit_processor(values, name)
+        else:
+            assert isinstance(config.data, PairsConfig)
+            stored = stored_processor(config.data.processors.get(name) or source_of(config.model.towers[name]))
+            if stored is None:
+                return None
+            processor = stored
+        layout = EncoderLayout(modality=modality_of(values), processor=processor, config=values, name=where)
+        if not layout.has_rule:
+            return None
+        towers[name] = layout
+    return TowerLayouts(towers)
+
+
+def _plain_tokenizer(config: RunConfig, name: str) -> Any:
+    if isinstance(config.data, SameDigitsConfig):
+        return plain_word_level_tokenizer([" ".join(NAMES)])
+    assert isinstance(config.data, PairsConfig)
+    return read_tokenizer(partial(stored_file, config.data.tokenizer or source_of(config.model.towers[name])))
+
+
+def _towers(config: RunConfig, workloads: Workloads) -> dict[str, ModuleWorkload]:
+    return {name: workloads[name] for name in config.model.towers}

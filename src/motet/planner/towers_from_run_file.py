@@ -1,0 +1,112 @@
+"""A contrastive model as a run file describes it: the shapes of its towers, its loss, and what is trained. Pure."""
+
+from collections.abc import Callable
+
+from motet.config import PartConfig, RunConfig
+from motet.errors import UserError
+from motet.models.shards import Config, setting
+from motet.plan import CONTRASTIVE, Edge, LayerRange, Plan
+from motet.planner import make_plan
+from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.towers import TowerLayout, tower_plan
+from motet.schedule.batch_sync import pairs_of
+from motet.workload import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
+
+ReadPart = Callable[[PartConfig, str], Config]
+"""A part's configuration, by the part and its key in the run file."""
+
+
+def tower_workloads(config: RunConfig, read: ReadPart) -> dict[str, ModuleWorkload]:
+    """The shape of every tower with its projector, by name, and of the loss."""
+    encoders = {name: _encoder(config, name, read) for name in config.model.towers}
+    width = _width(config, {name: encoder.output_size for name, encoder in encoders.items()})
+    towers = {}
+    for name, encoder in encoders.items():
+        projector = config.model.towers[name].projector
+        if projector is not None:
+            encoder = with_projector(encoder, projector, width)
+        towers[name] = as_tower(encoder)
+    given = config.model.contrastive
+    loss = contrastive_loss(
+        pairs_of(tuple(towers), given.anchor), width, num_parameters=1 if given.loss == "softmax" else 2
+    )
+    return {**towers, CONTRASTIVE: loss}
+
+
+def _encoder(config: RunConfig, name: str, read: ReadPart) -> ModuleWorkload:
+    where = f"model.towers.{name}"
+    try:
+        encoder = module_workload(read(config.model.towers[name], where))
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
+    if encoder.kind != "encoder":
+        raise UserError(f"{where}: {encoder.family} is no encoder; give one of images, sounds or texts")
+    if encoder.family == "siglip_vision_model" and not setting(encoder.config, "vision_use_head", True):
+        raise UserError(f"{where}.values.vision_use_head: is false, so there are no features of a whole image; set it")
+    return encoder
+
+
+def _width(config: RunConfig, sizes: dict[str, int]) -> int:
+    """Of the features. Raises `UserError` if a tower without projector hands on another."""
+    whole = {name: sizes[name] for name, tower in config.model.towers.items() if tower.projector is None}
+    width = config.model.contrastive.width or next(iter(whole.values()))
+    for name, size in whole.items():
+        if size != width:
+            raise UserError(
+                f"model.towers.{name}.projector: is null, but the tower's width is {size} and that of the features "
+                f"{width}; give it a projector, or set model.contrastive.width"
+            )
+    return width
+
+
+def feature_width(workloads: dict[str, ModuleWorkload]) -> int:
+    return workloads[CONTRASTIVE].hidden_size
+
+
+def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> tuple[LayerRange, ...]:
+    """As docs/architecture.md numbers the layers: a tower's projector is its last one."""
+    if name == CONTRASTIVE:
+        return ((0, 1),) if config.model.contrastive.train else ()
+    tower = config.model.towers[name]
+    last = workload.num_layers - (tower.projector is not None)
+    body = [(0, last)] if tower.train.module else []
+    if tower.projector is None or not tower.train.projector:
+        return tuple(body)
+    return ((0, workload.num_layers),) if body else ((last, workload.num_layers),)
+
+
+def tower_edges(config: RunConfig) -> tuple[Edge, ...]:
+    return tuple(Edge(source=name, target=CONTRASTIVE) for name in config.model.towers)
+
+
+def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
+    """The plan that `parallel` asks for. Raises `UserError` for what no plan can satisfy."""
+    parallel = config.parallel
+    if parallel.planner != "explicit":
+        # The default of `planner` is one for encoders and a language model.
+        planner = parallel.planner if "planner" in parallel.model_fields_set else "distmm"
+        return make_plan(problem, planner, placement=parallel.placement)
+    layouts = {
+        name: TowerLayout(
+            degrees=Degrees(
+                tp=given.tp,
+                pp=given.pp,
+                dp=given.dp,
+                layers_per_stage=given.layers_per_stage,
+                sequence_parallel=given.sequence_parallel,
+            ),
+            per_batch=given.num_microbatches or parallel.num_microbatches,
+        )
+        for name, given in parallel.explicit.items()
+    }
+    for name, given in parallel.explicit.items():
+        if given.cp > 1:
+            raise UserError(f"parallel.explicit.{name}.cp: is {given.cp}, but towers hand on whole items; give 1")
+    if parallel.placement == "replicated":
+        raise UserError("parallel.placement: replicated is for encoders of a language model; give parallel or colocated")
+    return tower_plan(
+        problem,
+        layouts,
+        colocated=parallel.placement == "colocated",
+        recompute_features=parallel.recompute_features,
+    )
