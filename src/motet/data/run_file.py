@@ -65,7 +65,7 @@ class RunData:
 def open_data(config: RunConfig) -> RunData:
     """Raises `UserError` naming the key or file that is wrong."""
     preparation = open_preparation(config)
-    examples = open_examples(config)
+    examples = open_tower_examples(config, read_workloads(config)) if config.model.towers else open_examples(config)
     return RunData(
         train=ExampleDataset(examples.train, preparation),
         held_out=ExampleDataset(examples.held_out, preparation) if examples.held_out else None,
@@ -73,7 +73,7 @@ def open_data(config: RunConfig) -> RunData:
     )
 
 
-def open_preparation(config: RunConfig) -> Preparation:
+def open_preparation(config: RunConfig) -> Preparation | TowerPreparation:
     """Tokenizer and processors, without any data. Raises `UserError` naming the key or file that is wrong."""
     workloads = read_workloads(config)
     if isinstance(config.data, DescribedConfig):
@@ -82,7 +82,7 @@ def open_preparation(config: RunConfig) -> Preparation:
             "conversations or dial-a-digit"
         )
     if config.model.towers:
-        return _tower_data(config, workloads)
+        return _tower_preparation(config, workloads)
     if isinstance(config.data, DialADigitConfig):
         tokenizer: Any = word_level_tokenizer(QUESTIONS.values())
         processors = {name: _dial_a_digit_processor(workloads[name], name) for name in config.model.encoders}
@@ -95,7 +95,7 @@ def open_preparation(config: RunConfig) -> Preparation:
     return Preparation(tokenizer, encoders, config.model.merge)
 
 
-def _tower_data(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> RunData:
+def _tower_preparation(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> TowerPreparation:
     data = config.data
     towers: dict[str, EncoderInput | TextLayout] = {}
     for name, part in config.model.towers.items():
@@ -115,13 +115,7 @@ def _tower_data(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> R
             kind = AutoImageProcessor if modality_of(values) == "image" else AutoFeatureExtractor
             processor = _loaded(kind, data.processors.get(name), part, f"data.processors.{name}")
         towers[name] = EncoderInput(modality=modality_of(values), processor=processor, config=values, name=where)
-    preparation = TowerPreparation(towers)
-    examples = open_tower_examples(config, workloads)
-    return RunData(
-        train=ExampleDataset(examples.train, preparation),
-        held_out=ExampleDataset(examples.held_out, preparation) if examples.held_out else None,
-        preparation=preparation,
-    )
+    return TowerPreparation(towers)
 
 
 def _stored_processors(

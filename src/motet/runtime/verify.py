@@ -103,6 +103,27 @@ def verify_batch(
         dtype: the run's `train.dtype`. In float64 the whole call should stand in `float64_throughout`.
         autocast: the context in which the run's forwards are.
     """
+    return verify_against(
+        engine,
+        batch,
+        lambda weights: run_references(
+            *build_reference(),
+            weights,
+            batch,
+            dtype=dtype,
+            merge=merge,
+            placeholder_token_ids=placeholder_token_ids,
+            media_attention=media_attention,
+            autocast=autocast,
+        ),
+        dtype=dtype,
+    )
+
+
+def verify_against(
+    engine: Engine, batch: Batch, references: Callable[[Mapping[str, Tensor]], References], *, dtype: str
+) -> Comparison | None:
+    """As `verify_batch`. `references`: called on rank 0 alone with the weights that the ranks hold."""
     engine.model.zero_gradients()
     weights = collect_weights(engine.model)
     result = engine.run(batch)
@@ -111,17 +132,8 @@ def verify_batch(
     if gradients is not None and weights is not None:
         differing = sorted(name for name, versions in weights.items() if len(versions) > 1)
         assert not differing, f"ranks hold different weights of {', '.join(differing)}"
-        references = run_references(
-            *build_reference(),
-            {name: versions[0] for name, versions in weights.items()},
-            batch,
-            dtype=dtype,
-            merge=merge,
-            placeholder_token_ids=placeholder_token_ids,
-            media_attention=media_attention,
-            autocast=autocast,
-        )
-        comparison = compare(result.loss, gradients, references, dtype=dtype, world_size=dist.get_world_size())
+        found = references({name: versions[0] for name, versions in weights.items()})
+        comparison = compare(result.loss, gradients, found, dtype=dtype, world_size=dist.get_world_size())
     dist.barrier()
     return comparison
 
@@ -142,22 +154,42 @@ def run_references(
 
     Raises `ValueError` if the weights are not exactly theirs."""
     modules: dict[str, nn.Module] = {**encoders, LANGUAGE_MODEL: nn.ModuleDict({"module": language_model})}
+
+    def loss(batch: Batch) -> Tensor:
+        return plain_loss(
+            encoders,
+            language_model,
+            batch,
+            merge=merge,
+            placeholder_token_ids=placeholder_token_ids,
+            media_attention=media_attention,
+        )
+
+    return run_plainly(modules, weights, batch, loss, dtype=dtype, autocast=autocast)
+
+
+def run_plainly(
+    modules: Mapping[str, nn.Module],
+    weights: Mapping[str, Tensor],
+    batch: Batch,
+    loss: Callable[[Batch], Tensor],
+    *,
+    dtype: str,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> References:
+    """Fills the modules with `weights` (names as in the whole model) and takes the gradients of `loss`, a function of
+    the batch and the modules.
+
+    Raises `ValueError` if the weights are not exactly theirs."""
     _load(modules, weights)
     held = _HeldBatch(batch, modules)
 
     def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
         with context:
-            loss = plain_loss(
-                encoders,
-                language_model,
-                batch,
-                merge=merge,
-                placeholder_token_ids=placeholder_token_ids,
-                media_attention=media_attention,
-            )
-        if loss.requires_grad:
-            loss.backward()
-        return LossAndGradients(loss.item(), _take_gradients(modules))
+            value = loss(batch)
+        if value.requires_grad:
+            value.backward()
+        return LossAndGradients(value.item(), _take_gradients(modules))
 
     plain = run(held, autocast())
     if dtype == "float64":

@@ -9,13 +9,18 @@ import torch
 from torch import nn
 
 from motet.config import LANGUAGE_MODEL, RunConfig
+from motet.data.batch import Batch
 from motet.data.loader import Loader
 from motet.data.preprocessing.producer import InProcess
 from motet.data.run_file import RunData, open_data
+from motet.models.contrastive import ContrastiveLoss
 from motet.models.families import model_class_of
 from motet.models.materialize import default_dtype, read_part_config
 from motet.models.multimodal import ModalityModule
-from motet.plan import Plan
+from motet.models.plain_contrastive import plain_contrastive_loss
+from motet.plan import CONTRASTIVE, Plan
+from motet.planner.from_run_file import read_workloads
+from motet.planner.towers_from_run_file import feature_width
 from motet.runtime.assembly import (
     PARAMETER_DTYPES,
     autocast_for,
@@ -25,9 +30,11 @@ from motet.runtime.assembly import (
     pick_device,
     where_of,
 )
+from motet.runtime.comparison import References
 from motet.runtime.engine import Engine
 from motet.runtime.float64 import float64_throughout
-from motet.runtime.verify import verify_batch
+from motet.runtime.verify import run_plainly, verify_against, verify_batch
+from motet.schedule.batch_sync import pairs_of
 
 
 def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
@@ -38,13 +45,22 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
         loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
         for stage in engine.model.modules():
             _without_dropout(stage)
+        batch = _InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype])
+        if config.model.towers:
+            comparison = verify_against(
+                engine,
+                batch,
+                lambda weights: _contrastive_references(config, weights, batch),
+                dtype=config.train.dtype,
+            )
+            return comparison.to_json() if comparison is not None else {}
         comparison = verify_batch(
             engine,
-            _InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]),
+            batch,
             lambda: plainly_built(config),
             dtype=config.train.dtype,
             merge=config.model.merge,
-            placeholder_token_ids={name: data.preparation.placeholder_id(name) for name in config.model.encoders},
+            placeholder_token_ids={name: data.conversational.placeholder_id(name) for name in config.model.encoders},
             media_attention=_media_attention(config),
             autocast=autocast_for(config, engine.device),
         )
@@ -82,6 +98,35 @@ def plainly_built(config: RunConfig) -> tuple[Mapping[str, ModalityModule], nn.M
         if projector is not None:
             projector.to(dtype).requires_grad_(part.train.projector)
     return encoders, language_model
+
+
+def _contrastive_references(config: RunConfig, weights: Mapping[str, torch.Tensor], batch: Batch) -> References:
+    """Towers by transformers' own constructors, on the CPU, without dropout."""
+    dtype, given = PARAMETER_DTYPES[config.train.dtype], config.model.contrastive
+    width = feature_width(read_workloads(config))
+    towers = {}
+    for name, part in config.model.towers.items():
+        hf_config = read_part_config(part, "encoder", where=where_of(config, name))
+        with default_dtype(dtype):
+            model = model_class_of(hf_config.model_type, "encoder")(hf_config)
+        _without_dropout(model)
+        towers[name] = ModalityModule(model.requires_grad_(part.train.module), part.projector)
+        towers[name].build_projector(width)
+        projector = towers[name].projector
+        if projector is not None:
+            projector.to(dtype).requires_grad_(part.train.projector)
+    loss = ContrastiveLoss(given.loss, given.logit_scale, given.logit_bias).to(dtype).requires_grad_(given.train)
+    modules: dict[str, nn.Module] = {**towers, CONTRASTIVE: nn.ModuleDict({"module": loss})}
+    pairs = pairs_of(tuple(towers), given.anchor)
+    size = config.train.contrastive_batch_size or config.train.global_batch_size
+    return run_plainly(
+        modules,
+        weights,
+        batch,
+        lambda batch: plain_contrastive_loss(towers, loss, batch, pairs=pairs, batch_size=size),
+        dtype=config.train.dtype,
+        autocast=autocast_for(config, torch.device("cpu")),
+    )
 
 
 class _InDtype:
