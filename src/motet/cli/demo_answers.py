@@ -41,7 +41,7 @@ def ask_exported(config: RunConfig, export: Path, *, num_samples: int, denied: M
     assert data.held_out is not None
     examples: Any = data.held_out.examples
     assert isinstance(examples, DialADigitExamples)
-    preparation = data.preparation
+    preparation = data.conversational
     contents, prompts = [], []
     for i in range(min(num_samples, len(examples))):
         contents.append(examples.task.dialled("held_out", i))

@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from motet.config import RunConfig
     from motet.data.preparation import Preparation
+    from motet.data.tower_preparation import TowerPreparation
 
 
-def export_checkpoint(config: "RunConfig", preparation: "Preparation", checkpoint: str | Path) -> Path:
+def export_checkpoint(
+    config: "RunConfig", preparation: "Preparation | TowerPreparation", checkpoint: str | Path
+) -> Path:
     """Writes `export` in the run's output folder and returns it. Raises `UserError` if the checkpoint is damaged."""
+    from motet.data.tower_preparation import TowerPreparation
+
+    if isinstance(preparation, TowerPreparation):
+        return _export_towers(config, preparation, checkpoint)
     from motet.models.hf_io import describe_config, export_parts
     from motet.models.hf_weights import CheckpointTensors
 
@@ -22,4 +29,13 @@ def export_checkpoint(config: "RunConfig", preparation: "Preparation", checkpoin
         tokenizer=preparation.tokenizer,
         processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
     )
+    return folder
+
+
+def _export_towers(config: "RunConfig", preparation: "TowerPreparation", checkpoint: str | Path) -> Path:
+    from motet.models.hf_weights import CheckpointTensors
+    from motet.models.towers_io import export_towers
+
+    folder = Path(config.train.output) / "export"
+    export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.processors)
     return folder

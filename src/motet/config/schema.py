@@ -156,7 +156,7 @@ class ModelConfig(_Section):
         for name in self.placeholder_tokens:
             if name not in self.encoders:
                 raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
-        parts = [*self.encoders.values(), *self.towers.values()]
+        parts: list[EncoderConfig | TowerConfig] = [*self.encoders.values(), *self.towers.values()]
         trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
         trains_language_model = self.language_model is not None and self.language_model.train.module
         if not (trains_encoder or trains_language_model):
@@ -252,7 +252,7 @@ class ConversationsConfig(PreparedDataConfig):
     """Of the order of the conversations."""
 
 
-class SameDigitsConfig(_Section):
+class SameDigitsConfig(PreparedDataConfig):
     """A task for towers that needs no download: handwritten digits, the sound of dialling them, and their names."""
 
     kind: Literal["same-digits"]
@@ -274,7 +274,7 @@ class SameDigitsConfig(_Section):
         return self
 
 
-class PairsConfig(_Section):
+class PairsConfig(PreparedDataConfig):
     """Samples for towers, as JSON lines: `{"image": path, "audio": path, "text": "..."}`, one key for each tower's
     modality."""
 

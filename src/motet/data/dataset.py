@@ -8,6 +8,7 @@ from torch import Tensor
 from motet.data.example import ExampleSource
 from motet.data.preparation import Preparation
 from motet.data.sample import Sample
+from motet.data.tower_preparation import TowerPreparation
 
 NUM_SAMPLES_KEPT = 65_536
 FEATURE_BYTES_KEPT = 256 * 2**20
@@ -32,7 +33,7 @@ class ExampleDataset:
     """
 
     examples: ExampleSource
-    preparation: Preparation
+    preparation: Preparation | TowerPreparation
     _samples: dict[int, Sample] = field(default_factory=dict, init=False, repr=False)
     _features: dict[tuple[int, str], dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
     _num_bytes: list[int] = field(default_factory=lambda: [0], init=False, repr=False)

@@ -87,6 +87,7 @@ def open_preparation(config: RunConfig) -> Preparation | TowerPreparation:
         tokenizer: Any = word_level_tokenizer(QUESTIONS.values())
         processors = {name: _dial_a_digit_processor(workloads[name], name) for name in config.model.encoders}
     else:
+        assert isinstance(config.data, ConversationsConfig)
         check_processor_names(config, config.data)
         tokenizer = _loaded(AutoTokenizer, config.data.tokenizer, config.model.causal_lm, "data.tokenizer")
         processors = _stored_processors(config, config.data, workloads)

@@ -1,4 +1,4 @@
-"""The same digits seen, heard and named: a small real task for contrastive towers that needs no download. Pure: no torch.
+"""The same digits seen, heard and named: a small task for contrastive towers that needs no download. Pure: no torch.
 
 The image shows a few handwritten digits, the sound is a telephone dialling the same ones by tone, the text names them
 ("three one four"). Painting, handwriting and dialling are those of *dial a digit*; no scan of the held-out split is
@@ -72,9 +72,7 @@ class Strip:
         return IMAGE_SIZE, IMAGE_SIZE
 
     def load(self) -> Image.Image:
-        return paint(
-            self.task.digits(self.split, self.index), self.split, self.task.rng(self.split, self.index, 0)
-        )
+        return paint(self.task.digits(self.split, self.index), self.split, self.task.rng(self.split, self.index, 0))
 
 
 @dataclass(frozen=True)

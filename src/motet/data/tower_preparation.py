@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ class TowerPreparation(TowerLayouts):
         except ValueError as error:
             raise UserError(f"{example.where or example.id}: {error}") from None
 
-    def save(self, folder: Path) -> None:
-        """For `from_pretrained`: each tower's tokenizer or processor in a folder of its name."""
-        for name, fed in self.towers.items():
-            processor = fed.tokenizer if isinstance(fed, TextLayout) else fed.processor
-            processor.save_pretrained(folder / name)
+    @property
+    def processors(self) -> dict[str, Any]:
+        """By tower: its tokenizer or processor."""
+        return {
+            name: fed.tokenizer if isinstance(fed, TextLayout) else fed.processor for name, fed in self.towers.items()
+        }

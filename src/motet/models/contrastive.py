@@ -9,6 +9,7 @@ that all towers share. What is frozen is said as in `motet.models.multimodal`.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,16 @@ class ContrastiveModule(nn.Module):
             )
             for name, tower in self.modality_modules().items()
         }
+
+    def forward(self, **batch: Any) -> ModelOutput:
+        """In one process. Takes what HF processors return (see `motet.models.tower_batch`); returns as `run`."""
+        from motet.models.tower_batch import batch_of_towers
+
+        if self.is_taken_over:
+            raise UserError("this ContrastiveModule was handed to a ContrastiveParallelModule; call that one's execute")
+        if self.training:
+            self.freeze_eval_parts()
+        return self.run(batch_of_towers(self, batch))
 
     def run(self, batch: Batch) -> ModelOutput:
         """`loss`, the mean over the samples as one contrastive batch, and each tower's `<name>_embeds`, normalized."""

@@ -91,6 +91,8 @@ class PlanningProblem:
     """That a planner may choose from, the same for all modules."""
     num_cores: float | None = None
     """That all devices share (processes on one machine); None: each has its own."""
+    contrastive_batch_size: int | None = None
+    """Samples that a loss of towers compares; None: the whole global batch."""
     computed: CostTable | None = None
     """What costs would be if they were computed, where those in `table` are measured."""
     program_s: float = 0.0
@@ -117,6 +119,21 @@ class PlanningProblem:
     @property
     def sinks(self) -> tuple[str, ...]:
         return tuple(name for name in self.modules if name not in self.sources)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """The modules that are contrasted."""
+        return tuple(name for name, module in self.modules.items() if module.workload.kind == "tower")
+
+    @property
+    def loss_module(self) -> str | None:
+        """The module that contrasts them."""
+        return next((name for name, module in self.modules.items() if module.workload.kind == "loss"), None)
+
+    @property
+    def num_contrastive_batches(self) -> int:
+        """In a global batch."""
+        return -(-len(self.samples) // (self.contrastive_batch_size or len(self.samples)))
 
     def with_num_devices(self, num_devices: int) -> "PlanningProblem":
         return replace(self, cluster=replace(self.cluster, num_devices=num_devices))

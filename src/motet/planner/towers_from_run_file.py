@@ -103,10 +103,18 @@ def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
         if given.cp > 1:
             raise UserError(f"parallel.explicit.{name}.cp: is {given.cp}, but towers hand on whole items; give 1")
     if parallel.placement == "replicated":
-        raise UserError("parallel.placement: replicated is for encoders of a language model; give parallel or colocated")
-    return tower_plan(
+        raise UserError(
+            "parallel.placement: replicated is for encoders of a language model; give parallel or colocated"
+        )
+    plan = tower_plan(
         problem,
         layouts,
-        colocated=parallel.placement == "colocated",
+        together=[tuple(layouts)] if parallel.placement == "colocated" else (),
         recompute_features=parallel.recompute_features,
     )
+    if plan.num_ranks != problem.num_devices:
+        raise UserError(
+            f"parallel: the plan uses {plan.num_ranks} ranks but cluster has {problem.num_devices}; "
+            f"set cluster.num_devices to {plan.num_ranks} or change tp, pp and dp"
+        )
+    return plan

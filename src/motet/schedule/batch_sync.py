@@ -16,7 +16,6 @@ from motet.data.assignment import split_evenly
 from motet.errors import UserError
 from motet.schedule.routes import Cell, Route, Routes
 
-
 Pair = tuple[str, str]
 
 

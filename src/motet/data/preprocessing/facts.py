@@ -7,7 +7,9 @@ are written; what the files hold, only servers know, and they are compared with 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from motet.config import RunConfig
+    from collections.abc import Mapping
+
+    from motet.config import PartConfig, RunConfig
 
 HOW_IT_IS_DONE = {
     "workers",
@@ -25,14 +27,17 @@ OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "pro
 
 
 def data_facts(config: "RunConfig") -> dict[str, Any]:
-    keep_seed = config.data.kind == "dial-a-digit"  # It makes the samples there.
+    keep_seed = config.data.kind in ("dial-a-digit", "same-digits")  # It makes the samples there.
     model = config.model
+    parts: dict[str, Mapping[str, PartConfig]] = {"encoders": model.encoders, "towers": model.towers}
+    if model.language_model is not None:
+        parts["language_model"] = {"language_model": model.language_model}
     return {
         "data": config.data.model_dump(mode="json", exclude=HOW_IT_IS_DONE - ({"seed"} if keep_seed else set())),
-        "encoders": {
-            name: part.model_dump(mode="json", exclude=OF_TRAINING) for name, part in sorted(model.encoders.items())
+        **{
+            kind: {name: part.model_dump(mode="json", exclude=OF_TRAINING) for name, part in sorted(named.items())}
+            for kind, named in parts.items()
         },
-        "language_model": model.language_model.model_dump(mode="json", exclude=OF_TRAINING),
         "merge": model.merge,
         "placeholder_tokens": dict(model.placeholder_tokens),
     }

@@ -1,0 +1,122 @@
+"""From the layouts of towers to a plan: each tower on its own ranks, or several on the same, and the loss on all that
+hold features.
+
+Ranks are numbered tower by tower, then by replica, by stage, tensor parallelism fastest, so tensor-parallel groups
+lie within nodes and a tower's ranks together (DistMM section 5.3). Towers of larger groups come first: smaller ones
+then still fit into what is left of a node.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from motet.errors import UserError
+from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.planner.explicit import cut_module
+from motet.planner.problem import Degrees, PlanningProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerLayout:
+    degrees: Degrees
+    per_batch: int = 1
+    """Microbatches of a replica in one contrastive batch."""
+
+
+def tower_plan(
+    problem: PlanningProblem,
+    layouts: Mapping[str, TowerLayout],
+    *,
+    together: Sequence[Sequence[str]] = (),
+    schedule: str | None = None,
+    planner: str = "explicit",
+    recompute_features: Sequence[str] = (),
+) -> Plan:
+    """`together`: towers that stand on the same ranks, which need equal degrees. `schedule`: None for the problem's.
+
+    Raises `UserError` for a problem without towers and a loss, and for layouts that no plan can have."""
+    loss = _check(problem, layouts, together)
+    blocks = [tuple(block) for block in together]
+    blocks += [(name,) for name in problem.towers if not any(name in block for block in blocks)]
+    modules: dict[str, ModulePlan] = {}
+    first = 0
+    for block in sorted(blocks, key=lambda names: -layouts[names[0]].degrees.ranks_per_stage):
+        for name in block:
+            modules[name] = _tower(problem, name, layouts[name], first)
+        degrees = layouts[block[0]].degrees
+        first += degrees.ranks_per_stage * degrees.pp * degrees.dp
+    members = sorted(
+        {r for module in modules.values() for replica in module.replicas for r in replica.stages[-1].ranks}
+    )
+    modules[loss] = _loss(problem, loss, members)
+    return Plan(
+        modules={name: modules[name] for name in problem.modules},
+        edges=problem.edges,
+        num_microbatches=problem.num_contrastive_batches,
+        schedule=schedule or problem.schedule,
+        planner=planner,
+        recompute=problem.recompute,
+        recompute_features=tuple(recompute_features),
+    )
+
+
+def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], together: Sequence[Sequence[str]]) -> str:
+    """The loss's name."""
+    loss = problem.loss_module
+    others = [name for name in problem.modules if name not in problem.towers and name != loss]
+    if loss is None or not problem.towers:
+        raise UserError("parallel: the model has no towers that a loss contrasts; take another planner")
+    if others:
+        raise UserError(f"parallel: {', '.join(others)} beside the towers has no place in this layout; leave it out")
+    for name in problem.towers:
+        if name not in layouts:
+            raise UserError(f"parallel: {name} has no degrees; give its tp, pp and dp")
+        problem.check_degrees(name, layouts[name].degrees)
+        if layouts[name].per_batch < 1:
+            raise UserError(f"parallel: {name}.num_microbatches is {layouts[name].per_batch}; give at least 1")
+    for block in together:
+        shapes = {(d.tp, d.cp, d.pp, d.dp): name for name in block for d in (layouts[name].degrees,)}
+        if len(shapes) > 1:
+            raise UserError(
+                f"parallel: {' and '.join(shapes.values())} are on the same ranks; give them the same degrees"
+            )
+    return loss
+
+
+def _tower(problem: PlanningProblem, name: str, layout: TowerLayout, first: int) -> ModulePlan:
+    module, degrees = problem.modules[name], layout.degrees
+    size = degrees.ranks_per_stage
+    cut = cut_module(problem, name, degrees)
+    replicas = []
+    for r in range(degrees.dp):
+        starts = [first + (r * degrees.pp + s) * size for s in range(degrees.pp)]
+        replicas.append(
+            Replica(
+                stages=tuple(
+                    Stage(layers=layers, ranks=tuple(range(a, a + size)), tp_size=degrees.tp, cp_size=degrees.cp)
+                    for layers, a in zip(cut, starts, strict=True)
+                )
+            )
+        )
+    return ModulePlan(
+        kind="tower",
+        num_layers=module.workload.num_layers,
+        replicas=tuple(replicas),
+        trainable=module.trainable,
+        tied=module.workload.tied,
+        sequence_parallel=degrees.sequence_parallel,
+        context=degrees.context,
+        num_microbatches=layout.per_batch * problem.num_contrastive_batches,
+    )
+
+
+def _loss(problem: PlanningProblem, name: str, members: Sequence[int]) -> ModulePlan:
+    module = problem.modules[name]
+    together = Stage(layers=(0, 1), ranks=tuple(members), cp_size=len(members))
+    return ModulePlan(
+        kind="loss",
+        num_layers=1,
+        replicas=(Replica(stages=(together,)),),
+        trainable=module.trainable,
+        loss_weight=module.loss_weight,
+        num_microbatches=problem.num_contrastive_batches,
+    )
