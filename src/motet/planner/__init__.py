@@ -20,6 +20,7 @@ from motet.planner.disttrain import disttrain
 from motet.planner.entrain import entrain
 from motet.planner.explicit import Placement, explicit_plan
 from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
+from motet.planner.oobleck import oobleck
 from motet.planner.optimus import optimus
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -36,6 +37,7 @@ PLANNERS: Mapping[str, Planner] = {
     "frozen_unaware": frozen_unaware,
     "even": even,
     "optimus": optimus,
+    "oobleck": oobleck,
     "encoders_colocated": encoders_colocated,
     "encoders_replicated": encoders_replicated,
     "megatron": megatron,

@@ -96,6 +96,10 @@ def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> C
     )
 
 
+NOT_TRIED = (PLANNER, "oobleck")
+"""This one, and one that gives up speed for what survives failures."""
+
+
 def _named(
     problem: PlanningProblem, placement: Placement | None, schedules: Sequence[str]
 ) -> tuple[dict[str, Evaluation], dict[str, str]]:
@@ -104,7 +108,7 @@ def _named(
     named: dict[str, Evaluation] = {}
     refused: dict[str, str] = {}
     for name, planner in PLANNERS.items():
-        if name == PLANNER:
+        if name in NOT_TRIED:
             continue
         try:
             evaluation = evaluate(problem, planner(problem, placement=placement))

@@ -95,6 +95,8 @@ class PlanningProblem:
     """Samples that a loss of towers compares; None: the whole global batch."""
     computed: CostTable | None = None
     """What costs would be if they were computed, where those in `table` are measured."""
+    failures: int = 0
+    """Nodes that may fail at once, for planners that make plans which survive it."""
     program_s: float = 0.0
     """What it takes to derive an iteration's program, if that is not hidden behind the iteration before."""
     _known: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -289,6 +289,10 @@ class _Search:
 class _CountedSearch(_Search):
     """Where what is in flight decides which stages of the last module fit."""
 
+    def run(self) -> StageMapping | None:
+        is_possible = self._counted_bound((0, len(self.values))) < inf
+        return super().run() if is_possible else None
+
     def _bounds(self, intervals: Sequence[Interval]) -> list[float]:
         return [
             self._counted_bound(interval) if bound < self.best_s else bound
