@@ -82,4 +82,4 @@ def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(UserError, match=r"has templates for 4 to 5 nodes only .* do not make 6, 7, 11 nodes"):
         check_cover(range(4, 6), 11, 0)
     with pytest.raises(UserError, match="do not make merged pipelines"):
-        check_cover(range(2, 3), 4, 0)
+        check_cover(range(3, 5), 8, 1)

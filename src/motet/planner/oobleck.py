@@ -96,7 +96,7 @@ def make_templates(problem: PlanningProblem) -> Templates:
         raise UserError(
             f"parallel.planner: oobleck finds no pipeline of {' and '.join(problem.modules)} on up to "
             f"{cluster.num_nodes // (failures + 1)} of {cluster.num_nodes} nodes, which is what {failures + 1} "
-            f"pipelines (to survive {failures} failures) leave for one; give more nodes, more tp sizes, or fewer failures"
+            f"pipelines (to survive {failures} failures) leave for one; give more nodes, tp sizes, or fewer failures"
         )
     sizes = template_sizes(cluster.num_nodes, failures, next(iter(found)))
     for n in sizes[1:]:
@@ -117,8 +117,8 @@ def _least_nodes(mapping: MappingProblem) -> int:
 
 
 def check_cover(sizes: range, num_nodes: int, failures: int) -> None:
-    """Raises `UserError` where templates of these sizes do not keep the guarantee: a model with few layers cannot use all
-    devices of a large pipeline."""
+    """Raises `UserError` where templates of these sizes do not keep the guarantee: a model with few layers cannot use
+    all devices of a large pipeline."""
     gaps = uncovered(sizes, num_nodes, failures)
     # What merging makes has at most 2 n0 - 1 nodes, and at most N - f n0.
     if gaps or sizes[-1] < min(2 * sizes[0] - 1, num_nodes - failures * sizes[0]):
