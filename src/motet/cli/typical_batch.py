@@ -22,14 +22,14 @@ def read_batch(config: "RunConfig") -> "LoadedBatch":
     return next(Loader(InProcess(train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0))
 
 
-def read_samples(config: "RunConfig") -> "tuple[Sample, ...]":
-    """The metadata of the same batch, without torch."""
+def read_samples(config: "RunConfig", most: int | None = None) -> "tuple[Sample, ...]":
+    """The metadata of the same batch, without torch; or of the first epoch's samples up to `most`."""
     from motet.data.loader import epoch_order
     from motet.data.run_file_samples import open_samples
 
     train = open_samples(config)
     _check_size(config, len(train))
-    first = epoch_order(len(train), config.train.seed, epoch=0)[: config.train.global_batch_size]
+    first = epoch_order(len(train), config.train.seed, epoch=0)[: most or config.train.global_batch_size]
     return tuple(train.sample(index) for index in first.tolist())
 
 
