@@ -16,6 +16,7 @@ from motet.planner.baselines import (
     proportional,
 )
 from motet.planner.cornstarch import cornstarch
+from motet.planner.distmm import distmm
 from motet.planner.disttrain import disttrain
 from motet.planner.entrain import entrain
 from motet.planner.explicit import Placement, explicit_plan
@@ -33,6 +34,7 @@ class Planner(Protocol):
 PLANNERS: Mapping[str, Planner] = {
     "cornstarch": cornstarch,
     "disttrain": disttrain,
+    "distmm": distmm,
     "entrain": entrain,
     "frozen_unaware": frozen_unaware,
     "even": even,

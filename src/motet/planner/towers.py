@@ -1,13 +1,13 @@
 """From the layouts of towers to a plan: each tower on its own ranks, or several on the same, and the loss on all that
 hold features.
 
-Ranks are numbered tower by tower, then by replica, by stage, tensor parallelism fastest, so tensor-parallel groups
-lie within nodes and a tower's ranks together (DistMM section 5.3). Towers of larger groups come first: smaller ones
-then still fit into what is left of a node.
+Ranks are numbered tower by tower, then by replica, by stage, and tensor parallelism fastest, so tensor-parallel groups
+lie within nodes and a tower's ranks together (DistMM section 5.3). Towers of larger groups come first, so that smaller
+ones still fit into what is left of a node.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
@@ -85,7 +85,7 @@ def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], togethe
 def _tower(problem: PlanningProblem, name: str, layout: TowerLayout, first: int) -> ModulePlan:
     module, degrees = problem.modules[name], layout.degrees
     size = degrees.ranks_per_stage
-    cut = cut_module(problem, name, degrees)
+    cut = cut_module(problem, name, replace(degrees, dp=1))
     replicas = []
     for r in range(degrees.dp):
         starts = [first + (r * degrees.pp + s) * size for s in range(degrees.pp)]

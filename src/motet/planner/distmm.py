@@ -1,0 +1,119 @@
+"""DistMM: each tower its own layout, balanced, on its own devices; towers share devices where that is faster.
+
+The paper's steps (sections 5.1 to 5.4): an adaptive partition of each tower (`motet.planner.distmm_units`), devices and
+batch sizes by dynamic programming (`motet.planner.distmm_balance`), placement by bandwidth (`motet.planner.towers`),
+DistMM-Pipe as schedule.
+
+Beyond the paper: every way to put towers together on the same ranks is balanced too (all together is what other systems
+do); a tower may recompute its features where a contrastive batch does not fit otherwise or that is faster; the best
+estimates are simulated, and the best simulation that fits wins.
+
+Limits: no modules beside towers and their loss; no context or sequence parallelism; a tower's replicas look alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.planner.bound_and_simulate import rank
+from motet.planner.distmm_balance import balance
+from motet.planner.distmm_units import Choices, unit_choices
+from motet.planner.evaluate import evaluate
+from motet.planner.explicit import Placement
+from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.towers import TowerLayout, tower_plan
+
+NUM_SIMULATED = 4
+SCHEDULE = "distmm_pipe"
+
+Units = tuple[tuple[str, ...], ...]
+"""Towers on the same ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The load balancer's answer: for each unit, one row of its choices."""
+
+    units: Units
+    rows: tuple[Choices, ...]
+    seconds: float
+    """Of the slowest unit."""
+
+
+def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    """The plan with the shortest simulated iteration. `placement`: `parallel` keeps towers apart, `colocated` puts all
+    on the same ranks; None: whatever is fastest.
+
+    Raises `UserError` for a model without towers, and if nothing fits into memory."""
+    if placement == "replicated":
+        raise UserError("parallel.placement: distmm puts towers apart (parallel) or together (colocated); leave it out")
+    if problem.loss_module is None:
+        raise UserError("parallel.planner: distmm lays out towers that a loss contrasts; the model has none")
+    found = sorted(assignments(problem, placement=placement), key=lambda each: each.seconds)[:NUM_SIMULATED]
+    if not found:
+        raise UserError(
+            f"parallel.planner: no layout of {' and '.join(problem.towers)} fits into {problem.num_devices} devices; "
+            "more devices, other tp sizes, recompute or a smaller contrastive_batch_size would help"
+        )
+    evaluations = [evaluate(problem, assigned_plan(problem, each)) for each in found]
+    return min(evaluations, key=rank).plan
+
+
+def assignments(problem: PlanningProblem, *, placement: Placement | None = None) -> Iterator[Assignment]:
+    """The best one of every way to put towers together, with and without recomputed features."""
+    for units in _ways_to_share(problem.towers):
+        apart, together = len(units) == len(problem.towers), len(units) == 1
+        if (placement == "parallel" and not apart) or (placement == "colocated" and not together):
+            continue
+        for may_recompute in (False, True):
+            choices = [_remembered_choices(problem, unit, may_recompute) for unit in units]
+            found = assign_devices(units, choices, problem.num_devices)
+            if found is not None and (not may_recompute or any(row.recomputes[0] for row in found.rows)):
+                yield found
+
+
+def _remembered_choices(problem: PlanningProblem, unit: tuple[str, ...], may_recompute: bool) -> Choices:
+    return problem.remembered(
+        ("distmm", unit, may_recompute), lambda: unit_choices(problem, unit, may_recompute=may_recompute)
+    )
+
+
+def assign_devices(units: Units, choices: Sequence[Choices], num_devices: int) -> Assignment | None:
+    """None if the units do not fit together."""
+    best = [each.best_by_devices(num_devices) for each in choices]
+    seconds, devices = balance([of_unit for of_unit, _ in best], num_devices)
+    if seconds == float("inf"):
+        return None
+    rows = [each.take(rows[[n]]) for each, (_, rows), n in zip(choices, best, devices, strict=True)]
+    return Assignment(units=units, rows=tuple(rows), seconds=seconds)
+
+
+def _ways_to_share(towers: Sequence[str]) -> Iterator[Units]:
+    """Every partition of the towers into units."""
+    if not towers:
+        yield ()
+        return
+    first, *rest = towers
+    for units in _ways_to_share(rest):
+        yield ((first,), *units)
+        for i, unit in enumerate(units):
+            yield (*units[:i], (first, *unit), *units[i + 1 :])
+
+
+def assigned_plan(problem: PlanningProblem, assignment: Assignment) -> Plan:
+    layouts: dict[str, TowerLayout] = {}
+    recomputed: list[str] = []
+    for unit, row in zip(assignment.units, assignment.rows, strict=True):
+        tp, pp, dp, per_batch = (int(values[0]) for values in (row.tp, row.pp, row.dp, row.per_batch))
+        for name in unit:
+            layouts[name] = TowerLayout(degrees=Degrees(tp=tp, pp=pp, dp=dp), per_batch=per_batch)
+        recomputed += unit if row.recomputes[0] else ()
+    return tower_plan(
+        problem,
+        layouts,
+        together=assignment.units,
+        schedule=SCHEDULE,
+        planner="distmm",
+        recompute_features=[name for name in problem.towers if name in recomputed],
+    )

@@ -1,0 +1,238 @@
+"""What a tower, or several towers on the same ranks, can do with a number of devices: DistMM's adaptive partition
+(section 5.1) and the estimates that its load balancer compares (section 5.2).
+
+A *unit* is one tower, or towers that share their ranks. Its partitions are tried in the paper's order: data parallelism
+if it fits, tensor parallelism within a node, pipelines over nodes. The first that fits on some number of devices and
+the next ones after it (`NUM_PARTITIONS`) are looked at; the paper takes the first.
+
+The time of a choice is that of DistMM-Pipe: (batches x K + stages - 1) turns of the slowest stage, the sum of gradients
+and the optimizer's step. Its memory: what is static, and K + stages - 1 microbatches, all of which wait for a
+batch-sync; or with recomputed features their inputs, and one graph.
+
+Limits: messages between stages and the batch-sync are not in the estimate (simulation decides in the end); in memory,
+the layers of a stage are taken to be an equal share of their tower.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.arrays import Bools, Floats, Ints
+from motet.costs.communication import BUCKET_BYTES
+from motet.costs.cost_model import Quadratic, total
+from motet.costs.load import Load, microbatch_load
+from motet.costs.memory import ADAMW_STATES, RESERVE, saved_layer_bytes
+from motet.planner.degrees import tp_sizes
+from motet.planner.partition import bottlenecks
+from motet.planner.problem import PlanningProblem
+
+NUM_PARTITIONS = 3
+
+
+class Partition(NamedTuple):
+    tp: int
+    pp: int
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica."""
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Ways to lay a unit out, one a row."""
+
+    devices: Ints
+    seconds: Floats
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    per_batch: Ints
+    """K: a replica's microbatches in one contrastive batch."""
+    recomputes: Bools
+    """Features are made again for the backward."""
+
+    def take(self, rows: Bools | Ints) -> "Choices":
+        return Choices(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def best_by_devices(self, num_devices: int) -> tuple[Floats, Ints]:
+        """For each number of devices from 0: the least seconds, infinite where there is no row, and their row."""
+        seconds, rows = np.full(num_devices + 1, inf), np.zeros(num_devices + 1, dtype=np.int64)
+        order = np.argsort(-self.seconds, kind="stable")
+        order = order[self.devices[order] <= num_devices]
+        seconds[self.devices[order]] = self.seconds[order]
+        rows[self.devices[order]] = order
+        return seconds, rows
+
+
+def unit_choices(problem: PlanningProblem, towers: tuple[str, ...], *, may_recompute: bool = True) -> Choices:
+    """All that fit into memory, of the first partitions of which any fits."""
+    found: list[Choices] = []
+    for partition in _partitions(problem, towers):
+        choices = _choices(problem, towers, partition, may_recompute)
+        if len(choices) or found:
+            found.append(choices)
+        if len(found) == NUM_PARTITIONS:
+            break
+    if not found:
+        found = [_choices(problem, towers, Partition(1, 1), may_recompute).take(np.zeros(0, dtype=np.int64))]
+    return Choices(**{f.name: np.concatenate([getattr(c, f.name) for c in found]) for f in fields(Choices)})
+
+
+def _partitions(problem: PlanningProblem, towers: tuple[str, ...]) -> Iterator[Partition]:
+    """In the paper's order."""
+    within = problem.cluster.devices_per_node
+    sizes = [s for s in sorted(set.intersection(*(set(tp_sizes(problem, name)) for name in towers))) if s <= within]
+    yield from (Partition(size, 1) for size in sizes)
+    most = min(problem.modules[name].max_stages or problem.modules[name].workload.num_layers for name in towers)
+    for pp in range(2, most + 1):
+        if sizes and Partition(sizes[-1], pp).num_devices <= problem.num_devices:
+            yield Partition(sizes[-1], pp)
+
+
+def _choices(problem: PlanningProblem, towers: tuple[str, ...], partition: Partition, may_recompute: bool) -> Choices:
+    batch_size = -(-len(problem.samples) // problem.num_contrastive_batches)
+    most = min(problem.num_devices // partition.num_devices, batch_size)
+    dp, per_batch, recomputes = (
+        axis.ravel()
+        for axis in np.meshgrid(
+            np.arange(1, most + 1),
+            np.array(_microbatch_counts(batch_size)),
+            np.array([False, True][: 1 + may_recompute]),
+            indexing="ij",
+        )
+    )
+    samples = -(-batch_size // dp)
+    sensible = (per_batch <= samples) & ((per_batch > 1) | ~recomputes)
+    dp, per_batch, recomputes, samples = (x[sensible] for x in (dp, per_batch, recomputes, samples))
+    size = -(-samples // per_batch)
+    estimates = [_Estimate(problem, name, partition) for name in towers]
+    turns = problem.num_contrastive_batches * per_batch + partition.pp - 1
+    seconds = turns * sum(e.turn_s(size, recomputes) for e in estimates)
+    seconds = seconds + sum(e.reduce_s(dp) + e.optimizer_s(dp) for e in estimates)
+    held = np.minimum(per_batch + partition.pp - 1, problem.num_contrastive_batches * per_batch)
+    needed = sum(e.static_bytes(dp) + e.saved_bytes(size, held, recomputes) for e in estimates)
+    fits = needed <= problem.cluster.device.memory_bytes * (1 - RESERVE)
+    tp, pp = (np.full(len(dp), n) for n in partition)
+    every = Choices(dp * partition.num_devices, np.asarray(seconds), tp, pp, dp, per_batch, recomputes)
+    return every.take(np.asarray(fits, dtype=bool))
+
+
+def _microbatch_counts(batch_size: int) -> list[int]:
+    """Powers of two: what lies between differs little."""
+    return [1 << i for i in range(batch_size.bit_length())]
+
+
+class _Estimate:
+    """Of one tower under a partition, on the rank that has most of it."""
+
+    def __init__(self, problem: PlanningProblem, name: str, partition: Partition) -> None:
+        self.problem, self.name, self.tp, self.pp = problem, name, *partition
+        module = problem.modules[name]
+        self.num_layers = module.workload.num_layers
+        costs = problem.table.of(name, self.tp)
+        gradients = problem.gradients[name]
+        self.load = _mean_load(problem, name)
+        self.forward = total([layer.forward for layer in costs.layers])
+        self.backward = total(
+            layer.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
+            for layer, needs in zip(costs.layers, gradients, strict=True)
+        )
+        if name in problem.recompute:
+            blocks = [
+                layer.forward
+                for i, (layer, needs) in enumerate(zip(costs.layers, gradients, strict=True))
+                if needs.any and module.workload.has_block((i, i + 1))
+            ]
+            self.backward = total([self.backward, *blocks])
+        self.trains = any(needs.any for needs in gradients)
+        work = [layer.forward.plus(layer.backward(input_gradient=True, weight_gradient=True)) for layer in costs.layers]
+        slowest = bottlenecks([cost.seconds(self.load) for cost in work], self.pp)[self.pp - 1]
+        self.time_share = slowest / total(work).seconds(self.load)
+        self.layer_share = -(-self.num_layers // self.pp) / self.num_layers
+        parameters = [layer.num_parameters_per_rank(self.tp) for layer in module.workload.layers]
+        self.num_parameters = sum(parameters) * self.layer_share
+        self.num_trained = sum(n for i, n in enumerate(parameters) if module.is_trainable(i)) * self.layer_share
+
+    def turn_s(self, size: Ints, recomputes: Bools) -> Floats:
+        """A microbatch's forward and backward on the slowest stage."""
+        forward, backward = (self._seconds(cost, size) for cost in (self.forward, self.backward))
+        again = np.where(recomputes & self.trains, forward, 0.0)
+        seconds: Floats = (forward + backward + again) * self.time_share
+        return seconds
+
+    def _seconds(self, cost: Quadratic, size: Ints) -> Floats:
+        linear = sum(a * b for a, b in zip(cost[1:-1], self.load[:-1], strict=True))
+        return np.asarray(cost.constant + size * linear + size.astype(float) ** 2 * cost[-1] * self.load.tokens**2)
+
+    def reduce_s(self, dp: Ints) -> Floats:
+        """A ring over the replicas, which enters and leaves each node once (`motet.costs.collectives`)."""
+        cluster, options = self.problem.cluster, self.problem.memory
+        num_bytes = self.num_trained * options.parameter_bytes
+        size = self.tp * self.pp
+        per_node = max(1, cluster.devices_per_node // size)
+        sisters = max(1, cluster.devices_per_node // per_node)
+        outside = cluster.between_nodes.bytes_per_s * min(1.0, cluster.num_nics / sisters)
+        inside = dp * size <= cluster.devices_per_node
+        bandwidth = np.where(inside, cluster.within_node.bytes_per_s, outside)
+        latency = np.where(inside, cluster.within_node.latency_s * dp, cluster.between_nodes.latency_s * dp / per_node)
+        num_buckets = -(-num_bytes // BUCKET_BYTES)
+        return np.asarray(2 * (dp - 1) / dp * num_bytes / bandwidth + 2 * num_buckets * np.where(dp > 1, latency, 0.0))
+
+    def optimizer_s(self, dp: Ints) -> Floats:
+        holders = dp if self.problem.memory.zero1 else np.ones_like(dp)
+        return np.asarray(self.problem.table.optimizer_s_per_parameter * self.num_trained / holders)
+
+    def static_bytes(self, dp: Ints) -> Floats:
+        options = self.problem.memory
+        holders = dp if options.zero1 else np.ones_like(dp)
+        moments = ADAMW_STATES * self.num_trained / holders
+        return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained + moments))
+
+    def saved_bytes(self, size: Ints, held: Ints, recomputes: Bools) -> Floats:
+        """`held`: microbatches that wait for their backwards."""
+        if not self.trains:
+            return np.zeros(len(size))
+        graph = size * self._graph_bytes
+        boundary = size * (self._boundary_bytes if self.pp > 1 else 0.0)
+        return np.asarray(np.where(recomputes, held * boundary + graph, held * graph))
+
+    @property
+    def _graph_bytes(self) -> float:
+        """Of one sample on the fullest stage."""
+        module, problem = self.problem.modules[self.name], self.problem
+        return self.layer_share * sum(
+            saved_layer_bytes(
+                layer,
+                self.load,
+                input_gradient=needs.input_gradient,
+                weight_gradient=needs.weight_gradient,
+                recompute=self.name in problem.recompute,
+                tp_size=self.tp,
+                options=problem.memory,
+            )
+            for layer, needs in zip(module.workload.layers, problem.gradients[self.name], strict=True)
+        )
+
+    @property
+    def _boundary_bytes(self) -> float:
+        hidden_size = self.problem.modules[self.name].workload.hidden_size
+        return self.load.tokens * hidden_size * self.problem.memory.activation_bytes
+
+
+def _mean_load(problem: PlanningProblem, name: str) -> Load:
+    """Of one sample."""
+
+    def compute() -> Load:
+        able = [sample for sample in problem.samples if sample.has(name)]
+        loads = [microbatch_load(problem.modules[name].workload, name, [sample]) for sample in able]
+        return Load(*(sum(values) / len(problem.samples) for values in zip(*loads, strict=True)))
+
+    return problem.remembered(("mean sample", name), compute)

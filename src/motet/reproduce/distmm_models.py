@@ -1,0 +1,148 @@
+"""DistMM's models and machines as planning problems: Table 2, 8 p3.16xlarge (section 7), and how fast a V100 is.
+
+What the paper leaves out, and what is assumed instead:
+
+* Parameters, gradients and both moments in half precision: 8 bytes a parameter. With 16 (mixed precision) CoCa of
+  26 B parameters would not fit into the 16 partitions that section 7.1 gives it, nor a model of 1.5 B onto one V100.
+* Patches of 14 pixels (577 tokens an image), CLIP's vocabulary, MLPs of four times the width, features of 512, heads
+  that all degrees of tensor parallelism in the paper divide. Hidden size 5140 is not divisible by 8: 5120.
+
+**The V100.** A matrix product takes `overhead + work / (limit x peak)` (`motet.costs.speeds`). Both are fitted to
+products that others measured, none of them on DistMM's models: DeepBench's for "Tesla V100 Mixed Precision" (README,
+training results; the one whose width no tensor core takes is left out), and 8192 x 8192 x 8192 at 101 TFLOPS (NVIDIA
+developer forum, "Understanding IPC and issue slot utilization when using tensor cores", on a V100 of 112 TFLOPS).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from motet.catalogue import DEVICES, LINKS
+from motet.cluster import Cluster
+from motet.costs.analytic import analytic_table
+from motet.costs.kernels import Kernel
+from motet.costs.memory import MemoryOptions
+from motet.costs.speeds import KernelTime, Speeds, default_speeds, fit_speeds
+from motet.data.sample import Sample, Segment
+from motet.plan import Edge
+from motet.planner.problem import ModuleProblem, PlanningProblem
+from motet.workload import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
+
+NUM_DEVICES, DEVICES_PER_NODE = 64, 8
+IMAGE_SIDE, PATCH, WORDS, FEATURE_SIZE = 336, 14, 77, 512
+
+MEASURED_PRODUCTS: Mapping[tuple[int, int, int], float] = {
+    (1760, 128, 1760): 10.72e12,
+    (7860, 64, 2560): 25.94e12,
+    (2560, 64, 2560): 10.11e12,
+    (3072, 128, 1024): 18.73e12,
+    (8192, 8192, 8192): 101e12,
+}
+"""(m, n, k): FLOPs per second."""
+
+
+@dataclass(frozen=True)
+class TowerSize:
+    """A row of Table 2."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+
+
+SIZES: Mapping[str, TowerSize] = {
+    "350M": TowerSize(24, 1024, 16),
+    "760M": TowerSize(24, 1536, 16),
+    "2.7B": TowerSize(32, 2560, 32),
+    "6.7B": TowerSize(32, 4096, 32),
+    "13B": TowerSize(40, 5120, 32),
+}
+
+SCALES: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "single device": {"CLIP": ("760M", "350M"), "CoCa": ("760M", "760M"), "LiT": ("350M", "760M")},
+    "single node": {"CLIP": ("6.7B", "2.7B"), "CoCa": ("6.7B", "6.7B"), "LiT": ("2.7B", "6.7B")},
+    "multi-node": {"CLIP": ("13B", "6.7B"), "CoCa": ("13B", "13B"), "LiT": ("6.7B", "13B")},
+}
+"""(vision, text)."""
+
+
+def cluster() -> Cluster:
+    """Section 7: NVLink within, 25 Gbit/s between the nodes, which all GPUs of a node share."""
+    return Cluster(
+        num_devices=NUM_DEVICES,
+        device=DEVICES["v100-16"],
+        devices_per_node=DEVICES_PER_NODE,
+        within_node=LINKS["nvlink2"],
+        between_nodes=LINKS["ethernet25"],
+        nics_per_node=1,
+    )
+
+
+@cache
+def v100_speeds() -> Speeds:
+    products = [
+        KernelTime(
+            Kernel("product", "gemm", flops=2.0 * m * n * k, num_bytes=2.0 * (m * k + k * n + m * n)),
+            2.0 * m * n * k / flops_per_s,
+        )
+        for (m, n, k), flops_per_s in MEASURED_PRODUCTS.items()
+    ]
+    fitted = fit_speeds(products, DEVICES["v100-16"], "float16", source="DeepBench and NVIDIA developer forum")
+    assumed = default_speeds(DEVICES["v100-16"])
+    share = assumed.attention.limit / assumed.gemm.limit
+    return replace(
+        fitted,
+        attention=replace(fitted.gemm, limit=fitted.gemm.limit * share),
+        convolution=fitted.gemm,
+        memory=assumed.memory,
+    )
+
+
+def tower(modality: str, size: str) -> ModuleWorkload:
+    shape = SIZES[size]
+    body = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": 4 * shape.hidden_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+    }
+    if modality == "vision":
+        config = {"model_type": "clip_vision_model", "image_size": IMAGE_SIDE, "patch_size": PATCH, **body}
+    else:
+        config = {"model_type": "clip_text_model", "max_position_embeddings": WORDS, **body}
+    return as_tower(with_projector(module_workload(config), "linear", FEATURE_SIZE))
+
+
+@cache
+def problem(vision: str, text: str, global_batch_size: int, *, recompute: bool = False) -> PlanningProblem:
+    """A model of Table 2, by the sizes of its towers, on the 64 GPUs."""
+    towers = {"vision": tower("vision", vision), "text": tower("text", text)}
+    workloads = {**towers, "loss": contrastive_loss([("vision", "text")], FEATURE_SIZE)}
+    side = IMAGE_SIDE // PATCH
+    layouts = {
+        "vision": (Segment(1 + side**2, num_outputs=1, grid=(side, side)),),
+        "text": (Segment(WORDS, num_outputs=1, grid=(WORDS,)),),
+    }
+    machines = cluster()
+    table = analytic_table(
+        workloads, machines, dtype="float16", dtype_bytes=2, tp_sizes=(1, 2, 4, 8, 16), speeds=v100_speeds()
+    )
+    return PlanningProblem(
+        modules={
+            name: ModuleProblem(
+                workload=workload,
+                trainable=((0, workload.num_layers),),
+                loss_weight=float(name == "loss"),
+                tp_sizes=(1, 2, 4, 8),
+                max_stages=8,
+            )
+            for name, workload in workloads.items()
+        },
+        edges=tuple(Edge(source=name, target="loss") for name in towers),
+        cluster=machines,
+        table=table,
+        samples=tuple(Sample(str(i), layouts) for i in range(global_batch_size)),
+        num_microbatches=1,
+        recompute=tuple(towers) if recompute else (),
+        memory=MemoryOptions(parameter_bytes=2, activation_bytes=2),
+    )
