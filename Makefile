@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick campaigns checks clean
+.PHONY: demo test quick campaigns chaos checks clean
 
 demo: $(READY)  ## Train vision + audio + language model on 4 processes, see it learn, and ask the exported model.
 	$(BIN)/motet demo examples/demo.yaml
@@ -21,6 +21,9 @@ quick: $(READY)  ## The tests that take seconds.
 
 campaigns: $(READY)  ## Whole products and many draws of what `make test` samples.
 	$(BIN)/python -m pytest -n 2 -m campaign
+
+chaos: $(READY)  ## Kills processes of trainings at random moments, 200 times (MOTET_CHAOS_TRIALS), and looks at what is left.
+	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py
 
 checks: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

@@ -21,7 +21,12 @@ STEPS = 6
 
 
 def config_of(output: Path, **overrides: Any) -> RunConfig:
-    overrides = {"train__steps": STEPS, "train__dtype": "float64", "train__failures": {"tolerate": 1}, **overrides}
+    overrides = {
+        "train__steps": STEPS,
+        "train__dtype": "float64",
+        "train__failures": {"tolerate": 1, "detect_s": 10},
+        **overrides,
+    }
     return run_config(output, TWO_PIPELINES, **overrides)
 
 

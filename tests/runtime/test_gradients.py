@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from motet.runtime import gradients
 from motet.runtime.deadline import Deadline
-from motet.runtime.gradients import Bucket, GradientReducer, squared_norm
+from motet.runtime.gradients import Bucket, GradientReducer, Portion, squared_norm
 from motet.runtime.mesh import ReduceGroup
 
 SIZE = 4
@@ -22,8 +22,8 @@ def parameters(num: int, dtype: torch.dtype = torch.float32) -> list[nn.Paramete
     return [nn.Parameter(torch.full((SIZE,), 1.0 + i, dtype=dtype)) for i in range(num)]
 
 
-def everyone() -> ReduceGroup:
-    return ReduceGroup(dist.group.WORLD, tuple(range(dist.get_world_size())))
+def everyone() -> Portion:
+    return Portion(ReduceGroup(dist.group.WORLD, tuple(range(dist.get_world_size()))))
 
 
 def finish(reducer: GradientReducer) -> None:
@@ -50,10 +50,10 @@ def test_buckets_start_inside_the_last_backward(monkeypatch: pytest.MonkeyPatch)
             weight.register_hook(lambda gradient, i=i: events.append(f"gradient {i}"))
         start = Bucket.start
 
-        def start_and_tell(bucket: Bucket, group: dist.ProcessGroup) -> None:
+        def start_and_tell(bucket: Bucket) -> None:
             places = [next(i for i, w in enumerate(weights) if w is copies[0]) for copies in bucket.parameters]
             events.append(f"start {places}")
-            start(bucket, group)
+            start(bucket)
 
         monkeypatch.setattr(Bucket, "start", start_and_tell)
 
@@ -102,9 +102,9 @@ def test_what_is_final_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         seen = []
         start = Bucket.start
 
-        def start_and_tell(bucket: Bucket, group: dist.ProcessGroup) -> None:
+        def start_and_tell(bucket: Bucket) -> None:
             started.append(next(i for i, w in enumerate(weights) if w is bucket.parameters[0][0]))
-            start(bucket, group)
+            start(bucket)
 
         monkeypatch.setattr(Bucket, "start", start_and_tell)
         for i in (5, 4, 2, 0):
@@ -164,7 +164,7 @@ def test_local_copies_are_summed_and_end_alike() -> None:
 
     def work(rank: int) -> list[list[float]]:
         sums = []
-        for group in (everyone(), ReduceGroup(None, (rank,))):
+        for group in (everyone(), Portion(ReduceGroup(None, (rank,)))):
             first, second, third = parameters(3)
             first.grad, third.grad = torch.full((SIZE,), 1.0), torch.full((SIZE,), 2.0)
             reducer = GradientReducer([(first, second, third)], group)
@@ -181,7 +181,8 @@ def test_local_copies_are_summed_and_end_alike() -> None:
 
 def test_a_bucket_has_one_dtype_and_holds_at_least_one_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(given: Sequence[nn.Parameter]) -> list[int]:
-        return [len(bucket.parameters) for bucket in gradients._buckets((parameter,) for parameter in given)]
+        copies = [(parameter,) for parameter in reversed(given)]
+        return [len(bucket.parameters) for bucket in gradients._buckets(copies, Portion(ReduceGroup(None, (0,))))]
 
     assert sizes(parameters(3)) == [3]
     assert sizes([*parameters(2), *parameters(2, torch.float64), *parameters(1)]) == [2, 2, 1]

@@ -10,6 +10,7 @@ a sequence to be divided equally over a context-parallel group.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from math import lcm
 
 import numpy as np
 
@@ -145,15 +146,21 @@ class IterationCosts:
 
         Of the shards, those whose ranks lie differently on the nodes; the others' take as long as theirs."""
         holders = self._reductions[reduce]
-        tp_size = self._stage_of(holders[0]).tp_size
+        # Where holders differ: their common pieces. A rank sums several of them then, one after the other.
+        tp_size = lcm(*(self._stage_of(holder).tp_size for holder in holders))
         key = (tp_size, tuple([holder.ranks for holder in holders]))
         if key not in self._groups:
             groups: dict[tuple[int, ...], tuple[int, ...]] = {}
             for t in range(tp_size):
-                ranks = tuple(dict.fromkeys(rank for holder in holders for rank in holder.ranks[t::tp_size]))
+                ranks = tuple(dict.fromkeys(rank for holder in holders for rank in self._holding(holder, t, tp_size)))
                 groups.setdefault(tuple(sorted(Counter(map(self.cluster.node, ranks)).values())), ranks)
             self._groups[key] = list(groups.values())
         return self._groups[key], self._reduced_bytes(reduce, tp_size)
+
+    def _holding(self, holder: Holder, piece: int, num_pieces: int) -> tuple[int, ...]:
+        """The ranks of a holder that hold a piece."""
+        tp_size = self._stage_of(holder).tp_size
+        return holder.ranks[piece * tp_size // num_pieces :: tp_size]
 
     # Bytes ----------------------------------------------------------------------------------------------------------
 

@@ -26,20 +26,25 @@ class Control:
         self._kept: frozenset[int] = frozenset()
         self._changed = threading.Condition()
         self._newest: Call | None = None
+        self._newest_urgent = 0
+        """Generation of the newest one that does not wait."""
         self._finished = False
         self._sending = threading.Lock()
-        self.generation = 0
-        """Of the membership under which this process works; set by the training loop."""
+        self._generation = 0
+        """Of the membership under which this process works."""
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
-    def keep_connections(self) -> None:
-        """Those that there are now (to data servers) outlive memberships."""
-        self._kept = frozenset(tcp_connections())
+    def begin(self, generation: int) -> None:
+        """Called before anything is done under a membership. Connections that there are now (to data servers) outlive
+        it."""
+        with self._changed:
+            self._generation = generation
+            self._kept = frozenset(tcp_connections())
 
     def is_change_due(self) -> bool:
         """Whether a newer membership waits for the end of the iteration."""
         newest = self._newest
-        return newest is not None and newest.membership.generation > self.generation
+        return newest is not None and newest.membership.generation > self._generation
 
     def newer(self, timeout_s: float | None) -> Call | None:
         """To a membership newer than the one this process works under; None: none came in time, or all is over."""
@@ -61,8 +66,9 @@ class Control:
             if time.monotonic() - last_beat >= BEAT_S:
                 self.tell("alive")
                 last_beat = time.monotonic()
+            self._end_what_is_over()
             try:
-                if not self._pipe.poll(BEAT_S):
+                if not self._pipe.poll(BEAT_S / 2):
                     continue
                 received = self._pipe.recv()
             except (EOFError, OSError):
@@ -72,7 +78,15 @@ class Control:
                     self._finished = True
                 else:
                     assert isinstance(received, Call)
-                    if received.membership.is_urgent:
-                        shut_down(except_inodes=self._kept)
                     self._newest = received
+                    if received.membership.is_urgent:
+                        self._newest_urgent = received.membership.generation
+            self._end_what_is_over()
+            with self._changed:
                 self._changed.notify_all()
+
+    def _end_what_is_over(self) -> None:
+        """Again and again until the training loop has noticed: it may be about to connect for what is over."""
+        with self._changed:
+            if self._newest_urgent > self._generation:
+                shut_down(except_inodes=self._kept)

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from motet.resilience.membership import FIRST_GENERATION, Membership
+from motet.resilience.membership import FIRST_GENERATION, Change, Membership
 
 FAILURES = "failures.jsonl"
 
@@ -12,6 +12,8 @@ FAILURES = "failures.jsonl"
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
     membership: Membership
+    changes: tuple[Change, ...]
+    """Since the last line."""
     num_ranks: int
     steps_before: int | None
     """Finished ones when it happened; None: nothing had been trained yet."""
@@ -32,7 +34,7 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
         return
     line = {
         "generation": membership.generation,
-        "changes": [asdict(change) for change in membership.changes],
+        "changes": [asdict(change) for change in recovery.changes],
         "done": _what_was_done(recovery),
         "nodes": membership.nodes,
         "num_ranks": recovery.num_ranks,

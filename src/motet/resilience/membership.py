@@ -106,6 +106,17 @@ def registered(store: Store) -> int:
     return store.add("nodes", 0)
 
 
+def unlogged_changes(store: Store, generation: int) -> tuple[Change, ...]:
+    """All changes since this was last asked, up to those of `generation`; that of a recovery that was interrupted by
+    the next failure too."""
+    first = store.add("logged", 0) + 1
+    changes: list[Change] = []
+    for each in range(max(first, FIRST_GENERATION + 1), generation + 1):
+        changes += Membership.from_json(store.get(key_of(each))).changes
+    store.add("logged", generation - first + 1)
+    return tuple(changes)
+
+
 @dataclass(frozen=True)
 class Call:
     """What the agent tells one training process: a membership, and the process's rank in it."""

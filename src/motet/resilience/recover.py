@@ -33,7 +33,7 @@ from motet.plan import Plan
 from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery
 from motet.resilience.handover import Description, Holding, describe, hand_over, plan_handover, tensors_of
-from motet.resilience.membership import Call, Membership
+from motet.resilience.membership import Call, Membership, unlogged_changes
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint import read_latest
 from motet.runtime.deadline import StepOverrunError
@@ -84,7 +84,7 @@ class TrainingProcess:
         call = self._control.newer(None)
         while call is not None:
             membership = call.membership
-            self._control.generation = membership.generation
+            self._control.begin(membership.generation)
             started = time.monotonic()
             try:
                 self._work(call, started)
@@ -124,7 +124,6 @@ class TrainingProcess:
             self._control.tell("done", membership.generation)
 
     def _join_world(self, call: Call) -> None:
-        self._control.keep_connections()
         host, port = self._store_address
         store = self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         dist.init_process_group(
@@ -157,6 +156,7 @@ class TrainingProcess:
         if dist.get_rank() == 0:
             what = Recovery(
                 membership=membership,
+                changes=unlogged_changes(self._store, membership.generation),
                 num_ranks=plan.num_ranks,
                 steps_before=None if summary is None else summary.steps,
                 steps=new.finished_steps,

@@ -6,8 +6,9 @@ reduction. A parameter that no microbatch reached takes part with zeros. Sums, n
 divided by the loss tokens of the global batch. (Li et al. 2020, "PyTorch Distributed", section 3.2.3.)
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -23,51 +24,88 @@ Copies = tuple[nn.Parameter, ...]
 """The local copies of one parameter: one, or those of a module that this rank holds several times."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Ranges of one dimension of a local tensor."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def views(self, tensor: Tensor) -> Iterator[Tensor]:
+        for start, stop in self.ranges:
+            yield tensor.narrow(self.dim, start, stop - start)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one group sums: of each parameter all, or a part (where holders differ in tensor parallelism)."""
+
+    group: ReduceGroup
+    parts: Sequence[Part] = ()
+    """By parameter; (): all of each."""
+
+
 @dataclass
 class Bucket:
     """Gradients that travel together, as one flat tensor while they do."""
 
+    group: ReduceGroup
     parameters: list[Copies]
+    parts: list[Part | None]
+    """Of each: what is summed here; None: all."""
     missing: set[Tensor] = field(default_factory=set)
     """In an armed reduction: the parameters whose final gradient is not there yet."""
     _flat: Tensor | None = None
     _work: dist.Work | None = None
 
-    def start(self, group: dist.ProcessGroup) -> None:
-        self._flat = torch.cat([_local_sum(copies).reshape(-1) for copies in self.parameters])
-        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+    def start(self) -> None:
+        if self.group.group is None:
+            for copies in self.parameters:
+                if len(copies) > 1 or copies[0].grad is None:
+                    _set_gradients(copies, None, _local_sum(copies).reshape(-1))
+            return
+        self._flat = torch.cat(list(map(_flattened, self.parameters, self.parts)))
+        self._work = dist.all_reduce(self._flat, group=self.group.group, async_op=True)
 
-    def finish(self, deadline: Deadline, what: object, ranks: Sequence[int]) -> None:
+    def finish(self, deadline: Deadline, what: object) -> None:
+        if self.group.group is None:
+            return
         assert self._work is not None
         assert self._flat is not None
-        deadline.wait(self._work, what, ranks)
-        totals = self._flat.split([copies[0].numel() for copies in self.parameters])
-        for copies, total in zip(self.parameters, totals, strict=True):
-            _set_gradients(copies, total.view_as(copies[0]))
+        deadline.wait(self._work, what, self.group.ranks)
+        place = 0
+        for copies, part in zip(self.parameters, self.parts, strict=True):
+            size = _num_elements(copies, part)
+            _set_gradients(copies, part, self._flat[place : place + size])
+            place += size
         self._flat = self._work = None
 
 
 class GradientReducer:
-    """One reduction on this rank. `parameters`: in the order of the forward, the same on every holder."""
+    """One reduction on this rank. `parameters`: in the order of the forward, the same on every holder. `portions`: what
+    of them is summed in which group."""
 
-    def __init__(self, parameters: Sequence[Copies], group: ReduceGroup) -> None:
-        self._group, self._ranks = group.group, group.ranks
-        self._buckets = _buckets(reversed(parameters))
-        self._bucket_of: dict[Tensor, Bucket] = {
-            parameter: bucket for bucket in self._buckets for copies in bucket.parameters for parameter in copies
-        }
+    def __init__(self, parameters: Sequence[Copies], *portions: Portion) -> None:
+        # Portion after portion for each run of parameters, so that none waits for the end of the backward.
+        runs = zip_longest(*(_buckets(parameters, portion) for portion in portions))
+        self._buckets = [bucket for run in runs for bucket in run if bucket is not None]
+        self._buckets_of: dict[Tensor, list[Bucket]] = {}
+        for bucket in self._buckets:
+            for copies in bucket.parameters:
+                for parameter in copies:
+                    self._buckets_of.setdefault(parameter, []).append(bucket)
         self._num_started = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
     def can_overlap(self) -> bool:
         """Whether every parameter has one local copy, so that its gradient is final in one backward."""
-        return self._group is not None and all(len(c) == 1 for bucket in self._buckets for c in bucket.parameters)
+        return all(b.group.group is not None and all(len(c) == 1 for c in b.parameters) for b in self._buckets)
 
     def arm(self) -> None:
         """Called before this rank's last backward of the layers, if it is a whole one: buckets may start within it."""
-        self.expect(self._bucket_of.keys())
-        for parameter in self._bucket_of:
+        self.expect(self._buckets_of.keys())
+        for parameter in self._buckets_of:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self.accumulated))
 
     def expect(self, parameters: Set[Tensor]) -> None:
@@ -80,9 +118,9 @@ class GradientReducer:
 
     def accumulated(self, parameter: Tensor) -> None:
         """Called after `expect`, when the parameter has got its final gradient. It may be another reduction's."""
-        if bucket := self._bucket_of.get(parameter):
+        for bucket in self._buckets_of.get(parameter, ()):
             bucket.missing.discard(parameter)
-            self._start_final()
+        self._start_final()
 
     def _start_final(self) -> None:
         while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
@@ -96,24 +134,17 @@ class GradientReducer:
 
     def start(self) -> None:
         """Starts what has not been started."""
-        if self._group is None:
-            for bucket in self._buckets:
-                for copies in bucket.parameters:
-                    _set_gradients(copies, _local_sum(copies))
-            return
         while self._num_started < len(self._buckets):
             self._start_next()
 
     def _start_next(self) -> None:
-        assert self._group is not None
-        self._buckets[self._num_started].start(self._group)
+        self._buckets[self._num_started].start()
         self._num_started += 1
 
     def finish(self, deadline: Deadline, what: object) -> None:
         """Waits for the sums and puts them into `.grad`. `what`: the reduction's name, for when it fails."""
-        if self._group is not None:
-            for bucket in self._buckets:
-                bucket.finish(deadline, what, self._ranks)
+        for bucket in self._buckets:
+            bucket.finish(deadline, what)
         self._num_started = 0
 
 
@@ -125,23 +156,41 @@ def _local_sum(copies: Copies) -> Tensor:
     return gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
 
 
-def _set_gradients(copies: Copies, total: Tensor) -> None:
+def _num_elements(copies: Copies, part: Part | None) -> int:
+    if part is None:
+        return copies[0].numel()
+    return sum(view.numel() for view in part.views(copies[0]))
+
+
+def _flattened(copies: Copies, part: Part | None) -> Tensor:
+    total = _local_sum(copies)
+    if part is None:
+        return total.reshape(-1)
+    return torch.cat([view.reshape(-1) for view in part.views(total)])
+
+
+def _set_gradients(copies: Copies, part: Part | None, total: Tensor) -> None:
+    """`total`: as `_flattened` lays it out."""
     for parameter in copies:
         if parameter.grad is None:
-            parameter.grad = total.clone()
-        elif parameter.grad is not total:
-            parameter.grad.copy_(total)
+            parameter.grad = torch.zeros_like(parameter)
+        views = [parameter.grad] if part is None else list(part.views(parameter.grad))
+        for view, values in zip(views, total.split([view.numel() for view in views]), strict=True):
+            view.copy_(values.view_as(view))
 
 
-def _buckets(parameters: Iterable[Copies]) -> list[Bucket]:
+def _buckets(parameters: Sequence[Copies], portion: Portion) -> list[Bucket]:
+    """The last parameters' first: their gradients are."""
+    parts: Sequence[Part | None] = portion.parts or [None] * len(parameters)
     buckets: list[Bucket] = []
     num_bytes = 0
-    for copies in parameters:
-        size = copies[0].numel() * copies[0].element_size()
+    for copies, part in reversed(list(zip(parameters, parts, strict=True))):
+        size = _num_elements(copies, part) * copies[0].element_size()
         if not buckets or num_bytes + size > BUCKET_BYTES or buckets[-1].parameters[0][0].dtype != copies[0].dtype:
-            buckets.append(Bucket([]))
+            buckets.append(Bucket(portion.group, [], []))
             num_bytes = 0
         buckets[-1].parameters.append(copies)
+        buckets[-1].parts.append(part)
         num_bytes += size
     return buckets
 

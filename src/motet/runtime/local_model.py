@@ -1,6 +1,6 @@
 """What this rank holds of the model: its stages, and each parameter's name in the whole model and who shares it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,10 +15,11 @@ from motet.models.language_model_stage import LanguageModelStage
 from motet.models.shards import Shard
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Plan, Stage
-from motet.runtime.gradients import GradientReducer, squared_norm
+from motet.runtime.gradients import Copies, GradientReducer, Portion, squared_norm
 from motet.runtime.mesh import Mesh, tensor_parallel_groups
 from motet.runtime.sharding import gather_full, shard_parameter
 from motet.runtime.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
+from motet.runtime.unlike_groups import HeldParameter, Key, WholeSum, evenly_cut, portions
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import reductions
 
@@ -42,6 +43,9 @@ class LocalParameter:
     reduce: Reduce | None
     """What sums its gradient; None if it is frozen."""
     reduce_group: dist.ProcessGroup | None
+    """All that hold the same; None: this rank alone, or others hold other shares of it."""
+    is_partial: bool
+    """Its gradient is a share, to be summed inside the tensor-parallel group."""
     is_first: bool
     """Of all replicas and copies that hold it, the first."""
 
@@ -99,6 +103,7 @@ class LocalModel:
         self.parameters: list[LocalParameter] = []
         for key in self.stages:
             self.parameters += self._parameters_of(key)
+        self._whole_sums: list[WholeSum] = []
         self.reducers = self._make_reducers()
 
     def _parameters_of(self, key: StageKey) -> Iterator[LocalParameter]:
@@ -111,8 +116,8 @@ class LocalModel:
             shard = layout.shards.get(local_name) if layout else None
             layers = stage.layers_of(local_name)
             reduce = self._reduce_of(owner, layers) if parameter.requires_grad else None
-            group = self.mesh.reduce[reduce] if reduce else None
-            is_first = self.mesh.rank == min(group.ranks) if group else self._is_first_of_frozen(key, layers)
+            groups = self.mesh.reduce[reduce] if reduce else None
+            is_first = groups.is_first if groups else self._is_first_of_frozen(key, layers)
             yield LocalParameter(
                 name=f"{owner}.{name}",
                 part=f"{owner}.{'projector' if name.startswith('projector.') else 'module'}",
@@ -120,7 +125,8 @@ class LocalModel:
                 shard=shard,
                 tp=tp,
                 reduce=reduce,
-                reduce_group=group.group if group else None,
+                reduce_group=groups.pieces[0].group if groups and len(groups.tp_sizes) == 1 else None,
+                is_partial=layout is not None and local_name in layout.partial_gradients,
                 is_first=is_first and f"{owner}.{name}" not in held,
             )
 
@@ -139,20 +145,44 @@ class LocalModel:
         return module.copy_of is None and key[1] == 0 and has_first_tokens and first <= layers[0] < last
 
     def _make_reducers(self) -> dict[Reduce, GradientReducer]:
-        grouped: dict[Reduce, dict[str, list[nn.Parameter]]] = {reduce: {} for reduce in self.mesh.reduce}
+        """Collective where holders of some layer have groups of different sizes."""
+        grouped: dict[Reduce, dict[str, list[LocalParameter]]] = {reduce: {} for reduce in self.mesh.reduce}
         for p in self.parameters:
             if p.reduce is not None:
-                grouped[p.reduce].setdefault(p.name, []).append(p.parameter)
-        return {
-            reduce: GradientReducer([tuple(copies) for copies in by_name.values()], self.mesh.reduce[reduce])
-            for reduce, by_name in grouped.items()
-        }
+                grouped[p.reduce].setdefault(p.name, []).append(p)
+        unlike = [reduce for reduce, groups in self.mesh.reduce.items() if len(groups.tp_sizes) > 1]
+        cut: Mapping[Key, Shard] = {}
+        if self.mesh.has_unlike_groups:
+            held = {
+                (reduce, name): HeldParameter(p.shard, p.tp.size, p.full_shape, p.is_partial)
+                for reduce in unlike
+                for name, (p, *_) in grouped[reduce].items()
+            }
+            cut = evenly_cut(held, self.mesh)
+        reducers = {}
+        for reduce, by_name in grouped.items():
+            groups = self.mesh.reduce[reduce]
+            if reduce not in unlike:
+                reducers[reduce] = GradientReducer(list(map(_tensors, by_name.values())), Portion(groups.pieces[0]))
+                continue
+            names = [name for name in by_name if (reduce, name) in cut]
+            even = [_tensors(by_name[name]) for name in names]
+            shards = [cut[reduce, name] for name in names]
+            reducers[reduce] = GradientReducer(even, *portions(groups, even, shards))
+            whole = [copies for name, copies in by_name.items() if name not in names]
+            if whole:
+                members = [(_tensors(copies), copies[0].shard) for copies in whole]
+                self._whole_sums.append(WholeSum(groups.firsts, whole[0][0].tp, members))
+        return reducers
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Sums, inside tensor-parallel groups, the gradients of which each member has a share."""
+        """Sums, inside tensor-parallel groups, the gradients of which each member has a share, and then those that are
+        summed whole."""
         for stage in self.stages.values():
             tp_reduce_gradients(cast(nn.Module, stage))
+        for whole_sum in self._whole_sums:
+            whole_sum.run()
 
     def counted_squared_norm(self) -> Tensor:
         """This rank's share of the squared norm of all gradients; the sum over all ranks counts each element once."""
@@ -174,6 +204,10 @@ class LocalModel:
     def zero_gradients(self) -> None:
         for parameter in self.trainable():
             parameter.grad = None
+
+
+def _tensors(parameters: Sequence[LocalParameter]) -> Copies:
+    return tuple(p.parameter for p in parameters)
 
 
 def share_context(stage: StageModule, cp: ContextParallel) -> None:

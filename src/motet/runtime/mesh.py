@@ -5,8 +5,10 @@ its buckets start when the rank's own backward reaches them, so two reductions o
 different orders on different ranks, and must not meet in one group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import lcm
 
 import torch.distributed as dist
 
@@ -20,11 +22,37 @@ from motet.schedule.dependencies import Holder, reductions
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """The ranks that sum one shard of a run of layers."""
+    """The ranks that sum one shard of a run of layers, or one piece of it."""
 
     group: dist.ProcessGroup | None
     """None: this rank alone."""
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReduceGroups:
+    """All groups of one reduction that this rank belongs to.
+
+    Holders with different tp_size cut the layers into shards of different sizes: a rank's shard is then summed in
+    several pieces, each by those who hold it."""
+
+    pieces: tuple[ReduceGroup, ...]
+    """Of this rank's shard, in order; one if all holders have the same tp_size."""
+    is_first: bool
+    """Whether this rank belongs to the first of all holders."""
+    tp_sizes: tuple[int, ...]
+    """The different ones."""
+    firsts: ReduceGroup | None = None
+    """Where tp_sizes differ: the first rank of every tensor-parallel group, if this is one."""
+
+    @property
+    def all(self) -> tuple[ReduceGroup, ...]:
+        return self.pieces if self.firsts is None else (*self.pieces, self.firsts)
+
+    @property
+    def common_size(self) -> int:
+        """Into how many pieces the layers are cut in all."""
+        return lcm(*self.tp_sizes)
 
 
 @dataclass(frozen=True)
@@ -35,8 +63,10 @@ class Mesh:
     world_size: int
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
     """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
-    reduce: dict[Reduce, ReduceGroup]
+    reduce: dict[Reduce, ReduceGroups]
     """Only the reductions that this rank takes part in."""
+    has_unlike_groups: bool
+    """Whether some layer is held by tensor-parallel groups of different sizes."""
     timeout: timedelta
 
     def tensor_parallel(self, stage: Stage, *, sequence_parallel: bool) -> TensorParallel:
@@ -84,7 +114,7 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
 
     `num_spare_ranks`: processes, after those of the plan, that have no part in it.
 
-    Raises `UserError` if the world is not as large as the plan, or holders of a layer differ in tensor parallelism."""
+    Raises `UserError` if the world is not as large as the plan."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check_world_size(plan, world_size - num_spare_ranks)
     dist.barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
@@ -98,13 +128,24 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         group = _new_group(ranks, timeout)
         if rank in ranks:
             stage_groups[ranks] = group
-    reduce: dict[Reduce, ReduceGroup] = {}
+    reduce: dict[Reduce, ReduceGroups] = {}
+    has_unlike_groups = False
     for reduction, holders in reductions(plan).items():
-        for ranks in _shard_groups(plan, reduction, holders):
-            group = _new_group(ranks, timeout)
-            if rank in ranks:
-                reduce[reduction] = ReduceGroup(group, ranks)
-    return Mesh(rank, world_size, stage_groups, reduce, timeout)
+        members = _members(plan, holders)
+        _check_members(reduction, members)
+        sizes = tuple(sorted({len(places) for places in members}))
+        made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
+        firsts = None
+        if len(sizes) > 1:
+            has_unlike_groups = True
+            ranks = tuple(sorted({places[0] for places in members}))
+            firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
+        pieces = tuple(group for group in made if rank in group.ranks)
+        if pieces:
+            is_first = rank in min(members)
+            firsts = firsts if firsts is not None and rank in firsts.ranks else None
+            reduce[reduction] = ReduceGroups(pieces, is_first, sizes, firsts)
+    return Mesh(rank, world_size, stage_groups, reduce, has_unlike_groups, timeout)
 
 
 def _places(ranks: tuple[int, ...]) -> list[int]:
@@ -116,23 +157,28 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup 
     return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
 
 
-def _shard_groups(plan: Plan, reduction: Reduce, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
-    """The ranks that hold the same shard, for each place in the tensor-parallel group: of all replicas, and of all
-    members of context-parallel groups, each of which has the gradients of its own tokens."""
+def _members(plan: Plan, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
+    """The tensor-parallel groups that hold a run of layers, by place: of all replicas, and of all members of
+    context-parallel groups, each of which has the gradients of its own tokens."""
     stages = [plan.modules[holder.module].replicas[holder.replica].stages[holder.stage] for holder in holders]
-    sizes = {stage.tp_size for stage in stages}
-    if len(sizes) > 1:
-        raise UserError(
-            f"plan: the replicas of {reduction.module} hold layers {reduction.first}..{reduction.last - 1} with "
-            f"different tp_size {sorted(sizes)}; give them the same"
-        )
-    members = [_places(ranks) for stage in stages for ranks in tensor_parallel_groups(stage)]
-    groups = [tuple(sorted({places[i] for places in members})) for i in range(sizes.pop())]
-    places = [rank for group in groups for rank in group]
-    if len(places) > len(set(places)):
-        twice = next(rank for rank in places if places.count(rank) > 1)
-        raise UserError(
-            f"plan: rank {twice} stands at different places of the groups that hold layers {reduction.first}.."
-            f"{reduction.last - 1} of {reduction.module}; give groups that have all their ranks in common, or none"
-        )
-    return groups
+    return [tuple(_places(ranks)) for stage in stages for ranks in tensor_parallel_groups(stage)]
+
+
+def _piece_groups(members: Sequence[tuple[int, ...]], num_pieces: int) -> list[tuple[int, ...]]:
+    """For each piece, the ranks that hold it."""
+    return [
+        tuple(sorted({places[piece * len(places) // num_pieces] for places in members})) for piece in range(num_pieces)
+    ]
+
+
+def _check_members(reduction: Reduce, members: Sequence[tuple[int, ...]]) -> None:
+    """A rank that holds the layers several times has the same shard of them each time."""
+    place_of: dict[int, tuple[int, int]] = {}
+    for places in members:
+        for place, rank in enumerate(places):
+            if place_of.setdefault(rank, (place, len(places))) != (place, len(places)):
+                raise UserError(
+                    f"plan: rank {rank} stands at different places of the groups that hold layers {reduction.first}.."
+                    f"{reduction.last - 1} of {reduction.module}; give groups that have all their ranks in common, or "
+                    "none"
+                )

@@ -83,7 +83,8 @@ def try_links(plan: Plan, mesh: Mesh, device: torch.device) -> int:
         if group is not None:
             _try_group("the tensor-parallel group", ranks, group, mesh, device)
             tried += 1
-    for reduce, member in mesh.reduce.items():
+    members = [(reduce, member) for reduce, groups in mesh.reduce.items() for member in groups.all]
+    for reduce, member in members:
         if member.group is not None:
             _try_group(f"the sum {reduce}", member.ranks, member.group, mesh, device)
             tried += 1

@@ -1,0 +1,136 @@
+"""Pipelines that do not look alike train one model: other cuts, other numbers of stages, other tensor-parallel sizes,
+other numbers of microbatches."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+from distributed import run_distributed
+from scenario import FROZEN, Scenario, verify
+
+from motet.config import RunConfig
+from motet.plan import Plan, Replica
+
+NUM_DRAWS = int(os.environ.get("MOTET_UNLIKE_DRAWS", "12"))
+SEED = os.environ.get("MOTET_UNLIKE_SEED", "5")
+
+
+@dataclass(frozen=True)
+class Unlike(Scenario):
+    """The model, data and freezing of the scenario itself; a layout from each of its pipelines."""
+
+    pipelines: tuple[Scenario, ...] = ()
+    counts: tuple[int, ...] = ()
+    """Microbatches of each."""
+
+    def plan(self, config: RunConfig) -> Plan:
+        plans = [pipeline.plan(config) for pipeline in self._alone]
+        first_ranks = [sum(plan.num_ranks for plan in plans[:i]) for i in range(len(plans))]
+        modules = {
+            name: replace(
+                module,
+                trainable=self._trainable(name, module.num_layers),
+                replicas=tuple(
+                    _moved(plan.modules[name].replicas[0], first)
+                    for plan, first in zip(plans, first_ranks, strict=True)
+                ),
+            )
+            for name, module in plans[0].modules.items()
+        }
+        return replace(plans[0], modules=modules, replica_microbatches=self.counts)
+
+    @property
+    def _alone(self) -> list[Scenario]:
+        return [
+            replace(
+                self.pipelines[i],
+                **{name: getattr(self, name) for name in ("llm", "vision", "audio", "frozen", "schedule", "packing")},
+            )
+            for i in range(len(self.pipelines))
+        ]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(pipeline.num_ranks for pipeline in self._alone)
+
+
+def _moved(replica: Replica, first: int) -> Replica:
+    return Replica(
+        stages=tuple(replace(stage, ranks=tuple(first + rank for rank in stage.ranks)) for stage in replica.stages)
+    )
+
+
+def pipelines(*layouts: dict[str, object]) -> tuple[Scenario, ...]:
+    return tuple(Scenario(**{"placement": "colocated", **layout}) for layout in layouts)  # type: ignore[arg-type]
+
+
+THREE_TWO_TWO = pipelines({"llm_pp": 2}, {"llm_pp": 1}, {"placement": "shared", "llm_cuts": (1,), "llm_pp": 2})
+"""Stages in all: 3, 2 and 2, with other cuts."""
+TWO_BESIDE_ONE = pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1})
+CASES = {
+    "3 + 2 + 2 stages": Unlike(pipelines=THREE_TWO_TWO, counts=(4, 3, 2)),
+    "frozen encoders": Unlike(pipelines=THREE_TWO_TWO, counts=(4, 3, 2), frozen="all but projectors"),
+    "frozen language model": Unlike(pipelines=THREE_TWO_TWO, counts=(1, 3, 2), frozen="all but encoders"),
+    "no images and sounds": Unlike(pipelines=THREE_TWO_TWO, counts=(2, 1, 1), items="none"),
+    "some without": Unlike(pipelines=THREE_TWO_TWO, counts=(2, 1, 1), items="half", packing=True),
+    "tp 2 beside tp 1": Unlike(pipelines=TWO_BESIDE_ONE, counts=(3, 1)),
+    "tp 2 beside tp 1, frozen": Unlike(pipelines=TWO_BESIDE_ONE, counts=(1, 2), frozen="all but language model"),
+    "query and key norms": Unlike(pipelines=TWO_BESIDE_ONE, counts=(2, 1), llm="qwen3"),
+    "sequence parallel": Unlike(
+        pipelines=(replace(TWO_BESIDE_ONE[0], sequence_parallel=True), TWO_BESIDE_ONE[1]), counts=(2, 1)
+    ),
+    "tp 2, 1 and cp 2": Unlike(
+        pipelines=pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1}, {"cp": 2, "placement": "shared"}),
+        counts=(2, 1, 2),
+    ),
+    "zero bubble": Unlike(pipelines=TWO_BESIDE_ONE, counts=(2, 2), schedule="zero_bubble_h1"),
+    "tied embeddings": Unlike(pipelines=TWO_BESIDE_ONE, counts=(2, 1), llm="llama-tied"),
+}
+QUICK = ("3 + 2 + 2 stages", "tp 2 beside tp 1")
+
+
+def check(scenario: Unlike) -> None:
+    comparison = run_distributed(lambda rank: verify(scenario), scenario.num_ranks, timeout=120)[0]
+    assert comparison.failures == []
+    assert comparison.max_grad_rel_err <= 1e-5
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_pipelines_that_do_not_look_alike(name: str) -> None:
+    check(CASES[name])
+
+
+def draw(rng: Random) -> Unlike:
+    number = rng.choice([2, 2, 3])
+    drawn: list[dict[str, object]] = []
+    for _ in range(number):
+        shared = rng.random() < 0.5
+        tp = rng.choice([1, 1, 2]) if shared else 1
+        layout: dict[str, object] = {"placement": "shared" if shared else "colocated", "tp": tp}
+        drawn.append({**layout, "llm_pp": 1 if tp > 1 else rng.choice([1, 2])})
+    return Unlike(
+        llm=rng.choice(["llama", "qwen3", "llama-tied"]),
+        frozen=rng.choice(sorted(FROZEN)),
+        items=rng.choice(["mixed", "half", "none"]),
+        packing=rng.random() < 0.3,
+        schedule=rng.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
+        pipelines=pipelines(*drawn),
+        counts=tuple(rng.randint(1, 3) for _ in range(number)),
+    )
+
+
+def drawn_scenarios(num: int) -> Sequence[Unlike]:
+    return [draw(Random(f"{SEED}/{i}")) for i in range(num)]
+
+
+@pytest.mark.campaign
+def test_drawn_pipelines() -> None:
+    print(f"MOTET_UNLIKE_SEED={SEED} MOTET_UNLIKE_DRAWS={NUM_DRAWS}")
+    for i, scenario in enumerate(drawn_scenarios(NUM_DRAWS)):
+        try:
+            check(scenario)
+        except BaseException as error:
+            error.add_note(f"draw(Random('{SEED}/{i}')): {scenario}")
+            raise
