@@ -23,10 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 2**16:
+    if not text.isdecimal() or int(text) >= 2**16:
         raise argparse.ArgumentTypeError(f"{text} is no port; give 0 to 65535")
-    return port
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from motet.config import RunConfig
     from motet.data.loader import LoadedBatch
     from motet.data.sample import Sample
+    from motet.data.sample_layout import SampleSource
     from motet.planner.problem import PlanningProblem
 
 
@@ -23,20 +24,56 @@ def read_batch(config: "RunConfig") -> "LoadedBatch":
 
 
 def read_samples(config: "RunConfig", most: int | None = None) -> "tuple[Sample, ...]":
-    """The metadata of the same batch, without torch; or of the first epoch's samples up to `most`."""
-    from motet.data.loader import epoch_order
+    """The metadata of the same batch, without torch; or of the first epoch's samples up to `most`. Of data servers, if
+    there are any."""
     from motet.data.run_file_samples import open_samples
 
+    if getattr(config.data, "servers", ()):
+        return _samples_of_servers(config, most)
     train = open_samples(config)
-    _check_size(config, len(train))
-    first = epoch_order(len(train), config.train.seed, epoch=0)[: most or config.train.global_batch_size]
-    return tuple(train.sample(index) for index in first.tolist())
+    skips = getattr(config.data, "on_corrupt", "stop") == "skip"
+    samples = [_sample(train, index, skips) for index in _first_indices(config, len(train), most)]
+    return tuple(sample for sample in samples if sample is not None)
 
 
 def read_problem(config: "RunConfig") -> "PlanningProblem":
     from motet.planner.from_run_file import planning_problem
 
     return planning_problem(config, read_samples(config))
+
+
+def _first_indices(config: "RunConfig", num_samples: int, most: int | None) -> "list[int]":
+    from motet.data.loader import epoch_order
+
+    _check_size(config, num_samples)
+    return epoch_order(num_samples, config.train.seed, epoch=0)[: most or config.train.global_batch_size].tolist()
+
+
+def _sample(train: "SampleSource", index: int, skips: bool) -> "Sample | None":
+    try:
+        return train.sample(index)
+    except UserError:
+        if not skips:
+            raise
+        return None
+
+
+def _samples_of_servers(config: "RunConfig", most: int | None) -> "tuple[Sample, ...]":
+    """Asked for in another process: gRPC must not have begun in one that will fork the ranks."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        return process.submit(_ask_servers, config, most).result()
+
+
+def _ask_servers(config: "RunConfig", most: int | None) -> "tuple[Sample, ...]":
+    from motet.data.preprocessing.opening import open_producers
+    from motet.data.sample import Sample
+
+    producer = open_producers(config).train
+    prepared = producer.samples(_first_indices(config, len(producer), most))
+    return tuple(sample for sample in prepared if isinstance(sample, Sample))
 
 
 def _check_size(config: "RunConfig", num_samples: int) -> None:

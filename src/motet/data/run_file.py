@@ -16,6 +16,7 @@ from motet.config import (
     DialADigitConfig,
     PairsConfig,
     PartConfig,
+    PreparedDataConfig,
     RunConfig,
     SameDigitsConfig,
 )
@@ -76,24 +77,30 @@ def open_data(config: RunConfig) -> RunData:
 def open_preparation(config: RunConfig) -> Preparation | TowerPreparation:
     """Tokenizer and processors, without any data. Raises `UserError` naming the key or file that is wrong."""
     workloads = read_workloads(config)
+    data = data_to_prepare(config)
+    if config.model.towers:
+        return _tower_preparation(config, workloads)
+    if isinstance(data, DialADigitConfig):
+        tokenizer: Any = word_level_tokenizer(QUESTIONS.values())
+        processors = {name: _dial_a_digit_processor(workloads[name], name) for name in config.model.encoders}
+    else:
+        assert isinstance(data, ConversationsConfig)
+        check_processor_names(config, data)
+        tokenizer = _loaded(AutoTokenizer, data.tokenizer, config.model.causal_lm, "data.tokenizer")
+        processors = _stored_processors(config, data, workloads)
+    encoders = feed_encoders(config, workloads, processors, EncoderInput)
+    check_vocabulary(workloads[LANGUAGE_MODEL], len(tokenizer))
+    return Preparation(tokenizer, encoders, config.model.merge)
+
+
+def data_to_prepare(config: RunConfig) -> PreparedDataConfig:
+    """Raises `UserError` for data that there are only sizes of."""
     if isinstance(config.data, DescribedConfig):
         raise UserError(
             "data.kind: is described, which has sizes but no data; motet plan and simulate take it, for this give "
             "conversations or dial-a-digit"
         )
-    if config.model.towers:
-        return _tower_preparation(config, workloads)
-    if isinstance(config.data, DialADigitConfig):
-        tokenizer: Any = word_level_tokenizer(QUESTIONS.values())
-        processors = {name: _dial_a_digit_processor(workloads[name], name) for name in config.model.encoders}
-    else:
-        assert isinstance(config.data, ConversationsConfig)
-        check_processor_names(config, config.data)
-        tokenizer = _loaded(AutoTokenizer, config.data.tokenizer, config.model.causal_lm, "data.tokenizer")
-        processors = _stored_processors(config, config.data, workloads)
-    encoders = feed_encoders(config, workloads, processors, EncoderInput)
-    check_vocabulary(workloads[LANGUAGE_MODEL], len(tokenizer))
-    return Preparation(tokenizer, encoders, config.model.merge)
+    return config.data
 
 
 def _tower_preparation(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> TowerPreparation:

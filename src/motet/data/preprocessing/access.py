@@ -30,7 +30,7 @@ def read_token(token_file: str | None) -> str:
             token = Path(token_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{where}: cannot be read ({error}); give a file that holds the token") from None
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or any(c.isspace() for c in token):
         raise UserError(
             f"{where}: holds no token; give at least {SHORTEST_TOKEN} letters and digits, such as "
             "`openssl rand -hex 32` prints"

@@ -26,8 +26,8 @@ from motet.data.preprocessing.tickets import Corrupt, Split, Ticket, samples_fro
 from motet.data.sample import Sample
 from motet.errors import UserError
 
-RETRY_S = 0.5
-"""After which a server that failed is asked again."""
+RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
+"""After which a server that failed is asked again; twice that each time that it fails again."""
 
 CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
 
@@ -49,8 +49,18 @@ class Connection:
             timeout=timeout_s, headers=[(b"authorization", authorization(token).encode())]
         )
         self._client = flight.FlightClient(address, tls_root_certs=tls_roots, generic_options=CHANNEL_OPTIONS)
+        self._retry_s = RETRY_S
         self.down_until_s = 0.0
         """By `time.monotonic`."""
+
+    def note_failure(self) -> None:
+        now_s = time.monotonic()
+        if self.down_until_s <= now_s:  # Else it is another call's share in the same failure.
+            self.down_until_s = now_s + self._retry_s
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+
+    def note_success(self) -> None:
+        self._retry_s = RETRY_S
 
     def describe(self) -> dict[str, Any]:
         (result,) = self._client.do_action(flight.Action(DESCRIBE, b""), self._options)
@@ -97,20 +107,25 @@ class Servers:
     def _ask_from(self, home: int, ticket: Ticket, take: Take[T]) -> list[T]:
         """Of the home if it answers, else of those that follow it."""
         answers: list[T] = []
-        gives_up_s = time.monotonic() + self._timeout_s
+        failed: set[str] = set()
+        answered_s = time.monotonic()
         while len(answers) < len(ticket.indices):
             connection = self._first_that_is_up(home)
             rest = Ticket(ticket.split, ticket.indices[len(answers) :], ticket.module)
             try:
                 for header, data in connection.messages(Request(self._agreed, rest)):
                     answers += take(header, data)
-                    gives_up_s = time.monotonic() + self._timeout_s
+                    failed.clear()
+                    answered_s = time.monotonic()
+                connection.note_success()
             except (flight.FlightUnauthenticatedError, flight.FlightServerError) as error:
                 raise ServersFailedError(f"data server {connection.address} refuses: {_reason(error)}") from None
             except (flight.FlightError, pa.ArrowException, OSError) as error:
-                connection.down_until_s = time.monotonic() + RETRY_S
+                connection.note_failure()
+                failed.add(connection.address)
                 self.num_failures[connection.address] += 1
-                if self._is_closed or time.monotonic() > gives_up_s:
+                is_late = time.monotonic() > answered_s + self._timeout_s
+                if self._is_closed or (is_late and len(failed) == len(self._connections)):
                     raise ServersFailedError(
                         f"data.servers: none has answered for {self._timeout_s:g} s; the last failure was that of "
                         f"{connection.address}: {_reason(error)}"

@@ -20,7 +20,7 @@ from motet.data.preprocessing.preparer import Preparer
 from motet.data.preprocessing.producer import Producer
 from motet.data.preprocessing.tickets import Split
 from motet.data.preprocessing.workers import Workers
-from motet.data.run_file import open_data
+from motet.data.run_file import data_to_prepare, open_data
 from motet.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Producers:
 
 def open_producers(config: RunConfig) -> Producers:
     """Raises `UserError` naming the key or file that is wrong."""
-    data = config.data
-    if isinstance(data, PreparedDataConfig) and data.servers:
+    data = data_to_prepare(config)
+    if data.servers:
         return _remote(config, data)
     workers, sizes = _open_workers(config)
     made = _made({split: LocalProducer(workers, split, size, may_skip=_skips(config)) for split, size in sizes.items()})
@@ -50,22 +50,20 @@ def open_producers(config: RunConfig) -> Producers:
 
 
 def batches_ahead(config: RunConfig) -> int:
-    assert isinstance(config.data, PreparedDataConfig)
-    return config.data.batches_ahead
+    return data_to_prepare(config).batches_ahead
 
 
 def _open_workers(config: RunConfig) -> tuple[Workers, dict[Split, int]]:
     opened = open_data(config)
-    assert isinstance(config.data, PreparedDataConfig)
     datasets: dict[Split, Any] = {"train": opened.train}
     if opened.held_out is not None:
         datasets["held_out"] = opened.held_out
-    workers = Workers(Preparer(datasets, checks_all=_skips(config)), config.data.workers)
+    workers = Workers(Preparer(datasets, checks_all=_skips(config)), data_to_prepare(config).workers)
     return workers, {split: len(dataset) for split, dataset in datasets.items()}
 
 
 def _skips(config: RunConfig) -> bool:
-    return isinstance(config.data, PreparedDataConfig) and config.data.on_corrupt == "skip"
+    return data_to_prepare(config).on_corrupt == "skip"
 
 
 def _made(producers: dict[Split, Any]) -> tuple[Producer, Producer | None]:
@@ -75,8 +73,7 @@ def _made(producers: dict[Split, Any]) -> tuple[Producer, Producer | None]:
 def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, bytes] | None) -> "DataServer":
     """A server that answers from now on. Raises `UserError`."""
     DataServer = _flight_module("service").DataServer
-    assert isinstance(config.data, PreparedDataConfig)
-    token = read_token(config.data.token_file)
+    token = read_token(data_to_prepare(config).token_file)
     workers, sizes = _open_workers(config)
     facts = {"data": data_facts(config), "sizes": sizes, "software": _software()}
     modules = set(config.model.module_names)

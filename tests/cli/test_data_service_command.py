@@ -1,0 +1,154 @@
+"""`motet serve-data` and `motet train --data`: the same losses, each rank gets what it needs, one line about mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_servers import TOKEN, serving
+from mistakes import expect_mistake
+from tiny_run import write_tiny_run
+
+from motet.cli.main import main
+from motet.config import load_run_config
+from motet.data.preprocessing.access import TOKEN_VARIABLE
+
+LAYOUT = [
+    "--set=parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}",
+    "--set=cluster.num_devices=3",
+    "--set=train.eval_every=3",
+    "--set=train.eval_samples=8",
+]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    return write_tiny_run(tmp_path)
+
+
+def trained(capsys: pytest.CaptureFixture[str], run_file: Path, *options: str) -> dict[str, Any]:
+    assert main(["train", str(run_file), *LAYOUT, *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_local_data_and_ranks_get_what_they_need(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    local = trained(capsys, run_file)
+    with serving(load_run_config(run_file), 2) as servers:
+        remote = trained(capsys, run_file, "--data", ",".join(server.address for server in servers))
+    assert remote["losses"] == local["losses"]
+    assert remote["evaluations"] == local["evaluations"]
+    for result in (local, remote):
+        received = [
+            {name for name, n in rank.items() if n and name != "metadata"} for rank in result["data"]["received_bytes"]
+        ]
+        assert received == [{"vision"}, {"audio"}, {"language_model"}]
+        assert 0 <= result["data"]["wait_fraction"] < 1
+    assert all("metadata" in rank for rank in remote["data"]["received_bytes"])
+
+
+@pytest.fixture
+def command(run_file: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "motet.cli.main", "serve-data", str(run_file), "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[str]) -> None:
+    assert command.stderr is not None
+    for line in command.stderr:
+        if line.startswith("serving 64 train and 16 held-out samples on grpc://127.0.0.1:"):
+            break
+    os.kill(command.pid, signal.SIGTERM)
+    out, err = command.communicate(timeout=60)
+    report = json.loads(out)
+    assert command.returncode == 0
+    assert report["tickets"] == report["refused"] == 0
+    assert "sent 0 bytes for 0 tickets, refused 0 calls" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "here"], "data.servers: 'here' is no address of a data server; give grpc://host:port or"),
+        (["--data", "http://host:80"], "data.servers: 'http://host:80' is no address"),
+        (["--data", "grpc://host"], "data.servers: 'grpc://host' is no address"),
+        (["--data", "grpc://host:99999"], "data.servers: 'grpc://host:99999' is no address"),
+        (["--data", "grpc://127.0.0.1:9", "--set", "data.server_timeout_s=0.3"], "none of grpc://127.0.0.1:9 answers"),
+        (["--data", "grpc://a:1", "--set", "data.token_file=/nowhere"], "data.token_file: /nowhere: cannot be read"),
+        (["--data", "grpc+tls://a:1", "--set", "data.tls_roots=/nowhere"], "data.tls_roots: /nowhere cannot be read"),
+    ],
+)
+def test_mistakes_of_training(
+    capsys: pytest.CaptureFixture[str], run_file: Path, options: list[str], message: str
+) -> None:
+    expect_mistake(capsys, ["train", run_file, *options], message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "70000"], "--port: 70000 is no port; give 0 to 65535"),
+        (["--port", "http"], "--port: http is no port"),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8815: cannot be served on"),
+        (["--tls-cert", "x"], "--tls-cert and --tls-key: one is given without the other"),
+        (["--tls-cert", "/nowhere", "--tls-key", "x"], "--tls-cert /nowhere: cannot be read"),
+        (["--set", "data.token_file=/nowhere"], "data.token_file: /nowhere: cannot be read"),
+        (["--set", "data.kind=webdatset"], "data.kind"),
+        (["--set", "data={kind: described}"], "data.kind: is described, which has sizes but no data"),
+        (["--set", "data.on_corrupt=ignore"], 'data.on_corrupt: is "ignore"; give one of stop, skip'),
+        (["--set", "data.workers=-1"], "data.workers: is -1"),
+    ],
+)
+def test_mistakes_of_serving(
+    capsys: pytest.CaptureFixture[str], run_file: Path, options: list[str], message: str
+) -> None:
+    expect_mistake(capsys, ["serve-data", run_file, *options], message)
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    with serving(load_run_config(run_file)) as (server,):
+        expect_mistake(
+            capsys,
+            ["serve-data", run_file, "--port", server.port],
+            f"--host 127.0.0.1 --port {server.port}: cannot be served on .Address already in use.; give another one",
+        )
+
+
+@pytest.mark.parametrize("token", ["", "short", "spaces are no token \t at all", "tökens-are-of-plain-letters"])
+def test_without_a_token_nothing_is_served(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    expect_mistake(capsys, ["serve-data", run_file, "--port", 0], "MOTET_DATA_TOKEN.*`openssl rand -hex 32` prints")
+    token_file = tmp_path / "token"
+    token_file.write_text(token)
+    options = ["--port", 0, "--set", f"data.token_file={token_file}"]
+    expect_mistake(
+        capsys, ["serve-data", run_file, *options], "data.token_file: .*token: holds no token; give at least"
+    )
+
+
+def test_without_pyarrow(capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("motet.data.preprocessing.")]:
+        if module.endswith((".service", ".client")):
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    told = "data servers need pyarrow, which is not installed; pip install 'motet.data-service.'"
+    expect_mistake(capsys, ["serve-data", run_file], told)
+    expect_mistake(capsys, ["train", run_file, "--data", "grpc://127.0.0.1:9"], told)

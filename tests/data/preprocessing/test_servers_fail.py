@@ -1,0 +1,178 @@
+"""A server that dies, falls silent or comes back changes nothing; strangers and other data are refused in one line."""
+
+import os
+import select
+import signal
+
+import pytest
+from data_servers import (
+    OTHER_TOKEN,
+    TOKEN,
+    ClientProcess,
+    ServerProcess,
+    batches,
+    data_config,
+    serving,
+    training,
+    with_servers,
+)
+
+from motet.config import RunConfig
+from motet.errors import UserError
+
+NUM_BATCHES = 9
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[str]:
+    return batches(data_config(workers=0, batches_ahead=0), NUM_BATCHES)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_server_is_replaced(undisturbed: list[str], victim: int) -> None:
+    config = data_config(workers=0)
+    with serving(config, 2) as servers, training(with_servers(config, *(s.address for s in servers))) as client:
+        seen = client.next(3)
+        servers[victim].kill()
+        assert seen + client.next(NUM_BATCHES - 3) == undisturbed
+        assert client.report()["failures"] > 0
+
+
+def test_a_server_that_comes_back_is_used_again(undisturbed: list[str]) -> None:
+    """Only one is left at the end: the one that had gone."""
+    config = data_config(workers=0)
+    with serving(config, 2) as (first, second), training(with_servers(config, first.address, second.address)) as client:
+        seen = client.next(2)
+        first.kill()
+        seen += client.next(2)
+        again = ServerProcess(config, port=first.port)
+        second.kill()
+        assert seen + client.next(NUM_BATCHES - 4) == undisturbed
+        again.kill()
+
+
+def test_all_servers_gone_for_a_while(undisturbed: list[str]) -> None:
+    config = data_config(workers=0)
+    with serving(config) as (server,), training(with_servers(config, server.address)) as client:
+        seen = client.next(2)
+        server.kill()
+        client.ask()
+        again = ServerProcess(config, port=server.port)
+        seen.append(client.answer())
+        assert seen + client.next(NUM_BATCHES - 3) == undisturbed
+        again.kill()
+
+
+def test_a_silent_server_is_replaced(undisturbed: list[str]) -> None:
+    config = data_config(workers=0)
+    with serving(config, 2) as servers:
+        addresses = [server.address for server in servers]
+        with training(with_servers(config, *addresses, server_timeout_s=2.0)) as client:
+            seen = client.next(3)
+            assert servers[0].process.pid is not None
+            os.kill(servers[0].process.pid, signal.SIGSTOP)
+            assert seen + client.next(NUM_BATCHES - 3) == undisturbed
+
+
+def test_when_no_server_answers_any_more_the_run_ends() -> None:
+    config = data_config(workers=0)
+    with serving(config) as (server,):
+        client = ClientProcess(with_servers(config, server.address, server_timeout_s=1.0))
+        client.next(1)
+        server.kill()
+        with pytest.raises(RuntimeError, match=r"data.servers: none has answered for 1 s; .*127.0.0.1"):
+            client.next(5)
+        client.kill()
+
+
+def test_a_worker_of_a_server_that_dies_is_replaced(undisturbed: list[str]) -> None:
+    config = data_config(workers=2)
+    with serving(config) as (server,), training(with_servers(config, server.address)) as client:
+        seen = client.next(3)
+        before = server.workers()
+        assert len(before) == 2
+        os.kill(before[0], signal.SIGKILL)
+        assert seen + client.next(NUM_BATCHES - 3) == undisturbed
+        assert not set(before) & set(server.workers())
+        assert client.report()["failures"] == 0
+
+
+def test_a_worker_of_the_training_process_that_dies_is_replaced(undisturbed: list[str]) -> None:
+    with training(data_config(workers=1)) as client:
+        seen = client.next(3)
+        (worker,) = client.children()
+        os.kill(worker, signal.SIGKILL)
+        assert seen + client.next(NUM_BATCHES - 3) == undisturbed
+        assert client.report()["failures"] == 1
+
+
+def test_workers_end_with_who_had_them() -> None:
+    config = data_config(workers=2)
+    with serving(config) as (server,):
+        workers = server.workers()
+    with training(config) as client:
+        client.next(1)
+        workers += client.children()
+    assert len(workers) == 4
+    for worker in workers:
+        wait_until_gone(worker)
+
+
+def wait_until_gone(pid: int) -> None:
+    process = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
+    if process is not None:
+        assert select.select([process], [], [], 60)[0], f"process {pid} lives on"
+        os.close(process)
+
+
+# Who may ask, and for what.
+
+
+@pytest.mark.parametrize("token", [OTHER_TOKEN, TOKEN[:-1] + "N", TOKEN + "x"])
+def test_a_stranger_is_refused(token: str) -> None:
+    config = data_config(workers=0)
+    told = "refuses the token; give servers and training the same one"
+    with (
+        serving(config) as (server,),
+        training(with_servers(config, server.address), token=token) as client,
+        pytest.raises(UserError, match=f"{server.address} {told}"),
+    ):
+        client.next(1)
+
+
+def other(**changed: object) -> RunConfig:
+    return data_config(workers=0, server_timeout_s=2.0, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_train": 45}, "num_train is 45 there, 44 here"),
+        ({"max_digits": 2}, "max_digits is 2 there, 8 here"),
+    ],
+)
+def test_a_server_of_other_data_is_refused(changed: dict[str, object], told: str) -> None:
+    with (
+        serving(other(**changed)) as (server,),
+        training(with_servers(other(), server.address)) as client,
+        pytest.raises(UserError, match=f"{server.address} prepares other data than this run file: data.{told}"),
+    ):
+        client.next(1)
+
+
+def test_servers_that_come_back_with_other_data_are_refused() -> None:
+    with serving(other()) as (server,), training(with_servers(other(batches_ahead=0), server.address)) as client:
+        client.next(1)
+        server.kill()
+        again = ServerProcess(other(num_train=45), port=server.port)
+        with pytest.raises(RuntimeError, match="this server has other data than the one that training began with"):
+            client.next(1)
+        again.kill()
+
+
+def test_seeds_layouts_and_batch_sizes_are_no_business_of_servers(undisturbed: list[str]) -> None:
+    config = data_config(workers=0)
+    train = config.train.model_copy(update={"seed": 9, "global_batch_size": 2, "steps": 77})
+    served = config.model_copy(update={"train": train})
+    with serving(served) as (server,), training(with_servers(config, server.address)) as client:
+        assert client.next(2) == undisturbed[:2]
