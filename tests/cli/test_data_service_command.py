@@ -1,4 +1,4 @@
-"""`motet serve-data` and `motet train --data`: the same losses, each rank gets what it needs, one line about mistakes."""
+"""`motet serve-data`, `motet train --data`: the same losses, each rank gets what it needs, one line about mistakes."""
 
 import json
 import os
