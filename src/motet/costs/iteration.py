@@ -271,6 +271,7 @@ class IterationCosts:
         return MemoryLimit(
             saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
             limit_bytes=lambda rank: usable - self.static_bytes(rank),
+            half_saved_bytes=lambda cell: self.saved_bytes(cell, half=True),
         )
 
     def static_bytes(self, rank: int) -> int:

@@ -47,5 +47,5 @@ SPLIT_BACKWARDS = frozenset({"zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v"
 CONTRASTING = frozenset({"distmm_pipe"})
 """Those made for towers that are contrasted; for other models they are 1F1B."""
 
-WITHIN_MEMORY = frozenset({"eager_1f1b", "bubble_filling"})
+WITHIN_MEMORY = frozenset({"eager_1f1b", "bubble_filling", "zero_bubble_h1", "zero_bubble_h2"})
 """Those that go by what memory there is; the others' orders are what they are, whether or not they fit."""

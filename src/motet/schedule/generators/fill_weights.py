@@ -4,7 +4,8 @@ Nothing but the optimizer waits for weight gradients, so their half of the backw
 the input half (I) stays where the whole backward stood (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
 A virtual clock runs over the order; a rank takes a weight half
 
-* when it has begun as many microbatches as it may hold and the next forward would be one more;
+* when it has begun as many microbatches as it may hold and the next forward would be one more, or when the next action
+  would not fit into memory: with recomputation an input half leaves more behind than it finds;
 * when what comes next in its order is not ready. If it is known when that will be, a half that ends later is taken only
   if it ends not much later; how much is "not much" is tried out, and the shortest iteration counts (the paper's
   automatic schedule tries such choices too);
@@ -57,6 +58,26 @@ def fill_weights(
     best = min(runs, key=lambda run: run.run())
     lists = [np.array(actions, dtype=np.int64) for actions in best.lists]
     return schedule_of_groups(dependencies, zip(order, lists, strict=True))
+
+
+def is_within(schedule: Schedule, routes: Routes, memory: MemoryLimit) -> bool:
+    """Whether what each rank keeps never exceeds its limit."""
+    half_saved_bytes = memory.half_saved_bytes or memory.saved_bytes
+    for rank, actions in enumerate(schedule.ranks):
+        held, most = 0, 0
+        halves = {action.cell for action in actions if action.kind is Kind.INPUT}
+        for action in actions:
+            cell = action.cell
+            if action.kind is Kind.FORWARD and cell in routes.with_backward:
+                held += memory.saved_bytes(cell)
+            elif action.kind is Kind.WEIGHT and cell in halves:
+                held -= half_saved_bytes(cell)
+            elif action.kind is not Kind.FORWARD:
+                held += (half_saved_bytes(cell) if action.kind is Kind.INPUT else 0) - memory.saved_bytes(cell)
+            most = max(most, held)
+        if most > memory.limit_bytes(rank):
+            return False
+    return True
 
 
 class _SplitOrder:
@@ -142,14 +163,27 @@ class _Clock:
         return fixed[self.position[group]] if self.position[group] < len(fixed) else None
 
     def _fits(self, group: int, action: int) -> bool:
-        if self.order.holds[action] <= 0:
-            return True
-        if self.held[group] >= self.may_hold[group]:
+        is_forward = self.order.holds[action] > 0
+        if is_forward and self.held[group] >= self.may_hold[group]:
             return False
-        if self.memory is None:
+        more = self._more_bytes(action)
+        if self.memory is None or more <= 0 or not (is_forward or self.deferred[group]):
             return True
-        size = self.bytes_held[group] + self.memory.saved_bytes(self.order.cells[action])
+        size = self.bytes_held[group] + more
         return all(size <= self.memory.limit_bytes(rank) for rank in self.groups[group])
+
+    def _more_bytes(self, action: int) -> int:
+        """By how much the action changes what is kept."""
+        if self.memory is None:
+            return 0
+        kind, cell = KINDS[action // self.order.num_cells], self.order.cells[action % self.order.num_cells]
+        whole = self.memory.saved_bytes(cell) if self.order.holds[action % self.order.num_cells] else 0
+        if kind is Kind.FORWARD:
+            return whole
+        if kind is Kind.BACKWARD:
+            return -whole
+        half = whole if self.memory.half_saved_bytes is None else self.memory.half_saved_bytes(cell)
+        return half - whole if kind is Kind.INPUT else -half
 
     def _is_worth_it(self, now: float, head: int, half: int) -> bool:
         ready_s = max(self.written_at.get(value, inf) for value in self.order.tables.reads[head])
@@ -171,8 +205,7 @@ class _Clock:
         self.lists[group].append(action)
         self.busy[group] = True
         self.held[group] += holds
-        if self.memory is not None and holds:
-            self.bytes_held[group] += holds * self.memory.saved_bytes(self.order.cells[action % self.order.num_cells])
+        self.bytes_held[group] += self._more_bytes(action)
         self.num_started += 1
         end_s = now + self.order.tables.seconds[action]
         for value in self.order.tables.writes[action]:

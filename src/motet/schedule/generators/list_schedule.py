@@ -35,6 +35,8 @@ class MemoryLimit:
     """What each rank of the cell's stage keeps between its forward and its backward."""
     limit_bytes: Callable[[int], int]
     """For each rank."""
+    half_saved_bytes: Callable[[Cell], int] | None = None
+    """What it keeps between the halves of its backward: with recomputation more than before. None: as much."""
 
 
 class Urgency(NamedTuple):

@@ -10,9 +10,9 @@ shorter than one of H1: its last rank begins (P - 1) F later than the first. It 
 modules run beside each other, or where iterations overlap; the latter needs the paper's optimizer step that waits for
 no other rank, and motet's waits for the norm of all gradients.
 
-Over modules that cut the batch differently, or ranks that stages share, another schedule's order is split, and a rank
-holds no more than there: in H1 bubble filling's (interleaved 1F1B's or the list scheduler's, where that one does not
-apply), in H2 the list scheduler's with about twice as many microbatches in flight.
+Over modules that cut the batch differently, ranks that stages share, or where that would not fit into memory, another
+schedule's order is split, and a rank holds no more than there: in H1 bubble filling's (interleaved 1F1B's or the list
+scheduler's, where that one does not apply), in H2 the list scheduler's with about twice as many microbatches in flight.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from motet.arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.bubble_filling import bubble_filling
-from motet.schedule.generators.fill_weights import Group, fill_weights
+from motet.schedule.generators.fill_weights import Group, fill_weights, is_within
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.generators.turns import one_group
 from motet.schedule.routes import Routes
@@ -44,11 +44,19 @@ def zero_bubble_h2(routes: Routes, costs: Durations | None = None, *, memory: Me
 def _zero_bubble(
     routes: Routes, costs: Durations | None, memory: MemoryLimit | None, *, forwards_per_stage: int
 ) -> Schedule:
-    if memory is not None or shares_ranks(routes) or not cuts_alike(routes):
-        if forwards_per_stage == 1:
-            return split(routes, bubble_filling(routes, costs, memory=memory), costs, memory)
-        in_flight = {stage: forwards_per_stage * (n - 1) + 1 for stage, n in microbatches_in_flight(routes).items()}
-        return split(routes, list_schedule(routes, costs, in_flight=in_flight, memory=memory), costs, memory)
+    if not shares_ranks(routes) and cuts_alike(routes):
+        schedule = _closed_form(routes, costs, memory, forwards_per_stage)
+        if memory is None or is_within(schedule, routes, memory):
+            return schedule
+    if forwards_per_stage == 1:
+        return split(routes, bubble_filling(routes, costs, memory=memory), costs, memory)
+    in_flight = {stage: forwards_per_stage * (n - 1) + 1 for stage, n in microbatches_in_flight(routes).items()}
+    return split(routes, list_schedule(routes, costs, in_flight=in_flight, memory=memory), costs, memory)
+
+
+def _closed_form(
+    routes: Routes, costs: Durations | None, memory: MemoryLimit | None, forwards_per_stage: int
+) -> Schedule:
     distances = distances_to_sink(routes)
     of_replica: dict[tuple[str, int], int] = {}
     order: dict[Group, Ints] = {}
@@ -60,7 +68,7 @@ def _zero_bubble(
         of_replica[replica] = max(of_replica.get(replica, 0), 1 + num_warm_up)
         order[stage.planned.ranks] = one_group(routes, [stage], num_warm_up)
         may_hold[stage.planned.ranks] = of_replica[replica]
-    return fill_weights(routes, order, costs, may_hold=may_hold)
+    return fill_weights(routes, order, costs, may_hold=may_hold, memory=memory)
 
 
 def split(routes: Routes, schedule: Schedule, costs: Durations | None, memory: MemoryLimit | None) -> Schedule:
