@@ -337,12 +337,13 @@ def _add_goals(report: Report, found: Mapping[str, Outcomes]) -> None:
     report.table(("assignment", *columns), rows)
     report.add(
         "Where one sample outweighs several microbatches, K leaves a spread that no assignment undercuts (the least "
-        "possible stands above), and K_eff makes all microbatches as large as the heaviest sample: even, but fewer, so "
-        "that filling and draining a chain of 8 stages takes longer. On the same ranks a chain has the same stages twice, "
-        "half as long each, and weight halves fill most of what is left, so that K_eff reaches both goals. That speed is "
-        "the schedule's and the placement's: DistTrain's order gains as much from them (its line in each table), and "
-        "beside it deferral is what makes microbatches even. The distance to the bound stays above 5%: the bound lets "
-        "weight halves wait at no cost in memory, and takes what fills and drains a pipeline as the lightest microbatch's."
+        "possible stands above), and K_eff makes all microbatches as large as the heaviest sample: even, but fewer, "
+        "so that filling and draining a chain of 8 stages takes longer. On the same ranks a chain has the same stages "
+        "twice, half as long each, and weight halves fill most of what is left, so that K_eff reaches both goals. "
+        "That speed is the schedule's and the placement's: DistTrain's order gains as much from them (its line in "
+        "each table), and beside it deferral is what makes microbatches even. The distance to the bound stays above "
+        "5%: the bound lets weight halves wait at no cost in memory, and takes what fills and drains a pipeline as "
+        "the lightest microbatch's."
     )
 
 
