@@ -1,5 +1,6 @@
 """The order of batches, exact resumption, and that only what is asked for is loaded."""
 
+import threading
 from collections.abc import Iterator
 from itertools import islice
 
@@ -47,6 +48,16 @@ def test_the_order_is_a_function_of_seed_and_epoch(ahead: int) -> None:
     epochs = [[i for batch in first[e : e + 2] for i in batch] for e in (0, 2, 4)]
     assert all(len(set(epoch)) == 8 for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_coming_batches_are_prepared_by_threads() -> None:
+    loader = Loader(InProcess(Numbers(11)), 4, seed=0, batches_ahead=2)
+    prepared: list[tuple[str, list[str]]] = []
+    loader.prepare = lambda samples: prepared.append((threading.current_thread().name, [s.id for s in samples]))
+    taken = ids(loader, 3)
+    loader.close()
+    assert all(batch in [done for _, done in prepared] for batch in taken)
+    assert all(name.startswith("loader") for name, _ in prepared)
 
 
 @pytest.mark.parametrize("num_before", range(6))
