@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.config.schema import ParallelConfig
+from motet.config import ParallelConfig
 from motet.data.assignments import ASSIGNMENTS, assign
 from motet.data.sample import Sample
 from motet.errors import UserError

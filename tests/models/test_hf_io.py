@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoTokenizer, LlamaForCausalLM, SiglipImageProcessor
 
-from motet.config import EncoderConfig, ModelConfig
-from motet.config.schema import LanguageModelConfig
+from motet.config import EncoderConfig, LanguageModelConfig, ModelConfig
 from motet.data.tokenizer import word_level_tokenizer
 from motet.errors import UserError
 from motet.models.generation import generate_answers

@@ -1,27 +1,31 @@
 """The run file and how it is read. Pure: no torch."""
 
-from motet.config.reading import load_catalogue, load_run_config, parse_strictly
-from motet.config.schema import (
-    LANGUAGE_MODEL,
-    CatalogueConfig,
-    ClusterConfig,
-    ContrastiveConfig,
+from motet.config.data_section import (
     ConversationsConfig,
     DescribedConfig,
     DialADigitConfig,
+    PairsConfig,
+    PreparedDataConfig,
+    SameDigitsConfig,
+)
+from motet.config.model_section import (
+    ContrastiveConfig,
     EncoderConfig,
     LanguageModelConfig,
     ModelConfig,
-    ModuleParallelConfig,
-    PairsConfig,
-    ParallelConfig,
     PartConfig,
-    PreparedDataConfig,
-    RunConfig,
-    SameDigitsConfig,
     TowerConfig,
+)
+from motet.config.reading import load_catalogue, load_run_config, parse_strictly
+from motet.config.schema import (
+    CatalogueConfig,
+    ClusterConfig,
+    ModuleParallelConfig,
+    ParallelConfig,
+    RunConfig,
     TrainConfig,
 )
+from motet.config.section import LANGUAGE_MODEL
 
 __all__ = [
     "LANGUAGE_MODEL",

@@ -1,333 +1,26 @@
 """The run file: every key that it may have, with its type, its default and what it means.
 
-`docs/run-file.md` is generated from this page. Unknown keys are errors. Paths are relative to the current directory.
-Checks that need more than the run file itself (files, the model's layers, registries) are made where these are read.
+`model` stands in `model_section.py`, `data` in `data_section.py`. `docs/run-file.md` is generated from these pages.
+Unknown keys are errors. Paths are relative to the current directory. Checks that need more than the run file itself
+(files, the model's layers, registries) are made where these are read.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from motet.plan import CONTRASTIVE
-
-LANGUAGE_MODEL = "language_model"
-"""The name of the language model among the modules; the encoders have names of the user's."""
-
-Count = Annotated[int, Field(ge=1)]
-CountOrNever = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-PositiveNumber = Annotated[float, Field(gt=0)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+from motet.config.data_section import (
+    ConversationsConfig,
+    DescribedConfig,
+    DialADigitConfig,
+    PairsConfig,
+    SameDigitsConfig,
+)
+from motet.config.model_section import ModelConfig
+from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
 
 
-class TrainableModule(_Section):
-    module: bool = True
-    """Whether the module's own weights are trained; false: they are frozen."""
-
-
-class TrainableEncoder(TrainableModule):
-    projector: bool = True
-    """Whether the projector is trained; false: it is frozen."""
-
-
-class PartConfig(_Section):
-    """One HuggingFace model: exactly one of `hub`, `path` and `config` says where it comes from."""
-
-    hub: str | None = None
-    """Id of a model on the hub."""
-    path: str | None = None
-    """Local folder with config.json and safetensors."""
-    config: str | None = None
-    """Name of a transformers configuration class, for random weights."""
-    values: dict[str, Any] = {}
-    """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
-    seed: int = 0
-    """Of the random weights."""
-    learning_rate: PositiveNumber | None = None
-    """Peak learning rate of this part; null: `train.learning_rate`."""
-
-    @model_validator(mode="after")
-    def _has_one_source(self) -> "PartConfig":
-        given = [key for key in ("hub", "path", "config") if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"{' and '.join(given)} are given; keep one of them"
-                if given
-                else "has no source; give one of hub, path and config"
-            )
-        return self
-
-
-class EncoderConfig(PartConfig):
-    projector: Literal["linear", "mlp"] | None = "mlp"
-    """From the encoder's width to the language model's; null: the encoder hands on its own output."""
-    train: TrainableEncoder = TrainableEncoder()
-    projector_learning_rate: PositiveNumber | None = None
-    """Peak learning rate of the projector; null: `train.learning_rate`."""
-    feature_select: Literal["patch", "full"] = "patch"
-    """Vision: hand on the patches alone, or the class token too."""
-    feature_layer: int | None = None
-    """Index into the encoder's hidden states of what is handed on (LLaVA: -2); null: its output."""
-
-
-class LanguageModelConfig(PartConfig):
-    train: TrainableModule = TrainableModule()
-
-
-class TowerConfig(PartConfig):
-    projector: Literal["projection", "linear", "mlp"] | None = "projection"
-    """From the encoder's width to that of the features: a matrix (CLIP), a linear layer or two; null: the tower hands
-    on what its encoder makes of a whole item (SigLIP)."""
-    train: TrainableEncoder = TrainableEncoder()
-    projector_learning_rate: PositiveNumber | None = None
-    """Peak learning rate of the projector; null: `train.learning_rate`."""
-
-
-class ContrastiveConfig(_Section):
-    """The loss that compares what towers make of the samples of a contrastive batch."""
-
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Each sample against all others of its contrastive batch (CLIP), or each pair by itself (SigLIP)."""
-    width: Count | None = None
-    """Of the features; null: that of the first tower without projector."""
-    anchor: str | None = None
-    """The tower that each other one is compared with; null: all pairs of towers."""
-    logit_scale: float | None = None
-    """Logarithm of the initial scale of similarities; null: 2.66 for softmax, 2.3 for sigmoid."""
-    logit_bias: float | None = None
-    """Initial bias of similarities, of the sigmoid loss alone; null: -10."""
-    train: bool = True
-    """Whether scale and bias are trained."""
-    learning_rate: PositiveNumber | None = None
-    """Peak learning rate of scale and bias; null: `train.learning_rate`."""
-
-
-class ModelConfig(_Section):
-    encoders: dict[str, EncoderConfig] = {}
-    """By name; the names are the modules' names everywhere."""
-    language_model: LanguageModelConfig | None = None
-    """Needed unless there are `towers`."""
-    towers: dict[str, TowerConfig] = {}
-    """Of a contrastive model, by name; the names are the modules' names everywhere (docs/contrastive.md)."""
-    contrastive: ContrastiveConfig = ContrastiveConfig()
-    """The towers' loss."""
-    merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
-    """How encoder outputs enter the language model."""
-    media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
-    """What a token of an image or clip sees in the language model: as text does, what stands before it; its own item
-    alone; all of its modality; what stands before it and its own image or frame whole; or, as all before it do,
-    everything up to the sample's last one. `family`: what multimodal models of the language model's family do (Gemma3:
-    `block_causal`). Other than `causal`, samples are packed. Masks of one's own: docs/attention.md."""
-    placeholder_tokens: dict[str, str] = {}
-    """For each encoder, the tokenizer's token that stands where its outputs go; not given: `<image>` or `<audio>`."""
-
-    @model_validator(mode="after")
-    def _is_of_one_kind(self) -> "ModelConfig":
-        if not self.towers:
-            if self.language_model is None:
-                raise ValueError("language_model: is missing; give one, or towers for a contrastive model")
-            if "contrastive" in self.model_fields_set:
-                raise ValueError("contrastive: is the loss of towers; give towers too, or leave it out")
-            return self
-        for key in ("encoders", "language_model", "placeholder_tokens", "merge", "media_attention"):
-            if key in self.model_fields_set:
-                raise ValueError(f"{key}: stands beside towers; a contrastive model has towers alone")
-        if len(self.towers) < 2:
-            raise ValueError(f"towers: has {', '.join(self.towers)} alone; give at least two")
-        for name in (CONTRASTIVE, LANGUAGE_MODEL):
-            if name in self.towers:
-                raise ValueError(f"towers.{name}: is the name of another module; give the tower another one")
-        anchor = self.contrastive.anchor
-        if anchor is not None and anchor not in self.towers:
-            raise ValueError(f"contrastive.anchor: there is no tower {anchor!r}; give one of {', '.join(self.towers)}")
-        if self.contrastive.loss == "softmax" and self.contrastive.logit_bias is not None:
-            raise ValueError("contrastive.logit_bias: the softmax loss has none; leave it out, or give loss: sigmoid")
-        if self.contrastive.width is None and all(tower.projector for tower in self.towers.values()):
-            raise ValueError("contrastive.width: is missing; give the width of the features, to which projectors bring")
-        return self
-
-    @model_validator(mode="after")
-    def _is_trainable(self) -> "ModelConfig":
-        if LANGUAGE_MODEL in self.encoders:
-            raise ValueError(f"encoders.{LANGUAGE_MODEL}: is the language model's name; give the encoder another one")
-        for name in self.placeholder_tokens:
-            if name not in self.encoders:
-                raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
-        parts: list[EncoderConfig | TowerConfig] = [*self.encoders.values(), *self.towers.values()]
-        trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
-        trains_language_model = self.language_model is not None and self.language_model.train.module
-        if not (trains_encoder or trains_language_model):
-            raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
-        return self
-
-    @property
-    def causal_lm(self) -> LanguageModelConfig:
-        """The language model; a model of towers has none."""
-        assert self.language_model is not None
-        return self.language_model
-
-    @property
-    def module_names(self) -> tuple[str, ...]:
-        """Of the parts that a run file lays out."""
-        return tuple(self.towers) if self.towers else (*self.encoders, LANGUAGE_MODEL)
-
-
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
-
-
-class PreparedDataConfig(_Section):
-    """How samples are prepared, of every kind of data that can be trained on (docs/data-service.md)."""
-
-    workers: CountOrNever = 1
-    """Processes that read, decode and tokenize: for each rank, or of a data server. 0: a thread of the rank does it."""
-    batches_ahead: CountOrNever = 2
-    """Global batches that are prepared while others are trained on."""
-    on_corrupt: Literal["stop", "skip"] = "stop"
-    """What follows a sample that cannot be prepared: the end, or a batch without it, named in `skipped_samples.jsonl`;
-    all samples are then decoded before their batch is cut."""
-    servers: Files = ()
-    """Addresses of data servers, such as `grpc://host:8815` or `grpc+tls://host:8815`; none: workers of the ranks."""
-    server_timeout_s: PositiveNumber = 60.0
-    """For which a data server may be silent before another is asked, and no server may answer before the run ends."""
-    token_file: str | None = None
-    """File with the secret that data servers ask for; null: the environment variable MOTET_DATA_TOKEN."""
-    tls_roots: str | None = None
-    """PEM file of the authorities that sign the servers' certificates; null: the system's."""
-
-
-class DialADigitConfig(PreparedDataConfig):
-    """The task *dial a digit*, which needs no download."""
-
-    kind: Literal["dial-a-digit"]
-    seed: int = 0
-    """Of the examples."""
-    max_digits: Annotated[int, Field(ge=1, le=8)] = 8
-    """In one image, and in one clip."""
-    max_images: Count = 1
-    """In one example."""
-    max_clips: Count = 1
-    """In one example."""
-    no_image: Fraction = 0.15
-    """Share of examples without an image."""
-    no_sound: Fraction = 0.15
-    """Share of examples without a sound; with `no_image` at most 1."""
-    sum_questions: Fraction = 0.2
-    """Share of questions for the sum of all digits."""
-    num_train: Count = 100_000
-    """Examples in one epoch."""
-    num_held_out: Count = 1000
-    """Examples in handwriting that is never trained on."""
-
-    @model_validator(mode="after")
-    def _leaves_something(self) -> "DialADigitConfig":
-        if self.no_image + self.no_sound > 1:
-            raise ValueError(f"no_image and no_sound are {self.no_image + self.no_sound} together; give at most 1")
-        return self
-
-
-class ConversationsConfig(PreparedDataConfig):
-    """Conversations in the LLaVA form, as JSON lines (or one JSON list), with image and audio files beside them."""
-
-    kind: Literal["conversations"]
-    files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    """One file or several."""
-    eval_files: Files = ()
-    """Held-out conversations."""
-    image_folder: str = "."
-    """What the images' paths are relative to."""
-    audio_folder: str = "."
-    """What the clips' paths are relative to."""
-    tokenizer: str | None = None
-    """Hub id or folder; null: beside the language model."""
-    processors: dict[str, str] = {}
-    """For each encoder, hub id or folder of its image processor or feature extractor; not given: beside the encoder."""
-    seed: int = 0
-    """Of the order of the conversations."""
-
-
-class SameDigitsConfig(PreparedDataConfig):
-    """A task for towers that needs no download: handwritten digits, the sound of dialling them, and their names."""
-
-    kind: Literal["same-digits"]
-    seed: int = 0
-    """Of the examples."""
-    min_digits: Annotated[int, Field(ge=1, le=8)] = 3
-    """In one example."""
-    max_digits: Annotated[int, Field(ge=1, le=8)] = 5
-    """In one example."""
-    num_train: Count = 100_000
-    """Examples in one epoch."""
-    num_held_out: Count = 1024
-    """Examples in handwriting that is never trained on."""
-
-    @model_validator(mode="after")
-    def _has_a_range(self) -> "SameDigitsConfig":
-        if self.max_digits < self.min_digits:
-            raise ValueError(f"max_digits: is {self.max_digits}, less than min_digits {self.min_digits}")
-        return self
-
-
-class PairsConfig(PreparedDataConfig):
-    """Samples for towers, as JSON lines: `{"image": path, "audio": path, "text": "..."}`, one key for each tower's
-    modality."""
-
-    kind: Literal["pairs"]
-    files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    """One file or several."""
-    eval_files: Files = ()
-    """Held-out samples."""
-    image_folder: str = "."
-    """What the images' paths are relative to."""
-    audio_folder: str = "."
-    """What the clips' paths are relative to."""
-    tokenizer: str | None = None
-    """Hub id or folder; null: beside the text tower."""
-    processors: dict[str, str] = {}
-    """For each tower of images or sounds, hub id or folder of its processor; not given: beside the tower."""
-
-
-class DescribedImagesConfig(_Section):
-    """Images of one size in every sample."""
-
-    height: Count
-    """In pixels, as the encoder's processor returns them."""
-    width: Count
-    """In pixels."""
-    count: Count = 1
-    """In one sample."""
-
-
-class DescribedSoundsConfig(_Section):
-    """Clips of one length in every sample."""
-
-    seconds: PositiveNumber
-    """Of one clip."""
-    count: Count = 1
-    """In one sample."""
-
-
-class DescribedConfig(_Section):
-    """Samples by their sizes alone: to plan and to simulate without data. They cannot be trained on."""
-
-    kind: Literal["described"]
-    text_tokens: Count = 1024
-    """Of each sample; all carry loss. Of a text tower: its sequence."""
-    images: dict[str, DescribedImagesConfig] = {}
-    """By encoder."""
-    sounds: dict[str, DescribedSoundsConfig] = {}
-    """By encoder."""
-    num_train: Count = 1_000_000
-    """Samples in one epoch."""
-
-
-class DeviceConfig(_Section):
+class DeviceConfig(Section):
     """A device of the user's; docs/costs.md says where to find the numbers."""
 
     peak_flops: Annotated[dict[str, PositiveNumber], Field(min_length=1)]
@@ -344,7 +37,7 @@ class DeviceConfig(_Section):
     """Where the numbers are from."""
 
 
-class LinkConfig(_Section):
+class LinkConfig(Section):
     """A link of the user's."""
 
     latency_s: Annotated[float, Field(ge=0)]
@@ -355,7 +48,7 @@ class LinkConfig(_Section):
     """Where the numbers are from."""
 
 
-class CatalogueConfig(_Section):
+class CatalogueConfig(Section):
     """What a catalogue file may hold."""
 
     devices: dict[str, DeviceConfig] = {}
@@ -364,7 +57,7 @@ class CatalogueConfig(_Section):
     """By name."""
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """What the processes compute on."""
     num_devices: Count = 1
@@ -406,7 +99,7 @@ class ClusterConfig(_Section):
         return self
 
 
-class ContextConfig(_Section):
+class ContextConfig(Section):
     block_size: Count = 128
     """Tokens that stay together on one rank."""
     policy: Literal["lpt", "lpt_uncapped", "snake", "zigzag", "contiguous", "striped", "random"] = "lpt"
@@ -418,7 +111,7 @@ class ContextConfig(_Section):
     GPU, dense attention elsewhere."""
 
 
-class ModuleParallelConfig(_Section):
+class ModuleParallelConfig(Section):
     tp: Count = 1
     """Size of the tensor-parallel groups."""
     cp: Count = 1
@@ -446,14 +139,14 @@ class ModuleParallelConfig(_Section):
         return self
 
 
-class ModuleLimitsConfig(_Section):
+class ModuleLimitsConfig(Section):
     tp: tuple[Count, ...] | None = None
     """Sizes of tensor-parallel groups; null: as for all modules."""
     max_pp: Count | None = None
     """Most stages; null: as for all modules."""
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     tp: tuple[Count, ...] | None = None
     """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there. null: powers of
     two within a node, on CPUs 1; of profiled costs, those that were profiled."""
@@ -465,7 +158,7 @@ class LimitsConfig(_Section):
     """For a module by itself, in the place of the above."""
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     planner: str = "cornstarch"
     """Who lays the model out: a planner's name, `auto` for the fastest of all, or `explicit`."""
     explicit: dict[str, ModuleParallelConfig] = {}
@@ -512,7 +205,7 @@ class ParallelConfig(_Section):
         return self
 
 
-class FailuresConfig(_Section):
+class FailuresConfig(Section):
     """Going on when nodes fail (docs/resilience.md)."""
 
     tolerate: Count = 1
@@ -521,7 +214,7 @@ class FailuresConfig(_Section):
     """A node that gives no sign of life for so many seconds is lost."""
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     steps: Count = 100
     """Updates in all, those before a resumed checkpoint included."""
     global_batch_size: Count = 8
@@ -571,7 +264,7 @@ class TrainConfig(_Section):
     """Go on when nodes fail; null: the run ends."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """One run: what is trained, on what, where, and how."""
 
     model: ModelConfig

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from motet.attention.rules import rule_of_family
-from motet.config import EncoderConfig, PartConfig, RunConfig, TowerConfig
-from motet.config.schema import LANGUAGE_MODEL
+from motet.config import LANGUAGE_MODEL, EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.models.contrastive import ContrastiveLoss
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.config.schema import LANGUAGE_MODEL
+from motet.config import LANGUAGE_MODEL
 from motet.data.batch import Batch
 from motet.models.multimodal import ModalityModule
 from motet.models.plain_multimodal import plain_loss

@@ -1,0 +1,160 @@
+"""The run file's `model`: what is trained."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from motet.config.section import LANGUAGE_MODEL, Count, PositiveNumber, Section
+from motet.plan import CONTRASTIVE
+
+
+class TrainableModule(Section):
+    module: bool = True
+    """Whether the module's own weights are trained; false: they are frozen."""
+
+
+class TrainableEncoder(TrainableModule):
+    projector: bool = True
+    """Whether the projector is trained; false: it is frozen."""
+
+
+class PartConfig(Section):
+    """One HuggingFace model: exactly one of `hub`, `path` and `config` says where it comes from."""
+
+    hub: str | None = None
+    """Id of a model on the hub."""
+    path: str | None = None
+    """Local folder with config.json and safetensors."""
+    config: str | None = None
+    """Name of a transformers configuration class, for random weights."""
+    values: dict[str, Any] = {}
+    """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
+    seed: int = 0
+    """Of the random weights."""
+    learning_rate: PositiveNumber | None = None
+    """Peak learning rate of this part; null: `train.learning_rate`."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "PartConfig":
+        given = [key for key in ("hub", "path", "config") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given)} are given; keep one of them"
+                if given
+                else "has no source; give one of hub, path and config"
+            )
+        return self
+
+
+class EncoderConfig(PartConfig):
+    projector: Literal["linear", "mlp"] | None = "mlp"
+    """From the encoder's width to the language model's; null: the encoder hands on its own output."""
+    train: TrainableEncoder = TrainableEncoder()
+    projector_learning_rate: PositiveNumber | None = None
+    """Peak learning rate of the projector; null: `train.learning_rate`."""
+    feature_select: Literal["patch", "full"] = "patch"
+    """Vision: hand on the patches alone, or the class token too."""
+    feature_layer: int | None = None
+    """Index into the encoder's hidden states of what is handed on (LLaVA: -2); null: its output."""
+
+
+class LanguageModelConfig(PartConfig):
+    train: TrainableModule = TrainableModule()
+
+
+class TowerConfig(PartConfig):
+    projector: Literal["projection", "linear", "mlp"] | None = "projection"
+    """From the encoder's width to that of the features: a matrix (CLIP), a linear layer or two; null: the tower hands
+    on what its encoder makes of a whole item (SigLIP)."""
+    train: TrainableEncoder = TrainableEncoder()
+    projector_learning_rate: PositiveNumber | None = None
+    """Peak learning rate of the projector; null: `train.learning_rate`."""
+
+
+class ContrastiveConfig(Section):
+    """The loss that compares what towers make of the samples of a contrastive batch."""
+
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """Each sample against all others of its contrastive batch (CLIP), or each pair by itself (SigLIP)."""
+    width: Count | None = None
+    """Of the features; null: that of the first tower without projector."""
+    anchor: str | None = None
+    """The tower that each other one is compared with; null: all pairs of towers."""
+    logit_scale: float | None = None
+    """Logarithm of the initial scale of similarities; null: 2.66 for softmax, 2.3 for sigmoid."""
+    logit_bias: float | None = None
+    """Initial bias of similarities, of the sigmoid loss alone; null: -10."""
+    train: bool = True
+    """Whether scale and bias are trained."""
+    learning_rate: PositiveNumber | None = None
+    """Peak learning rate of scale and bias; null: `train.learning_rate`."""
+
+
+class ModelConfig(Section):
+    encoders: dict[str, EncoderConfig] = {}
+    """By name; the names are the modules' names everywhere."""
+    language_model: LanguageModelConfig | None = None
+    """Needed unless there are `towers`."""
+    towers: dict[str, TowerConfig] = {}
+    """Of a contrastive model, by name; the names are the modules' names everywhere (docs/contrastive.md)."""
+    contrastive: ContrastiveConfig = ContrastiveConfig()
+    """The towers' loss."""
+    merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
+    """How encoder outputs enter the language model."""
+    media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
+    """What a token of an image or clip sees in the language model: as text does, what stands before it; its own item
+    alone; all of its modality; what stands before it and its own image or frame whole; or, as all before it do,
+    everything up to the sample's last one. `family`: what multimodal models of the language model's family do (Gemma3:
+    `block_causal`). Other than `causal`, samples are packed. Masks of one's own: docs/attention.md."""
+    placeholder_tokens: dict[str, str] = {}
+    """For each encoder, the tokenizer's token that stands where its outputs go; not given: `<image>` or `<audio>`."""
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> "ModelConfig":
+        if not self.towers:
+            if self.language_model is None:
+                raise ValueError("language_model: is missing; give one, or towers for a contrastive model")
+            if "contrastive" in self.model_fields_set:
+                raise ValueError("contrastive: is the loss of towers; give towers too, or leave it out")
+            return self
+        for key in ("encoders", "language_model", "placeholder_tokens", "merge", "media_attention"):
+            if key in self.model_fields_set:
+                raise ValueError(f"{key}: stands beside towers; a contrastive model has towers alone")
+        if len(self.towers) < 2:
+            raise ValueError(f"towers: has {', '.join(self.towers)} alone; give at least two")
+        for name in (CONTRASTIVE, LANGUAGE_MODEL):
+            if name in self.towers:
+                raise ValueError(f"towers.{name}: is the name of another module; give the tower another one")
+        anchor = self.contrastive.anchor
+        if anchor is not None and anchor not in self.towers:
+            raise ValueError(f"contrastive.anchor: there is no tower {anchor!r}; give one of {', '.join(self.towers)}")
+        if self.contrastive.loss == "softmax" and self.contrastive.logit_bias is not None:
+            raise ValueError("contrastive.logit_bias: the softmax loss has none; leave it out, or give loss: sigmoid")
+        if self.contrastive.width is None and all(tower.projector for tower in self.towers.values()):
+            raise ValueError("contrastive.width: is missing; give the width of the features, to which projectors bring")
+        return self
+
+    @model_validator(mode="after")
+    def _is_trainable(self) -> "ModelConfig":
+        if LANGUAGE_MODEL in self.encoders:
+            raise ValueError(f"encoders.{LANGUAGE_MODEL}: is the language model's name; give the encoder another one")
+        for name in self.placeholder_tokens:
+            if name not in self.encoders:
+                raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
+        parts: list[EncoderConfig | TowerConfig] = [*self.encoders.values(), *self.towers.values()]
+        trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
+        trains_language_model = self.language_model is not None and self.language_model.train.module
+        if not (trains_encoder or trains_language_model):
+            raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
+        return self
+
+    @property
+    def causal_lm(self) -> LanguageModelConfig:
+        """The language model; a model of towers has none."""
+        assert self.language_model is not None
+        return self.language_model
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Of the parts that a run file lays out."""
+        return tuple(self.towers) if self.towers else (*self.encoders, LANGUAGE_MODEL)

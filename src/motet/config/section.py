@@ -1,0 +1,19 @@
+"""What all sections of the run file have in common."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LANGUAGE_MODEL = "language_model"
+"""The name of the language model among the modules; the encoders have names of the user's."""
+
+Count = Annotated[int, Field(ge=1)]
+CountOrNever = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveNumber = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Strict: unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
