@@ -10,6 +10,7 @@ from motet.errors import UserError
 
 if TYPE_CHECKING:
     from motet.planner.evaluate import Evaluation
+    from motet.planner.problem import PlanningProblem
 
 HELP = "predict what an iteration of a plan takes, and draw its timeline"
 
@@ -38,6 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the jitter")
     parser.add_argument("--share-cards", action="store_true", help="messages that leave a node share its network cards")
+    parser.add_argument(
+        "--failures",
+        metavar="TRACE.csv|RATE",
+        help="replay a trace of nodes that come and go, or lose a node every so often (6h, 10m), "
+        "with templates, with restarts and with redundant computation",
+    )
+    parser.add_argument("--duration", metavar="12h", help="of the replay; else the trace's, or ten times the rate")
+    parser.add_argument("--back-after", metavar="1h", help="with a rate: a lost node comes back after so long")
+    parser.add_argument("--warning", metavar="30s", help="nodes say so long before that they will be lost")
+    parser.add_argument(
+        "--storage", metavar="BYTES_PER_S", type=float, default=2e9, help="of checkpoints, all nodes together"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -48,6 +61,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.report import report_evaluation, report_text
 
     problem = read_problem(config)
+    if arguments.failures:
+        return _with_failures(problem, config.train.checkpoint_every, arguments)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
     is_disturbed = bool(arguments.straggler or arguments.jitter or arguments.share_cards)
     evaluation = evaluate(problem, plan, folded=not is_disturbed)
@@ -72,6 +87,47 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         limit = problem.cluster.device.memory_bytes * (1 - RESERVE)
         save_memory({"predicted": evaluation.result.memory}, Path(arguments.memory_picture), limit_bytes=limit)
     return result
+
+
+def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    from motet.resilience.failures import draw_changes, duration_s, read_trace
+    from motet.resilience.forecast import forecast, forecast_text
+
+    if arguments.storage <= 0:
+        raise UserError(f"--storage: is {arguments.storage}; give bytes per second, such as 2e9")
+    mean_s = duration_s(arguments.failures)
+    end_s, back_s = _seconds(arguments, "duration"), _seconds(arguments, "back_after")
+    if mean_s is not None:
+        end_s = end_s or 10 * mean_s
+        changes = draw_changes(problem.cluster.num_nodes, mean_s, end_s, seed=arguments.seed, back_after_s=back_s)
+    else:
+        if back_s is not None:
+            raise UserError("--back-after: goes with a rate; a trace says itself when nodes come back")
+        changes = read_trace(Path(arguments.failures))
+        end_s = end_s or changes[-1].time_s
+    if end_s <= changes[0].time_s:
+        raise UserError(f"--duration: nothing happens before {changes[0].time_s:g} s; give more")
+    result = forecast(
+        problem,
+        changes,
+        end_s,
+        checkpoint_every=checkpoint_every,
+        warning_s=_seconds(arguments, "warning") or 0.0,
+        storage_bytes_per_s=arguments.storage,
+    )
+    print(forecast_text(result))
+    return result
+
+
+def _seconds(arguments: argparse.Namespace, name: str) -> float | None:
+    from motet.resilience.failures import duration_s
+
+    text = getattr(arguments, name)
+    seconds = None if text is None else duration_s(text)
+    if text is not None and seconds is None:
+        option = name.replace("_", "-")
+        raise UserError(f"--{option}: {text!r} is not a time; give a number with s, m, h or d, such as 90s or 6h")
+    return seconds
 
 
 def _disturbed(evaluation: "Evaluation", arguments: argparse.Namespace) -> "Evaluation":

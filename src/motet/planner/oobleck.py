@@ -38,7 +38,7 @@ def oobleck(problem: PlanningProblem, *, placement: Placement | None = None) -> 
     if placement not in (None, "parallel"):
         raise UserError(f"parallel.placement: oobleck gives every module its own ranks; {placement} shares them")
     templates = make_templates(problem)
-    total = _total_microbatches(problem)
+    total = total_microbatches(problem)
     plans = [
         plan_of(problem, templates, sizes)
         for sizes in best_combinations(
@@ -62,10 +62,10 @@ def plan_of(problem: PlanningProblem, templates: Templates, sizes: tuple[int, ..
         recompute=problem.recompute,
     )
     chosen = [templates.by_nodes[n] for n in sizes]
-    return build_plan(like, templates, sizes, min_max_counts(chosen, _total_microbatches(problem)))
+    return build_plan(like, templates, sizes, min_max_counts(chosen, total_microbatches(problem)))
 
 
-def _total_microbatches(problem: PlanningProblem) -> int:
+def total_microbatches(problem: PlanningProblem) -> int:
     """Of all pipelines. Raises `UserError` if there are fewer samples."""
     total = problem.num_microbatches * (problem.failures + 1)
     if len(problem.samples) < total:

@@ -1,0 +1,130 @@
+"""What a run would get done while nodes fail: `motet simulate --failures`, under three policies.
+
+The cluster is the run file's; how long a layer takes, how large it is and how fast links are, the planning problem
+says. Assumed where the run file says nothing: `Times` (a start of all processes takes 30 s), storage of
+`storage_bytes_per_s` for all nodes together, a checkpoint every `train.checkpoint_every` iterations (10 if there are none) for those who need
+it, and for redundancy one more forward of a stage, as long as its share of forward and backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from motet.costs.memory import static_layer_bytes
+from motet.planner.oobleck import MAX_SIMULATED, make_templates, plan_of, total_microbatches
+from motet.planner.problem import PlanningProblem
+from motet.resilience.combinations import best_combinations
+from motet.resilience.failures import Change
+from motet.resilience.members import GridMembers, RedundantMembers, TemplateMembers, Times
+from motet.resilience.replay import Members, Usage, replay
+
+STORAGE_BYTES_PER_S = 2e9
+DEFAULT_CHECKPOINT_EVERY = 10
+
+
+def forecast(
+    problem: PlanningProblem,
+    changes: Sequence[Change],
+    end_s: float,
+    *,
+    checkpoint_every: int = 0,
+    warning_s: float = 0.0,
+    storage_bytes_per_s: float = STORAGE_BYTES_PER_S,
+) -> dict[str, Any]:
+    """The JSON of `motet simulate --failures`: for each policy, useful samples per second and where the time goes.
+
+    Raises `UserError` if the cluster cannot hold f + 1 pipelines."""
+    templates = make_templates(problem)
+    total, num_nodes = total_microbatches(problem), problem.cluster.num_nodes
+    layer_bytes = _layer_bytes(problem)
+    model_bytes = sum(sum(each) for each in layer_bytes.values())
+    every = checkpoint_every or DEFAULT_CHECKPOINT_EVERY
+    checkpoint_s = model_bytes / storage_bytes_per_s
+    times = Times(load_s=checkpoint_s, bytes_per_s=problem.cluster.network_bytes_per_s)
+
+    def combine(n: int) -> Sequence[int]:
+        return best_combinations(templates.by_nodes, n, templates.failures, total, most=MAX_SIMULATED)[0]
+
+    ours = TemplateMembers(
+        plan_of(problem, templates, tuple(combine(num_nodes))),
+        templates,
+        combine,
+        total,
+        times,
+        num_nodes,
+        layer_bytes=layer_bytes,
+        checkpoint_every=every,
+    )
+    policies: dict[str, Members] = {
+        "templates": ours,
+        "restart": GridMembers(templates.by_nodes, total, times, num_nodes, every, checkpoint_s),
+        "redundant": RedundantMembers(
+            templates.by_nodes, total, times, num_nodes, every, 0.0, slowdown=1 + _forward_share(problem)
+        ),
+    }
+    usages = {name: replay(changes, end_s, members, warning_s=warning_s) for name, members in policies.items()}
+    batch = len(problem.samples)
+    return {
+        "duration_s": end_s - changes[0].time_s,
+        "num_changes": sum(change.time_s < end_s for change in changes),
+        "failures": templates.failures,
+        "template_nodes": sorted(templates.by_nodes),
+        "least_nodes": templates.least_total,
+        "assumptions": {
+            **asdict(times),
+            "storage_bytes_per_s": storage_bytes_per_s,
+            "checkpoint_every": every,
+            "warning_s": warning_s,
+            "redundancy_slowdown": 1 + _forward_share(problem),
+        },
+        "policies": {name: _report(usage, batch) for name, usage in usages.items()},
+        "steps": ours.steps,
+    }
+
+
+def _report(usage: Usage, batch: int) -> dict[str, Any]:
+    return {
+        "samples_per_s": usage.iterations * batch / usage.total_s,
+        "iterations": usage.iterations,
+        "seconds": dict(usage.seconds),
+        "idle_node_share": usage.idle_node_s / usage.node_s if usage.node_s else 0.0,
+        "num_restarts": usage.num_restarts,
+    }
+
+
+def _layer_bytes(problem: PlanningProblem) -> dict[str, list[float]]:
+    """Parameters and, where they are trained, moments: what is copied and saved. Gradients are not."""
+    options = replace(problem.memory, zero1=False)
+    result = {}
+    for name, module in problem.modules.items():
+        result[name] = [
+            static_layer_bytes(layer, trainable=module.is_trainable(i), tp_size=1, num_holders=1, options=options)
+            * (0.75 if module.is_trainable(i) else 1.0)
+            for i, layer in enumerate(module.workload.layers)
+        ]
+    return result
+
+
+def _forward_share(problem: PlanningProblem) -> float:
+    """Of forward and backward, over all modules."""
+    times = [time for name in problem.modules for time in problem.layer_times(name, 1, problem.failures + 1)]
+    return sum(time.forward_s for time in times) / sum(time.total_s for time in times)
+
+
+def forecast_text(values: dict[str, Any]) -> str:
+    """The same as a table."""
+    hours = values["duration_s"] / 3600
+    lines = [
+        f"{values['num_changes']} changes in {hours:.2f} h; templates of {values['template_nodes'][0]} to "
+        f"{values['template_nodes'][-1]} nodes; {values['least_nodes']} needed to survive {values['failures']} failures",
+        f"{'':10} {'samples/s':>10} {'training':>9} {'redone':>8} {'saving':>8} {'recovery':>9} {'waiting':>8} "
+        f"{'idle nodes':>11} {'restarts':>9}",
+    ]
+    for name, policy in values["policies"].items():
+        shares = [policy["seconds"][kind] / values["duration_s"] for kind in policy["seconds"]]
+        lines.append(
+            f"{name:10} {policy['samples_per_s']:10.4g} {shares[0]:9.1%} {shares[1]:8.1%} {shares[2]:8.1%} "
+            f"{shares[3]:9.1%} {shares[4]:8.1%} {policy['idle_node_share']:11.1%} {policy['num_restarts']:9}"
+        )
+    steps = ", ".join(f"{kind} {count}" for kind, count in sorted(values["steps"].items()))
+    return "\n".join([*lines, f"reconfigurations: {steps or 'none'}"])

@@ -1,0 +1,259 @@
+"""Who trains what after each change, under three policies: the states behind `motet.resilience.replay`.
+
+All three get their iteration times from the same templates, so that only the policies differ. A grid of Varuna's has
+D equal pipelines of P nodes, the fastest for the nodes that are there; the rest is idle. Bamboo's grid is the same with
+slower iterations: each node computes its successor's forward too (`redundancy` times as long in all).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from motet.plan import Plan
+from motet.resilience.combinations import combination_s
+from motet.resilience.holdings import Copy, LayerBytes
+from motet.resilience.microbatches import iteration_s, min_max_counts
+from motet.resilience.pipelines import Template, Templates, build_plan, nodes_of_pipelines
+from motet.resilience.reconfigure import reconfigure
+from motet.resilience.replay import Membership
+from motet.resilience.sizes import new_sizes
+
+Combine = Callable[[int], Sequence[int]]
+"""Number of nodes -> the pipelines' numbers of nodes to start with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What recoveries are made of, in seconds."""
+
+    detect_s: float = 1.0
+    """Until a loss without warning is noticed."""
+    rebuild_s: float = 2.0
+    """Groups of the processes that stay."""
+    start_s: float = 30.0
+    """All processes anew: imports, groups, the model."""
+    load_s: float = 0.0
+    """The last checkpoint."""
+    save_s: float = 0.0
+    """A checkpoint, while training waits."""
+    bytes_per_s: float = inf
+    """Of one rank's link, for copies."""
+
+
+@dataclass
+class TemplateMembers:
+    """Ours, with everything that `reconfigure` decides."""
+
+    like: Plan
+    templates: Templates
+    combine: Combine
+    num_microbatches: int
+    times: Times
+    most_nodes: int
+    layer_bytes: LayerBytes | None = None
+    checkpoint_every: int = 0
+    save_s: float = 0.0
+    """Checkpoints are written beside the training."""
+    plan: Plan | None = None
+    order: list[str] = field(default_factory=list)
+    """Nodes, by their place in the plan."""
+    waiting: list[str] = field(default_factory=list)
+    steps: dict[str, int] = field(default_factory=dict)
+    """How often each kind of step was taken."""
+
+    def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
+        self.waiting = [node for node in (*self.waiting, *joined) if node not in lost]
+        if self.plan is None:
+            return self._start(from_checkpoint=True)
+        places = [place for place, node in enumerate(self.order) if node in lost]
+        stay = [node for node in self.order if node not in lost]
+        taken = self.waiting[: self.most_nodes - len(stay)]
+        result = reconfigure(
+            self.plan, self.templates, lost=places, num_joined=len(taken), layer_bytes=self.layer_bytes
+        )
+        for step in result.steps:
+            self.steps[step.kind] = self.steps.get(step.kind, 0) + 1
+        if result.plan is None:
+            self.plan, self.waiting, self.order = None, [*stay, *self.waiting], []
+            return Membership(
+                iteration_s=inf, pause_s=0.0, from_checkpoint=result.outcome == "stop", num_nodes=len(self.waiting)
+            )
+        used = len(taken) - result.num_spares
+        self.order, self.waiting = [*stay, *taken[:used]], self.waiting[used:]
+        self.plan = result.plan
+        restore = result.outcome == "restore"
+        pause_s = self.times.rebuild_s + (0.0 if warned else self.times.detect_s)
+        pause_s += self.times.load_s if restore else self._copy_s(result.copies)
+        return self._running(pause_s, from_checkpoint=restore)
+
+    def _copy_s(self, copies: Sequence[Copy]) -> float:
+        """Until the busiest rank has sent or received all of its own."""
+        sent: dict[int, float] = defaultdict(float)
+        received: dict[int, float] = defaultdict(float)
+        for copy in copies:
+            sent[copy.source] += copy.num_bytes
+            received[copy.target] += copy.num_bytes
+        return max((*sent.values(), *received.values()), default=0.0) / self.times.bytes_per_s
+
+    def _start(self, *, from_checkpoint: bool) -> Membership:
+        if len(self.waiting) < self.templates.least_total:
+            return Membership(iteration_s=inf, pause_s=0.0, num_nodes=len(self.waiting))
+        self.order, self.waiting = self.waiting[: self.most_nodes], self.waiting[self.most_nodes :]
+        sizes = self.combine(len(self.order))
+        chosen = [self.templates.by_nodes[n] for n in sizes]
+        self.plan = build_plan(self.like, self.templates, sizes, min_max_counts(chosen, self.num_microbatches))
+        return self._running(self.times.start_s + self.times.load_s, from_checkpoint=from_checkpoint)
+
+    def _running(self, pause_s: float, *, from_checkpoint: bool) -> Membership:
+        assert self.plan is not None
+        sizes = [len(nodes) for nodes in nodes_of_pipelines(self.plan, self.templates.devices_per_node)]
+        chosen = [self.templates.by_nodes[n] for n in sizes]
+        return Membership(
+            iteration_s=iteration_s(chosen, self.plan.replica_microbatches),
+            pause_s=pause_s,
+            from_checkpoint=from_checkpoint,
+            num_idle=len(self.waiting),
+            num_nodes=len(self.order) + len(self.waiting),
+        )
+
+
+@dataclass
+class SizeMembers:
+    """Ours by numbers of nodes alone, for many long traces: every pipeline loses nodes as they are spread, and copying
+    takes as long as one node's share of the model does. Never restores: it does not know whether a layer is lost."""
+
+    templates: Templates
+    combine: Combine
+    num_microbatches: int
+    times: Times
+    most_nodes: int
+    model_bytes: float
+    checkpoint_every: int = 0
+    save_s: float = 0.0
+    pipelines: dict[str, int] = field(default_factory=dict)
+    """For each node in use, its pipeline."""
+    waiting: list[str] = field(default_factory=list)
+
+    def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
+        self.waiting = [node for node in (*self.waiting, *joined) if node not in lost]
+        before = self._sizes(self.pipelines)
+        stay = {node: pipeline for node, pipeline in self.pipelines.items() if node not in lost}
+        taken = self.waiting[: self.most_nodes - len(stay)]
+        if len(stay) + len(taken) < self.templates.least_total:
+            self.waiting, self.pipelines = [*stay, *self.waiting], {}
+            return Membership(iteration_s=inf, pause_s=0.0, num_nodes=len(self.waiting))
+        if not before:
+            sizes, used = dict(enumerate(self.combine(len(taken)))), len(taken)
+            pause_s = self.times.start_s + self.times.load_s
+        else:
+            sizes, _, spares = new_sizes(
+                before,
+                [sum(pipeline == r for pipeline in stay.values()) for r in range(len(before))],
+                len(taken),
+                fewest=self.templates.fewest_nodes,
+                most=self.templates.most_nodes,
+                num_needed=self.templates.failures + 1,
+                estimate=self._iteration_s,
+            )
+            used = len(taken) - spares
+            share_bytes = self.model_bytes / self.templates.fewest_nodes
+            pause_s = self.times.rebuild_s + share_bytes / self.times.bytes_per_s
+            pause_s += 0.0 if warned else self.times.detect_s
+        self.waiting = self.waiting[used:]
+        self.pipelines = self._filled(list(sizes.values()), list(sizes), stay, taken[:used])
+        return Membership(
+            iteration_s=self._iteration_s(list(sizes.values())),
+            pause_s=pause_s,
+            num_idle=len(self.waiting),
+            num_nodes=len(self.pipelines) + len(self.waiting),
+        )
+
+    def _sizes(self, pipelines: Mapping[str, int]) -> list[int]:
+        return [sum(p == r for p in pipelines.values()) for r in range(max(pipelines.values(), default=-1) + 1)]
+
+    def _filled(
+        self, sizes: Sequence[int], numbers: Sequence[int], stay: Mapping[str, int], joined: Sequence[str]
+    ) -> dict[str, int]:
+        """Nodes stay in their pipelines as far as those keep them; the others fill what is free."""
+        free = dict(zip(numbers, sizes, strict=True))
+        place = {number: r for r, number in enumerate(numbers)}
+        filled: dict[str, int] = {}
+        others = list(joined)
+        for node, number in stay.items():
+            if free.get(number, 0):
+                free[number] -= 1
+                filled[node] = place[number]
+            else:
+                others.append(node)
+        for number, count in free.items():
+            for _ in range(count):
+                filled[others.pop()] = place[number]
+        return filled
+
+    def _iteration_s(self, sizes: Sequence[int]) -> float:
+        if len(sizes) > self.num_microbatches:
+            return inf
+        return combination_s(self.templates.by_nodes, sizes, self.num_microbatches)
+
+
+@dataclass
+class GridMembers:
+    """Varuna's: after any change all starts again from a checkpoint, on the fastest grid."""
+
+    templates: Mapping[int, Template]
+    num_microbatches: int
+    times: Times
+    most_nodes: int
+    checkpoint_every: int
+    save_s: float
+    slowdown: float = 1.0
+    nodes: list[str] = field(default_factory=list)
+
+    def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
+        self.nodes = [node for node in (*self.nodes, *joined) if node not in lost]
+        pause_s = self.times.start_s + self.times.load_s + (0.0 if warned else self.times.detect_s)
+        return self._running(pause_s, from_checkpoint=True)
+
+    def _running(self, pause_s: float, *, from_checkpoint: bool) -> Membership:
+        num_nodes = min(len(self.nodes), self.most_nodes)
+        depth, iteration_s = best_grid(self.templates, num_nodes, self.num_microbatches)
+        used = num_nodes // depth * depth if depth else 0
+        return Membership(
+            iteration_s=iteration_s * self.slowdown,
+            pause_s=pause_s,
+            from_checkpoint=from_checkpoint,
+            num_idle=len(self.nodes) - used,
+            num_nodes=len(self.nodes),
+        )
+
+
+@dataclass
+class RedundantMembers(GridMembers):
+    """Bamboo's: a lost node's predecessor takes over; two neighbours lost at once are a restart."""
+
+    def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
+        depth, _ = best_grid(self.templates, min(len(self.nodes), self.most_nodes), self.num_microbatches)
+        gone = [place for place, node in enumerate(self.nodes[: self.most_nodes]) if node in lost]
+        neighbours = depth > 0 and any(
+            (place + 1 if place % depth < depth - 1 else place - depth + 1) in gone for place in gone
+        )
+        first = not self.nodes
+        membership = super().change(lost, joined, warned=warned)
+        if first or neighbours:
+            return membership
+        pause_s = self.times.rebuild_s + (0.0 if warned else self.times.detect_s)
+        return self._running(pause_s, from_checkpoint=False)
+
+
+def best_grid(templates: Mapping[int, Template], num_nodes: int, num_microbatches: int) -> tuple[int, float]:
+    """(nodes of each pipeline, seconds of an iteration) of the fastest grid of equal pipelines; (0, infinite) if there
+    is none."""
+    best = (0, inf)
+    for depth, template in templates.items():
+        width = min(num_nodes // depth, num_microbatches)
+        if width:
+            seconds = template.iteration_s(-(-num_microbatches // width))
+            if seconds < best[1]:
+                best = depth, seconds
+    return best

@@ -1,0 +1,92 @@
+"""`motet simulate --failures`: a trace or a rate, three policies, and where the time goes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import write_tiny_run
+
+from motet.cli.main import main
+from motet.resilience.replay import KINDS
+
+NODES = ["--set", "cluster.num_devices=8", "--set", "cluster.num_nodes=8"]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_tiny_run(tmp_path)
+
+
+def forecast(capsys: pytest.CaptureFixture[str], run_file: Path, *options: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["simulate", str(run_file), *NODES, "--json", *map(str, options)]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    for policy in document["policies"].values():
+        assert set(policy["seconds"]) == set(KINDS)
+        assert sum(policy["seconds"].values()) == pytest.approx(document["duration_s"])
+    return document
+
+
+def test_a_trace(capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = [f"0,add,n{i}" for i in range(8)] + ["40000,remove,n3", "60000,remove,n4", "60000,add,n8", "90000,add,n9"]
+    trace.write_text("\n".join(lines))
+    document = forecast(capsys, run_file, "--failures", trace, "--duration", "200s")
+    policies = document["policies"]
+    assert document["num_changes"] == 4
+    assert document["least_nodes"] == 6
+    assert policies["templates"]["samples_per_s"] > policies["restart"]["samples_per_s"] > 0
+    assert policies["restart"]["num_restarts"] == 3
+    assert policies["templates"]["num_restarts"] == 0
+    assert sum(document["steps"].values()) >= 3
+    assert main(["simulate", str(run_file), *NODES, "--failures", str(trace)]) == 0
+    out = capsys.readouterr().out
+    assert "reconfigurations: " in out
+    assert "redundant" in out
+
+
+def test_a_rate(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    options = ["--failures", "2m", "--back-after", "3m", "--duration", "1h"]
+    document = forecast(capsys, run_file, *options, "--seed", 1)
+    assert document["duration_s"] == 3600
+    assert forecast(capsys, run_file, *options, "--seed", 1) == document
+    assert forecast(capsys, run_file, *options, "--seed", 2) != document
+    warned = forecast(capsys, run_file, *options, "--seed", 1, "--warning", "60s")
+    redone = [each["policies"]["restart"]["seconds"]["redone"] for each in (document, warned)]
+    assert redone[1] < redone[0]
+    rare = forecast(capsys, run_file, "--failures", "10h")
+    assert rare["duration_s"] == 360000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--failures", "none.csv"], "none.csv cannot be read"),
+        (["--failures", "6"], "6 cannot be read (No such file or directory); give a trace, or a rate like 6h"),
+        (
+            ["--failures", "6h", "--duration", "long"],
+            "--duration: 'long' is not a time; give a number with",
+        ),
+        (["--failures", "6h", "--storage", "0"], "--storage: is 0.0; give bytes per second"),
+        (["--failures", "6h", "--set", "cluster.num_nodes=1"], "finds no pipeline of vision and audio"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], run_file: Path, options: list[str], message: str
+) -> None:
+    assert main(["simulate", str(run_file), *NODES, *options]) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err
+    assert "\n" not in err
+
+
+def test_a_trace_says_itself_when_nodes_come_back(
+    capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("5000,add,a\n")
+    assert main(["simulate", str(run_file), *NODES, "--failures", str(trace), "--back-after", "1h"]) == 2
+    assert "--back-after: goes with a rate" in capsys.readouterr().err
+    assert main(["simulate", str(run_file), *NODES, "--failures", str(trace)]) == 2
+    assert "--duration: nothing happens before 5 s; give more" in capsys.readouterr().err

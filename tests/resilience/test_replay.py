@@ -1,0 +1,165 @@
+"""Replays whose outcome can be computed by hand, and what must hold of any."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from resilience.drawn_templates import draw_templates, plan_of
+
+from motet.errors import UserError
+from motet.resilience.combinations import best_combinations
+from motet.resilience.failures import Change, draw_changes, duration_s, read_trace
+from motet.resilience.members import (
+    GridMembers,
+    RedundantMembers,
+    SizeMembers,
+    TemplateMembers,
+    Times,
+    best_grid,
+)
+from motet.resilience.pipelines import Template
+from motet.resilience.replay import KINDS, Members, replay
+
+TEMPLATES = {n: Template(num_nodes=n, replicas={}, first_s=2.0, slowest_s=2.0 / n) for n in (1, 2, 3)}
+TIMES = Times(detect_s=1.0, rebuild_s=2.0, start_s=5.0, load_s=3.0)
+
+
+def grid(kind: type[GridMembers] = GridMembers, **values: float) -> GridMembers:
+    return kind(TEMPLATES, 12, TIMES, 6, 2, 1.0, **values)  # type: ignore[arg-type]
+
+
+def nodes(count: int) -> tuple[str, ...]:
+    return tuple(f"n{i}" for i in range(count))
+
+
+def test_a_restart_loses_what_is_not_in_a_checkpoint() -> None:
+    """Starts at 8 s; 3 nodes make 3 pipelines of 1, 2 + 3 x 2 = 8 s; a checkpoint after two takes until 25 s; the loss
+    at 40 s costs 15 s; then 2 nodes restart (9 s) and need 12 s for an iteration."""
+    changes = [Change(0.0, (), nodes(3)), Change(40.0, ("n0",))]
+    usage = replay(changes, 61.0, grid())
+    assert usage.seconds == {"training": 16 + 12, "redone": 15, "saving": 1, "recovery": 8 + 9, "waiting": 0}
+    assert usage.iterations == 3
+    assert usage.num_restarts == 1
+
+
+def test_a_warning_saves_what_is_there() -> None:
+    changes = [Change(0.0, (), nodes(3)), Change(40.0, ("n0",))]
+    usage = replay(changes, 62.0, grid(), warning_s=10.0)
+    # Warned at 30 s; the third iteration ends at 33 s and is saved within a second, and all starts again.
+    assert usage.seconds == {"training": 24 + 20, "redone": 0, "saving": 1, "recovery": 8 + 1 + 8, "waiting": 0}
+
+
+def test_neighbours_lost_at_once_are_a_restart_for_redundancy() -> None:
+    templates = {3: TEMPLATES[3]}
+    for lost, restarts in ((("n0",), 0), (("n0", "n1"), 1), (("n0", "n2"), 1), (("n2", "n3"), 0), (("n1", "n4"), 0)):
+        members = RedundantMembers(templates, 12, TIMES, 8, 0, 0.0)
+        usage = replay([Change(0.0, (), nodes(8)), Change(40.0, lost)], 80.0, members)
+        assert usage.num_restarts == restarts, lost
+
+
+def test_the_fastest_grid() -> None:
+    assert best_grid(TEMPLATES, 5, 12) == (1, 2 + 2 * 2.0)
+    assert best_grid({3: TEMPLATES[3]}, 5, 12) == (3, 2 + 11 * 2 / 3)
+    assert best_grid({3: TEMPLATES[3]}, 2, 12) == (0, float("inf"))
+
+
+def draw_members(random: Random) -> tuple[list[Members], int]:
+    failures, fewest = random.randint(0, 2), random.randint(1, 3)
+    most = (failures + 1) * fewest + random.randint(0, 4)
+    templates = draw_templates(
+        random, failures=failures, fewest_nodes=fewest, most_nodes=most - failures * fewest, devices_per_node=1
+    )
+
+    def combine(num_nodes: int) -> tuple[int, ...]:
+        return best_combinations(templates.by_nodes, num_nodes, failures, 64, most=1)[0]
+
+    return [
+        TemplateMembers(
+            plan_of(templates, [fewest] * (failures + 1)), templates, combine, 64, TIMES, most, checkpoint_every=3
+        ),
+        SizeMembers(templates, combine, 64, TIMES, most, model_bytes=1.0),
+        GridMembers(templates.by_nodes, 64, TIMES, most, 3, 0.5),
+        RedundantMembers(templates.by_nodes, 64, TIMES, most, 3, 0.0, slowdown=1.3),
+    ], most
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32))
+def test_all_time_is_accounted_for(seed: int) -> None:
+    random = Random(seed)
+    policies, most = draw_members(random)
+    changes = draw_changes(
+        most + 1, random.uniform(20, 500), 2000.0, seed=seed, back_after_s=random.choice([None, 300.0])
+    )
+    warning_s = random.choice([0.0, 5.0])
+    for members in policies:
+        usage = replay(changes, 2000.0, members, warning_s=warning_s)
+        assert usage.total_s == pytest.approx(2000.0)
+        assert min(usage.seconds[kind] for kind in KINDS) >= 0
+        assert (usage.iterations > 0) == (usage.seconds["training"] > 0)
+        assert 0 <= usage.idle_node_s <= usage.node_s + 1e-6
+
+
+def test_without_failures_nothing_is_lost() -> None:
+    policies, most = draw_members(Random(1))
+    for members in policies:
+        usage = replay([Change(0.0, (), nodes(most))], 100.0, members)
+        assert usage.seconds["redone"] == usage.seconds["waiting"] == 0
+        assert usage.seconds["recovery"] == 8.0
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_a_trace_is_read_moment_by_moment(tmp_path: Path) -> None:
+    text = "0,add,a\n0,add,b\n\n2000,remove,a\n1500,add,c\n2000,remove,c\n3000,remove,b\n3000,add,b\n"
+    assert read_trace(write(tmp_path, text)) == [
+        Change(0.0, (), ("a", "b")),
+        Change(1.5, (), ("c",)),
+        Change(2.0, ("a", "c"), ()),
+        Change(3.0, (), ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; give lines like 60000,add,node1"),
+        ("0,add,a\nsoon,remove,a\n", "line 2: 'soon,remove,a' is not MILLISECONDS,add|remove,NODE"),
+        ("0,add\n", "line 1: '0,add' is not"),
+        ("-1,add,a\n", "line 1"),
+        ("0,add,a\n5,add,a\n", "line 2: add a, but it is there already"),
+        ("0,remove,a\n", "line 1: remove a, but it is not there"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_trace(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_trace(tmp_path / "none.csv")
+
+
+def test_rates() -> None:
+    assert [duration_s(text) for text in ("90s", "10m", "1.5h", "2d", "6", "h", "0s")] == [
+        90,
+        600,
+        5400,
+        172800,
+        None,
+        None,
+        None,
+    ]
+    changes = draw_changes(30, 600.0, 6e5, seed=1, back_after_s=1000.0)
+    losses = [change for change in changes if change.lost]
+    assert len(losses) == pytest.approx(1000, rel=0.1)
+    assert draw_changes(30, 600.0, 6e5, seed=1, back_after_s=1000.0) == changes
+    assert sum(len(change.lost) for change in draw_changes(3, 1.0, 1e6)) == 3
