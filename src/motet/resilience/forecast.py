@@ -2,8 +2,8 @@
 
 The cluster is the run file's; how long a layer takes, how large it is and how fast links are, the planning problem
 says. Assumed where the run file says nothing: `Times` (a start of all processes takes 30 s), storage of
-`storage_bytes_per_s` for all nodes together, a checkpoint every `train.checkpoint_every` iterations (10 if there are none) for those who need
-it, and for redundancy one more forward of a stage, as long as its share of forward and backward.
+`storage_bytes_per_s` for all nodes together, a checkpoint every `train.checkpoint_every` iterations (10 if there are
+none) for those who need it, and for redundancy one more forward of each stage.
 """
 
 from collections.abc import Sequence
@@ -115,8 +115,8 @@ def forecast_text(values: dict[str, Any]) -> str:
     """The same as a table."""
     hours = values["duration_s"] / 3600
     lines = [
-        f"{values['num_changes']} changes in {hours:.2f} h; templates of {values['template_nodes'][0]} to "
-        f"{values['template_nodes'][-1]} nodes; {values['least_nodes']} needed to survive {values['failures']} failures",
+        f"{values['num_changes']} changes in {hours:.2f} h, templates of {values['template_nodes'][0]} to "
+        f"{values['template_nodes'][-1]} nodes; {values['least_nodes']} are needed for {values['failures']} failures",
         f"{'':10} {'samples/s':>10} {'training':>9} {'redone':>8} {'saving':>8} {'recovery':>9} {'waiting':>8} "
         f"{'idle nodes':>11} {'restarts':>9}",
     ]
