@@ -22,6 +22,7 @@ PURE = (
     "motet.errors",
     "motet.data.sample",
     "motet.data.assignment",
+    "motet.data.conversation_sources",
     "motet.data.described",
     "motet.data.assignment_baselines",
     "motet.data.assignment_disttrain",

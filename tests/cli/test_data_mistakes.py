@@ -126,6 +126,20 @@ def test_an_image_cut_short_is_found_by_the_process_that_decodes_it(
     assert "cat.png: cannot be decoded" in error
 
 
+@pytest.mark.parametrize("kept", [0, 2000])
+def test_corrupt_images_are_left_out_and_named_if_the_user_wants_it(
+    run_file: Path, capsys: pytest.CaptureFixture[str], kept: int
+) -> None:
+    image = run_file.parent / "cat.png"
+    image.write_bytes(image.read_bytes()[:kept])
+    assert main(["train", str(run_file), "--json", "--set", "data.on_corrupt=skip"]) == 0, capsys.readouterr().err
+    told = json.loads(capsys.readouterr().out)["data"]["skipped_samples"]
+    assert told
+    assert all("cat.png: " in reason for reason in told)
+    (line,) = (run_file.parent / "output" / "skipped_samples.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "skipped": told}
+
+
 def test_an_empty_clip(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     soundfile.write(run_file.parent / "meow.wav", np.zeros(0), 16000)
     expect_mistake(capsys, ["plan", run_file], "meow.wav: is an empty clip; replace the file, or leave it out")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from conversation_files import CONVERSATIONS, write_conversations, write_media
 
+from motet.data.conversation_sources import open_conversations
 from motet.data.conversations import ConversationExamples
 from motet.data.example import Modality
 from motet.errors import UserError
@@ -17,7 +18,7 @@ ANSWER = {"from": "gpt", "value": "That."}
 
 def read(folder: Path, *records: Any) -> ConversationExamples:
     folders: dict[Modality, Path] = {"image": folder, "audio": folder}
-    return ConversationExamples([write_conversations(folder / "data.jsonl", records)], folders)
+    return ConversationExamples(write_conversations(folder / "data.jsonl", records), folders)
 
 
 def test_records_become_examples(tmp_path: Path) -> None:
@@ -36,7 +37,8 @@ def test_a_json_list_and_several_files_are_read_alike(tmp_path: Path) -> None:
     write_media(tmp_path)
     (tmp_path / "list.json").write_text(json.dumps(CONVERSATIONS[:2], indent=1))
     lines = write_conversations(tmp_path / "lines.jsonl", CONVERSATIONS[2:])
-    examples = ConversationExamples([tmp_path / "list.json", lines], {"image": tmp_path, "audio": tmp_path})
+    files = [str(tmp_path / "list.json"), str(lines)]
+    examples = open_conversations(files, {"image": tmp_path, "audio": tmp_path})
     whole = read(tmp_path, *CONVERSATIONS)
     assert [examples[i].messages for i in range(4)] == [whole[i].messages for i in range(4)]
 
@@ -100,7 +102,7 @@ def test_a_line_that_is_not_json(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"conversations": [QUESTION, ANSWER]}) + '\n\n{"id": \n')
     with pytest.raises(UserError, match=r"data\.jsonl:3: is not JSON"):
-        ConversationExamples([file], {"image": tmp_path, "audio": tmp_path})
+        ConversationExamples(file, {"image": tmp_path, "audio": tmp_path})
 
 
 @pytest.mark.parametrize(
@@ -117,4 +119,4 @@ def test_a_file_that_is_no_conversations(tmp_path: Path, content: bytes | None, 
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=rf"data\.json: {message}"):
-        ConversationExamples([file], {"image": tmp_path, "audio": tmp_path})
+        open_conversations([str(file)], {"image": tmp_path, "audio": tmp_path})

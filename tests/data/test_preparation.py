@@ -26,7 +26,7 @@ AUDIO_FAMILIES = [family for family in FAMILIES if encoder_input(family).modalit
 def examples(tmp_path: Path) -> ConversationExamples:
     write_media(tmp_path)
     file = write_conversations(tmp_path / "data.jsonl", [r for r in CONVERSATIONS if r["id"] != "long"])
-    return ConversationExamples([file], {"image": tmp_path, "audio": tmp_path})
+    return ConversationExamples(file, {"image": tmp_path, "audio": tmp_path})
 
 
 def preparation(vision: str = "siglip", audio: str = "whisper", merge: str = "placeholder") -> Preparation:

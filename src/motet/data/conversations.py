@@ -10,13 +10,14 @@ Every record is checked when the file is opened, media files when they are first
 Limits: the records are held in memory, on every rank.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from motet.data.example import PLACEHOLDERS, Example, Media, Message, Modality
-from motet.data.media_files import ImageFile, SoundFile
+from motet.data.media_files import media_of
 from motet.errors import UserError
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -26,15 +27,12 @@ KEYS = ("id", "image", "audio", "conversations")
 
 
 class ConversationExamples:
-    """The records of some files, in their order."""
+    """The records of a file, in their order."""
 
-    def __init__(self, files: Sequence[str | Path], folders: dict[Modality, Path]) -> None:
+    def __init__(self, file: Path, folders: Mapping[Modality, Path]) -> None:
         """`folders`: what the media's paths are relative to. Raises `UserError` naming file and line."""
-        self._examples = [
-            parse_record(record, where, folders) for file in files for where, record in read_records(Path(file))
-        ]
-        if not self._examples:
-            raise UserError(f"{', '.join(str(file) for file in files)}: no conversation in it; give at least one")
+        self._examples = [parse_record(record, where, folders) for where, record in read_records(file)]
+        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -67,23 +65,36 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
             yield f"{file}:{number}", record
 
 
-def parse_record(record: Any, where: str, folders: dict[Modality, Path]) -> Example:
-    """One conversation. Raises `UserError` beginning with `where`."""
+def parse_record(record: Any, where: str, folders: Mapping[Modality, Path]) -> Example:
+    """One conversation with its media in files. Raises `UserError` beginning with `where`."""
+    return make_example(
+        record, where, lambda own: {modality: _files(own, modality, folders[modality]) for modality in PLACEHOLDERS}
+    )
+
+
+def make_example(
+    record: Any,
+    where: str,
+    media_of: Callable[[Mapping[str, Any]], Mapping[Modality, tuple[Media, ...]]],
+    name: str | None = None,
+) -> Example:
+    """One conversation. `name`: its id, if it names none. Raises `UserError` beginning with `where`."""
     try:
         if not isinstance(record, dict):
             raise UserError(f"is not a mapping; give one with the keys {', '.join(KEYS)}")
         messages = _messages(record.get("conversations"))
-        files = {modality: _files(record, modality, folders[modality]) for modality in PLACEHOLDERS}
+        media = media_of(record)
         for modality, placeholder in PLACEHOLDERS.items():
             num_placeholders = sum(message.content.count(placeholder) for message in messages)
-            if num_placeholders != len(files[modality]):
+            if num_placeholders != len(media[modality]):
                 raise UserError(
                     f"conversations: hold {num_placeholders} {placeholder}, but {modality} names "
-                    f"{len(files[modality])} files; give one placeholder for each file"
+                    f"{len(media[modality])} files; give one placeholder for each file"
                 )
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    return Example(id=str(record.get("id", where)), messages=messages, media=files, where=where)
+    given = record.get("id")
+    return Example(id=str(given if given is not None else name or where), messages=messages, media=media, where=where)
 
 
 def _messages(turns: Any) -> tuple[Message, ...]:
@@ -117,7 +128,7 @@ def _message(i: int, turn: Any) -> Message:
     return Message(role, content)  # type: ignore[arg-type]
 
 
-def _files(record: dict[str, Any], modality: Modality, folder: Path) -> tuple[Media, ...]:
+def _files(record: Mapping[str, Any], modality: Modality, folder: Path) -> tuple[Media, ...]:
     given = record.get(modality)
     paths = [] if given is None else [given] if isinstance(given, str) else given
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
@@ -125,5 +136,4 @@ def _files(record: dict[str, Any], modality: Modality, folder: Path) -> tuple[Me
     for path in paths:
         if not (folder / path).is_file():
             raise UserError(f"{modality}: {folder / path}: there is no such file")
-    kind = ImageFile if modality == "image" else SoundFile
-    return tuple(kind(folder / path) for path in paths)
+    return tuple(media_of(modality, folder / path) for path in paths)

@@ -17,6 +17,10 @@ FEATURE_BYTES_KEPT = 256 * 2**20
 class Dataset(Protocol):
     def __len__(self) -> int: ...
 
+    @property
+    def fingerprint(self) -> str:
+        """Differs, if the data differ, as far as can be seen without reading all of them."""
+
     def sample(self, index: int) -> Sample:
         """The metadata, without decoding pixels or waveforms."""
 
@@ -40,6 +44,10 @@ class ExampleDataset:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    @property
+    def fingerprint(self) -> str:
+        return getattr(self.examples, "fingerprint", "")
 
     def sample(self, index: int) -> Sample:
         if index in self._samples:

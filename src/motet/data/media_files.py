@@ -7,17 +7,33 @@ import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import soundfile
 from PIL import Image
 
+from motet.data.example import Modality
 from motet.errors import UserError
+
+
+class StoredFile(Protocol):
+    """A file inside another one; `str` of it names both."""
+
+    def open(self) -> BinaryIO: ...
+
+
+def media_of(modality: Modality, path: "Path | StoredFile") -> "ImageFile | SoundFile":
+    return ImageFile(path) if modality == "image" else SoundFile(path)
+
+
+def _to_read(path: Path | StoredFile) -> Path | BinaryIO:
+    return path if isinstance(path, Path) else path.open()
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    path: Path
+    path: Path | StoredFile
 
     def size(self) -> tuple[int, int]:
         """(height, width). Raises `UserError` if it is not an image."""
@@ -40,7 +56,7 @@ class ImageFile:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                return Image.open(self.path)
+                return Image.open(_to_read(self.path))
         except FileNotFoundError:
             raise UserError(f"{self.path}: there is no such file; give the path of an image") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -50,7 +66,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class SoundFile:
-    path: Path
+    path: Path | StoredFile
 
     def size(self) -> tuple[int, int]:
         """(samples, Hz). Raises `UserError` if it is not a sound, or an empty one."""
@@ -60,7 +76,7 @@ class SoundFile:
     def _size(self) -> tuple[int, int]:
         self._check_presence()
         try:
-            header = soundfile.info(self.path)
+            header = soundfile.info(_to_read(self.path))
         except (soundfile.SoundFileError, OSError) as error:
             raise UserError(f"{self.path}: is no sound that libsndfile reads ({error}); replace the file") from None
         if not header.frames:
@@ -71,7 +87,7 @@ class SoundFile:
         """Raises `UserError` if it cannot be decoded, or is shorter than its header says."""
         self._check_presence()
         try:
-            samples, _ = soundfile.read(self.path, dtype="float32", always_2d=True)
+            samples, _ = soundfile.read(_to_read(self.path), dtype="float32", always_2d=True)
         except (soundfile.SoundFileError, OSError) as error:
             raise UserError(f"{self.path}: cannot be decoded ({error}); replace the clip") from None
         if len(samples) != self.size()[0]:
@@ -81,5 +97,5 @@ class SoundFile:
         return samples.mean(axis=1)
 
     def _check_presence(self) -> None:
-        if not self.path.is_file():
+        if isinstance(self.path, Path) and not self.path.is_file():
             raise UserError(f"{self.path}: there is no such file; give the path of a sound")

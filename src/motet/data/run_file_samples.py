@@ -18,7 +18,7 @@ from motet.config import (
     PartConfig,
     RunConfig,
 )
-from motet.data.conversations import ConversationExamples
+from motet.data.conversation_sources import open_conversations
 from motet.data.described import described_samples
 from motet.data.dial_a_digit import (
     IMAGE_MEAN,
@@ -119,8 +119,8 @@ def open_examples(config: RunConfig) -> RunExamples:
     if isinstance(data, ConversationsConfig):
         check_processor_names(config, data)
         folders: dict[Modality, Path] = {"image": Path(data.image_folder), "audio": Path(data.audio_folder)}
-        train = ConversationExamples(data.files, folders)
-        return RunExamples(train, ConversationExamples(data.eval_files, folders) if data.eval_files else None)
+        train = open_conversations(data.files, folders)
+        return RunExamples(train, open_conversations(data.eval_files, folders) if data.eval_files else None)
     assert isinstance(data, DialADigitConfig), "described samples have no examples"
     task = DialADigit(
         seed=data.seed,

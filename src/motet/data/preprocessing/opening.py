@@ -75,7 +75,8 @@ def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, by
     DataServer = _flight_module("service").DataServer
     token = read_token(data_to_prepare(config).token_file)
     workers, sizes = _open_workers(config)
-    facts = {"data": data_facts(config), "sizes": sizes, "software": _software()}
+    contents = {split: dataset.fingerprint for split, dataset in workers.preparer.datasets.items()}
+    facts = {"data": data_facts(config), "contents": contents, "sizes": sizes, "software": _software()}
     modules = set(config.model.module_names)
     try:
         return DataServer(workers, facts, agreed_digest(facts), sizes, modules, token, host=host, port=port, tls=tls)

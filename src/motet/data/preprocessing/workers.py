@@ -38,14 +38,14 @@ class Workers:
     """`num`: processes; 0: tickets are answered by the caller itself."""
 
     def __init__(self, preparer: Preparer, num: int) -> None:
-        self._preparer, self.num = preparer, num
+        self.preparer, self.num = preparer, num
         self._lock = threading.Lock()
         self.num_restarts = 0
         self._pool = self._start() if num else None
 
     def _start(self) -> ProcessPoolExecutor:
         pool = ProcessPoolExecutor(
-            self.num, multiprocessing.get_context("fork"), initializer=_begin, initargs=(self._preparer,)
+            self.num, multiprocessing.get_context("fork"), initializer=_begin, initargs=(self.preparer,)
         )
         pool.submit(os.getpid)  # Forks now, as long as this process has few threads.
         return pool
@@ -53,7 +53,7 @@ class Workers:
     def answers(self, tickets: Iterable[Ticket]) -> Iterator[Answer]:
         """In the tickets' order; of those that follow, only a bounded number is begun before an answer is taken."""
         if self._pool is None:
-            yield from map(self._preparer.answer, tickets)
+            yield from map(self.preparer.answer, tickets)
             return
         remaining, begun = iter(tickets), deque[_Begun]()
         while True:
