@@ -21,7 +21,7 @@ from torch import Tensor
 
 LossKind = Literal["softmax", "sigmoid"]
 
-BLOCK_BYTES = 64 * 2**20
+BLOCK_BYTES = 16 * 2**20
 """Of the block of similarities that is held at a time."""
 
 
