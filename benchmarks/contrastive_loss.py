@@ -45,11 +45,11 @@ def load_open_clip_loss(folder: Path) -> ModuleType:
 
 
 def features(num_samples: int, width: int, rank: int, num_processes: int) -> tuple[Tensor, Tensor]:
-    """This process's share, of length 1: pairs that are somewhat alike."""
+    """This process's share, not yet normalized: pairs that are somewhat alike."""
     torch.manual_seed(rank)
     image = torch.randn(num_samples // num_processes, width)
     text = image + 2 * torch.randn_like(image)
-    return (nn.functional.normalize(image, dim=1).requires_grad_(), nn.functional.normalize(text, dim=1).requires_grad_())
+    return image.requires_grad_(), text.requires_grad_()
 
 
 def measure(
@@ -66,9 +66,10 @@ def measure(
     if name == "open_clip":
         loss_class = load_open_clip_loss(folder).ClipLoss
         distributed = num_processes > 1
-        loss = loss_class(
-            local_loss=distributed, gather_with_grad=distributed, rank=rank, world_size=num_processes
-        )(image, text, scale.exp())
+        loss = loss_class(local_loss=distributed, gather_with_grad=distributed, rank=rank, world_size=num_processes)(
+            nn.functional.normalize(image, dim=1), nn.functional.normalize(text, dim=1), scale.exp()
+        )
+        loss = loss / num_processes  # Its gradients are such that the mean over processes is right.
     else:
         stage = ContrastiveStage("softmax", [("image", "text")], width, scale, None)
         share = num_samples // num_processes
@@ -101,8 +102,8 @@ def run(name: str, num_samples: int, width: int, num_processes: int, folder: Pat
             nprocs=num_processes,
         )
         found = sorted(results.get() for _ in range(num_processes))
-    mean = statistics.mean(loss for _, loss, *_ in found)
-    return mean, max(f[2] for f in found), max(f[3] for f in found), found[0][4]
+    loss = statistics.mean(loss for _, loss, *_ in found) * (num_processes if name == "open_clip" else 1)
+    return loss, max(f[2] for f in found), max(f[3] for f in found), found[0][4]
 
 
 def main() -> None:
@@ -131,10 +132,15 @@ def main() -> None:
                 )
                 print(num_processes, name, found[name][-1], file=sys.stderr, flush=True)
         theirs, ours = found["open_clip"][0], found["motet"][0]
-        assert abs(theirs[0] - ours[0]) < 1e-4 * theirs[0], (theirs, ours)
-        medians = {name: [statistics.median(values) for values in zip(*runs, strict=True)] for name, runs in found.items()}
+        for i in (0, 3):
+            assert abs(theirs[i] - ours[i]) < 1e-4 * theirs[i], (theirs, ours)
+        medians = {
+            name: [statistics.median(values) for values in zip(*runs, strict=True)] for name, runs in found.items()
+        }
         for name, (loss, seconds, added, _) in medians.items():
-            rows.append([arguments.num_samples, num_processes, name, f"{loss:.6f}", f"{seconds:.1f}", f"{added / GIB:.2f}"])
+            rows.append(
+                [arguments.num_samples, num_processes, name, f"{loss:.6f}", f"{seconds:.1f}", f"{added / GIB:.2f}"]
+            )
         rows.append(
             [
                 arguments.num_samples,
@@ -148,7 +154,9 @@ def main() -> None:
     if arguments.alone:
         for num_processes in arguments.num_processes:
             loss, seconds, added, _ = run("motet", arguments.alone, arguments.width, num_processes, arguments.open_clip)
-            rows.append([arguments.alone, num_processes, "motet", f"{loss:.6f}", f"{seconds:.1f}", f"{added / GIB:.2f}"])
+            rows.append(
+                [arguments.alone, num_processes, "motet", f"{loss:.6f}", f"{seconds:.1f}", f"{added / GIB:.2f}"]
+            )
     report.table(["samples", "processes", "", "loss", "processor s", "GiB added"], rows)
     report.write()
 
