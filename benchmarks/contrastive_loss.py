@@ -2,12 +2,12 @@
 
 open_clip's loss is its own `ClipLoss`, read from its package (`pip install --no-deps --target FOLDER open_clip_torch`,
 then `--open-clip FOLDER`; none of its dependencies is needed). It holds whole matrices of similarities; motet's computes
-them in blocks, and once more in the backward. Every measurement is a process of its own, which has the features first
+them in blocks, and once more in the backward. Every measurement is a process of its own, which makes the features first
 and then counts the memory that the loss adds. Alternatives take turns. Seconds are of processor time, on one thread, so
 that what else runs on the machine counts little.
 
-With `--num-processes`, each process holds an equal share of both towers' features; open_clip's then gathers features with
-gradient and computes local losses (`local_loss`, `gather_with_grad`), as its manual has it.
+With `--num-processes`, each process holds an equal share of both towers' features; open_clip's then gathers features
+with gradient and computes local losses (`local_loss`, `gather_with_grad`), as its manual has it.
 """
 
 import argparse
@@ -117,9 +117,9 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report("contrastive-loss", "The contrastive loss beside open_clip's")
     report.add(
-        f"Forward and backward over features of {arguments.width}, float32. Seconds are processor time of the slowest process, "
-        f"medians of {arguments.rounds} rounds in turn; memory is what the fullest process adds to its features. A block of "
-        f"motet's is {BLOCK_BYTES / 2**20:.0f} MiB; a whole matrix of {arguments.num_samples} x {arguments.num_samples} is "
+        f"Forward and backward over features of {arguments.width}, float32. Seconds are processor time of the slowest "
+        f"process, medians of {arguments.rounds} rounds in turn; memory is what the fullest process adds to its "
+        f"features. A block of motet's is {BLOCK_BYTES / 2**20:.0f} MiB; a whole matrix of similarities is "
         f"{arguments.num_samples**2 * 4 / GIB:.2f} GiB."
     )
     rows = []

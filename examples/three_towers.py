@@ -13,25 +13,39 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
 from motet.config import load_run_config
-from motet.data.loader import LoadedBatch
+from motet.data.dataset import Dataset
 from motet.data.run_file import open_data
+from motet.data.sample import Sample
 from motet.models.towers_io import load_towers
 
 RUN_FILE = Path(__file__).with_suffix(".yaml")
 CANDIDATES = 64
 
 
+class Candidates:
+    """A few samples of a dataset, as a batch."""
+
+    def __init__(self, dataset: Dataset, first: int) -> None:
+        self._dataset, self._first = dataset, first
+        self.samples: tuple[Sample, ...] = tuple(dataset.sample(first + i) for i in range(CANDIDATES))
+
+    def features(self, module: str, sample: int) -> dict[str, Tensor]:
+        return self._dataset.features(self._first + sample, module)
+
+
 @torch.no_grad()
 def retrieval(export: Path, num_rounds: int) -> dict[str, float]:
     """For each direction, the share of samples that are found among `CANDIDATES`."""
+    disable_progress_bar()
     model = load_towers(export)
     held_out = open_data(load_run_config(RUN_FILE, [])).held_out
     assert held_out is not None
     found: dict[str, list[Tensor]] = {}
     for first in range(0, num_rounds * CANDIDATES, CANDIDATES):
-        batch = LoadedBatch(held_out, tuple(range(first, first + CANDIDATES)))
+        batch = Candidates(held_out, first)
         features = {name: nn.functional.normalize(e, dim=-1) for name, e in model.embeddings(batch).items()}
         for a in features:
             for b in features:

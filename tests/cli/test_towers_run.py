@@ -1,0 +1,169 @@
+"""Run files with towers through every command, and what is wrong in them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import yaml
+from mistakes import expect_mistake
+from PIL import Image
+
+from motet.cli.main import main
+from motet.models.towers_io import load_towers
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+RUN: dict[str, Any] = {
+    "model": {
+        "towers": {
+            "image": {"config": "SiglipVisionConfig", "values": {**SMALL, "image_size": 48, "patch_size": 16}},
+            "audio": {
+                "config": "WhisperConfig",
+                "values": {
+                    "d_model": 16,
+                    "encoder_layers": 1,
+                    "encoder_attention_heads": 2,
+                    "encoder_ffn_dim": 32,
+                    "num_mel_bins": 16,
+                    "max_source_positions": 50,
+                },
+                "projector": "mlp",
+            },
+            "text": {
+                "config": "CLIPTextConfig",
+                "values": {**SMALL, "vocab_size": 32, "max_position_embeddings": 12, "eos_token_id": 5},
+                "projector": "linear",
+            },
+        },
+        "contrastive": {"width": 8},
+    },
+    "data": {"kind": "same-digits", "num_train": 40, "num_held_out": 16, "workers": 0},
+    "cluster": {"num_devices": 3},
+    "parallel": {
+        "planner": "explicit",
+        "explicit": {"image": {}, "audio": {"num_microbatches": 1}, "text": {}},
+        "num_microbatches": 2,
+        "schedule": "distmm_pipe",
+    },
+    "train": {"steps": 2, "global_batch_size": 8, "contrastive_batch_size": 4, "checkpoint_every": 2},
+}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        yaml.safe_dump({**RUN, "train": {**RUN["train"], "output": str(tmp_path / "run")}}, sort_keys=False)
+    )
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_simulate_verify_train(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    plan = run_file.with_name("plan.json")
+    planned = run(capsys, "plan", run_file, "--out", plan)
+    assert [stage["module"] for stage in planned["stages"]] == ["image", "audio", "text", "contrastive"]
+    simulated = run(capsys, "simulate", run_file, "--plan", plan)
+    assert simulated["iteration_time_s"] == planned["iteration_time_s"] > 0
+    verified = run(capsys, "verify", run_file, "--plan", plan)
+    assert verified["passed"]
+    assert verified["max_grad_rel_err"] <= 1e-5
+    assert verified["num_parameters_compared"] > 50
+    trained = run(capsys, "train", run_file, "--plan", plan, "--set", "train.eval_every=2")
+    assert len(trained["losses"]) == 2
+    assert trained["evaluations"]
+    assert load_towers(trained["export"]).width == 8
+
+
+def test_pairs_in_files(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """A locked tower of images and one of sounds, with the sigmoid loss."""
+    records, folder = [], run_file.parent
+    for i in range(8):
+        Image.fromarray(np.full((20, 30, 3), 20 * i, np.uint8)).save(folder / f"{i}.png")
+        soundfile.write(folder / f"{i}.wav", np.sin(np.arange(1600) * (i + 1) / 9), 16_000)
+        records.append({"image": f"{i}.png", "audio": f"{i}.wav"})
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    processors = {
+        "image": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 48, "width": 48}},
+        "audio": {
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": 16,
+            "chunk_length": 1,
+            "hop_length": 160,
+            "sampling_rate": 16_000,
+        },
+    }
+    for name, values in processors.items():
+        (folder / name).mkdir()
+        (folder / name / "preprocessor_config.json").write_text(json.dumps(values))
+    towers = {name: RUN["model"]["towers"][name] for name in ("image", "audio")}
+    towers["image"] = {**towers["image"], "projector": None, "train": {"module": False}}
+    content = {
+        "model": {"towers": towers, "contrastive": {"loss": "sigmoid"}},
+        "data": {
+            "kind": "pairs",
+            "files": str(folder / "pairs.jsonl"),
+            "image_folder": str(folder),
+            "audio_folder": str(folder),
+            "processors": {name: str(folder / name) for name in processors},
+        },
+        "cluster": {"num_devices": 3},
+        "parallel": {"planner": "explicit", "explicit": {"image": {}, "audio": {"dp": 2}}, "num_microbatches": 1},
+        "train": {"global_batch_size": 7},
+    }
+    run_file.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert run(capsys, "verify", run_file)["passed"]
+    (folder / "pairs.jsonl").write_text(json.dumps({"image": "0.png"}))
+    expect_mistake(capsys, ["verify", run_file], "pairs.jsonl:1: audio: is None; give a path")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.towers.image.config=LlamaConfig", "model.towers.image: llama is no encoder"),
+        ("model.towers.image.values.vision_use_head=false", "vision_use_head: is false, so there are no features"),
+        ("model.towers.image.projector=null", "projector: is null, but the tower's width is 16 and that .* 8"),
+        ("model.towers.image.projector=conv", 'projector: is "conv"; give one of projection, linear, mlp'),
+        ("model.towers={image: {config: SiglipVisionConfig}}", "model.towers: has image alone; give at least two"),
+        ("model.contrastive.loss=softmin", 'model.contrastive.loss: is "softmin"; did you mean .softmax'),
+        ("model.contrastive.anchor=txet", "contrastive.anchor: there is no tower 'txet'; give one of image, audio"),
+        ("model.contrastive.width=null", "contrastive.width: is missing"),
+        ("model.contrastive.logit_bias=1.0", "contrastive.logit_bias: the softmax loss has none"),
+        ("model.merge=prepend", "merge: stands beside towers"),
+        ("model.towers.text.values.vocab_size=20", "model.towers.text: its vocabulary has 20 tokens, but .* 28"),
+        ("train.contrastive_batch_size=3", "contrastive_batch_size: is 3, which does not divide .*global_batch_size 8"),
+        ("data={kind: dial-a-digit}", "data.kind: dial-a-digit has no pairs for towers; give pairs or same-digits"),
+        ("data.min_digits=6", "max_digits: is 5, less than min_digits 6"),
+        ("parallel.explicit.image.cp=2", "parallel.explicit.image.cp: is 2, but towers hand on whole items"),
+        ("parallel.explicit.image.dp=2", "the plan uses 4 ranks but cluster has 3"),
+        ("parallel.explicit.contrastive={}", "parallel.explicit: there is no module 'contrastive'"),
+        ("parallel.recompute_features=[img]", "parallel.recompute_features: there is no module 'img'"),
+        ("parallel.placement=replicated", "parallel.placement: replicated is for encoders of a language model"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], run_file: Path, override: str, message: str) -> None:
+    expect_mistake(capsys, ["plan", run_file, "--set", override], message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.contrastive_batch_size=4", "train.contrastive_batch_size: is of towers"),
+        ("parallel.recompute_features=[vision]", "parallel.recompute_features: is of towers"),
+        ("data={kind: same-digits}", "data.kind: same-digits is for towers"),
+        ("model.contrastive={}", "model.contrastive: is the loss of towers"),
+        ("model={encoders: {}}", "model.language_model: is missing; give one, or towers"),
+    ],
+)
+def test_keys_of_towers_without_towers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, message: str
+) -> None:
+    from tiny_run import write_tiny_run
+
+    expect_mistake(capsys, ["plan", write_tiny_run(tmp_path), "--set", override], message)
