@@ -2,9 +2,9 @@
 
 open_clip's loss is its own `ClipLoss`, read from its package (`pip install --no-deps --target FOLDER open_clip_torch`,
 then `--open-clip FOLDER`; none of its dependencies is needed). It holds whole matrices of similarities; motet's
-computes them in blocks, and once more in the backward. Every measurement is a process of its own, which makes the features first
-and then counts the memory that the loss adds. Alternatives take turns. Seconds are of processor time, on one thread, so
-that what else runs on the machine counts little.
+computes them in blocks, and once more in the backward. Every measurement is a process of its own, which makes
+the features first and then counts the memory that the loss adds. Alternatives take turns. Seconds are of processor
+time, on one thread, so that what else runs on the machine counts little.
 
 With `--num-processes`, each process holds an equal share of both towers' features; open_clip's then gathers features
 with gradient and computes local losses (`local_loss`, `gather_with_grad`), as its manual has it.
