@@ -263,7 +263,7 @@ def run_trial(trial: Trial) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(Path(folder), trial.tolerate)
         with observed(victim):
-            result = train_on_nodes(config, plan_of(config), num_nodes=trial.num_nodes, node_size=1)
+            result = train_on_nodes(config, plan_of(config), None, num_nodes=trial.num_nodes, node_size=1)
         path = Path(folder) / FAILURES
         log = tuple(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
     fired = [kill for i, kill in enumerate(trial.kills) if board.is_fired(i)]

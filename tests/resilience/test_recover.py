@@ -40,7 +40,7 @@ def train_and(monkeypatch: pytest.MonkeyPatch, config: RunConfig, at_step: Calla
 
     monkeypatch.setattr(Trainer, "_step", step)
     plan = plan_of(config)
-    return train_on_nodes(config, plan, num_nodes=plan.num_ranks, node_size=1)
+    return train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1)
 
 
 def failures(config: RunConfig) -> list[dict[str, Any]]:
@@ -69,4 +69,4 @@ def test_survivors_go_on_and_lose_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
     [failure] = failures(config)
     assert [(change["kind"], change["node"]) for change in failure["changes"]] == [("lost", 3)]
     assert "was ended by SIGKILL" in failure["changes"][0]["how"]
-    assert failure["done"] == "went on with step 3"
+    assert failure["done"] == "went on with step 3: 1 whole pipelines are left"

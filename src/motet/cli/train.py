@@ -65,7 +65,7 @@ def train(config: "RunConfig", problem: "PlanningProblem", plan: "Plan") -> dict
         raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
     _make_output(config)
     if config.train.failures is not None:
-        result = train_on_nodes(config, plan)
+        result = train_on_nodes(config, problem, plan)
     else:
         result = launch_on_plan("train", config, plan, evaluation.result.peak_memory_bytes)
     if not result:
@@ -120,10 +120,10 @@ def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: 
     return result or {}
 
 
-def train_on_nodes(config: "RunConfig", plan: "Plan") -> dict[str, Any]:
+def train_on_nodes(config: "RunConfig", problem: "PlanningProblem", plan: "Plan") -> dict[str, Any]:
     """Trains on processes that go on when some of them fail; groups of them stand for nodes."""
     from motet.errors import UserError
-    from motet.resilience.succession import check_survivable
+    from motet.resilience.succession import check_survivable, templates_of
 
     cluster = config.cluster
     check_survivable(config, plan)
@@ -135,7 +135,8 @@ def train_on_nodes(config: "RunConfig", plan: "Plan") -> dict[str, Any]:
     from motet.resilience.launch_nodes import train_on_nodes
 
     node_size = cluster.num_devices // cluster.num_nodes
-    return train_on_nodes(config, plan, num_nodes=cluster.num_nodes, node_size=node_size)
+    templates = templates_of(problem)
+    return train_on_nodes(config, plan, templates, num_nodes=cluster.num_nodes, node_size=node_size)
 
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:

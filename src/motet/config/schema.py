@@ -212,6 +212,10 @@ class FailuresConfig(Section):
     """Nodes that may fail at once without anything being lost: there are that many copies of every layer, and one."""
     detect_s: PositiveNumber = 1.0
     """A node that gives no sign of life for so many seconds is lost."""
+    stop_below_guarantee: bool = False
+    """When too few nodes are left to survive `tolerate` failures: save and stop, instead of going on without them."""
+    restarts: CountOrNever = 3
+    """How often all nodes are started anew, from the last checkpoint, when too few are left."""
 
 
 class TrainConfig(Section):

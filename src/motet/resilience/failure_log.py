@@ -47,11 +47,14 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def _checkpoint(step: int) -> str:
+    return f"the checkpoint of step {step}" if step else "the start, as there was no checkpoint"
+
+
 def _what_was_done(recovery: Recovery) -> str:
     before, now = recovery.steps_before, recovery.steps
     if before is None:
         return "nothing had been trained yet: started again"
-    if recovery.missing or recovery.membership.restores or now < before:
-        why = f"nobody held {recovery.missing[0]} any more" if recovery.missing else "the plan could not be kept"
-        return f"{why}: went back from step {before} to the checkpoint of step {now}"
-    return f"went on with step {now + 1}"
+    if recovery.missing:
+        return f"nobody held {recovery.missing[0]} any more: went back from step {before} to {_checkpoint(now)}"
+    return f"went on with step {now + 1}: {recovery.membership.note}"

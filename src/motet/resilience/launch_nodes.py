@@ -13,7 +13,9 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -29,25 +31,52 @@ from motet.plan import Plan
 from motet.resilience.agent import NodeAgent, WatchedProcess
 from motet.resilience.control import Control
 from motet.resilience.membership import FIRST_GENERATION, Membership, propose, register
-from motet.resilience.recover import RESULT, TrainingProcess
-from motet.resilience.succession import succeed
+from motet.resilience.pipelines import Templates
+from motet.resilience.recover import RESULT, TooFewNodesError, TrainingProcess
+from motet.resilience.succession import Succession
 from motet.runtime.launch import WorkerFailedError
 
 STORE_TIMEOUT = timedelta(seconds=60)
 PR_SET_PDEATHSIG = 1
 
 
-def train_on_nodes(config: RunConfig, plan: Plan, *, num_nodes: int, node_size: int) -> dict[str, Any]:
+def train_on_nodes(
+    config: RunConfig, plan: Plan, templates: Templates | None, *, num_nodes: int, node_size: int
+) -> dict[str, Any]:
     """Trains on processes of this machine; returns what `motet train --json` prints.
 
+    `templates`: what pipelines may look like on other numbers of nodes; None: only as they are in the plan.
+    Where too few nodes are left, all of them are started anew, from the last checkpoint.
     Raises `UserError` or `WorkerFailedError` if the training could not go on."""
+    assert config.train.failures is not None
+    for _ in range(config.train.failures.restarts):
+        try:
+            return _train_once(config, plan, templates, num_nodes, node_size)
+        except NodesLostError as error:
+            print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
+            config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "latest"})})
+    return _train_once(config, plan, templates, num_nodes, node_size)
+
+
+class NodesLostError(WorkerFailedError):
+    """Too few nodes are left."""
+
+
+def _train_once(
+    config: RunConfig, plan: Plan, templates: Templates | None, num_nodes: int, node_size: int
+) -> dict[str, Any]:
+    assert config.train.failures is not None
+    succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
     host = context.Process(target=_host_store, args=(sender, plan.to_json(), num_nodes), daemon=True)
     host.start()
     address = ("127.0.0.1", receiver.recv())
-    agents = [context.Process(target=run_agent, args=(config, address, node, node_size)) for node in range(num_nodes)]
+    agents = [
+        context.Process(target=run_agent, args=(config, address, node, node_size, succession))
+        for node in range(num_nodes)
+    ]
     for agent in agents:
         agent.start()
     try:
@@ -60,14 +89,18 @@ def train_on_nodes(config: RunConfig, plan: Plan, *, num_nodes: int, node_size: 
             process.join()
 
 
+KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError}
+FAILURES = {"mistake": UserError, "too few nodes": NodesLostError, "failure": WorkerFailedError}
+
+
 def _outcome(address: tuple[str, int]) -> dict[str, Any]:
     store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
     if store.check(["failure"]):
         failure = json.loads(store.get("failure"))
-        raise (UserError if failure["is_user_error"] else WorkerFailedError)(failure["message"])
+        raise FAILURES[failure["kind"]](failure["message"])
     if store.check([RESULT]):
         return json.loads(store.get(RESULT))
-    raise WorkerFailedError("all nodes were lost; train.resume: latest goes on from the last checkpoint")
+    raise NodesLostError("all nodes were lost")
 
 
 def _host_store(address: Connection, plan: str, num_nodes: int) -> None:
@@ -81,7 +114,9 @@ def _host_store(address: Connection, plan: str, num_nodes: int) -> None:
     signal.pause()
 
 
-def run_agent(config: RunConfig, store_address: tuple[str, int], node: int | None, node_size: int) -> None:
+def run_agent(
+    config: RunConfig, store_address: tuple[str, int], node: int | None, node_size: int, succession: Succession
+) -> None:
     """The process of a node's agent. `node`: its number; None: it joins a training that is under way."""
     end_with_parent()
     _ignore_signals()
@@ -102,7 +137,7 @@ def run_agent(config: RunConfig, store_address: tuple[str, int], node: int | Non
         node,
         dist.TCPStore(*store_address, is_master=False, timeout=STORE_TIMEOUT),
         processes,
-        lambda membership, changes: succeed(membership, changes, node_size),
+        succession,
         config.train.failures.detect_s,
     )
 
@@ -133,11 +168,9 @@ def _run_process(
     try:
         TrainingProcess(config, control, store_address, node_size).run()
     except BaseException as error:
-        import traceback
-
-        is_user_error = isinstance(error, UserError)
-        message = str(error) if is_user_error else f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        control.tell("failed", json.dumps({"is_user_error": is_user_error, "message": message}))
+        kind = next((name for name, known in KINDS.items() if isinstance(error, known)), "failure")
+        message = str(error) if kind != "failure" else f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        control.tell("failed", json.dumps({"kind": kind, "message": message}))
         time.sleep(5)
         os._exit(1)
     os._exit(0)

@@ -51,6 +51,8 @@ class Membership:
     """In the order of ranks: with n devices a node, nodes[i] has ranks [i n, (i + 1) n)."""
     leaving: tuple[int, ...] = ()
     """Nodes that only hand over what they hold; their ranks follow after all others'. Nobody trains meanwhile."""
+    waiting: tuple[int, ...] = ()
+    """Nodes that have joined and have no part yet."""
     num_known: int
     """Nodes with smaller numbers have been taken in before, or were in from the start."""
     plan: str
@@ -58,10 +60,12 @@ class Membership:
     changes: tuple[Change, ...] = ()
     is_urgent: bool = True
     """Something has died: do not wait for the iteration to end."""
-    restores: bool = False
-    """Not every layer is left: go on from the last checkpoint."""
+    note: str = ""
+    """What the plan does about the changes, in words."""
     stop: str | None = None
-    """The training cannot go on, and why; what is left is saved before."""
+    """The training cannot go on, and why."""
+    saves: bool = True
+    """Of one that stops: `plan` fits the nodes that are left, and a checkpoint is saved before."""
 
     @property
     def everyone(self) -> tuple[int, ...]:
@@ -74,8 +78,9 @@ class Membership:
     def from_json(text: str | bytes) -> "Membership":
         values = json.loads(text)
         changes = tuple(Change(**change) for change in values.pop("changes"))
-        nodes, leaving = tuple(values.pop("nodes")), tuple(values.pop("leaving"))
-        return Membership(nodes=nodes, leaving=leaving, changes=changes, **values)
+        for name in ("nodes", "leaving", "waiting"):
+            values[name] = tuple(values[name])
+        return Membership(changes=changes, **values)
 
 
 def key_of(generation: int) -> str:

@@ -49,6 +49,10 @@ RENDEZVOUS_S = 120.0
 """For other ranks to come to a new membership. Whoever dies instead ends the wait by the next one."""
 
 
+class TooFewNodesError(RuntimeError):
+    """The nodes that are left cannot go on."""
+
+
 @dataclass(frozen=True)
 class _Report:
     """What a rank tells all others when they meet."""
@@ -89,7 +93,7 @@ class TrainingProcess:
             try:
                 self._work(call, started)
                 call = self._control.newer(None)
-            except (UserError, NonFiniteError):
+            except (UserError, NonFiniteError, TooFewNodesError):
                 raise
             except StepOverrunError as error:
                 self._control.tell("hung", str(error))
@@ -105,6 +109,8 @@ class TrainingProcess:
     def _work(self, call: Call, started: float) -> None:
         """What there is to do under one membership."""
         membership = call.membership
+        if membership.stop is not None and not membership.saves:
+            raise TooFewNodesError(membership.stop)
         self._join_world(call)
         trainer = self._recovered(membership, started)
         if membership.leaving:
@@ -113,7 +119,7 @@ class TrainingProcess:
                 self._control.tell("left", membership.generation)
             return
         if membership.stop is not None:
-            raise UserError(membership.stop)
+            raise TooFewNodesError(f"{membership.stop}; saved as {trainer.save_now()}")
         trainer.engine.wants_pause = self._control.is_change_due
         summary = trainer.train()
         if trainer.is_done:
@@ -144,7 +150,7 @@ class TrainingProcess:
         holding = Holding(engine.model, new.optimizer)
         needed = _exchange(holding.describe())
         handover = plan_handover([report.held for report in reports], needed)
-        if summary is None or membership.restores or handover.missing:
+        if summary is None or handover.missing:
             self._begin(new, summary)
         else:
             hand_over(handover, tensors_of(self._holdings()), holding)

@@ -1,13 +1,17 @@
 """From a membership and what has happened to the next one: a pure function, so any agent may compute it."""
 
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica
+from motet.planner.oobleck import make_templates
+from motet.planner.problem import PlanningProblem
 from motet.resilience.membership import Change, Membership
-from motet.resilience.pipelines import nodes_of_pipelines
+from motet.resilience.pipelines import Templates, nodes_of_pipelines
+from motet.resilience.reconfigure import reconfigure
 
 
 def check_survivable(config: RunConfig, plan: Plan) -> None:
@@ -30,26 +34,82 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
         )
 
 
-def succeed(membership: Membership, changes: Sequence[Change], node_size: int) -> Membership:
-    """Whoever was lost or has left is out; who is about to leave stays to hand over; who joined comes last."""
-    gone = {change.node for change in changes if change.kind in ("lost", "left")}
-    going = [change.node for change in changes if change.kind == "leaving" and change.node not in gone]
-    joined = tuple(change.node for change in changes if change.kind == "joined")
-    places = [place for place, node in enumerate(membership.nodes) if node not in gone and node not in going]
-    plan = Plan.from_json(membership.plan)
-    kept = drop_broken(plan, [p for p in range(len(membership.nodes)) if p not in places], node_size)
-    stop = None if kept else "no pipeline is left"
-    new_plan, used = kept or (plan, places)
-    return Membership(
-        generation=membership.generation + 1,
-        nodes=tuple(membership.nodes[place] for place in used),
-        leaving=tuple(node for node in (*membership.leaving, *going) if node not in gone),
-        num_known=max(membership.num_known, *(node + 1 for node in joined), 0),
-        plan=new_plan.to_json(),
-        changes=tuple(changes),
-        is_urgent=any(change.kind == "lost" for change in changes),
-        stop=stop,
-    )
+def templates_of(problem: PlanningProblem) -> Templates | None:
+    """What pipelines may look like on any number of nodes; None where no templates cover what may be left."""
+    try:
+        return make_templates(problem)
+    except UserError as error:
+        print(f"{error}; pipelines that lose a node are left out", file=sys.stderr)
+        return None
+
+
+@dataclass(frozen=True)
+class Succession:
+    """How memberships follow one another in one training. Called: (membership, what has happened) -> the next."""
+
+    node_size: int
+    templates: Templates | None
+    """None: pipelines that lost a node are left out, and all others stay as they are."""
+    stops_below_guarantee: bool = False
+
+    def __call__(self, membership: Membership, changes: Sequence[Change]) -> Membership:
+        """Whoever was lost or has left is out; who is about to leave stays to hand over; who joined comes last."""
+        gone = {change.node for change in changes if change.kind in ("lost", "left")}
+        going = [change.node for change in changes if change.kind == "leaving" and change.node not in gone]
+        joined = [change.node for change in changes if change.kind == "joined"]
+        candidates = [node for node in (*membership.waiting, *joined) if node not in gone]
+        out = [place for place, node in enumerate(membership.nodes) if node in gone or node in going]
+        plan = Plan.from_json(membership.plan)
+        next_plan = self._next_plan(plan, out, len(candidates))
+        order = [*membership.nodes, *candidates]
+        nodes = tuple(order[place] for place in next_plan.places)
+        return Membership(
+            generation=membership.generation + 1,
+            nodes=nodes,
+            leaving=tuple(node for node in (*membership.leaving, *going) if node not in gone),
+            waiting=tuple(node for node in candidates if node not in nodes),
+            num_known=max(membership.num_known, *(node + 1 for node in joined), 0),
+            plan=(next_plan.plan or plan).to_json(),
+            changes=tuple(changes),
+            is_urgent=any(change.kind == "lost" for change in changes),
+            note=next_plan.note,
+            stop=next_plan.stop,
+            saves=next_plan.plan is not None,
+        )
+
+    def _next_plan(self, plan: Plan, out: Sequence[int], num_candidates: int) -> "_NextPlan":
+        """`out`: places of the nodes that the next plan cannot use."""
+        if not out and not num_candidates:
+            return _NextPlan(plan, range(plan.num_ranks // self.node_size))
+        if self.templates is None:
+            kept = drop_broken(plan, out, self.node_size)
+            if kept is None:
+                return _NextPlan(None, (), stop="no pipeline is left that is whole")
+            note = f"{len(kept[0].modules[next(iter(plan.modules))].replicas)} whole pipelines are left"
+            return _NextPlan(*kept, note=note)
+        first = reconfigure(plan, self.templates, lost=out, num_joined=num_candidates)
+        found = first
+        for failures in range(self.templates.failures - 1, -1, -1):
+            if found.plan is None:
+                fewer = replace(self.templates, failures=failures)
+                found = reconfigure(plan, fewer, lost=out, num_joined=num_candidates)
+        if found.plan is None:
+            return _NextPlan(None, (), stop=first.message)
+        num_nodes = plan.num_ranks // self.node_size
+        surviving = [place for place in range(num_nodes) if place not in out]
+        joined = range(num_nodes, num_nodes + num_candidates - found.num_spares)
+        stop = first.message if found is not first and self.stops_below_guarantee else None
+        note = found.message if found is first else f"{found.message}; fewer failures can be survived now"
+        return _NextPlan(found.plan, (*surviving, *joined), note=note, stop=stop)
+
+
+@dataclass(frozen=True)
+class _NextPlan:
+    plan: Plan | None
+    places: Sequence[int]
+    """Of the nodes that it uses, in their order: places among the present ones, then among those that have joined."""
+    note: str = ""
+    stop: str | None = None
 
 
 def drop_broken(plan: Plan, lost_places: Sequence[int], node_size: int) -> tuple[Plan, list[int]] | None:

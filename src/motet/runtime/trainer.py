@@ -137,6 +137,12 @@ class Trainer:
         if before is not None:
             self._checkpoints.follow(before._checkpoints)
 
+    def save_now(self) -> Path | None:
+        """Collective: a checkpoint of what there is."""
+        self._make_output()
+        self._save(is_best=False)
+        return self._checkpoints.finish()
+
     @property
     def last_checkpoint(self) -> Path | None:
         """The last one that is complete."""
