@@ -121,7 +121,7 @@ def _is_packed(config: RunConfig) -> bool:
 
 def _degrees(given: ModuleParallelConfig, media: MediaAttention) -> Degrees:
     context = ContextOptions(**given.context.model_dump(), media_attention=media)
-    return Degrees(**{**given.model_dump(), "context": context})
+    return Degrees(**{**given.model_dump(exclude={"num_microbatches"}), "context": context})
 
 
 def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
