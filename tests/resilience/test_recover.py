@@ -4,16 +4,30 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from distributed import run_distributed
 from training import plan_of, run_config, train
 
+from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
+from motet.planner.oobleck import make_templates
+from motet.planner.oobleck import plan_of as plan_of_sizes
 from motet.resilience.failure_log import FAILURES
-from motet.resilience.launch_nodes import train_on_nodes
+from motet.resilience.launch_nodes import run_agent, train_on_nodes
+from motet.resilience.membership import Call
+from motet.resilience.recover import TrainingProcess
+from motet.resilience.succession import Succession
+from motet.runtime.launch import WorkerFailedError
+from motet.runtime.train_worker import train_worker
 from motet.runtime.trainer import Trainer
 
 TWO_PIPELINES = {name: {"dp": 2} for name in ("vision", "audio", "language_model")}
@@ -30,17 +44,31 @@ def config_of(output: Path, **overrides: Any) -> RunConfig:
     return run_config(output, TWO_PIPELINES, **overrides)
 
 
-def train_and(monkeypatch: pytest.MonkeyPatch, config: RunConfig, at_step: Callable[[Trainer], None]) -> dict[str, Any]:
-    """Trains on nodes of one process each. `at_step`: called in every process before each of its steps."""
+@contextmanager
+def before_each_step(at_step: Callable[[Trainer], None]) -> Iterator[None]:
+    """`at_step` is called in every process that is started meanwhile."""
     original = Trainer._step
 
     def step(self: Trainer, batch: Any) -> Any:
         at_step(self)
         return original(self, batch)
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    with mock.patch.object(Trainer, "_step", step):
+        yield
+
+
+def train_and(config: RunConfig, at_step: Callable[[Trainer], None]) -> dict[str, Any]:
+    """Trains two pipelines of two nodes of one process each."""
     plan = plan_of(config)
-    return train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1)
+    with before_each_step(at_step):
+        return train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1)
+
+
+@cache
+def undisturbed() -> list[float]:
+    """The losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train(config_of(Path(folder)))[0]["losses"]
 
 
 def failures(config: RunConfig) -> list[dict[str, Any]]:
@@ -53,20 +81,137 @@ def once() -> Callable[[], bool]:
     return lambda: lock.acquire(block=False)
 
 
-def test_survivors_go_on_and_lose_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = config_of(tmp_path / "killed")
+def at(step: int, rank: int, act: Callable[[], None]) -> Callable[[Trainer], None]:
+    """`act` once, in the process of that rank, before that step (the first is 0)."""
     first = once()
 
-    def kill(trainer: Trainer) -> None:
-        if trainer.finished_steps == 2 and trainer.engine.model.mesh.rank == 3 and first():
-            os.kill(os.getpid(), signal.SIGKILL)
+    def when_due(trainer: Trainer) -> None:
+        if trainer.finished_steps == step and trainer.engine.model.mesh.rank == rank and first():
+            act()
 
-    result = train_and(monkeypatch, config, kill)
-    monkeypatch.undo()
-    expected = train(config_of(tmp_path / "undisturbed"))[0]
-    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    return when_due
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_survivors_go_on_and_lose_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    result = train_and(config, at(2, 3, die))
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 2
     [failure] = failures(config)
     assert [(change["kind"], change["node"]) for change in failure["changes"]] == [("lost", 3)]
     assert "was ended by SIGKILL" in failure["changes"][0]["how"]
     assert failure["done"] == "went on with step 3: 1 whole pipelines are left"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_warned_leaves_after_the_iteration(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    result = train_and(config, at(2, 1, lambda: os.kill(os.getppid(), signal.SIGTERM)))
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+    assert result["world_size"] == 2
+    kinds = [[(change["kind"], change["node"]) for change in line["changes"]] for line in failures(config)]
+    assert kinds == [[("leaving", 1)], [("left", 1)]]
+
+
+@pytest.mark.slow
+def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(tmp_path: Path) -> None:
+    config = config_of(tmp_path, train__checkpoint_every=1)
+    first, second = at(3, 0, die), at(3, 3, die)
+
+    def both(trainer: Trainer) -> None:
+        first(trainer)
+        second(trainer)
+
+    result = train_and(config, both)
+    assert result["steps"] == STEPS
+    assert result["world_size"] == 4
+    assert 1 <= len(result["losses"]) <= STEPS
+    assert result["losses"] == pytest.approx(undisturbed()[-len(result["losses"]) :], rel=1e-12)
+
+
+def unlike_config(output: Path, num_nodes: int, **overrides: Any) -> RunConfig:
+    """Vision and language model on nodes of two processes."""
+    values = run_config(output).model_dump(exclude_unset=True)
+    del values["model"]["encoders"]["audio"]
+    values["data"] |= {"no_sound": 1.0, "no_image": 0.0}
+    values["cluster"] = {"num_devices": 2 * num_nodes, "num_nodes": num_nodes}
+    values["parallel"] = {"planner": "oobleck", "num_microbatches": 2}
+    values["train"] |= {
+        "steps": STEPS,
+        "global_batch_size": 8,
+        "dtype": "float64",
+        "failures": {"tolerate": 1, "detect_s": 10},
+        **overrides,
+    }
+    return RunConfig.model_validate(values)
+
+
+@cache
+def undisturbed_unlike() -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = unlike_config(Path(folder), 2)
+        problem = read_problem(config)
+        plan = plan_of_sizes(problem, make_templates(problem), (1, 1))
+        return run_distributed(lambda rank: train_worker(config, plan), plan.num_ranks)[0]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
+def test_pipelines_become_others_and_copy_what_they_lack(tmp_path: Path, rank: int) -> None:
+    """Of a pipeline of one node and one of two; the microbatches stay what they were."""
+    config = unlike_config(tmp_path, 3)
+    problem = read_problem(config)
+    templates = make_templates(problem)
+    plan = plan_of_sizes(problem, templates, (1, 2))
+    with before_each_step(at(2, rank, die)):
+        result = train_on_nodes(config, plan, templates, num_nodes=3, node_size=2)
+    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    assert result["world_size"] == 4
+    [failure] = failures(config)
+    assert failure["moved_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_too_few_nodes_save_and_stop_if_told_to(tmp_path: Path) -> None:
+    failures_config = {"tolerate": 1, "detect_s": 10, "stop_below_guarantee": True}
+    config = unlike_config(tmp_path, 2, failures=failures_config)
+    problem = read_problem(config)
+    templates = make_templates(problem)
+    plan = plan_of_sizes(problem, templates, (1, 1))
+    with (
+        before_each_step(at(2, 0, die)),
+        pytest.raises(WorkerFailedError, match=r"1 nodes are left, but 2 pipelines .* need 2.*step_00000002"),
+    ):
+        train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> None:
+    config = unlike_config(tmp_path, 2)
+    problem = read_problem(config)
+    templates = make_templates(problem)
+    plan = plan_of_sizes(problem, templates, (1, 1))
+    addresses = multiprocessing.get_context("fork").SimpleQueue()
+    original = TrainingProcess._join_world
+
+    def join(self: TrainingProcess, call: Call) -> None:
+        addresses.put(self._store_address)
+        original(self, call)
+
+    def joiner() -> None:
+        run_agent(config, addresses.get(), None, 2, Succession(2, templates))
+
+    helper = multiprocessing.get_context("fork").Process(target=joiner)
+    helper.start()
+    # Steps long enough for the node to be ready in one of them.
+    with mock.patch.object(TrainingProcess, "_join_world", join), before_each_step(lambda trainer: time.sleep(1.5)):
+        result = train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
+    helper.join()
+    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    assert result["world_size"] == 6
+    [line] = failures(config)
+    assert [(change["kind"], change["node"]) for change in line["changes"]] == [("joined", 2)]

@@ -32,7 +32,7 @@ from motet.resilience.agent import NodeAgent, WatchedProcess
 from motet.resilience.control import Control
 from motet.resilience.membership import FIRST_GENERATION, Membership, propose, register
 from motet.resilience.pipelines import Templates
-from motet.resilience.recover import RESULT, TooFewNodesError, TrainingProcess
+from motet.resilience.recover import RESULT, StoppedError, TooFewNodesError, TrainingProcess
 from motet.resilience.succession import Succession
 from motet.runtime.launch import WorkerFailedError
 
@@ -89,8 +89,13 @@ def _train_once(
             process.join()
 
 
-KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError}
-FAILURES = {"mistake": UserError, "too few nodes": NodesLostError, "failure": WorkerFailedError}
+KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
+FAILURES = {
+    "mistake": UserError,
+    "too few nodes": NodesLostError,
+    "stopped": WorkerFailedError,
+    "failure": WorkerFailedError,
+}
 
 
 def _outcome(address: tuple[str, int]) -> dict[str, Any]:

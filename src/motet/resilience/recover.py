@@ -53,6 +53,10 @@ class TooFewNodesError(RuntimeError):
     """The nodes that are left cannot go on."""
 
 
+class StoppedError(RuntimeError):
+    """They could, but are not to, as too few are left to survive the next failure."""
+
+
 @dataclass(frozen=True)
 class _Report:
     """What a rank tells all others when they meet."""
@@ -93,7 +97,7 @@ class TrainingProcess:
             try:
                 self._work(call, started)
                 call = self._control.newer(None)
-            except (UserError, NonFiniteError, TooFewNodesError):
+            except (UserError, NonFiniteError, TooFewNodesError, StoppedError):
                 raise
             except StepOverrunError as error:
                 self._control.tell("hung", str(error))
@@ -119,7 +123,7 @@ class TrainingProcess:
                 self._control.tell("left", membership.generation)
             return
         if membership.stop is not None:
-            raise TooFewNodesError(f"{membership.stop}; saved as {trainer.save_now()}")
+            raise StoppedError(f"{membership.stop}; saved as {trainer.save_now()}")
         trainer.engine.wants_pause = self._control.is_change_due
         summary = trainer.train()
         if trainer.is_done:
