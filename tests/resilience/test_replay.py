@@ -1,5 +1,6 @@
 """Replays whose outcome can be computed by hand, and what must hold of any."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from resilience.drawn_templates import draw_templates, plan_of
 
 from motet.errors import UserError
-from motet.resilience.combinations import best_combinations
+from motet.resilience.combinations import best_combinations, combination_s
 from motet.resilience.failures import Change, draw_changes, duration_s, read_trace
 from motet.resilience.members import (
     GridMembers,
@@ -75,11 +76,14 @@ def draw_members(random: Random) -> tuple[list[Members], int]:
     def combine(num_nodes: int) -> tuple[int, ...]:
         return best_combinations(templates.by_nodes, num_nodes, failures, 64, most=1)[0]
 
+    def iteration_s(sizes: Sequence[int]) -> float:
+        return combination_s(templates.by_nodes, sizes, 64)
+
     return [
         TemplateMembers(
             plan_of(templates, [fewest] * (failures + 1)), templates, combine, 64, TIMES, most, checkpoint_every=3
         ),
-        SizeMembers(templates, combine, 64, TIMES, most, model_bytes=1.0),
+        SizeMembers(templates, combine, iteration_s, TIMES, most, model_bytes=1.0),
         GridMembers(templates.by_nodes, 64, TIMES, most, 3, 0.5),
         RedundantMembers(templates.by_nodes, 64, TIMES, most, 3, 0.0, slowdown=1.3),
     ], most

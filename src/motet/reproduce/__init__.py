@@ -11,6 +11,7 @@ PAPERS: Mapping[str, str] = {
     "disttrain": "motet.reproduce.disttrain",
     "optimus": "motet.reproduce.optimus",
     "entrain": "motet.reproduce.entrain",
+    "oobleck": "motet.reproduce.oobleck",
 }
 """Modules with a function `tables() -> Sequence[Table]`, imported on demand."""
 

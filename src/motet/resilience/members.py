@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 from motet.plan import Plan
-from motet.resilience.combinations import combination_s
 from motet.resilience.holdings import Copy, LayerBytes
 from motet.resilience.microbatches import iteration_s, min_max_counts
 from motet.resilience.pipelines import Template, Templates, build_plan, nodes_of_pipelines
@@ -125,7 +124,8 @@ class SizeMembers:
 
     templates: Templates
     combine: Combine
-    num_microbatches: int
+    iteration_s: Callable[[Sequence[int]], float]
+    """Of pipelines on so many nodes each; infinite if they cannot be run."""
     times: Times
     most_nodes: int
     model_bytes: float
@@ -154,7 +154,7 @@ class SizeMembers:
                 fewest=self.templates.fewest_nodes,
                 most=self.templates.most_nodes,
                 num_needed=self.templates.failures + 1,
-                estimate=self._iteration_s,
+                estimate=self.iteration_s,
             )
             used = len(taken) - spares
             share_bytes = self.model_bytes / self.templates.fewest_nodes
@@ -163,7 +163,7 @@ class SizeMembers:
         self.waiting = self.waiting[used:]
         self.pipelines = self._filled(list(sizes.values()), list(sizes), stay, taken[:used])
         return Membership(
-            iteration_s=self._iteration_s(list(sizes.values())),
+            iteration_s=self.iteration_s(list(sizes.values())),
             pause_s=pause_s,
             num_idle=len(self.waiting),
             num_nodes=len(self.pipelines) + len(self.waiting),
@@ -190,11 +190,6 @@ class SizeMembers:
             for _ in range(count):
                 filled[others.pop()] = place[number]
         return filled
-
-    def _iteration_s(self, sizes: Sequence[int]) -> float:
-        if len(sizes) > self.num_microbatches:
-            return inf
-        return combination_s(self.templates.by_nodes, sizes, self.num_microbatches)
 
 
 @dataclass

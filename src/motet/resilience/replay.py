@@ -138,6 +138,8 @@ class _Run:
     def _train(self, seconds: float) -> None:
         period, every = self.current.iteration_s, self.members.checkpoint_every
         left = self.partial_s + seconds
+        if every and not self.unsaved:
+            left = self._train_cycles(left, every * period, every)
         while True:
             if every and self.unsaved >= every:
                 if left < self.members.save_s:
@@ -154,6 +156,14 @@ class _Run:
             if not every:
                 self._keep()
         self.partial_s = max(0.0, left)
+
+    def _train_cycles(self, left: float, unsaved_s: float, every: int) -> float:
+        """All at once what ends with a checkpoint. Returns the time that is left."""
+        num_cycles = int(left / (unsaved_s + self.members.save_s))
+        self.usage.iterations += num_cycles * every
+        self.usage.seconds["training"] += num_cycles * unsaved_s
+        self.usage.seconds["saving"] += num_cycles * self.members.save_s
+        return left - num_cycles * (unsaved_s + self.members.save_s)
 
     def _saved(self) -> None:
         self.usage.seconds["saving"] += self.members.save_s
