@@ -9,12 +9,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ContrastiveModule": "motet.models.contrastive",
+    "ContrastiveParallelModule": "motet.runtime.contrastive_module",
     "EncoderModule": "motet.models.multimodal",
     "ModalityModule": "motet.models.multimodal",
     "MultimodalModule": "motet.models.multimodal",
     "MultimodalParallelModule": "motet.runtime.parallel_module",
     "MultimodalParallelSpec": "motet.runtime.parallel_module",
     "ParallelSpec": "motet.runtime.parallel_module",
+    "TowerSpec": "motet.runtime.contrastive_module",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -40,7 +40,7 @@ def module_structures(model: MultimodalModule, *, packing: bool = False) -> dict
     """By module name, encoders first. `packing`: the language model's samples stand in one row."""
     return {
         name: ModuleStructure(
-            workload=_workload(module, packing=packing),
+            workload=workload_of(module, packing=packing),
             trainable=trainable_layers(name, module),
             loss_weight=float(name == LANGUAGE_MODEL),
         )
@@ -93,7 +93,7 @@ def _ranges(layers: Iterable[int]) -> tuple[LayerRange, ...]:
     return tuple((run[0][1], run[-1][1] + 1) for run in runs)
 
 
-def _workload(module: ModalityModule, *, packing: bool) -> ModuleWorkload:
+def workload_of(module: ModalityModule, *, packing: bool = False) -> ModuleWorkload:
     workload = module_workload(module.module.config, packing=packing)
     if module.is_language_model:
         return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(module.module) else ())

@@ -154,8 +154,8 @@ class MultimodalParallelModule(nn.Module):
         )
         dp_size = len(self.plan.modules[LANGUAGE_MODEL].replicas)
         self.global_batch_size = num_microbatches * microbatch_size * dp_size
-        self.device = _default_device() if device is None else device
-        _share_weights(model, self.device)
+        self.device = default_device() if device is None else device
+        share_weights(model, self.device)
         model.is_taken_over = True
         self._source = _Source(model, packing)
         self._engine = Engine(
@@ -343,7 +343,7 @@ def _fill_world(
 
 
 @torch.no_grad()
-def _share_weights(model: nn.Module, device: torch.device) -> None:
+def share_weights(model: nn.Module, device: torch.device) -> None:
     """Gives all ranks rank 0's weights, if theirs differ (models with random weights, built under different seeds)."""
     tensors = [*model.parameters(), *model.buffers()]
     sums = torch.stack([tensor.sum(dtype=torch.float64).cpu() for tensor in tensors]).to(device)
@@ -357,7 +357,7 @@ def _share_weights(model: nn.Module, device: torch.device) -> None:
             tensor.copy_(shared)
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
     if torch.cuda.is_available() and dist.get_backend() != "gloo":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

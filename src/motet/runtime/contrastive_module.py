@@ -1,0 +1,226 @@
+"""A `ContrastiveModule` on many devices, trained by a loop and an optimizer of the user's own.
+
+DistMM's four interfaces (section 6) in our terms: *initialization* is `ContrastiveParallelModule(model, specs)`, its
+*partition annotation* is a `TowerSpec` for each tower (the modules themselves are transformers' own and need none), its
+*training loop* is `execute`, forward and backward of a global batch, and *data loading* is the user's own loader, which
+gives the same global batch to every process; of it a process computes what it holds.
+
+    model = ContrastiveParallelModule(CLIPModel(config), {"image": TowerSpec(dp_size=2), "text": TowerSpec()})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in dataloader:
+        loss = model.execute(batch).loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+Limits: as `motet.runtime.parallel_module`; the layout is the user's, a search for one is the run file's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.utils import ModelOutput
+
+from motet.cluster import cpu_cluster
+from motet.costs.analytic import analytic_table
+from motet.data.sample import Sample, Segment
+from motet.errors import UserError
+from motet.models.clip import from_transformers
+from motet.models.contrastive import ContrastiveModule
+from motet.models.contrastive_stage import ContrastiveStage
+from motet.models.encoder_stage import EncoderStage
+from motet.models.structure import trainable_layers, workload_of
+from motet.models.token_counts import encoder_segment
+from motet.models.tower_batch import batch_of_towers
+from motet.plan import CONTRASTIVE, Edge, ModulePlan, Plan, Stage
+from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.planner.towers import TowerLayout, tower_plan
+from motet.runtime.engine import Engine
+from motet.runtime.parallel_module import default_device, share_weights
+from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.schedule.generators import GENERATORS
+from motet.workload import as_tower, contrastive_loss
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """How one tower is laid out."""
+
+    tp_size: int = 1
+    """Size of the tensor-parallel groups."""
+    pp_size: int = 1
+    """Number of pipeline stages."""
+    dp_size: int = 1
+    """Number of replicas; towers need not have equally many."""
+    num_microbatches: int = 1
+    """Of each replica's share of a contrastive batch."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers as docs/architecture.md counts them; None: cut by their costs."""
+
+    def __post_init__(self) -> None:
+        for key in ("tp_size", "pp_size", "dp_size", "num_microbatches"):
+            if getattr(self, key) < 1:
+                raise UserError(f"TowerSpec: {key} is {getattr(self, key)}; give at least 1")
+
+
+class ContrastiveParallelModule(nn.Module):
+    """This rank's part of a contrastive model. Collective: every rank makes one with the same arguments.
+
+    Args:
+        model: a `ContrastiveModule`, or transformers' CLIPModel or SiglipModel (towers "image" and "text"). It is taken
+            over: what this rank does not hold of it is freed.
+        tower_specs: by tower. Ranks are given out tower by tower.
+        num_contrastive_batches: into how many the global batch falls; the loss is the mean over them.
+        schedule: a key of `motet.schedule.generators.GENERATORS`.
+        recompute_features: towers whose forward keeps no graph and runs again in the backward.
+        device: of this rank's stages; None: the current CUDA device, or the CPU if the process group is gloo's.
+        timeout: how long a message or collective may take.
+
+    Raises `ValueError` for what no plan can satisfy, naming the argument.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tower_specs: Mapping[str, TowerSpec],
+        *,
+        num_contrastive_batches: int = 1,
+        schedule: str = "distmm_pipe",
+        recompute_features: tuple[str, ...] = (),
+        device: torch.device | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise UserError("there is no process group; call torch.distributed.init_process_group before")
+        contrastive = model if isinstance(model, ContrastiveModule) else from_transformers(model)
+        if contrastive.is_taken_over:
+            raise UserError("this ContrastiveModule was parallelized before; build it anew")
+        if contrastive.training:
+            contrastive.freeze_eval_parts()
+        _check(contrastive, tower_specs, schedule, recompute_features, num_contrastive_batches)
+        self.plan = _plan(contrastive, tower_specs, num_contrastive_batches, schedule, recompute_features)
+        self.device = default_device() if device is None else device
+        share_weights(contrastive, self.device)
+        contrastive.is_taken_over = True
+        # Not registered as a submodule: what is in it is held by the stages.
+        self._source = (contrastive,)
+        self._engine = Engine(
+            self.plan,
+            self._make_stage,
+            device=self.device,
+            boundary_dtype=contrastive.loss.logit_scale.dtype,
+            timeout=timeout,
+        )
+        stages = self._engine.model.modules()
+        self.stages = nn.ModuleDict({name: stage for (name, _, _), stage in self._engine.model.stages.items()})  # type: ignore[misc]
+        held = {module for stage in stages for module in stage.modules()}
+        for name, part in contrastive.parts().items():
+            if part not in held and not name.startswith(CONTRASTIVE):
+                part.to("meta")
+
+    def _make_stage(
+        self, name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel
+    ) -> EncoderStage | ContrastiveStage:
+        (model,) = self._source
+        if name == CONTRASTIVE:
+            return model.loss_stage().to(self.device)
+        tower = model.modality_modules()[name]
+        made = EncoderStage(name, tower, stage.layers)
+        apply_tensor_parallel(made, tower.module.config.model_type, tp)
+        return made.train(model.training).to(self.device)
+
+    def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
+        """Forward and backward of one global batch. Collective: every rank passes the same batch.
+
+        Args:
+            batch: what HuggingFace processors return (`motet.models.tower_batch`).
+
+        Afterwards the gradients of this rank's parameters have been added to their `.grad`, summed over replicas.
+        Returns a `ModelOutput` with `loss`, a scalar tensor that is the same on every rank.
+        """
+        trainable = self._engine.model.trainable()
+        earlier = [(parameter, parameter.grad) for parameter in trainable if parameter.grad is not None]
+        self._engine.model.zero_gradients()
+        loss = self._engine.run(batch_of_towers(self._source[0], batch)).loss
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return ModelOutput(loss=torch.tensor(loss, dtype=torch.float64))
+
+
+def _check(
+    model: ContrastiveModule,
+    specs: Mapping[str, TowerSpec],
+    schedule: str,
+    recompute_features: tuple[str, ...],
+    num_contrastive_batches: int,
+) -> None:
+    towers = list(model.towers)
+    for name in (*specs, *recompute_features):
+        if name not in towers:
+            raise UserError(f"tower_specs: there is no tower {name!r}; the model has {', '.join(towers)}")
+    for name in towers:
+        if name not in specs:
+            raise UserError(f"tower_specs: {name} is missing; give its TowerSpec")
+    if schedule not in GENERATORS:
+        raise UserError(f"schedule: {schedule!r} is not known; give one of {', '.join(GENERATORS)}")
+    if num_contrastive_batches < 1:
+        raise UserError(f"num_contrastive_batches: is {num_contrastive_batches}; give at least 1")
+
+
+def _plan(
+    model: ContrastiveModule,
+    specs: Mapping[str, TowerSpec],
+    num_contrastive_batches: int,
+    schedule: str,
+    recompute_features: tuple[str, ...],
+) -> Plan:
+    cluster = cpu_cluster(dist.get_world_size())
+    towers = model.modality_modules()
+    workloads = {name: as_tower(workload_of(tower)) for name, tower in towers.items()}
+    num_parameters = len(list(model.loss.parameters()))
+    workloads[CONTRASTIVE] = contrastive_loss(model.pairs, model.width, num_parameters=num_parameters)
+    trained = {name: trainable_layers(name, tower) for name, tower in towers.items()}
+    trained[CONTRASTIVE] = ((0, 1),) if any(p.requires_grad for p in model.loss.parameters()) else ()
+    layouts = {}
+    for name, tower in towers.items():
+        segment = encoder_segment(tower.module.config, item=0, grid=())
+        layouts[name] = (Segment(segment.num_tokens, num_outputs=1, grid=segment.grid),)
+    problem = PlanningProblem(
+        modules={
+            name: ModuleProblem(
+                workload=workload, trainable=trained[name], loss_weight=1.0 if name == CONTRASTIVE else 0.0
+            )
+            for name, workload in workloads.items()
+        },
+        edges=tuple(Edge(source=name, target=CONTRASTIVE) for name in towers),
+        cluster=cluster,
+        table=analytic_table(workloads, cluster, tp_sizes={1, *(spec.tp_size for spec in specs.values())}),
+        samples=(Sample("typical", layouts, {CONTRASTIVE: 1}),) * num_contrastive_batches,
+        num_microbatches=1,
+        schedule=schedule,
+        contrastive_batch_size=1,
+    )
+    plan = tower_plan(
+        problem,
+        {
+            name: TowerLayout(
+                degrees=Degrees(
+                    tp=spec.tp_size, pp=spec.pp_size, dp=spec.dp_size, layers_per_stage=spec.layers_per_stage
+                ),
+                per_batch=spec.num_microbatches,
+            )
+            for name, spec in specs.items()
+        },
+        recompute_features=recompute_features,
+    )
+    if plan.num_ranks != dist.get_world_size():
+        raise UserError(
+            f"tower_specs: take {plan.num_ranks} ranks, but {dist.get_world_size()} processes run; start "
+            f"{plan.num_ranks}, or change tp_size, pp_size and dp_size"
+        )
+    return plan
