@@ -24,7 +24,7 @@ loader = DataLoader(examples, batch_size=24, shuffle=True, generator=torch.Gener
 
 torch.distributed.init_process_group("gloo")
 model = ContrastiveParallelModule(CLIPModel(config), {"image": TowerSpec(dp_size=3), "text": TowerSpec()})
-optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for epoch in range(3):
     for batch in loader:
         loss = model.execute(batch).loss

@@ -21,7 +21,7 @@ for i in range(96):
 loader = DataLoader(examples, batch_size=24, shuffle=True, generator=torch.Generator().manual_seed(0))
 
 model = CLIPModel(config)
-optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for epoch in range(3):
     for batch in loader:
         loss = model(**batch, return_loss=True).loss

@@ -69,6 +69,6 @@ def test_both_learn_the_same() -> None:
     (alone,) = losses("clip_single_device.py", 1)
     everyone = losses("clip_distributed.py", 4)
     assert len(alone) == 12
-    assert min(alone) < 0.9 * alone[0]
+    assert alone[-1] < alone[0]
     for printed in everyone:
         assert printed == pytest.approx(alone, rel=1e-3)

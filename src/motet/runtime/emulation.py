@@ -5,6 +5,8 @@ are real; only the computation is not. Tensors between stages and summed gradien
 are zeros. Gradients of parameters are left out of the backward pass: a reduction zero-fills them and sends as many
 bytes as ever. A layer that nobody else holds keeps a parameter of one element, because no one sends it.
 
+A contrastive loss is computed, of features that are zeros: it is small, and its exchange is real.
+
 A process is woken up late, by some tens of microseconds; what a stage has slept too long it takes off its next sleep.
 
 Limits: no tied parameters, no sequence parallelism, no cross-attention; loss and gradients mean nothing.
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from motet.costs.iteration import IterationCosts
 from motet.data.sample import Sample
+from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.merge import layout_of
 from motet.plan import ModulePlan, Stage
 from motet.runtime import split_backward
@@ -153,12 +156,15 @@ class EmulatedStage(nn.Module):
 def emulated_stage_maker(costs: IterationCosts) -> StageMaker:
     """Makes stages that take as long as `costs` says. The engine may then run the batch of `costs` and no other."""
 
-    def make(name: str, module: ModulePlan, stage: Stage, tp: TensorParallel) -> EmulatedStage:
+    def make(name: str, module: ModulePlan, stage: Stage, tp: TensorParallel) -> EmulatedStage | ContrastiveStage:
         if module.sequence_parallel:
             raise ValueError(f"{name}: sequence parallelism cannot be emulated")
         replica = next(r for r, replica in enumerate(module.replicas) if stage in replica.stages)
         owner = module.data_module(name)
         workload = costs.workloads[owner]
+        if module.kind == "loss":
+            pairs = [(a, b) for a, b in workload.config["pairs"]]
+            return ContrastiveStage("softmax", pairs, workload.hidden_size, nn.Parameter(torch.zeros(())), None)
         return EmulatedStage(
             owner,
             workload,
