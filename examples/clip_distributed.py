@@ -15,7 +15,7 @@ text = CLIPTextConfig(
 config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16)
 # Colours and their names: 6 words, then the end of the text.
 examples = []
-for i in range(96):
+for _ in range(96):
     colour = torch.rand(3)
     words = [10 + int(7 * share) for share in colour] * 2
     image = colour[:, None, None].expand(3, 32, 32) + 0.1 * torch.randn(3, 32, 32)
@@ -25,7 +25,7 @@ loader = DataLoader(examples, batch_size=24, shuffle=True, generator=torch.Gener
 torch.distributed.init_process_group("gloo")
 model = ContrastiveParallelModule(CLIPModel(config), {"image": TowerSpec(dp_size=3), "text": TowerSpec()})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for epoch in range(3):
+for _ in range(3):
     for batch in loader:
         loss = model.execute(batch).loss
         optimizer.step()

@@ -13,7 +13,7 @@ text = CLIPTextConfig(
 config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16)
 # Colours and their names: 6 words, then the end of the text.
 examples = []
-for i in range(96):
+for _ in range(96):
     colour = torch.rand(3)
     words = [10 + int(7 * share) for share in colour] * 2
     image = colour[:, None, None].expand(3, 32, 32) + 0.1 * torch.randn(3, 32, 32)
@@ -22,7 +22,7 @@ loader = DataLoader(examples, batch_size=24, shuffle=True, generator=torch.Gener
 
 model = CLIPModel(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for epoch in range(3):
+for _ in range(3):
     for batch in loader:
         loss = model(**batch, return_loss=True).loss
         loss.backward()
