@@ -61,6 +61,22 @@ def _load_keys_mask(POSITION, KEY_CLASS, batch, rows, num_keys):
 
 
 @triton.jit
+def _add_keys(highest, total, out, q, k, v, allowed, scale_2, MASKED: tl.constexpr, UPCAST: tl.constexpr):
+    """The online softmax after more keys: highest score of each row, sum of the exponentials, weighted values."""
+    scores = _dot(q, tl.trans(k), UPCAST) * scale_2
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    shift = new_highest
+    if MASKED:  # A row that has seen no key yet must not compute inf - inf.
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    p = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(highest - shift)
+    out = out * decay[:, None] + _dot(p.to(v.dtype), v, UPCAST)
+    return new_highest, total * decay + tl.sum(p, 1), out
+
+
+@triton.jit
 def forward_kernel(
     Q, K, V, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE,
     LO, HI, CLASSES_SEEN, POSITION, KEY_CLASS,
@@ -93,30 +109,16 @@ def forward_kernel(
         for step in tl.static_range(BLOCK // STEP):
             keys = tl.load(COLUMNS + tile) * BLOCK + step * STEP + tl.arange(0, STEP)
             k = _load_rows(K + kv_offset, keys, HEAD_DIM, columns, num_keys, HEAD_DIM)
-            scores = _dot(q, tl.trans(k), UPCAST) * scale_2
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-            p = tl.exp2(scores - new_highest[:, None])
-            decay = tl.exp2(highest - new_highest)
             v = _load_rows(V + kv_offset, keys, HEAD_DIM, columns, num_keys, HEAD_DIM)
-            out = out * decay[:, None] + _dot(p.to(v.dtype), v, UPCAST)
-            total = total * decay + tl.sum(p, 1)
-            highest = new_highest
+            highest, total, out = _add_keys(highest, total, out, q, k, v, None, scale_2, False, UPCAST)
     for tile in range(first_partial, last):
         for step in tl.static_range(BLOCK // STEP):
             keys = tl.load(COLUMNS + tile) * BLOCK + step * STEP + tl.arange(0, STEP)
             position, key_class = _load_keys_mask(POSITION, KEY_CLASS, batch, keys, num_keys)
             allowed = _allowed(lo, hi, classes_seen, position, key_class)
             k = _load_rows(K + kv_offset, keys, HEAD_DIM, columns, num_keys, HEAD_DIM)
-            scores = tl.where(allowed, _dot(q, tl.trans(k), UPCAST) * scale_2, float("-inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-            # A row that has seen no key yet must not compute inf - inf.
-            shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-            p = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(highest - shift)
             v = _load_rows(V + kv_offset, keys, HEAD_DIM, columns, num_keys, HEAD_DIM)
-            out = out * decay[:, None] + _dot(p.to(v.dtype), v, UPCAST)
-            total = total * decay + tl.sum(p, 1)
-            highest = new_highest
+            highest, total, out = _add_keys(highest, total, out, q, k, v, allowed, scale_2, True, UPCAST)
 
     has_keys = total > 0
     out = out / tl.where(has_keys, total, 1.0)[:, None]
