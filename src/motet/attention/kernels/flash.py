@@ -15,6 +15,9 @@ from motet.attention.backends import MOST_HEAD_DIM
 from motet.attention.kernels import triton_kernels as kernels
 from motet.attention.kernels.device_mask import DeviceMask, DeviceTasks
 
+MOST_QUERIES_AT_A_TIME = 32
+"""Of the kernel for the gradients of keys and values, which holds two sums where others hold one."""
+
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:
     """[B, heads, Q, dim] from query [B, heads, Q, dim], key and value [B, key heads, K, dim].
@@ -94,7 +97,7 @@ def _key_value_gradient(
     heads, tasks = key.shape[1], mask.key_tasks
     d_key, d_value = torch.empty_like(key), torch.empty_like(value)
     partial_key, partial_value = (_partials(tasks, heads, mask.block, query) for _ in range(2))
-    settings = _settings(query, key, mask)
+    settings = _settings(query, key, mask, MOST_QUERIES_AT_A_TIME)
     _launch(
         kernels.key_value_gradient_kernel, (len(tasks.tasks), heads), query, key, value, d_out, lse, delta,
         d_key, d_value, partial_key, partial_value, *_mask_tensors(mask), tasks.tasks, tasks.tiles,
@@ -134,18 +137,25 @@ def _mask_tensors(mask: DeviceMask) -> tuple[Tensor, ...]:
     return mask.lo, mask.hi, mask.classes_seen, mask.position, mask.key_class
 
 
-def _settings(query: Tensor, key: Tensor, mask: DeviceMask) -> dict[str, int]:
-    """What the kernels are compiled for. Wide heads leave room for fewer keys at a time."""
-    head_dim = query.shape[-1]
+def _settings(query: Tensor, key: Tensor, mask: DeviceMask, most_at_a_time: int = 64) -> dict[str, int]:
+    heads, key_heads, head_dim = query.shape[1], key.shape[1], query.shape[-1]
+    return settings_of(heads, key_heads, head_dim, query.element_size(), mask.block, most_at_a_time)
+
+
+def settings_of(
+    num_heads: int, num_key_heads: int, head_dim: int, element_size: int, block: int, most_at_a_time: int = 64
+) -> dict[str, int]:
+    """What a kernel is compiled for. Wide heads and elements leave room for fewer tokens of the other side at a time.
+
+    `benchmarks/attention_kernel_resources.py` tells whether what a program holds fits into its registers."""
     dim = max(16, triton.next_power_of_2(head_dim))
-    step = min(mask.block, 64 if dim <= 128 and query.element_size() == 2 else 32)
     return {
-        "NUM_HEADS": query.shape[1],
-        "GROUP": query.shape[1] // key.shape[1],
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // num_key_heads,
         "HEAD_DIM": head_dim,
         "DIM": dim,
-        "BLOCK": mask.block,
-        "STEP": step,
+        "BLOCK": block,
+        "STEP": min(block, most_at_a_time if dim <= 128 and element_size == 2 else 32),
         "UPCAST": knobs.runtime.interpret,
         **({"num_warps": 8} if dim >= 128 else {}),
     }
