@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,10 +20,12 @@ import numpy as np
 from reporting import REPORTS, Report
 
 from motet.planner import make_plan
+from motet.planner.distmm import assignments
 from motet.planner.disttrain import orchestrated_plan, orchestration_problem
 from motet.planner.evaluate import evaluate
 from motet.planner.orchestration import orchestrate
 from motet.planner.partition import partition
+from motet.reproduce.distmm_models import problem as distmm_problem
 from motet.reproduce.disttrain_models import mllm
 from motet.reproduce.disttrain_problems import problem as disttrain_problem
 from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus_llm, search, strong_scaling
@@ -62,6 +64,14 @@ def _plan(planner: str) -> Callable[[], object]:
     return partial(make_plan, problem, planner)
 
 
+def _balancer(num_devices: int) -> Callable[[], object]:
+    """DistMM's partitions, batch sizes and devices of both towers, apart; without simulation."""
+    clip = distmm_problem("760M", "350M", 512)
+    larger = replace(clip, cluster=replace(clip.cluster, num_devices=num_devices))
+    larger = replace(larger, samples=clip.samples * (num_devices // 64))
+    return lambda: list(assignments(replace(larger), placement="parallel"))
+
+
 def _optimus_plan() -> Callable[[], object]:
     return partial(make_plan, dict(problems())[MODEL_A], "optimus")
 
@@ -88,6 +98,14 @@ SEARCHES: Mapping[str, Search] = {
     **{
         planner: Search(f"planner {planner}, MLLM-72B on 64 GPUs, simulations included", 2.0, partial(_plan, planner))
         for planner in ("disttrain", "entrain")
+    },
+    **{
+        f"distmm-{devices}": Search(
+            f"DistMM's load balancer, CLIP(760M, 350M), {devices} GPUs, batch {8 * devices}",
+            limit_s,
+            partial(_balancer, devices),
+        )
+        for devices, limit_s in ((64, 0.1), (4096, 5.0))
     },
     "optimus": Search(f"planner optimus, {MODEL_A}, simulations included", 2.0, _optimus_plan),
     **{

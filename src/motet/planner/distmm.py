@@ -6,7 +6,7 @@ DistMM-Pipe as schedule.
 
 Beyond the paper: every way to put towers together on the same ranks is balanced too (all together is what other systems
 do); a tower may recompute its features where a contrastive batch does not fit otherwise or that is faster; the best
-estimates are simulated, and the best simulation that fits wins.
+estimates are simulated, balanced with and without the sums of gradients, and the best simulation that fits wins.
 
 Limits: no modules beside towers and their loss; no context or sequence parallelism; a tower's replicas look alike.
 """
@@ -50,7 +50,7 @@ def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> P
         raise UserError("parallel.placement: distmm puts towers apart (parallel) or together (colocated); leave it out")
     if problem.loss_module is None:
         raise UserError("parallel.planner: distmm lays out towers that a loss contrasts; the model has none")
-    found = sorted(assignments(problem, placement=placement), key=lambda each: each.seconds)[:NUM_SIMULATED]
+    found = candidates(problem, placement=placement)
     if not found:
         raise UserError(
             f"parallel.planner: no layout of {' and '.join(problem.towers)} fits into {problem.num_devices} devices; "
@@ -60,22 +60,40 @@ def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> P
     return min(evaluations, key=rank).plan
 
 
-def assignments(problem: PlanningProblem, *, placement: Placement | None = None) -> Iterator[Assignment]:
-    """The best one of every way to put towers together, with and without recomputed features."""
+def candidates(problem: PlanningProblem, *, placement: Placement | None = None) -> list[Assignment]:
+    """Those that seem best, balanced with and without the sums of gradients."""
+    return [
+        each
+        for computation_only in (False, True)
+        for each in sorted(
+            assignments(problem, placement=placement, computation_only=computation_only),
+            key=lambda each: each.seconds,
+        )[:NUM_SIMULATED]
+    ]
+
+
+def assignments(
+    problem: PlanningProblem, *, placement: Placement | None = None, computation_only: bool = False
+) -> Iterator[Assignment]:
+    """The best one of every way to put towers together, with and without recomputed features. `computation_only`:
+    balanced without the sums of gradients, as in the paper: towers then reach their batch-syncs at the same time."""
     for units in _ways_to_share(problem.towers):
         apart, together = len(units) == len(problem.towers), len(units) == 1
         if (placement == "parallel" and not apart) or (placement == "colocated" and not together):
             continue
         for may_recompute in (False, True):
-            choices = [_remembered_choices(problem, unit, may_recompute) for unit in units]
+            choices = [_remembered_choices(problem, unit, may_recompute, computation_only) for unit in units]
             found = assign_devices(units, choices, problem.num_devices)
             if found is not None and (not may_recompute or any(row.recomputes[0] for row in found.rows)):
                 yield found
 
 
-def _remembered_choices(problem: PlanningProblem, unit: tuple[str, ...], may_recompute: bool) -> Choices:
+def _remembered_choices(
+    problem: PlanningProblem, unit: tuple[str, ...], may_recompute: bool, computation_only: bool
+) -> Choices:
     return problem.remembered(
-        ("distmm", unit, may_recompute), lambda: unit_choices(problem, unit, may_recompute=may_recompute)
+        ("distmm", unit, may_recompute, computation_only),
+        lambda: unit_choices(problem, unit, may_recompute=may_recompute, computation_only=computation_only),
     )
 
 

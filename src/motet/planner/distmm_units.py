@@ -72,17 +72,29 @@ class Choices:
         return seconds, rows
 
 
-def unit_choices(problem: PlanningProblem, towers: tuple[str, ...], *, may_recompute: bool = True) -> Choices:
-    """All that fit into memory, of the first partitions of which any fits."""
+def unit_choices(
+    problem: PlanningProblem,
+    towers: tuple[str, ...],
+    *,
+    may_recompute: bool = True,
+    num_partitions: int = NUM_PARTITIONS,
+    computation_only: bool = False,
+) -> Choices:
+    """All that fit into memory, of the first partitions of which any fits. `computation_only`: their seconds leave out
+    the sum of gradients and the optimizer, as the paper's load balancer does."""
     found: list[Choices] = []
     for partition in _partitions(problem, towers):
-        choices = _choices(problem, towers, partition, may_recompute)
+        choices = _choices(problem, towers, partition, may_recompute, computation_only)
         if len(choices) or found:
             found.append(choices)
-        if len(found) == NUM_PARTITIONS:
+        if len(found) == num_partitions:
             break
     if not found:
-        found = [_choices(problem, towers, Partition(1, 1), may_recompute).take(np.zeros(0, dtype=np.int64))]
+        found = [
+            _choices(problem, towers, Partition(1, 1), may_recompute, computation_only).take(
+                np.zeros(0, dtype=np.int64)
+            )
+        ]
     return Choices(**{f.name: np.concatenate([getattr(c, f.name) for c in found]) for f in fields(Choices)})
 
 
@@ -97,7 +109,13 @@ def _partitions(problem: PlanningProblem, towers: tuple[str, ...]) -> Iterator[P
             yield Partition(sizes[-1], pp)
 
 
-def _choices(problem: PlanningProblem, towers: tuple[str, ...], partition: Partition, may_recompute: bool) -> Choices:
+def _choices(
+    problem: PlanningProblem,
+    towers: tuple[str, ...],
+    partition: Partition,
+    may_recompute: bool,
+    computation_only: bool,
+) -> Choices:
     batch_size = -(-len(problem.samples) // problem.num_contrastive_batches)
     most = min(problem.num_devices // partition.num_devices, batch_size)
     dp, per_batch, recomputes = (
@@ -116,7 +134,8 @@ def _choices(problem: PlanningProblem, towers: tuple[str, ...], partition: Parti
     estimates = [_Estimate(problem, name, partition) for name in towers]
     turns = problem.num_contrastive_batches * per_batch + partition.pp - 1
     seconds = turns * sum(e.turn_s(size, recomputes) for e in estimates)
-    seconds = seconds + sum(e.reduce_s(dp) + e.optimizer_s(dp) for e in estimates)
+    if not computation_only:
+        seconds = seconds + sum(e.reduce_s(dp) + e.optimizer_s(dp) for e in estimates)
     held = np.minimum(per_batch + partition.pp - 1, problem.num_contrastive_batches * per_batch)
     needed = sum(e.static_bytes(dp) + e.saved_bytes(size, held, recomputes) for e in estimates)
     fits = needed <= problem.cluster.device.memory_bytes * (1 - RESERVE)
@@ -182,9 +201,12 @@ class _Estimate:
         outside = cluster.between_nodes.bytes_per_s * min(1.0, cluster.num_nics / sisters)
         inside = dp * size <= cluster.devices_per_node
         bandwidth = np.where(inside, cluster.within_node.bytes_per_s, outside)
-        latency = np.where(inside, cluster.within_node.latency_s * dp, cluster.between_nodes.latency_s * dp / per_node)
+        # Where all nodes are filled alike, only one step for each node pays the network's latency.
+        alike = dp * size % cluster.devices_per_node == 0
+        steps = np.where(alike, -(-dp // per_node), dp) - 1
+        latency = np.where(inside, (dp - 1) * cluster.within_node.latency_s, steps * cluster.between_nodes.latency_s)
         num_buckets = -(-num_bytes // BUCKET_BYTES)
-        return np.asarray(2 * (dp - 1) / dp * num_bytes / bandwidth + 2 * num_buckets * np.where(dp > 1, latency, 0.0))
+        return np.asarray(2 * (dp - 1) / dp * num_bytes / bandwidth + 2 * num_buckets * latency)
 
     def optimizer_s(self, dp: Ints) -> Floats:
         holders = dp if self.problem.memory.zero1 else np.ones_like(dp)

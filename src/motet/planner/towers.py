@@ -2,12 +2,13 @@
 hold features.
 
 Ranks are numbered tower by tower, then by replica, by stage, and tensor parallelism fastest, so tensor-parallel groups
-lie within nodes and a tower's ranks together (DistMM section 5.3). Towers of larger groups come first, so that smaller
-ones still fit into what is left of a node.
+lie within nodes and a tower's ranks together (DistMM section 5.3). Towers come in an order in which few groups and
+towers are spread over nodes without need.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
@@ -39,7 +40,7 @@ def tower_plan(
     blocks += [(name,) for name in problem.towers if not any(name in block for block in blocks)]
     modules: dict[str, ModulePlan] = {}
     first = 0
-    for block in sorted(blocks, key=lambda names: -layouts[names[0]].degrees.ranks_per_stage):
+    for block in _in_order(problem, blocks, layouts):
         for name in block:
             modules[name] = _tower(problem, name, layouts[name], first)
         degrees = layouts[block[0]].degrees
@@ -57,6 +58,27 @@ def tower_plan(
         recompute=problem.recompute,
         recompute_features=tuple(recompute_features),
     )
+
+
+def _in_order(
+    problem: PlanningProblem, blocks: Sequence[tuple[str, ...]], layouts: Mapping[str, TowerLayout]
+) -> Sequence[tuple[str, ...]]:
+    """So that as few groups and towers as possible lie on several nodes that could lie on one."""
+
+    def crossings(order: Sequence[tuple[str, ...]]) -> tuple[int, int]:
+        groups = towers = first = 0
+        for block in order:
+            degrees = layouts[block[0]].degrees
+            size = degrees.ranks_per_stage
+            last = first + size * degrees.pp * degrees.dp
+            node = problem.cluster.node
+            groups += sum(node(rank) != node(rank + size - 1) for rank in range(first, last, size))
+            towers += node(last - 1) - node(first)
+            towers += node(first) != node(last - 1)
+            first = last
+        return groups, towers
+
+    return min(permutations(blocks), key=crossings)
 
 
 def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], together: Sequence[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ from motet.reproduce.tables import Table
 PAPERS: Mapping[str, str] = {
     "cornstarch": "motet.reproduce.cornstarch",
     "disttrain": "motet.reproduce.disttrain",
+    "distmm": "motet.reproduce.distmm",
     "optimus": "motet.reproduce.optimus",
     "entrain": "motet.reproduce.entrain",
     "oobleck": "motet.reproduce.oobleck",

@@ -7,22 +7,26 @@ What the paper leaves out, and what is assumed instead:
 * Patches of 14 pixels (577 tokens an image), CLIP's vocabulary, MLPs of four times the width, features of 512, heads
   that all degrees of tensor parallelism in the paper divide. Hidden size 5140 is not divisible by 8: 5120.
 
-**The V100.** A matrix product takes `overhead + work / (limit x peak)` (`motet.costs.speeds`). Both are fitted to
-products that others measured, none of them on DistMM's models: DeepBench's for "Tesla V100 Mixed Precision" (README,
-training results; the one whose width no tensor core takes is left out), and 8192 x 8192 x 8192 at 101 TFLOPS (NVIDIA
-developer forum, "Understanding IPC and issue slot utilization when using tensor cores", on a V100 of 112 TFLOPS).
+**The V100.** A matrix product takes `overhead + work / (limit x peak)` (`motet.costs.speeds`). Neither is fitted to
+DistMM's bars. The overhead comes from products that DeepBench measured on "Tesla V100 Mixed Precision" (its README; the
+one whose width no tensor core takes is left out). The limit is the one with which a model of 1.2 B parameters reaches
+the 48% of peak on one V100 that Megatron-LM itself reports (nv-adlr.github.io/MegatronLMV1: 40 layers of 1536, batches
+of 8 x 1024 tokens).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from scipy.optimize import brentq
+
 from motet.catalogue import DEVICES, LINKS
 from motet.cluster import Cluster
-from motet.costs.analytic import analytic_table
-from motet.costs.kernels import Kernel
+from motet.costs.analytic import analytic_table, layer_flops
+from motet.costs.cost_model import LayerCost
+from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions
-from motet.costs.speeds import KernelTime, Speeds, default_speeds, fit_speeds
+from motet.costs.speeds import Speed, Speeds, default_speeds
 from motet.data.sample import Sample, Segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
@@ -36,9 +40,9 @@ MEASURED_PRODUCTS: Mapping[tuple[int, int, int], float] = {
     (7860, 64, 2560): 25.94e12,
     (2560, 64, 2560): 10.11e12,
     (3072, 128, 1024): 18.73e12,
-    (8192, 8192, 8192): 101e12,
 }
 """(m, n, k): FLOPs per second."""
+MEGATRON_UTILIZATION = 0.48
 
 
 @dataclass(frozen=True)
@@ -80,22 +84,37 @@ def cluster() -> Cluster:
 
 @cache
 def v100_speeds() -> Speeds:
-    products = [
-        KernelTime(
-            Kernel("product", "gemm", flops=2.0 * m * n * k, num_bytes=2.0 * (m * k + k * n + m * n)),
-            2.0 * m * n * k / flops_per_s,
+    device = DEVICES["v100-16"]
+    peak, assumed = device.peak("float16"), default_speeds(device)
+
+    def speeds(limit: float) -> Speeds:
+        excess = [2.0 * m * n * k * (1 / rate - 1 / (limit * peak)) for (m, n, k), rate in MEASURED_PRODUCTS.items()]
+        product = Speed(limit=limit, overhead_s=sum(excess) / len(excess))
+        share = assumed.attention.limit / assumed.gemm.limit
+        attention = replace(product, limit=limit * share)
+        return Speeds(gemm=product, convolution=product, attention=attention, memory=assumed.memory, source=__name__)
+
+    def too_fast(limit: float) -> float:
+        return utilization(speeds(limit)) - MEGATRON_UTILIZATION
+
+    return speeds(brentq(too_fast, 0.2, 1.0))
+
+
+def utilization(speeds: Speeds) -> float:
+    """Of one V100 by Megatron-LM's model of 1.2 B parameters: model FLOPs over peak and time."""
+    body = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 40, "num_attention_heads": 16}
+    model = {"gpt": module_workload({"model_type": "clip_text_model", **body})}
+    load = Load(tokens=8 * 1024, pairs=8 * 1024**2, sequences=8)
+    (costs,) = analytic_table(model, cluster(), dtype="float16", dtype_bytes=2, speeds=speeds).modules["gpt"].values()
+
+    def forward_and_backward(layers: Iterable[LayerCost]) -> float:
+        return sum(
+            layer.forward.plus(layer.backward(input_gradient=True, weight_gradient=True)).seconds(load)
+            for layer in layers
         )
-        for (m, n, k), flops_per_s in MEASURED_PRODUCTS.items()
-    ]
-    fitted = fit_speeds(products, DEVICES["v100-16"], "float16", source="DeepBench and NVIDIA developer forum")
-    assumed = default_speeds(DEVICES["v100-16"])
-    share = assumed.attention.limit / assumed.gemm.limit
-    return replace(
-        fitted,
-        attention=replace(fitted.gemm, limit=fitted.gemm.limit * share),
-        convolution=fitted.gemm,
-        memory=assumed.memory,
-    )
+
+    flops = forward_and_backward(map(layer_flops, model["gpt"].layers))
+    return flops / forward_and_backward(costs.layers) / DEVICES["v100-16"].peak("float16")
 
 
 def tower(modality: str, size: str) -> ModuleWorkload:
