@@ -53,7 +53,7 @@ def test_the_program_runs_and_learns(capfd: pytest.CaptureFixture[str]) -> None:
         dist.init_process_group = lambda backend: None  # type: ignore[assignment]  # There is a group already.
         exec(program, {"__name__": "__main__"})
 
-    run_distributed(work, 3
+    run_distributed(work, 3, timeout=240)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", capfd.readouterr().out)]
     assert len(losses) == 10
     assert losses[-1] < losses[0]

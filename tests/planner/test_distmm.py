@@ -16,7 +16,8 @@ from motet.costs.analytic import analytic_table
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.plan import Edge, Plan
-from motet.planner import make_plan
+from motet.planner import PLANNERS, make_plan
+from motet.planner.auto import choose
 from motet.planner.distmm import Assignment, assign_devices, assigned_plan, assignments, distmm
 from motet.planner.distmm_balance import balance
 from motet.planner.distmm_units import Choices, unit_choices
@@ -224,6 +225,17 @@ def test_tensor_parallel_groups_lie_within_nodes() -> None:
     assert [s.ranks for rep in plan.modules["image"].replicas for s in rep.stages] == [(4,), (5,)]
     assert plan.modules["loss"].replicas[0].stages[0].ranks == (0, 1, 2, 3, 5)
     assert list(plan.modules) == ["image", "text", "loss"]
+
+
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "distmm"])
+def test_other_planners_refuse_towers(planner: str) -> None:
+    with pytest.raises(UserError, match="give distmm"):
+        make_plan(problem(), planner)
+
+
+def test_auto_refuses_towers() -> None:
+    with pytest.raises(UserError, match="give distmm, which searches those of towers"):
+        choose(problem())
 
 
 def test_mistakes_are_named() -> None:

@@ -69,4 +69,9 @@ def make_plan(
         return explicit_plan(problem, degrees, placement=placement or "parallel")
     if planner not in PLANNERS:
         raise UserError(f"parallel.planner: {planner!r} is not known; give one of explicit, {', '.join(PLANNERS)}")
+    if problem.loss_module is not None and planner != "distmm":
+        raise UserError(
+            f"parallel.planner: {planner} lays out encoders and a language model, but the model has towers that a loss "
+            "contrasts; give distmm or explicit"
+        )
     return PLANNERS[planner](problem, placement=placement)

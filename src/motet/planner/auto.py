@@ -75,6 +75,11 @@ def auto(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
 def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
     """Raises `UserError` if nobody finds a plan. `placement`: as the named planners understand it; ours are then left
     out."""
+    if problem.loss_module is not None:
+        raise UserError(
+            "parallel.planner: auto compares layouts of encoders and a language model; give distmm, which searches "
+            "those of towers"
+        )
     schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
     named, refused = _named(problem, placement, schedules)
     evaluations = list(named.values())
