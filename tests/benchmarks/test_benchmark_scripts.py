@@ -8,6 +8,7 @@ import attention_kernels
 import attention_policies
 import balanced_data
 import command_line
+import deferral
 import frozen_aware
 import pipeline_against_torch
 import prediction
@@ -159,3 +160,13 @@ def test_deferral_makes_microbatches_even(tmp_path):
     found = {name: tuple(map(float, values)) for name, *values in rows}
     assert found.keys() == set(balanced_data.METHODS)
     assert all(deferred < random for deferred, random in zip(found["deferral"], found["random"], strict=True))
+
+
+@pytest.mark.slow
+def test_deferral_and_random_order_compute_the_same(tmp_path):
+    tiny = ["--blocks", "1", "--batches", "1", "--layers", "3", "--width", "64", "--repetitions", "1"]
+    text = text_of(deferral.main([*tiny, "--costs", str(tmp_path / "costs.json")]), tmp_path)
+    results = re.findall(r"'(random|entrain)': \[\(([\d.]+), ([\d.]+)\)\]", text)
+    assert [name for name, _, _ in results] == ["random", "entrain"]
+    for number in (1, 2):
+        assert float(results[0][number]) == pytest.approx(float(results[1][number]), rel=1e-5)
