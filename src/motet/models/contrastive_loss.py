@@ -13,6 +13,7 @@ it. Where one process has all rows of both towers, each block serves both direct
 Legend: n own rows, N samples, d the width of features.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -21,7 +22,9 @@ from torch import Tensor
 
 LossKind = Literal["softmax", "sigmoid"]
 
-BLOCK_BYTES = 16 * 2**20
+LOG_2 = math.log(2.0)
+
+BLOCK_BYTES = 4 * 2**20
 """Of the block of similarities that is held at a time."""
 
 
@@ -42,11 +45,11 @@ class Similarity(NamedTuple):
         num_rows, num_columns = len(self.rows), len(self.columns)
         size = max(1, BLOCK_BYTES // max(1, num_columns * self.rows.element_size()))
         buffer = self.rows.new_empty(min(size, num_rows), num_columns)
+        scaled = self.rows * self.scale
         for first in range(0, num_rows, size):
             part = slice(first, min(first + size, num_rows))
             block = buffer[: part.stop - first]
-            torch.mm(self.rows[part], self.columns.T, out=block)
-            block.mul_(self.scale)
+            torch.mm(scaled[part], self.columns.T, out=block)
             yield part, block.add_(self.bias) if self.bias else block
 
     def positives(self, part: slice, block: Tensor) -> Tensor:
@@ -127,12 +130,14 @@ def gradients(
     d_rows = torch.empty_like(similarity.rows)
     d_columns = torch.zeros_like(similarity.columns) if both else None
     d_bias = torch.zeros((), dtype=torch.float64, device=d_rows.device)
+    if kind == "softmax":  # Half of each direction's exponentials.
+        lse, column_lse = lse + LOG_2, column_lse + LOG_2
     for part, block in similarity.blocks():
         if kind == "sigmoid":
             block.sigmoid_()
         else:
             other = (block - column_lse).exp_()
-            block.sub_(lse[part, None]).exp_().add_(other).mul_(0.5)
+            block.sub_(lse[part, None]).exp_().add_(other)
         own = similarity.places[part, None]
         block.scatter_add_(1, own, -block.new_ones(own.shape))
         torch.mm(block, similarity.columns, out=d_rows[part])
