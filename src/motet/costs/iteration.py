@@ -62,6 +62,7 @@ class IterationCosts:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
         self.cells = Cells(routes, samples, workloads)
+        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
@@ -277,15 +278,10 @@ class IterationCosts:
     def static_bytes(self, rank: int) -> int:
         num_bytes = 0
         for name, _, _, stage in self.plan.stages_of_rank(rank):
-            module, workload = self.plan.modules[name], self.cells.workload(name)
-            for index in range(*stage.layers):
-                num_bytes += static_layer_bytes(
-                    workload.layers[index],
-                    trainable=module.is_trainable((index, index + 1)),
-                    tp_size=stage.tp_size,
-                    num_holders=len(module.replicas) * stage.cp_size,
-                    options=self.memory,
-                )
+            run = (name, stage.layers, stage.tp_size, stage.cp_size)
+            if run not in self._static:
+                self._static[run] = self._static_of_run(*run)
+            num_bytes += self._static[run]
         return num_bytes + self._recomputed_bytes.get(rank, 0)
 
     @cached_property
@@ -302,6 +298,19 @@ class IterationCosts:
                 for rank in {rank for stage in stages for rank in stage.planned.ranks}:
                     result[rank] = max(result.get(rank, 0), graph)
         return result
+
+    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
+        module, workload = self.plan.modules[name], self.cells.workload(name)
+        return sum(
+            static_layer_bytes(
+                workload.layers[index],
+                trainable=module.is_trainable((index, index + 1)),
+                tp_size=tp_size,
+                num_holders=len(module.replicas) * cp_size,
+                options=self.memory,
+            )
+            for index in range(*layers)
+        )
 
     # What they are derived from --------------------------------------------------------------------------------------
 

@@ -7,13 +7,15 @@ only while their bound is below the best so far. Then the best few are tried und
 What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
 (`motet.planner.lower_bound`), whose relaxation is stated there.
 
-Limits: `MAX_SIMULATED` of the candidates are simulated, so what is best of all may be missed; the bound then says by
-how much at most.
+Limits: `MAX_SIMULATED` of the candidates are simulated, fewer where programs are large, so what is best of all may be
+missed; the bound then says by how much at most.
 """
 
+import gc
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from motet.errors import UserError
 from motet.plan import Plan
@@ -24,12 +26,22 @@ from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.problem import PlanningProblem
 from motet.schedule.generators import CONTRASTING, GENERATORS
+from motet.schedule.stage_graph import (
+    GroupsOfReplica,
+    groups_in_rounds,
+    groups_in_v,
+    shares_ranks_with_encoders,
+)
 
 MAX_SIMULATED = 12
-NUM_RESCHEDULED = 4
+NUM_RESCHEDULED = 3
 """So many of the best plans are tried under other schedules,"""
-NUM_PROMISING = 3
+NUM_PROMISING = 2
 """the first of them under all, the others under so many."""
+MAX_ACTIONS = 30_000
+"""Of all simulations under other schedules together."""
+BY_PROMISE = ("zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "bubble_filling")
+"""Schedules in which they are tried; then come the others."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,17 @@ def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> C
             "parallel.planner: auto compares layouts of encoders and a language model; give distmm, which searches "
             "those of towers"
         )
+    # Hardly anything here is garbage in cycles, and to look for it takes a third of the time.
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _choose(problem, placement)
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
     named, refused = _named(problem, placement, schedules)
     evaluations = list(named.values())
@@ -129,21 +152,44 @@ def _named(
 
 
 def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
-    """The best plan under all schedules, the next ones under those that did best there; a schedule that needs another
-    shape is left out. `evaluations`: the best first."""
+    """The best plan under all schedules, the next ones under those that did best there. `evaluations`: the best
+    first."""
     first, *others = evaluations
-    found = _under(first, schedules)
+    found = _under(first, [name for name in schedules if _differs(name, first.plan, schedules)], MAX_ACTIONS)
     promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
-    return [*found, *(again for other in others for again in _under(other, promising))]
+    for other in others:
+        found += _under(other, promising, MAX_ACTIONS - sum(each.num_actions for each in found))
+    return found
 
 
-def _under(evaluation: Evaluation, schedules: Sequence[str]) -> list[Evaluation]:
-    found = []
-    for schedule in schedules:
+def _under(evaluation: Evaluation, schedules: Sequence[str], max_actions: float = inf) -> list[Evaluation]:
+    """A schedule that needs another shape of plan is left out."""
+    found: list[Evaluation] = []
+    promise = {name: place for place, name in enumerate(BY_PROMISE)}
+    for schedule in sorted(schedules, key=lambda name: promise.get(name, len(promise))):
+        if sum(each.num_actions for each in found) >= max_actions:
+            break
         if schedule != evaluation.plan.schedule:
             with suppress(UserError):
                 found.append(evaluate(evaluation.problem, replace(evaluation.plan, schedule=schedule)))
     return found
+
+
+def _differs(schedule: str, plan: Plan, schedules: Sequence[str]) -> bool:
+    """False if it orders the actions of such a plan as a simpler one of these schedules does."""
+    if schedule == "zero_bubble_v" and "zero_bubble_h1" in schedules:
+        return _goes_round(plan, groups_in_v(plan))
+    if schedule in ("interleaved_1f1b", "interleaved_1f1b_adjusted") and "1f1b" in schedules:
+        return _goes_round(plan, groups_in_rounds(plan, plan.modules.keys()))
+    if schedule == "bubble_filling" and "1f1b" in schedules:
+        return shares_ranks_with_encoders(plan)
+    return True
+
+
+def _goes_round(plan: Plan, groups: GroupsOfReplica | None) -> bool:
+    """Whether a replica has several stages on a group. `groups`: None if they stand otherwise."""
+    replicas = (groups or {}).items()
+    return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
 
 
 def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float | None:

@@ -9,6 +9,9 @@ from motet.planner.layout_costs import LayoutCosts
 from motet.planner.problem import PlanningProblem
 from motet.schedule.generators import SPLIT_BACKWARDS
 
+MAX_ACTIONS = 20_000
+"""Of all simulations of a search together: where programs are large, fewer of them are tried."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -45,18 +48,22 @@ def best_layout(
     """Simulations, the best first; none if there is no layout.
 
     A candidate is simulated unless its bound is above the best simulation that fits (`known` ones among them), and
-    while fewer than `max_simulated` have been, or nothing fits (then up to four times as many).
+    while fewer than `max_simulated` have been, with fewer than `MAX_ACTIONS` actions in all; four times as many while
+    nothing fits.
     """
     costs = costs or LayoutCosts(problem)
     evaluations: list[Evaluation] = []
     fastest = min((e.iteration_time_s for e in known if e.fits), default=float("inf"))
+    num_actions = 0
     for candidate in candidates(problem, layouts, costs):
-        if len(evaluations) >= max_simulated * (1 if fastest < float("inf") else 4):
+        times = 1 if fastest < float("inf") else 4
+        if len(evaluations) >= max_simulated * times or num_actions >= MAX_ACTIONS * times:
             break
         if candidate.bound_s >= fastest:
             continue
         evaluation = evaluate(problem, layout_plan(problem, candidate.layout))
         evaluations.append(evaluation)
+        num_actions += evaluation.num_actions
         if evaluation.fits:
             fastest = min(fastest, evaluation.iteration_time_s)
     return sorted(evaluations, key=rank)

@@ -50,6 +50,11 @@ class Evaluation:
     def iteration_time_s(self) -> float:
         return self.result.iteration_time_s + self.problem.program_s
 
+    @property
+    def num_actions(self) -> int:
+        """That were simulated: pipelines that are alike count once."""
+        return len(self.program.actions)
+
     @cached_property
     def overflows(self) -> tuple[Overflow, ...]:
         """The ranks that do not fit, the worst first."""

@@ -30,6 +30,8 @@ class _Sums:
     """Without the weight half."""
     static_bytes: Sequence[float]
     saved_bytes: Sequence[float]
+    updated: Sequence[float]
+    """Parameters that the optimizer updates on each rank, without ZeRO."""
 
 
 class LayoutCosts:
@@ -108,6 +110,12 @@ class LayoutCosts:
             lightest_backward_s=prefix([half(time) for time in lightest]),
             static_bytes=prefix(static),
             saved_bytes=prefix(saved),
+            updated=prefix(
+                [
+                    layer.num_parameters_per_rank(tp) if module.is_trainable(i) else 0
+                    for i, layer in enumerate(module.workload.layers)
+                ]
+            ),
         )
 
     def _heads_and_tails(self, layout: Layout) -> tuple[list[float], list[float]]:
@@ -163,16 +171,9 @@ class LayoutCosts:
     def _updated(self, layout: Layout) -> list[float]:
         updated = [0.0] * len(layout.group_sizes)
         for chunk in layout.chunks:
-            module, tp = self.problem.modules[chunk.module], layout.tp(chunk.module, chunk.group)
             share = layout.num_replicas(chunk.module) if self.problem.memory.zero1 else 1
-            updated[chunk.group] += (
-                sum(
-                    module.workload.layers[i].num_parameters_per_rank(tp)
-                    for i in range(*chunk.layers)
-                    if module.is_trainable(i)
-                )
-                / share
-            )
+            sums, (a, b) = self.sums(chunk, layout), chunk.layers
+            updated[chunk.group] += (sums.updated[b] - sums.updated[a]) / share
         return updated
 
     def excess_bytes(self, layout: Layout) -> float:

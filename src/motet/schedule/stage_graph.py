@@ -165,6 +165,14 @@ def most_actions(routes: Routes) -> int:
     return max(counts.values(), default=0)
 
 
+def shares_ranks_with_encoders(plan: Plan) -> bool:
+    """Whether a module that is no encoder has a rank in common with one."""
+    ranks: dict[bool, set[int]] = {True: set(), False: set()}
+    for name, _, _, stage in plan.stages():
+        ranks[plan.modules[name].kind == "encoder"].update(stage.ranks)
+    return not ranks[True].isdisjoint(ranks[False])
+
+
 GroupsOfReplica = dict[tuple[str, int], list[tuple[int, ...]]]
 """For each (module, replica) its groups of ranks, each once, in the order of the stages."""
 

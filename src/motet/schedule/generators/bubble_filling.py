@@ -27,7 +27,7 @@ from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.order import iteration_s
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
-from motet.schedule.stage_graph import microbatches_in_flight, most_actions
+from motet.schedule.stage_graph import microbatches_in_flight, most_actions, shares_ranks_with_encoders
 from motet.schedule.validate import liveness
 
 MAX_LISTED = 2000
@@ -57,11 +57,9 @@ def bubble_filling(routes: Routes, costs: Durations | None = None, *, memory: Me
 def order_beside_encoders(routes: Routes, forwards_per_place: int) -> list[tuple[tuple[int, ...], Ints]] | None:
     """The closed form of all modules but the encoders; None if no encoder is on their ranks, or they have none."""
     encoders = {name for name, module in routes.plan.modules.items() if module.kind == "encoder"}
-    rest = routes.plan.modules.keys() - encoders
-    held = {rank for name, *_, stage in routes.plan.stages() if name in rest for rank in stage.ranks}
-    if all(held.isdisjoint(stage.ranks) for name, *_, stage in routes.plan.stages() if name in encoders):
+    if not shares_ranks_with_encoders(routes.plan):
         return None
-    return order_in_rounds(routes, rest, forwards_per_place)
+    return order_in_rounds(routes, routes.plan.modules.keys() - encoders, forwards_per_place)
 
 
 def _without_fillings(routes: Routes, costs: Durations | None, memory: MemoryLimit | None) -> Schedule:

@@ -77,52 +77,63 @@ class _Clock:
         memory: MemoryLimit | None,
         all_forwards_first: bool,
     ) -> None:
-        self.routes, self.duration_s, self.memory = routes, duration_s, memory
+        self.routes, self.duration_s = routes, duration_s
         self.all_forwards_first = all_forwards_first
         self.dependencies = Dependencies(routes)
         self.actions = self.dependencies.required()
-        self.ranks: dict[StageKey, tuple[int, ...]] = {}
-        self.stages_of_rank: list[list[StageKey]] = [[] for _ in range(routes.plan.num_ranks)]
-        self.limit: dict[StageKey, float] = {}
+        held: list[list[StageKey]] = [[] for _ in range(routes.plan.num_ranks)]
         for module, replica, s, stage in routes.plan.stages():
-            key = StageKey(module, replica, s)
-            self.ranks[key] = stage.ranks
-            self.limit[key] = in_flight.get(key, float("inf"))
             for rank in stage.ranks:
-                self.stages_of_rank[rank].append(key)
+                held[rank].append(StageKey(module, replica, s))
+        unit_of = {stages: unit for unit, stages in enumerate(dict.fromkeys(map(tuple, held)))}
+        self.stages_of_unit = list(unit_of)
+        """A unit are ranks that hold the same stages: they do all things together."""
+        self.unit_of_rank = [unit_of[tuple(stages)] for stages in held]
+        self.units: dict[StageKey, tuple[int, ...]] = {}
+        for module, replica, s, stage in routes.plan.stages():
+            ranks = dict.fromkeys(self.unit_of_rank[rank] for rank in stage.ranks)
+            self.units[StageKey(module, replica, s)] = tuple(ranks)
+        self.limit = {key: in_flight.get(key, float("inf")) for key in self.units}
+        num_units = len(unit_of)
 
         self.urgency = self._urgencies()
         self.reads_missing: dict[Compute, int] = {}
         self.readers: dict[Value, list[Compute]] = defaultdict(list)
         self.ready: dict[tuple[StageKey, Kind], list[tuple[Urgency, Compute]]] = defaultdict(list)
-        self.forwards_left = [0] * routes.plan.num_ranks
+        self.forwards_left = [0] * num_units
         for action in self.actions:
             if action.kind is Kind.FORWARD:
-                for rank in self.ranks[stage_of(action.cell)]:
-                    self.forwards_left[rank] += 1
+                for unit in self.units[stage_of(action.cell)]:
+                    self.forwards_left[unit] += 1
             reads = self.dependencies.reads(action)
             self.reads_missing[action] = len(reads)
             for value in reads:
                 self.readers[value].append(action)
 
-        self.busy = [False] * routes.plan.num_ranks
+        self.busy = [False] * num_units
         self.begun: dict[StageKey, int] = defaultdict(int)
         self.consumers_left = {cell: len(routes.outgoing[cell]) for cell in routes.cells}
-        self.bytes_held = [0] * routes.plan.num_ranks
+        self.bytes_held = [0] * num_units
         self.holding: dict[StageKey, int] = defaultdict(int)
         """Microbatches of each stage that are saved for the backward."""
         self.to_save = Counter(stage_of(cell) for cell in routes.with_backward)
         """Those that are not yet."""
         self.largest: dict[StageKey, int] = defaultdict(int)
         """Bytes of the largest one."""
+        self.sizes: dict[Cell, int] = {}
+        """Bytes that cells keep until their backward; empty without a limit."""
+        self.limit_bytes = [float("inf")] * num_units
         if memory is not None:
-            for cell in routes.with_backward:
-                self.largest[stage_of(cell)] = max(self.largest[stage_of(cell)], memory.saved_bytes(cell))
-        self.lists: list[list[Compute]] = [[] for _ in range(routes.plan.num_ranks)]
+            self.sizes = {cell: memory.saved_bytes(cell) for cell in routes.with_backward}
+            for cell, size in self.sizes.items():
+                self.largest[stage_of(cell)] = max(self.largest[stage_of(cell)], size)
+            for rank, unit in enumerate(self.unit_of_rank):
+                self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
+        self.lists: list[list[Compute]] = [[] for _ in range(num_units)]
         self.running: list[tuple[float, int, Compute]] = []
         self.num_started = 0
         number = pipeline_numbers(routes)
-        self.pipeline = {key: number[key.module, key.replica] for key in self.ranks}
+        self.pipeline = {key: number[key.module, key.replica] for key in self.units}
         self.num_running = [0] * (1 + max(number.values()))
         """Actions of each pipeline."""
 
@@ -159,17 +170,18 @@ class _Clock:
                 idle |= self._finish(action)
                 touched.add(self.pipeline[stage_of(action.cell)])
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
-        return Schedule(tuple(map(tuple, self.lists)))
+        lists = [tuple(actions) for actions in self.lists]
+        return Schedule(tuple(lists[unit] for unit in self.unit_of_rank))
 
     def _push(self, action: Compute) -> None:
         heapq.heappush(self.ready[stage_of(action.cell), action.kind], (self.urgency[action], action))
 
     def _dispatch(self, now: float, idle: set[int]) -> None:
-        """Starts the most urgent actions on the idle ranks."""
-        for rank in sorted(idle):
-            while not self.busy[rank]:
+        """Starts the most urgent actions on the idle units."""
+        for unit in sorted(idle):
+            while not self.busy[unit]:
                 action = min(
-                    (a for key in self.stages_of_rank[rank] if (a := self._candidate(key))),
+                    (a for key in self.stages_of_unit[unit] if (a := self._candidate(key))),
                     key=self.urgency.__getitem__,
                     default=None,
                 )
@@ -179,11 +191,11 @@ class _Clock:
 
     def _candidate(self, stage: StageKey) -> Compute | None:
         """The stage's most urgent action that may start now."""
-        ranks = self.ranks[stage]
-        if any(self.busy[rank] for rank in ranks):
-            return None
         forwards, backwards = self.ready[stage, Kind.FORWARD], self.ready[stage, Kind.BACKWARD]
-        if self.all_forwards_first and any(self.forwards_left[rank] for rank in ranks):
+        units = self.units[stage]
+        if not (forwards or backwards) or any(self.busy[unit] for unit in units):
+            return None
+        if self.all_forwards_first and any(self.forwards_left[unit] for unit in units):
             backwards = []
         candidates = [backwards[0]] if backwards else []
         if forwards and self._within_limits(stage, forwards[0][1].cell):
@@ -193,17 +205,18 @@ class _Clock:
     def _within_limits(self, stage: StageKey, cell: Cell) -> bool:
         if self.begun[stage] >= self.limit[stage]:
             return False
-        if self.memory is None or cell not in self.routes.with_backward:
+        if cell not in self.sizes:
             return True
-        size = self.memory.saved_bytes(cell)
+        size = self.sizes[cell]
         return all(
-            self.bytes_held[rank] + size + self._kept_free(rank, stage) <= self.memory.limit_bytes(rank)
-            for rank in self.ranks[stage]
+            self.bytes_held[unit] + size + self._kept_free(unit, stage) <= self.limit_bytes[unit]
+            for unit in self.units[stage]
         )
 
-    def _kept_free(self, rank: int, stage: StageKey) -> int:
-        """Room on the rank for one microbatch of each other stage that has none, lest it wait for what waits for it."""
-        others = (other for other in self.stages_of_rank[rank] if other != stage and not self.holding[other])
+    def _kept_free(self, unit: int, stage: StageKey) -> int:
+        """Room on the unit's ranks for one microbatch of each other stage that has none, lest it wait for what waits
+        for it."""
+        others = (other for other in self.stages_of_unit[unit] if other != stage and not self.holding[other])
         return sum(self.largest[other] for other in others if self.to_save[other])
 
     def _let_one_through_each(self, now: float, stalled: Set[int]) -> None:
@@ -220,9 +233,9 @@ class _Clock:
         stage = stage_of(action.cell)
         _, started = heapq.heappop(self.ready[stage, action.kind])
         assert started == action
-        for rank in self.ranks[stage]:
-            self.busy[rank] = True
-            self.lists[rank].append(action)
+        for unit in self.units[stage]:
+            self.busy[unit] = True
+            self.lists[unit].append(action)
         if action.kind is Kind.FORWARD:
             self._begin_cell(action.cell, +1)
         self.num_started += 1
@@ -233,30 +246,29 @@ class _Clock:
         """Counts a cell as in flight (+1), or as finished (-1)."""
         stage = stage_of(cell)
         self.begun[stage] += sign
-        if self.memory is not None and cell in self.routes.with_backward:
+        if cell in self.sizes:
             self.holding[stage] += sign
             self.to_save[stage] -= sign > 0
-            size = self.memory.saved_bytes(cell)
-            for rank in self.ranks[stage]:
-                self.bytes_held[rank] += sign * size
+            for unit in self.units[stage]:
+                self.bytes_held[unit] += sign * self.sizes[cell]
 
     def _finish(self, action: Compute) -> set[int]:
-        """Frees the action's ranks, hands on what it wrote; returns the ranks that may have something to start."""
+        """Frees the action's ranks, hands on what it wrote; returns the units that may have something to start."""
         stage = stage_of(action.cell)
-        touched = set(self.ranks[stage])
+        touched = set(self.units[stage])
         self.num_running[self.pipeline[stage]] -= 1
-        for rank in self.ranks[stage]:
-            self.busy[rank] = False
-            self.forwards_left[rank] -= action.kind is Kind.FORWARD
+        for unit in self.units[stage]:
+            self.busy[unit] = False
+            self.forwards_left[unit] -= action.kind is Kind.FORWARD
         for value in self.dependencies.writes(action):
             for reader in self.readers[value]:
                 self.reads_missing[reader] -= 1
                 if self.reads_missing[reader] == 0:
                     self._push(reader)
-                    touched.update(self.ranks[stage_of(reader.cell)])
+                    touched.update(self.units[stage_of(reader.cell)])
         for cell in self._finished_cells(action):
             self._begin_cell(cell, -1)
-            touched.update(self.ranks[stage_of(cell)])
+            touched.update(self.units[stage_of(cell)])
         return touched
 
     def _finished_cells(self, action: Compute) -> list[Cell]:
