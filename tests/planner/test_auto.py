@@ -35,15 +35,20 @@ def draw_problem(seed):
 def test_it_is_between_the_bound_and_the_best_named_planner(seed):
     problem = draw_problem(seed)
     choice = choose(problem)
-    named = []
+    named = {}
     for name, planner in PLANNERS.items():
         if name not in NOT_TRIED:
             try:
-                named.append(evaluate(problem, planner(problem)))
+                named[name] = evaluate(problem, planner(problem))
             except ValueError:
                 assert name in choice.refused
-    assert rank(choice.evaluation) <= min(map(rank, named))
-    assert {e.plan.planner for e in named} == set(choice.named)
+    assert rank(choice.evaluation) <= min(map(rank, named.values()))
+    assert named.keys() == choice.named.keys() | choice.too_slow.keys()
+    for name, at_least_s in choice.too_slow.items():
+        assert choice.named[choice.best_named].iteration_time_s <= at_least_s
+        assert at_least_s <= named[name].iteration_time_s or not named[name].fits
+    for name, evaluation in choice.named.items():
+        assert evaluation.iteration_time_s == pytest.approx(named[name].iteration_time_s)
     if choice.lower_bound_s is not None:
         assert choice.lower_bound_s <= choice.evaluation.iteration_time_s * (1 + 1e-9)
         assert problem_lower_bound_s(problem) >= choice.lower_bound_s

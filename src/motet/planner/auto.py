@@ -1,8 +1,9 @@
 """The fastest plan in simulation that any planner finds, and beyond: bound and simulate.
 
-Candidates are every named planner's own plan, always simulated, so that the choice is never slower than the best of
-them; and the layouts of `motet.planner.auto_layouts`, ordered by a lower bound and an estimate of memory, simulated
-only while their bound is below the best so far. Then the best few are tried under every other schedule.
+Candidates are every named planner's own plan, simulated unless a lower bound shows that another one's is faster, so
+that the choice is never slower than the best of them; and the layouts of `motet.planner.auto_layouts`, ordered by a
+lower bound and an estimate of memory, simulated only while their bound is below the best so far. Then the best few are
+tried under other schedules.
 
 What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
 (`motet.planner.lower_bound`), whose relaxation is stated there.
@@ -24,7 +25,7 @@ from motet.planner.bound_and_simulate import best_layout, rank
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
-from motet.planner.problem import PlanningProblem
+from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -38,8 +39,10 @@ NUM_RESCHEDULED = 3
 """So many of the best plans are tried under other schedules,"""
 NUM_PROMISING = 2
 """the first of them under all, the others under so many."""
-MAX_ACTIONS = 30_000
+MAX_ACTIONS = 15_000
 """Of all simulations under other schedules together."""
+FIRST = ("optimus", "megatron_balanced")
+"""Named planners that often have the best plan: the sooner it is known, the fewer of the others' are simulated."""
 BY_PROMISE = ("zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "bubble_filling")
 """Schedules in which they are tried; then come the others."""
 
@@ -52,6 +55,8 @@ class Choice:
     """The planner whose plan it is; auto: nobody's but ours."""
     named: Mapping[str, Evaluation]
     """Each named planner's own plan."""
+    too_slow: Mapping[str, float]
+    """Planners that have none as fast as the best of these: seconds that theirs take at least, if they fit."""
     refused: Mapping[str, str]
     """Why a planner has none."""
     lower_bound_s: float | None
@@ -104,7 +109,7 @@ def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> C
 
 def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
-    named, refused = _named(problem, placement, schedules)
+    named, too_slow, refused = _named(problem, placement, schedules)
     evaluations = list(named.values())
     if placement is None:
         layouts = list(own_layouts(problem, schedules))
@@ -119,6 +124,7 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         evaluation=replace(best, plan=plan),
         found_by=found_by,
         named=named,
+        too_slow=too_slow,
         refused=refused,
         lower_bound_s=bound_of_all(problem, [e.plan for e in evaluations], plan),
     )
@@ -130,16 +136,22 @@ NOT_TRIED = (PLANNER, "oobleck")
 
 def _named(
     problem: PlanningProblem, placement: Placement | None, schedules: Sequence[str]
-) -> tuple[dict[str, Evaluation], dict[str, str]]:
+) -> tuple[dict[str, Evaluation], dict[str, float], dict[str, str]]:
     from motet.planner import PLANNERS  # It names this planner too.
 
     named: dict[str, Evaluation] = {}
+    too_slow: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name, planner in PLANNERS.items():
-        if name in NOT_TRIED:
-            continue
+    for name in [*FIRST, *(name for name in PLANNERS if name not in (*FIRST, *NOT_TRIED))]:
+        # Under other schedules than their own, which the user may demand, bounds are others.
+        fitting = [e.iteration_time_s for e in named.values() if e.fits and problem.schedules is None]
+        cutoff_s = min(fitting, default=inf)
         try:
-            evaluation = evaluate(problem, planner(problem, placement=placement))
+            plan = PLANNERS[name](problem.with_cutoff(cutoff_s), placement=placement)
+            evaluation = evaluate(problem, plan)
+        except TooSlowError as error:
+            too_slow[name] = error.at_least_s
+            continue
         except UserError as error:
             refused[name] = str(error)
             continue
@@ -148,7 +160,7 @@ def _named(
             named[name] = min(allowed, key=rank)
         else:
             refused[name] = f"its plan needs schedule {evaluation.plan.schedule}, which is not allowed"
-    return named, refused
+    return named, too_slow, refused
 
 
 def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:

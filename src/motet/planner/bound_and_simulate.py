@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, layout_plan
 from motet.planner.layout_costs import LayoutCosts
-from motet.planner.problem import PlanningProblem
+from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
 
-MAX_ACTIONS = 20_000
+MAX_ACTIONS = 10_000
 """Of all simulations of a search together: where programs are large, fewer of them are tried."""
 
 
@@ -45,7 +46,7 @@ def best_layout(
     costs: LayoutCosts | None = None,
     known: Sequence[Evaluation] = (),
 ) -> list[Evaluation]:
-    """Simulations, the best first; none if there is no layout.
+    """Simulations, the best first; none if there is no layout. Raises `TooSlowError` if all that fit are too slow.
 
     A candidate is simulated unless its bound is above the best simulation that fits (`known` ones among them), and
     while fewer than `max_simulated` have been, with fewer than `MAX_ACTIONS` actions in all; four times as many while
@@ -53,17 +54,21 @@ def best_layout(
     """
     costs = costs or LayoutCosts(problem)
     evaluations: list[Evaluation] = []
-    fastest = min((e.iteration_time_s for e in known if e.fits), default=float("inf"))
+    fastest = min((e.iteration_time_s for e in known if e.fits), default=inf)
     num_actions = 0
-    for candidate in candidates(problem, layouts, costs):
-        times = 1 if fastest < float("inf") else 4
+    found = candidates(problem, layouts, costs)
+    for candidate in found:
+        times = 1 if fastest < inf else 4
         if len(evaluations) >= max_simulated * times or num_actions >= MAX_ACTIONS * times:
             break
-        if candidate.bound_s >= fastest:
+        if candidate.bound_s >= min(fastest, problem.cutoff_s):
             continue
         evaluation = evaluate(problem, layout_plan(problem, candidate.layout))
         evaluations.append(evaluation)
         num_actions += evaluation.num_actions
         if evaluation.fits:
             fastest = min(fastest, evaluation.iteration_time_s)
+    left_out = [candidate.bound_s for candidate in found if problem.cutoff_s <= candidate.bound_s < fastest]
+    if left_out and fastest >= problem.cutoff_s:
+        raise TooSlowError(min(fastest, *left_out))
     return sorted(evaluations, key=rank)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any, TypeVar
 
 from motet.attention.distribution import check_ulysses
@@ -19,6 +20,14 @@ from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange
 from motet.workload import ModuleWorkload
 
 T = TypeVar("T")
+
+
+class TooSlowError(UserError):
+    """Every plan of a planner that fits takes longer than the problem's `cutoff_s`."""
+
+    def __init__(self, at_least_s: float) -> None:
+        super().__init__(f"takes at least {at_least_s:.4g} s")
+        self.at_least_s = at_least_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +106,8 @@ class PlanningProblem:
     """What costs would be if they were computed, where those in `table` are measured."""
     failures: int = 0
     """Nodes that may fail at once, for planners that make plans which survive it."""
+    cutoff_s: float = inf
+    """Plans that cannot be faster need not be looked at: planners may raise `TooSlowError` instead."""
     program_s: float = 0.0
     """What it takes to derive an iteration's program, if that is not hidden behind the iteration before."""
     _known: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -139,6 +150,12 @@ class PlanningProblem:
 
     def with_num_devices(self, num_devices: int) -> "PlanningProblem":
         return replace(self, cluster=replace(self.cluster, num_devices=num_devices))
+
+    def with_cutoff(self, cutoff_s: float) -> "PlanningProblem":
+        """The same problem; what is known of it is shared."""
+        result = replace(self, cutoff_s=cutoff_s)
+        object.__setattr__(result, "_known", self._known)
+        return result
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:

@@ -55,6 +55,7 @@ def report_choice(choice: Choice) -> dict[str, Any]:
             name: {"iteration_time_s": evaluation.iteration_time_s, "fits": evaluation.fits}
             for name, evaluation in choice.named.items()
         },
+        "too_slow": {name: {"at_least_s": seconds} for name, seconds in choice.too_slow.items()},
         "refused": dict(choice.refused),
     }
 
@@ -62,12 +63,14 @@ def report_choice(choice: Choice) -> dict[str, Any]:
 def choice_text(values: Mapping[str, Any]) -> str:
     """The same as a line and a table, the fastest first."""
     named = sorted(values["named"].items(), key=lambda item: (not item[1]["fits"], item[1]["iteration_time_s"]))
-    width = max((len(name) for name, _ in named), default=0)
+    slower = sorted(values["too_slow"].items(), key=lambda item: item[1]["at_least_s"])
+    width = max((len(name) for name, _ in [*named, *slower]), default=0)
     lines = [f"auto: {values['why']}"]
     lines += [
         f"  {name.ljust(width)}  {_ms(value['iteration_time_s'])}{'' if value['fits'] else '  does not fit'}"
         for name, value in named
     ]
+    lines += [f"  {name.ljust(width)}  at least {_ms(value['at_least_s'])}" for name, value in slower]
     return "\n".join(lines)
 
 

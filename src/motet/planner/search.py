@@ -17,7 +17,7 @@ from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.layout import Layout, layout_of_degrees
 from motet.planner.partition import fewest_stages, stage_costs
-from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 
 Cut = Callable[[PlanningProblem, str, Degrees], tuple[int, ...]]
 """(problem, module, degrees) -> layers of each stage."""
@@ -34,7 +34,7 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
     """
     wanted = tuple(placements)
     for num_devices in range(problem.num_devices, 0, -1):
-        replicated = _replicated(problem, cut, num_devices, planner) if "replicated" in wanted else []
+        replicated = _replicated(problem, cut, num_devices, planner, wanted) if "replicated" in wanted else []
         layouts = layouts_of(problem, cut, num_devices, planner, [p for p in wanted if p != "replicated"])
         evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
         if evaluations:
@@ -77,7 +77,9 @@ def layouts_of(
 Runs = Callable[[str, Degrees], Sequence[LayerRange]]
 
 
-def _replicated(problem: PlanningProblem, cut: Cut, num_devices: int, planner: str) -> list[Evaluation]:
+def _replicated(
+    problem: PlanningProblem, cut: Cut, num_devices: int, planner: str, wanted: Sequence[Placement]
+) -> list[Evaluation]:
     """The sink's stages take all devices, for each choice of sizes; a choice whose busiest rank has more to do than the
     best so far takes is left out."""
     if len(problem.sinks) != 1:
@@ -94,8 +96,10 @@ def _replicated(problem: PlanningProblem, cut: Cut, num_devices: int, planner: s
         work_s = _replicated_work_s(problem, sink, tp, dp, cuts[sink])
         choices.append((work_s, {name: replace(d, layers_per_stage=cuts[name]) for name, d in degrees.items()}))
     evaluations: list[Evaluation] = []
+    if wanted == ("replicated",) and choices and all(work_s >= problem.cutoff_s for work_s, _ in choices):
+        raise TooSlowError(min(work_s for work_s, _ in choices))
     for work_s, exact in sorted(choices, key=lambda choice: choice[0]):
-        if not any(e.fits and e.iteration_time_s <= work_s for e in evaluations):
+        if not any(e.fits and e.iteration_time_s <= work_s for e in evaluations) and work_s < problem.cutoff_s:
             plan = build_plan(problem, exact, placement="replicated", planner=planner)
             evaluations.append(evaluate(problem, plan))
     return evaluations
