@@ -9,6 +9,10 @@ import attention_policies
 import balanced_data
 import command_line
 import deferral
+
+
+@pytest.mark.slow
+import data_service
 import frozen_aware
 import pipeline_against_torch
 import prediction
@@ -170,3 +174,11 @@ def test_deferral_and_random_order_compute_the_same(tmp_path):
     assert [name for name, _, _ in results] == ["random", "entrain"]
     for number in (1, 2):
         assert float(results[0][number]) == pytest.approx(float(results[1][number]), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_batches_travel_every_way(tmp_path):
+    tiny = ["--megabytes", "0.4", "--batches", "20", "--batch-size", "2", "--steps", "2", "--slack", "0.1"]
+    text = text_of(data_service.main(tiny), tmp_path)
+    assert len(re.findall(r"^\| .* \| [\d.]+ \| [\d.]+ \.\. [\d.]+ \|$", text, flags=re.MULTILINE)) == 4
+    assert len(re.findall(r"^\| .* \| [\d.]+% \|$", text, flags=re.MULTILINE)) == 3

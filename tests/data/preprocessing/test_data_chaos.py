@@ -66,9 +66,9 @@ def tell_phases_of_server(monkeypatch: pytest.MonkeyPatch, server: Slot, worker:
         server.tell("server", "takes a ticket")
         return do_get(self, context, ticket)
 
-    def telling_answer(self: Preparer, ticket: Any) -> Any:
+    def telling_answer(self: Preparer, ticket: Any, *allocate: Any) -> Any:
         worker.tell("worker", "prepares metadata" if ticket.module is None else "prepares tensors")
-        answered = answer(self, ticket)
+        answered = answer(self, ticket, *allocate)
         worker.tell("worker", "idle", 0)
         return answered
 

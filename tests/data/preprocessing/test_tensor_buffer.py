@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.data.preprocessing.tensor_buffer import DTYPES, pack, unpack, view_of_memory
+from motet.data.preprocessing.tensor_buffer import DTYPES, in_own_memory, in_shared_memory, pack, unpack, view_of_memory
 
 
 @st.composite
@@ -24,9 +24,9 @@ def features(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(features(), max_size=4))
-def test_what_was_packed_comes_out(samples: list[dict[str, torch.Tensor]]) -> None:
-    buffer = pack(samples)
+@given(st.lists(features(), max_size=4), st.booleans())
+def test_what_was_packed_comes_out(samples: list[dict[str, torch.Tensor]], in_shared: bool) -> None:
+    buffer = pack(samples, in_shared_memory if in_shared else in_own_memory)
     received = list(unpack(json.loads(json.dumps(buffer.header)), buffer.data))
     assert len(received) == len(samples)
     for sent, got in zip(samples, received, strict=True):

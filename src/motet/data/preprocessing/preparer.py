@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from motet.data.dataset import Dataset
-from motet.data.preprocessing.tensor_buffer import TensorBuffer, pack
+from motet.data.preprocessing.tensor_buffer import Allocate, TensorBuffer, in_own_memory, pack
 from motet.data.preprocessing.tickets import Corrupt, Split, Ticket
 from motet.data.sample import Sample
 from motet.errors import UserError
@@ -24,8 +24,8 @@ class Preparer:
     checks_all: bool = False
     _good: set[tuple[Split, int]] = field(default_factory=set, init=False, repr=False)
 
-    def answer(self, ticket: Ticket) -> Answer:
-        """A function of the ticket and the data alone."""
+    def answer(self, ticket: Ticket, allocate: Allocate = in_own_memory) -> Answer:
+        """A function of the ticket and the data alone. `allocate`: the memory for tensors."""
         if ticket.module is None:
             return [self._sample(ticket.split, index) for index in ticket.indices]
         features: list[dict[str, Tensor]] = []
@@ -34,7 +34,7 @@ class Preparer:
                 features.append(self.datasets[ticket.split].features(index, ticket.module))
             except UserError as error:
                 return Corrupt(index, str(error))
-        return pack(features)
+        return pack(features, allocate)
 
     def _sample(self, split: Split, index: int) -> Sample | Corrupt:
         dataset = self.datasets[split]

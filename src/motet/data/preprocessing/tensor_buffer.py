@@ -4,7 +4,7 @@ Nothing is unpickled, and nothing is copied where it is unpacked: tensors are vi
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,11 @@ class TensorBuffer:
     """uint8 [bytes]."""
 
 
-def pack(samples: Sequence[Mapping[str, Tensor]]) -> TensorBuffer:
+Allocate = Callable[[int], Tensor]
+"""From a number of bytes to uint8 [bytes]."""
+
+
+def pack(samples: Sequence[Mapping[str, Tensor]], allocate: Allocate) -> TensorBuffer:
     header: Header = []
     placed: list[tuple[int, Tensor]] = []
     end = 0
@@ -53,10 +57,19 @@ def pack(samples: Sequence[Mapping[str, Tensor]]) -> TensorBuffer:
             placed.append((first, tensor))
             end = first + tensor.nbytes
         header.append(entries)
-    data = torch.empty(end, dtype=torch.uint8)
+    data = allocate(end)
     for first, tensor in placed:
         data[first : first + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
     return TensorBuffer(header, data)
+
+
+def in_own_memory(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def in_shared_memory(num_bytes: int) -> Tensor:
+    """Another process gets it without a copy."""
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(num_bytes))
 
 
 def unpack(header: Header, data: Tensor) -> Iterator[dict[str, Tensor]]:

@@ -18,9 +18,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from motet.data.preprocessing.preparer import Answer, Preparer
-from motet.data.preprocessing.tensor_buffer import Header, TensorBuffer
+from motet.data.preprocessing.tensor_buffer import Header, TensorBuffer, in_own_memory, in_shared_memory
 from motet.data.preprocessing.tickets import Ticket
 
 MAX_ATTEMPTS = 5
@@ -86,7 +87,8 @@ class Workers:
                 begun = self._begin(begun.ticket, begun.attempt + 1)
                 continue
             if isinstance(answer, _Small):
-                return TensorBuffer(answer.header, torch.frombuffer(answer.data, dtype=torch.uint8))
+                data = torch.frombuffer(answer.data, dtype=torch.uint8) if answer.data else in_own_memory(0)
+                return TensorBuffer(answer.header, data)
             return answer
 
     def _replace(self, broken: ProcessPoolExecutor) -> None:
@@ -137,9 +139,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _memory_for(num_bytes: int) -> Tensor:
+    return in_own_memory(num_bytes) if num_bytes < LARGE_BYTES else in_shared_memory(num_bytes)
+
+
 def _answer(ticket: Ticket) -> Answer | _Small:
     assert _preparer is not None
-    answer = _preparer.answer(ticket)
-    if isinstance(answer, TensorBuffer) and 0 < answer.data.nbytes < LARGE_BYTES:
+    answer = _preparer.answer(ticket, _memory_for)
+    if isinstance(answer, TensorBuffer) and answer.data.nbytes < LARGE_BYTES:
         return _Small(answer.header, bytearray(answer.data.numpy()))
     return answer
