@@ -65,11 +65,12 @@ class DialADigitConfig(PreparedDataConfig):
 
 
 class ConversationsConfig(PreparedDataConfig):
-    """Conversations in the LLaVA form, as JSON lines (or one JSON list), with image and audio files beside them."""
+    """Conversations in the LLaVA form: JSON lines (or one JSON list) with image and audio files beside them, WebDataset
+    shards (`.tar`), or Parquet files."""
 
     kind: Literal["conversations"]
     files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    """One file or several."""
+    """One file or several; patterns such as `shards/*.tar` too."""
     eval_files: Files = ()
     """Held-out conversations."""
     image_folder: str = "."
