@@ -1,6 +1,7 @@
 """`motet serve-data`: prepares samples for training on other machines, until it is told to end."""
 
 import argparse
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,14 @@ def _read_tls(arguments: argparse.Namespace) -> tuple[bytes, bytes] | None:
         raise UserError("--tls-cert and --tls-key: one is given without the other; give both or none")
     if arguments.tls_cert is None:
         return None
-    contents = []
     for option, path in (("--tls-cert", arguments.tls_cert), ("--tls-key", arguments.tls_key)):
-        try:
-            contents.append(Path(path).read_bytes())
-        except OSError as error:
-            raise UserError(f"{option} {path}: cannot be read ({error.strerror}); give a PEM file") from None
-    return contents[0], contents[1]
+        if not Path(path).is_file():
+            raise UserError(f"{option} {path}: there is no such file; give a PEM file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(arguments.tls_cert, arguments.tls_key)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--tls-cert {arguments.tls_cert}, --tls-key {arguments.tls_key}: are no certificate and key that fit "
+            f"({error}); give both in PEM"
+        ) from None
+    return Path(arguments.tls_cert).read_bytes(), Path(arguments.tls_key).read_bytes()

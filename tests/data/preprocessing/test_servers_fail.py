@@ -18,6 +18,8 @@ from data_servers import (
 )
 
 from motet.config import RunConfig
+from motet.data.preprocessing.preparer import Preparer
+from motet.data.preprocessing.tickets import Ticket
 from motet.errors import UserError
 
 NUM_BATCHES = 9
@@ -123,6 +125,36 @@ def wait_until_gone(pid: int) -> None:
     if process is not None:
         assert select.select([process], [], [], 60)[0], f"process {pid} lives on"
         os.close(process)
+
+
+def test_a_ticket_of_which_workers_die_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(self: Preparer, ticket: Ticket, *allocate: object) -> object:
+        if ticket.module is not None:
+            os._exit(1)
+        return original(self, ticket)
+
+    original = Preparer.answer
+    monkeypatch.setattr(Preparer, "answer", answer)
+    told = r"worker processes died 5 times over train samples .*; is one of them"
+    with training(data_config(workers=1)) as client, pytest.raises(RuntimeError, match=told):
+        client.next(1)
+
+
+def test_what_fails_in_a_server_is_told_and_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(self: Preparer, ticket: Ticket, *allocate: object) -> object:
+        raise ZeroDivisionError("a mistake of ours")
+
+    config = data_config(workers=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Preparer, "answer", answer)
+        server = ServerProcess(config)
+    told = f"{server.address} refuses: .*ZeroDivisionError: a mistake of ours"
+    with (
+        training(with_servers(config, server.address)) as client,
+        pytest.raises(RuntimeError, match=told),
+    ):
+        client.next(1)
+    server.kill()
 
 
 # Who may ask, and for what.

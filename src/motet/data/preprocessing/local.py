@@ -12,6 +12,9 @@ from motet.data.preprocessing.workers import Workers
 from motet.data.sample import Sample
 from motet.errors import UserError
 
+LARGEST_SHARE = 16
+"""Samples that are prepared, and travel, at a time."""
+
 
 class LocalProducer:
     """One data set, prepared by workers, which several data sets may share.
@@ -53,7 +56,7 @@ class LocalProducer:
 
 
 def shares(ticket: Ticket, num_workers: int) -> Iterator[Ticket]:
-    """The same ticket in parts, enough of them to keep all workers busy."""
-    size = max(1, -(-len(ticket.indices) // (2 * num_workers or 1)))
+    """The same ticket in parts, enough of them to keep all workers busy, and none so large that it is a burden."""
+    size = min(LARGEST_SHARE, max(1, -(-len(ticket.indices) // (2 * num_workers or 1))))
     for first in range(0, len(ticket.indices), size):
         yield Ticket(ticket.split, ticket.indices[first : first + size], ticket.module)

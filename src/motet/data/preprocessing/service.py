@@ -25,7 +25,7 @@ from motet.data.preprocessing.access import is_authorized
 from motet.data.preprocessing.local import shares
 from motet.data.preprocessing.preparer import Answer
 from motet.data.preprocessing.tickets import Corrupt, Ticket, samples_to_json
-from motet.data.preprocessing.workers import Workers, WorkersDiedError
+from motet.data.preprocessing.workers import Workers
 from motet.errors import UserError
 
 SCHEMA = pa.schema([("data", pa.large_binary())])
@@ -83,7 +83,7 @@ class DataServer(flight.FlightServerBase):
                 tls_certificates=[tls] if tls else None,
             )
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"--tls-cert, --tls-key: the server cannot start ({_first_line(error)})") from None
+            raise UserError(f"--host {host} --port {port}: cannot be served on ({_first_line(error)})") from None
         self.address = f"{scheme}://{_bracketed(host)}:{self.port}"
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:
@@ -115,8 +115,9 @@ class DataServer(flight.FlightServerBase):
                 header, data = _message(answer)
                 self._count("sent_bytes", data.size)
                 yield _record_batch(data), pa.py_buffer(header.encode())
-        except WorkersDiedError as error:
-            raise flight.FlightServerError(str(error)) from None
+        except Exception as error:
+            # What is not of Flight's own, clients would take for a server that dies.
+            raise flight.FlightServerError(f"{type(error).__name__}: {error}") from error
 
     def _count(self, what: str, number: int = 1) -> None:
         with self._lock:
