@@ -8,11 +8,8 @@ import attention_kernels
 import attention_policies
 import balanced_data
 import command_line
-import deferral
-
-
-@pytest.mark.slow
 import data_service
+import deferral
 import frozen_aware
 import pipeline_against_torch
 import prediction
