@@ -1,0 +1,162 @@
+"""How long does it take to plan pipeline templates? Table 2.3's grid, encoders with a language model, and memory that
+decides; and which counts of microbatches are faster, eq. 2.6's or those of the shortest iteration.
+
+Each figure is the median of the runs' CPU seconds on one core. The published seconds are those of Table 2.3.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import time
+from collections.abc import Sequence
+from random import Random
+from statistics import median
+
+import numpy as np
+from reporting import Report
+
+from motet.reproduce.oobleck_model import planning_problem
+from motet.reproduce.oobleck_published import PLANNED_LAYERS, PLANNING_S
+from motet.resilience.combinations import best_combination, num_combinations, template_sizes
+from motet.resilience.microbatches import iteration_s, least_variance_counts, min_max_counts
+from motet.resilience.pipelines import Template
+from motet.resilience.stage_mapping import ChainCosts, MappingProblem, map_stages
+
+SIZES = (1, 2, 4, 8)
+
+
+def seconds(problem: MappingProblem, num_nodes: int, num_runs: int) -> float:
+    """Of CPU, the median."""
+    times = []
+    for _ in range(num_runs):
+        begin = time.process_time()
+        assert map_stages(problem, num_nodes) is not None
+        times.append(time.process_time() - begin)
+    return median(times)
+
+
+def drawn_chain(num_layers: int, weight: float, seed: int, *, memory: bool = False) -> ChainCosts:
+    """Layers that all differ."""
+    random = Random(seed)
+    base = [weight * random.uniform(0.5, 1.5) for _ in range(num_layers)]
+    gain = {size: 1 / size + (0.03 * (1 + size**0.5 / 4) if size > 1 else 0.0) for size in SIZES}
+    return ChainCosts(
+        seconds={size: [t * gain[size] for t in base] for size in SIZES},
+        static_bytes={size: [1.0 / size] * num_layers for size in SIZES} if memory else None,
+        saved_bytes={size: [0.05 / size] * num_layers for size in SIZES} if memory else None,
+    )
+
+
+def grid(report: Report, num_runs: int) -> None:
+    rows = []
+    for (num_nodes, size), published in PLANNING_S.items():
+        cells = []
+        for num_layers, theirs in zip(PLANNED_LAYERS, published, strict=True):
+            ours = seconds(planning_problem(num_layers, size), num_nodes, num_runs)
+            goal = max(0.02, theirs / 300)
+            cells.append(
+                f"{ours * 1e3:.1f} of {goal * 1e3:.0f}{'' if ours <= goal else ' MISSED'} ({theirs / ours:,.0f}x)"
+            )
+        rows.append((num_nodes, size, *cells))
+    report.add(
+        "Table 2.3's grid, equal layers, four microbatches for each stage as there: milliseconds of the goal (the "
+        "larger of 20 ms and a 300th of the published time), and how many times faster than published."
+    )
+    report.table(("nodes", "GPUs of each", *(f"{n} layers" for n in PLANNED_LAYERS)), rows)
+
+
+def others(report: Report, num_runs: int) -> None:
+    def chain(num_layers: int, **values: object) -> MappingProblem:
+        return MappingProblem(
+            modules={"llm": drawn_chain(num_layers, 1.0, 1, memory=bool(values))},
+            devices_per_node=8,
+            num_microbatches=96,
+            **values,  # type: ignore[arg-type]
+        )
+
+    def with_encoders(num_layers: int) -> MappingProblem:
+        modules = {
+            "vision": drawn_chain(27, 0.2, 2),
+            "audio": drawn_chain(32, 0.1, 3),
+            "llm": drawn_chain(num_layers, 1, 4),
+        }
+        return MappingProblem(modules=modules, devices_per_node=8, num_microbatches=96)
+
+    cases = [
+        ("chain of 96 unequal layers, 24 x 8", chain(96), 24, 3.0),
+        ("the same where memory decides what fits", chain(96, device_bytes=1.5), 24, None),
+        ("chain of 32 unequal layers, 4 x 8, memory decides", chain(32, device_bytes=1.6), 4, None),
+        ("two encoders and 34 layers, 32 x 8", with_encoders(34), 32, 10.0),
+        ("two encoders and 64 layers, 32 x 8", with_encoders(64), 32, 10.0),
+        ("two encoders and 96 layers, 32 x 8", with_encoders(96), 32, 10.0),
+    ]
+    rows = []
+    for what, problem, num_nodes, goal in cases:
+        ours = seconds(problem, num_nodes, num_runs)
+        rows.append((what, f"{ours:.2f}", "-" if goal is None else f"{goal:g}"))
+    report.add("Layers that all differ, 96 microbatches: seconds.")
+    report.table(("problem", "seconds", "goal"), rows)
+
+
+def drawn_template(random: Random, num_nodes: int) -> Template:
+    slowest_s = random.uniform(0.9, 1.2) / num_nodes
+    return Template(
+        num_nodes=num_nodes,
+        replicas={},
+        first_s=slowest_s * num_nodes * random.uniform(0.8, 1.0),
+        slowest_s=slowest_s,
+    )
+
+
+def combinations(report: Report) -> None:
+    random = Random(1)
+    sizes = template_sizes(256, 0, 8)
+    templates = {n: drawn_template(random, n) for n in sizes}
+    begin = time.process_time()
+    count = num_combinations(sizes, 256, 1)
+    counted = time.process_time() - begin
+    begin = time.process_time()
+    found = best_combination(templates, 256, 0, 1024)
+    assert found is not None
+    report.add(
+        f"256 nodes, n0 = 8: {count:,} combinations (counted in {counted:.2f} s); the best of all, {len(found)} "
+        f"pipelines for 1024 microbatches, found in {time.process_time() - begin:.2f} s."
+    )
+
+
+def counts(report: Report, num_problems: int) -> None:
+    random = Random(2)
+    rows = []
+    for per_pipeline in (2, 4, 8, 16):
+        ratios = []
+        for _ in range(num_problems):
+            chosen = [drawn_template(random, random.randint(2, 8)) for _ in range(random.randint(2, 8))]
+            total = per_pipeline * len(chosen)
+            by_variance = iteration_s(chosen, least_variance_counts(chosen, total))
+            ratios.append(by_variance / iteration_s(chosen, min_max_counts(chosen, total)))
+        slower = np.array(ratios) > 1 + 1e-9
+        rows.append((per_pipeline, f"{slower.mean():.0%}", f"{np.mean(ratios) - 1:.2%}", f"{max(ratios) - 1:.1%}"))
+    report.add(
+        f"Counts of microbatches, {num_problems} drawn problems each: the iteration with eq. 2.6's integer optimum "
+        "against the shortest one, which minimises the slowest pipeline's time."
+    )
+    report.table(("microbatches for each pipeline", "eq. 2.6 is slower in", "on average by", "at most by"), rows)
+
+
+def main(argv: Sequence[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--problems", type=int, default=300, help="for the counts of microbatches")
+    arguments = parser.parse_args(argv)
+    report = Report("templates", "Planning pipeline templates")
+    grid(report, arguments.runs)
+    others(report, arguments.runs)
+    combinations(report)
+    counts(report, arguments.problems)
+    return report
+
+
+if __name__ == "__main__":
+    main().write()
