@@ -123,6 +123,23 @@ def test_pairs_in_files(capsys: pytest.CaptureFixture[str], run_file: Path) -> N
     expect_mistake(capsys, ["verify", run_file], "pairs.jsonl:1: audio: is None; give a path")
 
 
+def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Measured costs, and sizes instead of data."""
+    costs = run_file.with_name("costs.json")
+    run(capsys, "profile", run_file, "--out", costs)
+    measured = run(capsys, "plan", run_file, "--set", f"cluster.costs={costs}")
+    assert measured["costs"]["source"] != "analytic"
+    images, sounds = "images: {image: {height: 48, width: 48}}", "sounds: {audio: {seconds: 0.5}}"
+    data = f"data={{kind: described, text_tokens: 8, {images}, {sounds}}}"
+    described = run(capsys, "plan", run_file, "--set", data, "--set", "parallel={}")
+    assert described["planner"] == "distmm"
+    expect_mistake(
+        capsys,
+        ["plan", run_file, "--set", "data={kind: described, images: {image: {height: 48, width: 48}}}"],
+        "data: says nothing of tower 'audio'; give it under images or sounds",
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -144,6 +161,10 @@ def test_pairs_in_files(capsys: pytest.CaptureFixture[str], run_file: Path) -> N
         ("parallel.explicit.image.dp=2", "the plan uses 4 ranks but cluster has 3"),
         ("parallel.explicit.contrastive={}", "parallel.explicit: there is no module 'contrastive'"),
         ("parallel.recompute_features=[img]", "parallel.recompute_features: there is no module 'img'"),
+        (
+            "parallel={planner: distmm, recompute_features: [image]}",
+            "parallel.recompute_features: planners choose that themselves",
+        ),
         ("parallel.placement=replicated", "parallel.placement: replicated is for encoders of a language model"),
     ],
 )

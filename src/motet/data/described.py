@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from motet.config import LANGUAGE_MODEL, DescribedConfig, RunConfig
+from motet.config.data_section import DescribedImagesConfig, DescribedSoundsConfig
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
-from motet.models.token_counts import encoder_segment, grid_of
+from motet.models.token_counts import config_value, encoder_segment, grid_of, reads_text
+from motet.plan import CONTRASTIVE
 from motet.workload import ModuleWorkload
 
 MEL_FRAMES_PER_S = 100
@@ -18,38 +20,68 @@ class DescribedSamples:
     """All alike."""
 
     layouts: Mapping[str, tuple[Segment, ...]]
-    num_loss_tokens: int
+    num_loss_tokens: Mapping[str, int]
     num_samples: int
 
     def __len__(self) -> int:
         return self.num_samples
 
     def sample(self, index: int) -> Sample:
-        return Sample(f"described {index}", self.layouts, {LANGUAGE_MODEL: self.num_loss_tokens})
+        return Sample(f"described {index}", self.layouts, self.num_loss_tokens)
 
 
 def described_samples(
     config: RunConfig, data: DescribedConfig, workloads: Mapping[str, ModuleWorkload]
 ) -> DescribedSamples:
     """Raises `UserError` for an encoder that the model does not have, and for a size that the encoder cannot take."""
+    if config.model.towers:
+        return _described_towers(config, data, workloads)
     for name in (*data.images, *data.sounds):
         if name not in config.model.encoders:
             raise UserError(f"data: there is no encoder {name!r}; the model has {', '.join(config.model.encoders)}")
     layouts: dict[str, tuple[Segment, ...]] = {}
     for name, image in data.images.items():
-        values, size = workloads[name].config, (image.height, image.width)
-        patch = values.get("patch_size", 1)
-        rows, columns = patch if isinstance(patch, tuple | list) else (patch, patch)
-        grid = grid_of(values, image_size=size, image_grid_thw=(1, size[0] // rows, size[1] // columns))
-        layouts[name] = _segments(config, workloads[name], name, grid, image.count)
+        layouts[name] = _segments(config, workloads[name], name, _image_grid(workloads[name], image), image.count)
     for name, sound in data.sounds.items():
-        grid = grid_of(workloads[name].config, num_mel_frames=round(sound.seconds * MEL_FRAMES_PER_S))
-        layouts[name] = _segments(config, workloads[name], name, grid, sound.count)
+        layouts[name] = _segments(config, workloads[name], name, _sound_grid(workloads[name], sound), sound.count)
     text = [Segment(data.text_tokens)]
     if config.model.merge != "cross_attention":
         text = [Segment(s.outputs, source=name, item=s.item) for name, items in layouts.items() for s in items] + text
     layouts[LANGUAGE_MODEL] = tuple(text)
-    return DescribedSamples(layouts, data.text_tokens, data.num_train)
+    return DescribedSamples(layouts, {LANGUAGE_MODEL: data.text_tokens}, data.num_train)
+
+
+def _described_towers(
+    config: RunConfig, data: DescribedConfig, workloads: Mapping[str, ModuleWorkload]
+) -> DescribedSamples:
+    """One item of each sample for every tower; texts are `text_tokens` long, but no longer than their tower takes."""
+    grids: dict[str, tuple[int, ...]] = {}
+    for name in config.model.towers:
+        values = workloads[name].config
+        if reads_text(values):
+            grids[name] = (min(data.text_tokens, config_value(values, "max_position_embeddings")),)
+        elif name in data.images:
+            grids[name] = _image_grid(workloads[name], data.images[name])
+        elif name in data.sounds:
+            grids[name] = _sound_grid(workloads[name], data.sounds[name])
+        else:
+            raise UserError(f"data: says nothing of tower {name!r}; give it under images or sounds")
+    layouts = {}
+    for name, grid in grids.items():
+        segment = encoder_segment(workloads[name].config, item=0, grid=grid)
+        layouts[name] = (Segment(segment.num_tokens, num_outputs=1, grid=grid),)
+    return DescribedSamples(layouts, {CONTRASTIVE: 1}, data.num_train)
+
+
+def _image_grid(workload: ModuleWorkload, image: DescribedImagesConfig) -> tuple[int, ...]:
+    values, size = workload.config, (image.height, image.width)
+    patch = values.get("patch_size", 1)
+    rows, columns = patch if isinstance(patch, tuple | list) else (patch, patch)
+    return grid_of(values, image_size=size, image_grid_thw=(1, size[0] // rows, size[1] // columns))
+
+
+def _sound_grid(workload: ModuleWorkload, sound: DescribedSoundsConfig) -> tuple[int, ...]:
+    return grid_of(workload.config, num_mel_frames=round(sound.seconds * MEL_FRAMES_PER_S))
 
 
 def _segments(

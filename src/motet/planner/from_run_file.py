@@ -275,7 +275,12 @@ def _read_costs(
     config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster, tp_sizes: Set[int]
 ) -> CostTable:
     if config.cluster.costs is not None:
-        return CostTable.load(config.cluster.costs)
+        table = CostTable.load(config.cluster.costs)
+        if not config.model.towers:
+            return table
+        # The loss takes little, and depends on who shares it: it is computed.
+        computed = _compute_costs(config, {CONTRASTIVE: workloads[CONTRASTIVE]}, cluster, {1})
+        return replace(table, modules={**table.modules, **computed.modules})
     return _compute_costs(config, workloads, cluster, tp_sizes)
 
 

@@ -84,6 +84,10 @@ def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
     parallel = config.parallel
     if parallel.planner != "explicit":
         # The default of `planner` is one for encoders and a language model.
+        if parallel.recompute_features:
+            raise UserError(
+                "parallel.recompute_features: planners choose that themselves; leave it out, or give planner: explicit"
+            )
         planner = parallel.planner if "planner" in parallel.model_fields_set else "distmm"
         return make_plan(problem, planner, placement=parallel.placement)
     layouts = {

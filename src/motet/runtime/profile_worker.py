@@ -21,7 +21,7 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
     device = pick_device(config, int(os.environ["LOCAL_RANK"]))
     tp = _my_group(tp_size)
     workloads = read_workloads(config)
-    edges = edges_between(config, workloads[LANGUAGE_MODEL])
+    edges = () if config.model.towers else edges_between(config, workloads[LANGUAGE_MODEL])
 
     def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
         stage = build_stage(_all_trainable(config), name, layers, tp, device, recompute=False)
@@ -60,9 +60,11 @@ def _my_group(tp_size: int) -> TensorParallel:
 
 def _all_trainable(config: RunConfig) -> RunConfig:
     """The profiler itself says what is frozen in each measurement."""
-    values = config.model_dump()
-    values["model"]["language_model"]["train"]["module"] = True
-    for encoder in values["model"]["encoders"].values():
+    values = config.model_dump(exclude_unset=True)
+    model = values["model"]
+    if "language_model" in model:
+        model["language_model"]["train"] = {"module": True}
+    for encoder in (*model.get("encoders", {}).values(), *model.get("towers", {}).values()):
         encoder["train"] = {"module": True, "projector": True}
     return RunConfig.model_validate(values)
 
