@@ -69,7 +69,7 @@ def test_a_rate(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
             "--duration: 'long' is not a time; give a number with",
         ),
         (["--failures", "6h", "--storage", "0"], "--storage: is 0.0; give bytes per second"),
-        (["--failures", "6h", "--set", "cluster.num_nodes=1"], "finds no pipeline of vision and audio"),
+        (["--failures", "6h", "--set", "cluster.num_nodes=1"], "cluster.num_nodes: is 1, but to survive 1 failures"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

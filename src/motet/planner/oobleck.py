@@ -80,6 +80,11 @@ def total_microbatches(problem: PlanningProblem) -> int:
 def make_templates(problem: PlanningProblem) -> Templates:
     """Those of the job's whole life. Raises `UserError` if the cluster cannot hold f + 1 pipelines."""
     cluster, failures = problem.cluster, problem.failures
+    if cluster.num_nodes <= failures:
+        raise UserError(
+            f"cluster.num_nodes: is {cluster.num_nodes}, but to survive {failures} failures oobleck needs "
+            f"{failures + 1} pipelines on nodes of their own; give at least {failures + 1}"
+        )
     if cluster.num_devices % cluster.devices_per_node:
         raise UserError(
             f"cluster: {cluster.num_devices} devices do not fill {cluster.num_nodes} nodes of "

@@ -6,6 +6,7 @@ their number, device after device: slower, so it is used only where the number m
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,14 +55,19 @@ def counted_tables(
     end = nothing.copy()
     end[-1, -1] = 0.0
     tables = CountedTables(segments, devices_per_node, most_in_flight, stages, [end], [nothing])
+    largest, longest = (max((key[i] for key in stages), default=0) for i in range(2))
     for number in range(1, min(num_devices, num_layers) + 1):
         after, slowest = nothing.copy(), nothing.copy()
+        # So many stages begin no earlier and no later than there.
+        devices = max(0, num_devices - number * largest), num_devices - number + 1
+        layers = max(0, num_layers - number * longest), num_layers - number + 1
         for (size, length), costs in stages.items():
             fits = tables.fits(size, length, number)
             if fits.any():
-                _lower(after, costs.after, tables.after[-1], fits, size, length, devices_per_node)
-                _lower(slowest, costs.slowest, tables.after[-1], fits, size, length, devices_per_node)
-                _lower(slowest, costs.before, tables.slowest[-1], fits, size, length, devices_per_node)
+                window = _window(size, length, devices, layers, num_devices, num_layers)
+                _lower(after, costs.after, tables.after[-1], fits, window, devices_per_node)
+                _lower(slowest, costs.slowest, tables.after[-1], fits, window, devices_per_node)
+                _lower(slowest, costs.before, tables.slowest[-1], fits, window, devices_per_node)
         if not (np.isfinite(after).any() or np.isfinite(slowest).any()):
             break
         tables.after.append(after)
@@ -69,15 +75,34 @@ def counted_tables(
     return tables
 
 
-def _lower(
-    table: Floats, cost: Floats, rest: Floats, fits: Bools, size: int, length: int, devices_per_node: int
-) -> None:
+class _Window(NamedTuple):
+    """The first devices [a, a_end) and layers [u, u_end) at which a stage of this size and length may begin."""
+
+    size: int
+    length: int
+    a: int
+    a_end: int
+    u: int
+    u_end: int
+
+
+def _window(
+    size: int, length: int, devices: tuple[int, int], layers: tuple[int, int], num_devices: int, num_layers: int
+) -> _Window:
+    a, a_end = devices[0], min(devices[1], num_devices - size + 1)
+    u, u_end = layers[0], min(layers[1], num_layers - length + 1)
+    return _Window(size, length, a, max(a, a_end), u, max(u, u_end))
+
+
+def _lower(table: Floats, cost: Floats, rest: Floats, fits: Bools, window: _Window, devices_per_node: int) -> None:
     """table[a, u] = min(itself, cost[u] + rest[a + size, u + length]) where the stage stays in its node"""
-    num_starts = table.shape[1] - length
-    lowered = np.where(fits, cost[0], INFINITE)[None, :num_starts] + rest[size:, length:]
+    size, length, a, a_end, u, u_end = window
+    of_stages = np.where(fits, cost[0], INFINITE)[u:u_end]
+    lowered = of_stages[None] + rest[a + size : a_end + size, u + length : u_end + length]
     for offset in range(devices_per_node - size + 1, devices_per_node):
-        lowered[offset::devices_per_node] = INFINITE
-    np.minimum(table[: len(table) - size, :num_starts], lowered, out=table[: len(table) - size, :num_starts])
+        lowered[(offset - a) % devices_per_node :: devices_per_node] = INFINITE
+    here = table[a:a_end, u:u_end]
+    np.minimum(here, lowered, out=here)
 
 
 def trace_counted(tables: CountedTables, first: int, kind: Kind) -> list[tuple[int, int, int]]:
