@@ -12,12 +12,15 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
+from motet.data.assignments import ASSIGNMENTS
 from motet.plan import Edge
 from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
+from motet.planner.explicit import build_plan
 from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.lower_bound import problem_lower_bound_s
-from motet.planner.problem import ModuleProblem, PlanningProblem
+from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.reproduce.entrain_problems import problem as entrain_problem
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
 from motet.workload import module_workload, with_projector
@@ -207,3 +210,15 @@ def test_more_choice_never_raises_it():
     wider = replace(problem, dp_sizes=(1, 2, 4))
     assert problem_lower_bound_s(wider) <= problem_lower_bound_s(problem)
     assert problem_lower_bound_s(wider) <= evaluate(wider, make_plan(wider)).iteration_time_s
+
+
+@pytest.mark.parametrize("assignment", sorted(ASSIGNMENTS))
+def test_no_assignment_undercuts_the_bound(assignment: str) -> None:
+    """Samples of very unequal size, which deferral leaves in fewer or smaller microbatches."""
+    one = entrain_problem("1b", num_devices=4, num_samples=16)
+    one = replace(one, num_microbatches=4, assignment=assignment)
+    for degrees in (Degrees(pp=2), Degrees(dp=2)):
+        plan = build_plan(one, dict.fromkeys(one.modules, degrees))
+        assert plan.assignment == assignment
+        bound_s = problem_lower_bound_s(one, num_replicas=dict.fromkeys(one.modules, (degrees.dp,)))
+        assert bound_s <= evaluate(one, plan).iteration_time_s

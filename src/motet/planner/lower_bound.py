@@ -2,7 +2,7 @@
 
 Covered are all plans on the problem's devices in which every module has one tensor-parallel size and one number of
 replicas, both out of given sets: any cut into stages, any groups (own, shared, interleaved, with copies), any schedule,
-backwards split or not, the batch dealt out by `contiguous_assignment`.
+backwards split or not, the batch dealt out as `problem.assignment` does.
 
 Relaxed are: messages and reductions take no time; memory is looked at as one sum, of parameters, gradients and moments
 over all devices; ranks may interrupt and share out work at will. What is kept:
@@ -124,7 +124,9 @@ def _heads_and_tails(
     backs: dict[str, list[float]] = {}
     one: dict[str, tuple[list[float], list[float]]] = {}
     for name in _in_order(problem):
-        smallest = max(1, len(problem.samples) // (replicas[name] * problem.num_microbatches))
+        smallest = (
+            max(1, len(problem.samples) // (replicas[name] * problem.num_microbatches)) if problem.cuts_evenly else 1
+        )
         times = problem.least_times(name, tp[name], smallest)
         one[name] = ([time.forward_s for time in times], [time.backward_s - time.weight_s for time in times])
         heads[name], backs[name] = [], []
@@ -220,7 +222,8 @@ def _replicas_work_alike(problem: PlanningProblem, replicas: Sizes) -> bool:
     if set(replicas.values()) == {1}:
         return True
     first = problem.samples[0]
-    return all(len(problem.samples) % n == 0 for n in replicas.values()) and all(
+    divides = problem.cuts_evenly and all(len(problem.samples) % n == 0 for n in replicas.values())
+    return divides and all(
         (sample.layouts, sample.num_loss_tokens) == (first.layouts, first.num_loss_tokens) for sample in problem.samples
     )
 

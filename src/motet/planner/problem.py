@@ -121,6 +121,11 @@ class PlanningProblem:
                 assert end in self.modules, f"edge to {end!r}, which is no module"
 
     @property
+    def cuts_evenly(self) -> bool:
+        """Whether all microbatches hold equally many samples, as far as they can be divided."""
+        return self.assignment == DEFAULT_ASSIGNMENT and self.max_packed_tokens is None
+
+    @property
     def num_devices(self) -> int:
         return self.cluster.num_devices
 
@@ -220,7 +225,9 @@ class PlanningProblem:
 
         That holds because no sum of a load is less for several samples than the sum of theirs (padding and packing only
         add to it), and because there are at least as many actions as it takes to hold the samples."""
-        largest = -(-len(self.samples) // (self.num_microbatches * num_replicas))
+        largest = (
+            -(-len(self.samples) // (self.num_microbatches * num_replicas)) if self.cuts_evenly else len(self.samples)
+        )
 
         def compute() -> list[LayerTime]:
             total = [

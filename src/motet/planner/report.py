@@ -36,6 +36,7 @@ def report_evaluation(
         "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
         "num_devices": plan.num_ranks,
         "schedule": plan.schedule,
+        "assignment": plan.assignment,
         "num_microbatches": plan.num_microbatches,
         "stages": list(_stages(evaluation)),
         "lower_bound_s": evaluation.lower_bound_s,
@@ -108,7 +109,7 @@ def report_text(values: Mapping[str, Any]) -> str:
     peak = max(values["peak_memory_bytes"])
     lines = [
         f"planner {values['planner']}, {values['num_devices']} devices, schedule {values['schedule']}, "
-        f"{values['num_microbatches']} microbatches",
+        f"{values['num_microbatches']} microbatches, assignment {values['assignment']}",
         f"iteration {_ms(values['iteration_time_s'])} (no schedule of this plan takes less than "
         f"{_ms(values['lower_bound_s'])}), {values['throughput_samples_per_s']:.1f} samples/s, "
         f"idle {values['bubble_fraction']:.1%}, peak memory {peak / 2**20:.0f} MiB",
