@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from data_servers import TOKEN, serving
+from data_servers import TOKEN, ServerProcess, serving
 from mistakes import expect_mistake
 from tiny_run import write_tiny_run
 
@@ -53,6 +55,61 @@ def test_losses_are_those_of_local_data_and_ranks_get_what_they_need(
         assert received == [{"vision"}, {"audio"}, {"language_model"}]
         assert 0 <= result["data"]["wait_fraction"] < 1
     assert all("metadata" in rank for rank in remote["data"]["received_bytes"])
+
+
+@pytest.mark.slow
+def test_replicas_share_the_pixels_out(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Two ranks with a copy of the encoder each get the half that is theirs."""
+    layout = "parallel={planner: explicit, placement: parallel, num_microbatches: 2, explicit: {vision: {dp: %d}, %s}}"
+    others = "audio: {}, language_model: {}"
+    received = []
+    for num_replicas in (1, 2):
+        options = ["--set", layout % (num_replicas, others), "--set", f"cluster.num_devices={2 + num_replicas}"]
+        assert main(["train", str(run_file), *options, "--json"]) == 0
+        received.append(json.loads(capsys.readouterr().out)["data"]["received_bytes"])
+    alone, shared = ([rank["vision"] for rank in ranks if "vision" in rank] for ranks in received)
+    assert len(alone) == 1
+    assert len(shared) == 2
+    assert 0 < min(shared) <= max(shared) < sum(alone)
+    assert not [rank for rank in received[1] if len(rank) > 1]
+
+
+@pytest.mark.campaign
+def test_a_training_job_that_is_killed_goes_on_with_the_same_losses(run_file: Path, tmp_path: Path) -> None:
+    """kill -9 of the launching process at random moments, four times, and of a server each time."""
+    rng = np.random.default_rng(11)
+    steps = 12
+    options = [*LAYOUT[:2], f"--set=train.steps={steps}", "--set=train.checkpoint_every=2"]
+    assert main(["train", str(run_file), *options, f"--set=train.output={tmp_path / 'undisturbed'}"]) == 0
+    config = load_run_config(run_file)
+    with serving(config, 2) as servers:
+        addresses = ",".join(server.address for server in servers)
+        command = [sys.executable, "-m", "motet.cli.main", "train", str(run_file), *options, "--data", addresses]
+        metrics = run_file.parent / "output" / "metrics.jsonl"
+        for kill in range(4):
+            process = subprocess.Popen([*command, "--set=train.resume=latest"], stderr=subprocess.DEVNULL)
+            wait_for_step(process, metrics, 2 * kill + 1)
+            time.sleep(float(rng.uniform(0, 0.3)))
+            process.kill()
+            process.wait()
+            servers[kill % 2].kill()
+            servers[kill % 2] = ServerProcess(config, port=servers[kill % 2].port)
+        assert subprocess.run([*command, "--set=train.resume=latest"], stderr=subprocess.DEVNULL).returncode == 0
+    assert losses(metrics) == losses(tmp_path / "undisturbed" / "metrics.jsonl")
+    assert len(losses(metrics)) == steps
+
+
+def wait_for_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> None:
+    deadline = time.monotonic() + 180
+    while process.poll() is None and (not metrics.exists() or max(losses(metrics), default=0) < step):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """By step, of whole lines."""
+    lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 @pytest.fixture

@@ -82,12 +82,6 @@ def test_a_state_of_other_data_is_refused() -> None:
             other.load_state(state)
 
 
-def test_peeking_moves_nothing() -> None:
-    loader = Loader(InProcess(Numbers(11)), 4, seed=0)
-    peeked = [sample.id for sample in loader.peek().samples]
-    assert ids(loader, 1) == [peeked]
-
-
 def test_only_what_is_asked_for_is_loaded_and_once() -> None:
     data = Numbers(8)
     batch = next(Loader(InProcess(data), 4, seed=0, batches_ahead=0))

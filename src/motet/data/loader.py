@@ -125,16 +125,12 @@ class Loader:
         self._position = (state["epoch"], state["step"])
         self._drop_ahead()
 
-    def peek(self) -> LoadedBatch:
-        """The batch that comes next, without moving on."""
-        return self._load(0)
-
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self
 
     def __next__(self) -> LoadedBatch:
         if self._threads is None:
-            batch = self._load(0)
+            batch = LoadedBatch(self._producer, self._indices(0), self._wanted)
         else:
             self._fill_ahead()
             batch = self._ahead.popleft().result()
@@ -161,9 +157,6 @@ class Loader:
             self._orders[epoch] = epoch_order(len(self._producer), self._seed, epoch)
         first = step * self._batch_size
         return tuple(self._orders[epoch][first : first + self._batch_size].tolist())
-
-    def _load(self, num_batches: int) -> LoadedBatch:
-        return LoadedBatch(self._producer, self._indices(num_batches), self._wanted)
 
     def _load_wanted(self, indices: tuple[int, ...]) -> LoadedBatch:
         batch = LoadedBatch(self._producer, indices, self._wanted)
