@@ -1,12 +1,15 @@
 """Contrastive models under every layout against a plain loss over the whole batch, in one process."""
 
 from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from contrastive_cases import FROZEN_PARTS, TEXTS, Case, Tower, plain_gradients
 from distributed import run_distributed
 
+from motet.models import contrastive_stage
 from motet.runtime.verify import collect_gradients
 
 CASES = {
@@ -95,6 +98,17 @@ def check(case: Case, tolerance: float = 1e-9) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_equals_one_process(case: Case) -> None:
     check(case)
+
+
+def test_a_wrong_exchange_is_noticed() -> None:
+    """Without the other direction's log-sum-exps of all samples, gradients are those of another loss."""
+    exchange = contrastive_stage._exchange_lse
+
+    def own_direction(*arguments: Any) -> Any:
+        return {side: (lse, other + 0.01) for side, (lse, other) in exchange(*arguments).items()}
+
+    with mock.patch.object(contrastive_stage, "_exchange_lse", own_direction), pytest.raises(AssertionError):
+        check(CASES["clip"])
 
 
 def draw(seed: int) -> Case:
