@@ -10,13 +10,14 @@ from motet.plan import Edge, Plan
 from motet.schedule.action import Compute, Durations, Kind
 from motet.schedule.dependencies import Dependencies, SavedGraph
 from motet.schedule.generators import Generator
+from motet.schedule.generators.fill_weights import is_within
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from motet.schedule.generators.zero_bubble_v import zero_bubble_v
 from motet.schedule.lower import lower
 from motet.schedule.queue_rules import QueueRule, can_deadlock
-from motet.schedule.routes import Routes
+from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.validate import liveness, validate
 from motet.simulator.costs import UniformCosts
@@ -201,6 +202,31 @@ def test_a_limit_in_bytes_counts_what_waits_for_its_weight_half(
     routes = routes_of(vision_audio_llm(num_microbatches))
     memory = MemoryLimit(saved_bytes=lambda cell: 10, limit_bytes=lambda rank: 10 * limit)
     assert max(most_not_freed(generate(routes, memory=memory), routes)) <= limit
+
+
+@pytest.mark.parametrize("generate", [zero_bubble_h1, zero_bubble_h2])
+@pytest.mark.parametrize("limit", range(7, 12))
+def test_a_half_that_keeps_more_than_the_forward_did_stays_within_the_limit(generate: Generator, limit: int) -> None:
+    """As with recomputation. Without a limit three halves wait at once, or more."""
+    routes = routes_of(chain(3, 8))
+
+    def saved_bytes(cell: Cell, half: bool) -> int:
+        return 5 if half else 1
+
+    def peak(schedule: Schedule) -> int:
+        found = liveness(schedule, Dependencies(routes), saved_bytes).peak_bytes
+        assert found is not None
+        return max(found)
+
+    memory = MemoryLimit(
+        saved_bytes=lambda cell: saved_bytes(cell, False),
+        limit_bytes=lambda rank: limit,
+        half_saved_bytes=lambda cell: saved_bytes(cell, True),
+    )
+    schedule = generate(routes, memory=memory)
+    assert peak(generate(routes)) > 11
+    assert peak(schedule) <= limit
+    assert is_within(schedule, routes, memory)
 
 
 def test_groups_that_overlap_in_part_keep_whole_backwards() -> None:
