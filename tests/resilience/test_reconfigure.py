@@ -212,3 +212,29 @@ def test_pipelines_that_share_a_node() -> None:
     templates, plan = three_pipelines(failures=1)
     with pytest.raises(UserError, match="node 0 belongs to replicas 0 and 1"):
         reconfigure(plan, replace(templates, devices_per_node=4), lost=[0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_more_nodes_than_the_templates_are_made_for(seed: int) -> None:
+    """And any losses: nothing breaks, and what cannot go on says so."""
+    random = Random(seed)
+    failures, fewest = random.randint(0, 2), random.randint(1, 4)
+    most = random.randint(0, 3) + fewest
+    templates = draw_templates(
+        random,
+        failures=failures,
+        fewest_nodes=fewest,
+        most_nodes=most,
+        devices_per_node=random.choice([1, 3]),
+    )
+    plan, num_nodes = plan_of(templates, [fewest] * failures + [most]), failures * fewest + most
+    for _ in range(6):
+        lost = random.sample(range(num_nodes), random.randint(0, min(num_nodes, random.choice([1, 2, num_nodes]))))
+        result = reconfigure(plan, templates, lost=lost, num_joined=random.randint(0, 6))
+        if result.plan is None:
+            assert result.outcome in ("save_and_stop", "stop")
+            return
+        num_nodes = len(result.old_ranks) // templates.devices_per_node
+        if result.outcome == "continue":
+            check_next(plan, templates, result, num_nodes)
+        plan = result.plan

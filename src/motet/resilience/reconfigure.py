@@ -64,11 +64,12 @@ def reconfigure(
     if len(surviving) + num_joined < templates.least_total:
         return _stopped(templates, len(surviving) + num_joined, missing)
 
+    usable = int(min(num_joined, max(0, templates.most_total - len(surviving))))
     total = sum(plan.replica_microbatches) or plan.num_microbatches * len(before)
     sizes, steps, spares = new_sizes(
         [len(nodes) for nodes in before],
         [len(set(nodes) - set(lost)) for nodes in before],
-        num_joined,
+        usable,
         fewest=templates.fewest_nodes,
         most=templates.most_nodes,
         num_needed=templates.failures + 1,
@@ -76,6 +77,9 @@ def reconfigure(
     )
     chosen = [templates.by_nodes[n] for _, n in sorted(sizes.items())]
     draft = build_plan(plan, templates, [t.num_nodes for t in chosen], min_max_counts(chosen, total))
+    if usable < num_joined:
+        spares += num_joined - usable
+        steps.append(Step("spare", None, num_joined - usable))
     nodes: list[int | None] = [*surviving, *[None] * (num_joined - spares)]
     old_ranks = tuple(None if n is None else n * size + device for n in nodes for device in range(size))
     new_plan, copies = _place(plan, draft, old_ranks, size, layer_bytes, copy=not missing)
