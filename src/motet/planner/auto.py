@@ -43,8 +43,8 @@ MAX_ACTIONS = 15_000
 """Of all simulations under other schedules together."""
 FIRST = ("optimus", "megatron_balanced")
 """Named planners that often have the best plan: the sooner it is known, the fewer of the others' are simulated."""
-BY_PROMISE = ("zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v", "bubble_filling")
-"""Schedules in which they are tried; then come the others."""
+BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
+"""The order in which schedules are tried; then come the others. Of equal ones the first is taken."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from motet.planner.cornstarch import frozen_aware_cut
 from motet.planner.degrees import uniform_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
+from motet.planner.layout_costs import LayoutCosts
 from motet.planner.megatron import VIRTUAL_STAGES, language_model, layer_seconds
 from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
@@ -22,6 +23,8 @@ from motet.planner.search import layouts_of, most_stages
 
 MAX_COUNTS = 200
 """Ways to share groups out among modules that are all looked at, for each choice of sizes; beyond, Algorithm 1's."""
+MAX_INTERLEAVED = 40
+"""Of the layouts with every module apart, those that are worth interleaving."""
 PLANNER = "auto"
 INTERLEAVING = ("interleaved_1f1b_adjusted",)
 V_SHAPED = "zero_bubble_v"
@@ -31,6 +34,8 @@ def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[
     """`schedules`: those that may be used."""
     apart = list(separate(problem))
     yield from apart
+    costs = LayoutCosts(problem)
+    apart = sorted(apart, key=lambda layout: (costs.excess_bytes(layout), costs.bound_s(layout)))[:MAX_INTERLEAVED]
     for num_chunks in VIRTUAL_STAGES:
         for schedule in [s for s in INTERLEAVING if s in schedules] if num_chunks > 1 else []:
             yield from (found for layout in apart for found in interleaved(problem, layout, num_chunks, schedule))
@@ -49,9 +54,10 @@ def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, sched
     """The same, but each of the language model's groups holds `num_chunks` runs of it."""
     name = language_model(problem)
     groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
-    times = [time.total_s for time in problem.layer_times(name, layout.group_sizes[groups[0]], layout.dp)]
-    if len(groups) > 1 and num_chunks * len(groups) <= min(len(times), most_stages(problem, name)):
-        runs = partition(times, num_chunks * len(groups))
+    tp, num_runs = layout.group_sizes[groups[0]], num_chunks * len(groups)
+    if len(groups) > 1 and num_runs <= most_stages(problem, name):
+        times = [time.total_s for time in problem.layer_times(name, tp, layout.dp)]
+        runs = problem.remembered(("runs", name, tp, layout.dp, num_runs), lambda: partition(times, num_runs))
         own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
         chunks = [chunk for other in problem.modules for chunk in (own if other == name else _chunks_of(layout, other))]
         yield replace(layout, chunks=tuple(chunks), schedule=schedule)
