@@ -99,11 +99,15 @@ ONE = Degrees()
         ({}, "parallel", "the plan uses 3 ranks but cluster has 4"),
         ({"speech": ONE}, "parallel", "there is no module 'speech'"),
         ({"language_model": Degrees(pp=2, layers_per_stage=(5, 6))}, "parallel", "add up to 10"),
-        ({"vision": Degrees(cp=3)}, "parallel", "vision.cp is 3, but .* which are 2 blocks of 128; give a smaller cp"),
+        (
+            {"vision": Degrees(cp=3)},
+            "parallel",
+            "vision.cp is 3, but .* too few for 3 blocks of 128; give a smaller cp",
+        ),
         (
             {"language_model": Degrees(cp=9, context=ContextOptions(block_size=64))},
             "parallel",
-            r"language_model.cp is 9, but .* which are \d blocks of 64; give a smaller cp",
+            "language_model.cp is 9, but .* too few for 9 blocks of 64; give a smaller cp",
         ),
         (
             {"language_model": Degrees(cp=4, context=ContextOptions(block_size=8, method="ulysses"))},

@@ -15,7 +15,7 @@ from motet.planner.report import report, report_text
 from motet.planner.search import layouts_of
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "distmm"])  # It takes towers alone.
 @pytest.mark.parametrize("num_devices", [3, 5])
 def test_every_planner_fills_the_devices(planner, num_devices):
     problem = small_problem(num_devices=num_devices, dp_sizes=(1, num_devices))
