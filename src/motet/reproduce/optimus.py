@@ -293,7 +293,7 @@ def table_10() -> Table:
         "Tables 4 and 10: ViT-3B + GPT-11B on 8 A100, global batch 16",
         "The paper gives no layout. Megatron-LM's rule (TP as wide as the node allows) with two stages at least gives "
         "TP 4, PP 2; other layouts put Optimus at 0.86 to 1.11 times the published. Alpa's 8.61 s cannot be its "
-        "plan's: at the others' rates any balanced plan takes about 3 s, and planner alpa, free to choose, comes to 1.17 "
+        "plan's: at the others' rates any balanced plan takes about 3 s; planner alpa, free to choose, comes to 1.17 "
         "times planner optimus (published: 3.10). Few microbatches would explain it (8 stages, 4 microbatches: 2.5 "
         "times, with computed costs), but the paper names none, so nothing is fitted.",
     )
