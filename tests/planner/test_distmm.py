@@ -23,6 +23,7 @@ from motet.planner.distmm_balance import balance
 from motet.planner.distmm_units import Choices, unit_choices
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.planner.remedies import remedies
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.reproduce import distmm_models
 from motet.schedule.action import Compute, Kind
@@ -212,6 +213,21 @@ def test_features_are_recomputed_where_a_contrastive_batch_does_not_fit_otherwis
     assert evaluation.fits
     assert not evaluate(large, replace(plan, recompute_features=())).fits
     assert not distmm(problem()).recompute_features
+
+
+def test_recomputed_features_are_named_where_they_make_a_plan_fit() -> None:
+    roomy = problem()
+    plan = tower_plan(roomy, {name: TowerLayout(degrees=Degrees(dp=2)) for name in roomy.towers})
+    tight = problem(memory_bytes=12e6)
+    lines = remedies(evaluate(tight, plan))
+    named = {line.partition(" fits")[0] for line in lines}
+    assert "parallel.recompute: [image, text]" in named, "the loss has nothing to recompute"
+    assert "parallel.recompute_features: [image, text] with 4 times as many microbatches" in named
+    recomputed = {
+        name: replace(module, num_microbatches=4) if module.kind == "tower" else module
+        for name, module in plan.modules.items()
+    }
+    assert evaluate(tight, replace(plan, modules=recomputed, recompute_features=roomy.towers)).fits
 
 
 def test_tensor_parallel_groups_lie_within_nodes() -> None:

@@ -31,17 +31,24 @@ def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
     """Single changes; all of them together only if none of those suffices."""
     problem, plan = evaluation.problem, evaluation.plan
     sharded = replace(problem, memory=replace(problem.memory, zero1=True))
-    recompute = tuple(plan.modules)
-    recomputing = replace(problem, recompute=tuple(problem.modules))
+    recompute = tuple(name for name, module in plan.modules.items() if module.kind != "loss")
+    owners = tuple(name for name in problem.modules if name != problem.loss_module)
+    recomputing = replace(problem, recompute=owners)
     tried = []
     if not problem.memory.zero1 and any(len(module.replicas) > 1 for module in plan.modules.values()):
         tried.append(("parallel.zero1: true", evaluate(sharded, plan)))
     if set(plan.recompute) != set(recompute):
-        names = ", ".join(problem.modules)
+        names = ", ".join(owners)
         tried.append((f"parallel.recompute: [{names}]", evaluate(recomputing, replace(plan, recompute=recompute))))
+    if plan.loss_module is not None:
+        tried += _recomputed_features(evaluation)
     factor = 2
     replicas = max(len(module.replicas) for module in plan.modules.values())
-    while factor <= MAX_FACTOR and factor * plan.num_microbatches * replicas <= len(problem.samples):
+    while (
+        plan.loss_module is None
+        and factor <= MAX_FACTOR
+        and factor * plan.num_microbatches * replicas <= len(problem.samples)
+    ):
         number = factor * plan.num_microbatches
         smaller = evaluate(replace(problem, num_microbatches=number), replace(plan, num_microbatches=number))
         tried.append((f"parallel.num_microbatches: {number}", smaller))
@@ -53,6 +60,24 @@ def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
         both = replace(recomputing, memory=replace(problem.memory, zero1=True))
         together = evaluate(both, replace(plan, recompute=recompute))
         yield "parallel.zero1: true with parallel.recompute of all modules", together
+
+
+def _recomputed_features(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
+    """All microbatches between two batch-syncs are held, so smaller ones help only if features are made again."""
+    problem, plan = evaluation.problem, evaluation.plan
+    towers = tuple(name for name in problem.towers if plan.modules[name].trainable)
+    if set(towers) <= set(plan.recompute_features):
+        return
+    for factor in (1, 2, 4, 8):
+        cut = {
+            name: replace(plan.modules[name], num_microbatches=factor * plan.num_microbatches_of(name))
+            for name in towers
+        }
+        changed = evaluate(problem, replace(plan, modules={**plan.modules, **cut}, recompute_features=towers))
+        more = f" with {factor} times as many microbatches" if factor > 1 else ""
+        yield f"parallel.recompute_features: [{', '.join(towers)}]{more}", changed
+        if changed.fits:
+            return
 
 
 def _gib(num_bytes: int) -> str:
