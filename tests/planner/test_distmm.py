@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,16 +13,18 @@ from tiny_configs import EVERY_MODEL
 
 from motet.catalogue import DEVICES, LINKS
 from motet.cluster import Cluster
+from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
-from motet.plan import Edge, Plan
+from motet.plan import CONTRASTIVE, Edge, Plan
 from motet.planner import PLANNERS, make_plan
 from motet.planner.auto import choose
 from motet.planner.distmm import Assignment, assign_devices, assigned_plan, assignments, distmm
 from motet.planner.distmm_balance import balance
 from motet.planner.distmm_units import Choices, unit_choices
 from motet.planner.evaluate import evaluate
+from motet.planner.from_run_file import describe_cluster, read_costs, read_workloads
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.remedies import remedies
 from motet.planner.towers import TowerLayout, tower_plan
@@ -268,3 +271,17 @@ def test_mistakes_are_named() -> None:
     without = replace(whole, modules={"image": whole.modules["image"]}, edges=())
     with pytest.raises(UserError, match="lays out towers that a loss contrasts"):
         make_plan(without, "distmm")
+
+
+def test_measured_costs_of_towers_are_completed_by_those_of_their_loss(tmp_path: Path) -> None:
+    """`motet profile` measures towers; what a batch-sync takes depends on who takes part."""
+    config = load_run_config(
+        Path(__file__).parents[2] / "examples/three_towers.yaml", [f"cluster.costs={tmp_path}/costs.json"]
+    )
+    workloads, cluster = read_workloads(config), describe_cluster(config)
+    computed = analytic_table(workloads, cluster)
+    measured = {name: sizes for name, sizes in computed.modules.items() if name != CONTRASTIVE}
+    replace(computed, modules=measured, source="profiled").save(tmp_path / "costs.json")
+    table = read_costs(config, workloads, cluster)
+    assert table.source == "profiled"
+    assert table.modules == computed.modules
