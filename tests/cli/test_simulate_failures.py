@@ -68,6 +68,8 @@ def test_a_rate(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
             ["--failures", "6h", "--duration", "long"],
             "--duration: 'long' is not a time; give a number with",
         ),
+        (["--failures", "6h", "--picture", "x.png"], "--picture: does not go with --failures"),
+        (["--failures", "6h", "--plan", "x.json"], "--plan: does not go with --failures"),
         (["--failures", "6h", "--storage", "0"], "--storage: is 0.0; give bytes per second"),
         (["--failures", "6h", "--set", "cluster.num_nodes=1"], "cluster.num_nodes: is 1, but to survive 1 failures"),
     ],

@@ -93,6 +93,10 @@ def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments:
     from motet.resilience.failures import draw_changes, duration_s, read_trace
     from motet.resilience.forecast import forecast, forecast_text
 
+    for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
+        if getattr(arguments, name):
+            option = name.replace("_", "-")
+            raise UserError(f"--{option}: does not go with --failures, which makes its plans itself and draws none")
     if arguments.storage <= 0:
         raise UserError(f"--storage: is {arguments.storage}; give bytes per second, such as 2e9")
     mean_s = duration_s(arguments.failures)

@@ -135,7 +135,11 @@ def check_cover(sizes: range, num_nodes: int, failures: int) -> None:
 
 
 def _mapping_problem(problem: PlanningProblem) -> MappingProblem:
-    if len(problem.sinks) != 1 or any(edge.target != problem.sinks[0] for edge in problem.edges):
+    if (
+        problem.loss_module is not None
+        or len(problem.sinks) != 1
+        or any(edge.target != problem.sinks[0] for edge in problem.edges)
+    ):
         raise UserError("parallel.planner: oobleck needs one language model that all encoders enter directly")
     return MappingProblem(
         modules={name: _chain_costs(problem, name) for name in (*problem.sources, *problem.sinks)},
