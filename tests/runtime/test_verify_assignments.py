@@ -18,7 +18,8 @@ from scenario import FROZEN, Scenario, verify
 
 from motet.data.assignments import ASSIGNMENTS
 
-SEED = os.environ.get("MOTET_FUZZ_SEED", "5")
+USUAL_SEED = "5"
+SEED = os.environ.get("MOTET_FUZZ_SEED", USUAL_SEED)
 MAX_RANKS = 6
 LONGEST = 180
 """No sample of a scenario has more tokens in its language model."""
@@ -129,8 +130,8 @@ def test_drawn_combinations_equal_one_process() -> None:
     assert_equal_to_one_process([drawn(i, SEED) for i in range(220)])
 
 
-def test_the_draws_have_all_that_may_meet() -> None:
-    draws = [drawn(i, SEED) for i in range(220)]
+def test_the_usual_draws_have_all_that_may_meet() -> None:
+    draws = [drawn(i, USUAL_SEED) for i in range(220)]
     for name, levels in {
         "assignment": set(ASSIGNMENTS) - {"contiguous"},
         "schedule": {"1f1b", "eager_1f1b", "gpipe", "zero_bubble_h1", "zero_bubble_h2"},

@@ -198,7 +198,7 @@ class Engine:
 
     def wanted(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
         """By module of the data, the places in a global batch whose tensors this rank's stages will ask for."""
-        assignment = self._assign(self.plan, samples)
+        assignment = self.assignment(samples)
         places: dict[str, set[int]] = {}
         for (module, replica, _), runner in self.executor.runners.items():
             if runner.module.needs_features:
