@@ -4,6 +4,7 @@ import os
 import select
 import signal
 
+import pyarrow as pa
 import pytest
 from data_servers import (
     OTHER_TOKEN,
@@ -16,6 +17,8 @@ from data_servers import (
     training,
     with_servers,
 )
+from distributed import run_distributed
+from pyarrow import flight
 
 from motet.config import RunConfig
 from motet.data.preprocessing.preparer import Preparer
@@ -170,6 +173,36 @@ def test_a_stranger_is_refused(token: str) -> None:
         pytest.raises(UserError, match=f"{server.address} {told}"),
     ):
         client.next(1)
+
+
+def ask_everything(address: str) -> dict[str, str]:
+    """By method of Flight, what a client without token gets: what its error says."""
+    client = flight.FlightClient(address)
+    anything = flight.FlightDescriptor.for_path("x")
+    calls = {
+        "handshake": lambda: client.authenticate_basic_token("user", "password"),
+        "list_flights": lambda: list(client.list_flights()),
+        "get_flight_info": lambda: client.get_flight_info(anything),
+        "get_schema": lambda: client.get_schema(anything),
+        "list_actions": lambda: list(client.list_actions()),
+        "do_action": lambda: list(client.do_action(flight.Action("describe", b""))),
+        "do_get": lambda: client.do_get(flight.Ticket(b"{}")).read_all(),
+        "do_put": lambda: client.do_put(anything, pa.schema([]))[0].close(),
+        "do_exchange": lambda: client.do_exchange(anything)[1].read_all(),
+    }
+    got = {}
+    for name, call in calls.items():
+        try:
+            got[name] = repr(call())
+        except Exception as error:
+            got[name] = str(error)
+    return got
+
+
+def test_whatever_a_stranger_asks_it_gets_nothing() -> None:
+    with serving(data_config(workers=0)) as (server,):
+        got = run_distributed(lambda rank: ask_everything(server.address), 1)[0]
+    assert all("the token is missing or wrong" in told for told in got.values()), got
 
 
 def other(**changed: object) -> RunConfig:
