@@ -82,7 +82,7 @@ def test_a_silent_server_is_replaced(undisturbed: list[str]) -> None:
 def test_when_no_server_answers_any_more_the_run_ends() -> None:
     config = data_config(workers=0)
     with serving(config) as (server,):
-        client = ClientProcess(with_servers(config, server.address, server_timeout_s=1.0))
+        client = ClientProcess(with_servers(config, server.address, server.address, server_timeout_s=1.0))
         client.next(1)
         server.kill()
         with pytest.raises(RuntimeError, match=r"data.servers: none has answered for 1 s; .*127.0.0.1"):

@@ -118,6 +118,8 @@ class Servers:
                     failed.clear()
                     answered_s = time.monotonic()
                 connection.note_success()
+                if len(answers) < len(ticket.indices):
+                    raise ServersFailedError(f"data server {connection.address} has left samples out")
             except (flight.FlightUnauthenticatedError, flight.FlightServerError) as error:
                 raise ServersFailedError(f"data server {connection.address} refuses: {_reason(error)}") from None
             except (flight.FlightError, pa.ArrowException, OSError) as error:

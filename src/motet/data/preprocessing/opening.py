@@ -97,9 +97,10 @@ def agreed_digest(facts: dict[str, Any]) -> str:
 def _remote(config: RunConfig, data: PreparedDataConfig) -> Producers:
     client = _flight_module("client")
     token, roots = read_token(data.token_file), _read_roots(data)
-    for address in data.servers:
+    addresses = list(dict.fromkeys(data.servers))
+    for address in addresses:
         check_address(address)
-    connections = [client.Connection(address, token, data.server_timeout_s, roots) for address in data.servers]
+    connections = [client.Connection(address, token, data.server_timeout_s, roots) for address in addresses]
     facts = _agreed_facts(config, connections, data.server_timeout_s)
     servers = client.Servers(connections, agreed_digest(facts), data.server_timeout_s)
     made = _made(
