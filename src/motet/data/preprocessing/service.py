@@ -5,7 +5,7 @@ has no token gets nothing, not even the news which methods there are. Each messa
 ticket's samples: their description in JSON beside one column of bytes, which is neither copied nor unpickled. Workers
 run ahead of a slow client by a few messages only, gRPC's flow control holds the rest.
 
-Limits: DistTrain reorders samples on these machines; here training does it itself, in a thread, some batches ahead, since
+Limits: DistTrain reorders samples on these machines; here training does it itself, in a thread, some batches ahead:
 the order depends on the plan, which servers need not know. No RDMA.
 """
 
