@@ -155,6 +155,7 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
         ("model.merge=prepend", "merge: stands beside towers"),
         ("model.towers.text.values.vocab_size=20", "model.towers.text: its vocabulary has 20 tokens, but .* 28"),
         ("train.contrastive_batch_size=3", "contrastive_batch_size: is 3, which does not divide .*global_batch_size 8"),
+        ("train.contrastive_batch_size=1", "train.contrastive_batch_size: is 1, which leaves nothing to compare"),
         ("data={kind: dial-a-digit}", "data.kind: dial-a-digit has no pairs for towers; give pairs or same-digits"),
         ("data.min_digits=6", "max_digits: is 5, less than min_digits 6"),
         ("parallel.explicit.image.cp=2", "parallel.explicit.image.cp: is 2, but towers hand on whole items"),

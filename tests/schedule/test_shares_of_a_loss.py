@@ -54,6 +54,14 @@ def test_one_process_holds_everything() -> None:
     assert [own.tolist() for own in found.places["text"]] == [[0, 1, 2]]
 
 
+def test_a_sample_without_a_tower_is_refused() -> None:
+    plan = contrastive({"image": [replica(0)], "text": [replica(1)]})
+    batch = samples(3, ["image", "text"], lacking={1: ["text"]})
+    derived = derive_routes(plan, contiguous_assignment(plan, batch), batch)
+    with pytest.raises(UserError, match="of the 3 samples of a contrastive batch 2 have something for tower text"):
+        shares(derived, Cell("loss", 0, 0, 0))
+
+
 def test_pairs() -> None:
     assert pairs_of(("a", "b", "c"), None) == (("a", "b"), ("a", "c"), ("b", "c"))
     assert pairs_of(("a", "b", "c"), "b") == (("b", "a"), ("b", "c"))

@@ -307,6 +307,9 @@ class RunConfig(Section):
             return
         if self.data.kind in ("dial-a-digit", "conversations"):
             raise ValueError(f"data.kind: {self.data.kind} has no pairs for towers; give pairs or same-digits")
+        if (size or whole) < 2:
+            key = "contrastive_batch_size" if size else "global_batch_size"
+            raise ValueError(f"train.{key}: is 1, which leaves nothing to compare a sample with; give at least 2")
         if size is not None and whole % size:
             raise ValueError(
                 f"train.contrastive_batch_size: is {size}, which does not divide train.global_batch_size {whole}; "

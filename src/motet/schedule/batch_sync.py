@@ -48,7 +48,7 @@ def samples_of_ranks(routes: Routes, route: Route) -> dict[int, tuple[int, ...]]
 
 
 def shares(routes: Routes, cell: Cell) -> Shares:
-    """Of a loss's cell."""
+    """Of a loss's cell. Raises `UserError` if one of its samples lacks a tower: it would have nothing to be alike."""
     members = routes.samples(cell)
     place = {sample: i for i, sample in enumerate(members)}
     ranks = routes.stage(cell).ranks
@@ -58,6 +58,12 @@ def shares(routes: Routes, cell: Cell) -> Shares:
     for route in routes.incoming[cell]:
         for rank, samples in samples_of_ranks(routes, route).items():
             held[route.source.module][ranks.index(rank)] += [place[i] for i in samples]
+    for name, of_all in held.items():
+        if sum(map(len, of_all)) < len(members):
+            raise UserError(
+                f"batch: of the {len(members)} samples of a contrastive batch {sum(map(len, of_all))} have something "
+                f"for tower {name}; give every sample an item for every tower"
+            )
     return Shares(
         num_samples=len(members),
         places={name: [np.array(sorted(own), dtype=np.int64) for own in of_all] for name, of_all in held.items()},
