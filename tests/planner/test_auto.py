@@ -103,3 +103,18 @@ def test_one_module_alone_is_planned_too():
     samples = tuple(sample(i, image=False, sound=False) for i in range(8))
     plan = make_plan(replace(problem, samples=samples), "auto")
     assert plan.num_ranks == 2
+
+
+def test_sequence_parallelism_is_chosen_where_it_is_faster():
+    problem = small_problem(num_devices=4, encoders=("vision",), frozen=())
+    problem = replace(problem, modules={n: replace(m, tp_sizes=(2,)) for n, m in problem.modules.items()})
+    assert problem.table.sequence_parallel
+    choice = choose(problem)
+    plan = choice.evaluation.plan
+    flags = {module.sequence_parallel for module in plan.modules.values()}
+    others = {name: replace(m, sequence_parallel=not m.sequence_parallel) for name, m in plan.modules.items()}
+    assert len(flags) == 1
+    assert rank(choice.evaluation) <= rank(evaluate(problem, replace(plan, modules=others)))
+    assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
+    without = choose(replace(problem, table=replace(problem.table, sequence_parallel={})))
+    assert not any(module.sequence_parallel for module in without.evaluation.plan.modules.values())

@@ -24,7 +24,7 @@ V2 = LlmLayout(dp=1, pp=2, tp=1, num_chunks=2)
 LAYOUTS = {
     "V 2, one encoder pipeline over both groups": (V2, EncoderLayout(pp=2, tp=1)),
     "V 2, an encoder pipeline on each group": (V2, EncoderLayout(pp=1, tp=1)),
-    "V 2, TP 2, encoders without": (replace(V2, tp=2), EncoderLayout(pp=2, tp=1)),
+    "V 2, TP 2 with sequence parallelism, encoders without": (replace(V2, tp=2), EncoderLayout(pp=2, tp=1)),
     "V 2, DP 2": (replace(V2, dp=2), EncoderLayout(pp=1, tp=1)),
 }
 
@@ -49,6 +49,9 @@ def test_plans_of_optimus_equal_one_process(name: str, tmp_path: Path) -> None:
     problem = read_problem(config)
     side = LlmSide(problem, llm)
     plan = replace(plan_of(side.solve(encoder, side.timeline())), schedule="bubble_filling")
+    if llm.tp > 1:
+        llm_plan = replace(plan.modules["language_model"], sequence_parallel=True)
+        plan = replace(plan, modules={**plan.modules, "language_model": llm_plan})
     assert len(plan.modules["language_model"].replicas[0].stages) == llm.pp * llm.num_chunks
     assert len(plan.modules["vision"].replicas) == llm.dp * (llm.pp // encoder.pp) * (llm.tp // encoder.tp)
     for rank in range(plan.num_ranks):

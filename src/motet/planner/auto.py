@@ -3,7 +3,7 @@
 Candidates are every named planner's own plan, simulated unless a lower bound shows that another one's is faster, so
 that the choice is never slower than the best of them; and the layouts of `motet.planner.auto_layouts`, ordered by a
 lower bound and an estimate of memory, simulated only while their bound is below the best so far. Then the best few are
-tried under other schedules.
+tried under other schedules, and the best of all with sequence parallelism.
 
 What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
 (`motet.planner.lower_bound`), whose relaxation is stated there.
@@ -117,6 +117,7 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     if not evaluations:
         raise UserError(f"parallel.planner: no planner finds a plan; {next(iter(refused.values()))}")
     evaluations += _rescheduled(sorted(evaluations, key=rank)[:NUM_RESCHEDULED], schedules)
+    evaluations += _sequence_parallel(min(evaluations, key=rank))
     best = min(evaluations, key=rank)
     found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
     plan = replace(best.plan, planner=PLANNER)
@@ -126,7 +127,7 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         named=named,
         too_slow=too_slow,
         refused=refused,
-        lower_bound_s=bound_of_all(problem, [e.plan for e in evaluations], plan),
+        lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
     )
 
 
@@ -204,6 +205,30 @@ def _goes_round(plan: Plan, groups: GroupsOfReplica | None) -> bool:
     return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
 
 
+def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
+    """The same plan with sequence parallelism in all modules that tensor parallelism cuts, if its costs are known."""
+    problem, plan = evaluation.problem, evaluation.plan
+    known = problem.table.sequence_parallel
+    cut = {name: sizes for name in plan.modules if (sizes := _tp_sizes(plan, name) - {1})}
+    if not cut or any(
+        sizes - known.get(plan.modules[name].data_module(name), {}).keys() for name, sizes in cut.items()
+    ):
+        return []
+    modules = {name: replace(module, sequence_parallel=name in cut) for name, module in plan.modules.items()}
+    return [evaluate(problem, replace(plan, modules=modules))]
+
+
+def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float | None:
+    """Where sequence parallelism is chosen, its costs count too. It is in all modules or in none."""
+    bound_s = bound_of_all(problem, candidates, chosen)
+    if bound_s is None or not any(module.sequence_parallel for module in chosen.modules.values()):
+        return bound_s
+    table = problem.table
+    modules = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
+    other_s = bound_of_all(replace(problem, table=replace(table, modules=modules)), candidates, chosen)
+    return bound_s if other_s is None else min(bound_s, other_s)
+
+
 def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float | None:
     """The lower bound over all plans with the sizes that the user allows or a candidate has; None if the chosen one has
     several tensor-parallel sizes in one module, which the bound does not cover."""
@@ -233,5 +258,6 @@ def _shape(plan: Plan) -> str:
         if module.copy_of is None:
             stages = module.replicas[0].stages
             tp = f" x tp {stages[0].tp_size}" if stages[0].tp_size > 1 else ""
+            tp += " with sequence parallelism" if module.sequence_parallel else ""
             parts.append(f"{name} {len(stages)} stages{tp} x {len(module.replicas)} replicas")
     return ", ".join(parts)
