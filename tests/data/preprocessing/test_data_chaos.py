@@ -177,6 +177,10 @@ class Chaos:
             else self._slots[victim][self._place]
         )
         time.sleep(float(self._rng.uniform(0, 0.05)))
+        if phase == "starts" and not self._job.is_done:
+            self._job.kill()
+            self._slot.tell(victim, phase)
+            self._job.start()
         gives_up_s = time.monotonic() + 1
         while self._slot.told(victim) != phase and time.monotonic() < gives_up_s:
             if self._job.is_done:
