@@ -165,11 +165,11 @@ def add_speeds(report: Report, num_bytes: int, number: int) -> None:
     ]
     rows = []
     for name, measure in ways:
-        rates = [num_bytes / seconds / 1e9 for seconds in measure(num_bytes, number)]
-        low, median, high = statistics.quantiles(rates, n=4)
+        low, median, high = statistics.quantiles([rate / 1e9 for rate in measure(num_bytes, number)], n=4)
         rows.append((name, f"{median:.2f}", f"{low:.2f} .. {high:.2f}"))
     report.add(
-        f"Batches of {num_bytes / MB:g} MB in {SAMPLES_PER_BATCH} samples, one after the other, {number} of each."
+        f"Batches of {num_bytes / MB:g} MB in {SAMPLES_PER_BATCH} samples, two on their way at a time; {number} of "
+        f"each way, in blocks of {BLOCK}."
     )
     report.table(("way", "median GB/s", "quartiles"), rows)
 
