@@ -179,7 +179,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], run_file: Path, override: 
         ("train.contrastive_batch_size=4", "train.contrastive_batch_size: is of towers"),
         ("parallel.recompute_features=[vision]", "parallel.recompute_features: is of towers"),
         ("data={kind: same-digits}", "data.kind: same-digits is for towers"),
-        ("model.contrastive={}", "model.contrastive: is the loss of towers"),
+        ("model.contrastive={width: 8}", "model.contrastive: is the loss of towers"),
         ("model={encoders: {}}", "model.language_model: is missing; give one, or towers"),
     ],
 )

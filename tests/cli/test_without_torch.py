@@ -48,6 +48,12 @@ LANGUAGE_MODELS = {
     "Phi3Config": TEXT,
     "MllamaTextConfig": {**TEXT, "cross_attention_layers": [1]},
 }
+TEXTS = {
+    "CLIPTextConfig": {**TEXT, "max_position_embeddings": 12, "eos_token_id": 5},
+    "SiglipTextConfig": {**TEXT, "max_position_embeddings": 12, "projection_size": 32},
+    "BertConfig": {**TEXT, "max_position_embeddings": 12},
+}
+"""Text towers."""
 PAIRS = [(encoder, list(LANGUAGE_MODELS)[i % len(LANGUAGE_MODELS)]) for i, encoder in enumerate(ENCODERS)]
 
 
@@ -64,8 +70,8 @@ def plan_and_simulate(run_file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_every_family_is_among_the_pairs() -> None:
-    assert {*ENCODERS, *LANGUAGE_MODELS} == set(MODEL_TYPES)
-    assert {name for pair in PAIRS for name in pair} == set(MODEL_TYPES)
+    assert {*ENCODERS, *LANGUAGE_MODELS, *TEXTS} == set(MODEL_TYPES)
+    assert {name for pair in PAIRS for name in pair} == set(MODEL_TYPES) - set(TEXTS)
 
 
 @pytest.mark.parametrize(("encoder", "language_model"), PAIRS)
@@ -84,6 +90,27 @@ def test_no_family_needs_torch(tmp_path: Path, encoder: str, language_model: str
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
     assert {stage["module"] for stage in planned["stages"]} == {"encoder", "language_model"}
+    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_tower_needs_torch(tmp_path: Path, text: str) -> None:
+    run = {
+        "model": {
+            "towers": {
+                "image": {"config": "SiglipVisionConfig", "values": VISION, "projector": "linear"},
+                "text": {"config": text, "values": TEXTS[text], "projector": "linear"},
+            },
+            "contrastive": {"width": 8},
+        },
+        "data": {"kind": "same-digits", "num_train": 16},
+        "cluster": {"num_devices": 2},
+        "parallel": {"num_microbatches": 2},
+        "train": {"global_batch_size": 4},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
+    assert {stage["module"] for stage in planned["stages"]} == {"image", "text", "contrastive"}
     assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
 
 

@@ -109,16 +109,20 @@ class ModelConfig(Section):
     placeholder_tokens: dict[str, str] = {}
     """For each encoder, the tokenizer's token that stands where its outputs go; not given: `<image>` or `<audio>`."""
 
+    def _is_given(self, key: str) -> bool:
+        """Other than by its default, which a run file that was written out names too."""
+        return bool(getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True))
+
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "ModelConfig":
         if not self.towers:
             if self.language_model is None:
                 raise ValueError("language_model: is missing; give one, or towers for a contrastive model")
-            if "contrastive" in self.model_fields_set:
+            if self._is_given("contrastive"):
                 raise ValueError("contrastive: is the loss of towers; give towers too, or leave it out")
             return self
         for key in ("encoders", "language_model", "placeholder_tokens", "merge", "media_attention"):
-            if key in self.model_fields_set:
+            if self._is_given(key):
                 raise ValueError(f"{key}: stands beside towers; a contrastive model has towers alone")
         if len(self.towers) < 2:
             raise ValueError(f"towers: has {', '.join(self.towers)} alone; give at least two")
