@@ -81,7 +81,7 @@ def test_qwen2_audio_lengths_are_those_of_transformers():
         (WHISPER, (101,), "1 to 100"),
         (QWEN2_AUDIO, (2,), "3 to 100"),
         ({"model_type": "whisper"}, (2,), "max_source_positions is missing"),
-        ({"model_type": "bert"}, (), "'bert' is not known"),
+        ({"model_type": "gpt2"}, (), "'gpt2' is not known"),
     ],
 )
 def test_what_is_wrong_is_named(config, grid, names):

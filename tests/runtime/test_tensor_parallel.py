@@ -26,7 +26,7 @@ MODES = (False, True)
 
 def tolerance(case: Case, dtype: torch.dtype) -> float:
     if dtype == torch.float32:
-        return 5e-6
+        return 1e-5  # The gradient of a key's bias is zero but for rounding.
     return 1e-6 if case.family == "gemma3_text" else 1e-12  # Gemma's norms compute in float32 whatever they get.
 
 

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPTextConfig,
+    CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
     Dinov2Config,
@@ -30,6 +34,8 @@ from transformers import (
     Qwen2AudioEncoderConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipTextConfig,
+    SiglipTextModel,
     SiglipVisionConfig,
     SiglipVisionModel,
     WhisperConfig,
@@ -54,6 +60,7 @@ TEXT = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+TEXT_TOWER = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads", "tie_word_embeddings")}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 24,
@@ -108,6 +115,13 @@ def run_text(model: Any, num_tokens: int = 5, **inputs: Tensor) -> Tensor:
     hidden = model.model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
     logits = model.lm_head(hidden)
     return cross_entropy_sum(logits, labels, vocabulary_group(model.lm_head)) + projected(hidden, model)
+
+
+def run_text_tower(model: Any) -> Tensor:
+    ids = torch.randint(4, 48, (2, 5), generator=torch.Generator().manual_seed(1))
+    ids[:, -1] = 2  # where CLIP pools
+    output = model(input_ids=ids)
+    return projected(output.last_hidden_state, model) + projected(output.pooler_output, model)
 
 
 def run_cross_attention(model: Any) -> Tensor:
@@ -209,6 +223,13 @@ CASES = [
         run_qwen2_5_vl,
     ),
     Case("pixtral", lambda: PixtralVisionModel(PixtralVisionConfig(**VISION)), run_pixtral),
+    Case("clip_text_model", lambda: CLIPTextModel(CLIPTextConfig(**TEXT_TOWER)), run_text_tower),
+    Case("siglip_text_model", lambda: SiglipTextModel(SiglipTextConfig(**TEXT_TOWER)), run_text_tower),
+    Case(
+        "bert",
+        lambda: BertModel(BertConfig(**TEXT_TOWER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+        run_text_tower,
+    ),
     Case("whisper", lambda: WhisperEncoder(WhisperConfig(**AUDIO)), run_audio),
     Case("qwen2_audio_encoder", lambda: Qwen2AudioEncoder(Qwen2AudioEncoderConfig(**AUDIO)), run_audio),
 ]
