@@ -43,12 +43,32 @@ def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides
         (["train.resume=/"], "train.resume: / is not a checkpoint: checkpoint.json is missing"),
         (["cluster.memory_bytes=1e5"], "does not fit: rank [0-2] needs .* more stages or tensor parallelism"),
         (["cluster.num_nodes=3"], "cluster.num_nodes: is 3; processes on several machines are started by torchrun"),
+        (
+            ["train.failures.tolerate=1"],
+            "train.failures.tolerate: is 1, but the plan has 1 pipeline on nodes of",
+        ),
+        (["train.failures.tolerate=1", "parallel.zero1=true"], "parallel.zero1: is true, which shards .*zero1: false"),
+        (["train.failures.tolerate=0"], "train.failures.tolerate: is 0; give a whole number at least 1"),
         (["model.encoders.vision.values.num_attention_heads=5"], "model.encoders.vision.*heads"),
         (["model.encoders.vision.path=/nowhere", "model.encoders.vision.config=null"], "vision.path: /nowhere"),
     ],
 )
 def test_values(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: list[str], message: str) -> None:
     expect_refusal(capsys, run_file, overrides, message)
+
+
+@pytest.mark.parametrize(
+    ("address", "failures", "message"),
+    [
+        ("nowhere", "{}", "--join: is 'nowhere'; give HOST:PORT"),
+        ("localhost:1", "null", "--join: train.failures is null; give the run file of the training"),
+        ("localhost:1", "{}", "--join: nobody answers at localhost:1; is the training still running?"),
+    ],
+)
+def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: str, failures: str, message: str) -> None:
+    keys = (EXPLICIT, "cluster.num_devices=3", f"train.failures={failures}")
+    options = [part for key in keys for part in ("--set", key)]
+    expect_mistake(capsys, ["train", run_file, "--join", address, *options], message, says_more=True)
 
 
 def test_no_space_for_a_checkpoint(

@@ -8,12 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from distributed import run_distributed
 from training import plan_of, run_config, train
 
@@ -24,7 +26,7 @@ from motet.planner.oobleck import plan_of as plan_of_sizes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import run_agent, train_on_nodes
 from motet.resilience.membership import Call
-from motet.resilience.recover import TrainingProcess
+from motet.resilience.recover import TrainingProcess, leave_world
 from motet.resilience.succession import Succession
 from motet.runtime.launch import WorkerFailedError
 from motet.runtime.train_worker import train_worker
@@ -105,6 +107,23 @@ def test_survivors_go_on_and_lose_nothing(tmp_path: Path) -> None:
     assert [(change["kind"], change["node"]) for change in failure["changes"]] == [("lost", 3)]
     assert "was ended by SIGKILL" in failure["changes"][0]["how"]
     assert failure["done"] == "went on with step 3: 1 whole pipelines are left"
+
+
+def test_a_world_that_never_came_about_leaves_no_trace() -> None:
+    """Else its ranks would call the groups of the next one by other names than ranks that were not in it."""
+
+    def work(rank: int) -> str:
+        leave_world()
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=100)
+            )
+        leave_world()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD.group_name
+
+    assert run_distributed(work, 1) == ["0"]
 
 
 @pytest.mark.slow

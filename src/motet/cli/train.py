@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS,...",
         help="data servers (motet serve-data), such as grpc://host:8815: in the place of data.servers",
     )
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="be one more node of a training that goes on when nodes fail (train.failures)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -38,6 +43,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.from_run_file import plan_for
     from motet.planner.report import report_text
 
+    if arguments.join is not None:
+        join(config, read_problem(config), arguments.join)
+        return {}
     problem = read_problem(config)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
     result = train(config, problem, plan)
@@ -137,6 +145,24 @@ def train_on_nodes(config: "RunConfig", problem: "PlanningProblem", plan: "Plan"
     node_size = cluster.num_devices // cluster.num_nodes
     templates = templates_of(problem)
     return train_on_nodes(config, plan, templates, num_nodes=cluster.num_nodes, node_size=node_size)
+
+
+def join(config: "RunConfig", problem: "PlanningProblem", address: str) -> None:
+    """Runs one node of a training that was started elsewhere with the same run file, until it is over or told to leave.
+
+    Raises `UserError` if the address is none, or nobody answers there."""
+    from motet.errors import UserError
+    from motet.resilience.succession import templates_of
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"--join: is {address!r}; give HOST:PORT, as the training that is to be joined has printed it")
+    if config.train.failures is None:
+        raise UserError("--join: train.failures is null; give the run file of the training that is to be joined")
+    from motet.resilience.launch_nodes import join_training
+
+    node_size = config.cluster.num_devices // config.cluster.num_nodes
+    join_training(config, templates_of(problem), (host, int(port)), node_size)
 
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -62,6 +63,21 @@ class NodesLostError(WorkerFailedError):
     """Too few nodes are left."""
 
 
+def join_training(
+    config: RunConfig, templates: Templates | None, store_address: tuple[str, int], node_size: int
+) -> None:
+    """This process becomes the agent of one more node. Raises `UserError` if no store answers."""
+    assert config.train.failures is not None
+    host, port = store_address
+    try:
+        with socket.create_connection(store_address, timeout=10):
+            pass
+    except OSError:
+        raise UserError(f"--join: nobody answers at {host}:{port}; is the training still running?") from None
+    succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
+    run_agent(config, store_address, None, node_size, succession)
+
+
 def _train_once(
     config: RunConfig, plan: Plan, templates: Templates | None, num_nodes: int, node_size: int
 ) -> dict[str, Any]:
@@ -73,6 +89,7 @@ def _train_once(
     host = context.Process(target=_host_store, args=(sender, plan.to_json(), num_nodes), daemon=True)
     host.start()
     address = ("127.0.0.1", receiver.recv())
+    print(f"motet: nodes may join: motet train RUN.yaml --join {address[0]}:{address[1]}", file=sys.stderr, flush=True)
     agents = [
         context.Process(target=run_agent, args=(config, address, node, node_size, succession))
         for node in range(num_nodes)

@@ -108,7 +108,7 @@ class TrainingProcess:
                 if call is None and not self._control.is_finished:
                     raise
                 print(f"motet: generation {membership.generation} ended here: {error}", file=sys.stderr, flush=True)
-            _leave_world()
+            leave_world()
 
     def _work(self, call: Call, started: float) -> None:
         """What there is to do under one membership."""
@@ -230,7 +230,11 @@ def _exchange(mine: T) -> list[T]:
     return [cast(T, one) for one in everyone]
 
 
-def _leave_world() -> None:
+def leave_world() -> None:
+    """Whatever state it is in, so that the next one can be made."""
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+    # Groups are named by their number, and one whose making failed has been counted: without this the ranks that it
+    # failed on would wait for each other under other names than the rest.
+    dist.distributed_c10d._world.group_count = 0
