@@ -71,6 +71,23 @@ def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: st
     expect_mistake(capsys, ["train", run_file, "--join", address, *options], message, says_more=True)
 
 
+def test_survivors_are_not_started_by_torchrun(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    modules = "{vision: {dp: 2}, audio: {dp: 2}, language_model: {dp: 2}}"
+    layout = f"parallel={{planner: explicit, placement: colocated, explicit: {modules}}}"
+    keys = (layout, "cluster.num_devices=4", "cluster.num_nodes=4", "train.failures.tolerate=1")
+    options = [part for key in keys for part in ("--set", key)]
+    expect_mistake(
+        capsys,
+        ["train", run_file, *options],
+        "train.failures: motet starts the processes of such a run itself",
+        says_more=True,
+    )
+
+
 def test_no_space_for_a_checkpoint(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,13 @@ def train_on_nodes(config: "RunConfig", problem: "PlanningProblem", plan: "Plan"
 
     cluster = config.cluster
     check_survivable(config, plan)
+    from motet.runtime.launch import started_by_torchrun
+
+    if started_by_torchrun():
+        raise UserError(
+            "train.failures: motet starts the processes of such a run itself, and torchrun would end them all with the "
+            "first; run it without torchrun, and let other machines join (docs/resilience.md)"
+        )
     if plan.num_ranks != cluster.num_devices:
         raise UserError(
             f"cluster.num_devices: is {cluster.num_devices}, but the plan has {plan.num_ranks} ranks; give "

@@ -182,7 +182,11 @@ class NodeAgent:
         if node not in membership.everyone:
             return []
         at = time.time()
-        changes = [Change("lost", other, f"its agent was silent for {self.detect_s:g} s", at) for other in silent]
+        changes = [
+            Change("lost", other, f"its agent was silent for {self.detect_s:g} s", at)
+            for other in silent
+            if other in membership.everyone  # Another agent may have taken it out a moment ago.
+        ]
         if how is not None:
             changes.append(Change("lost", node, how, at))
         elif self._has_left and node in membership.leaving:
