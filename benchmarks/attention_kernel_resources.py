@@ -23,14 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from motet.attention.kernels import triton_kernels
-from motet.attention.kernels.flash import MOST_QUERIES_AT_A_TIME, settings_of
+from motet.attention.kernels.flash import settings_of
 
 KERNELS = {
-    "forward": (triton_kernels.forward_kernel, 64),
-    "gradient of queries": (triton_kernels.query_gradient_kernel, 64),
-    "gradients of keys and values": (triton_kernels.key_value_gradient_kernel, MOST_QUERIES_AT_A_TIME),
+    "forward": (triton_kernels.forward_kernel, 1),
+    "gradient of queries": (triton_kernels.query_gradient_kernel, 1),
+    "gradients of keys and values": (triton_kernels.key_value_gradient_kernel, 2),
 }
-"""By name; and how many tokens of the other side are taken at a time."""
+"""By name; and how many sums they hold."""
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """That one program may have."""
@@ -51,8 +51,8 @@ def type_of(name: str, dtype: str, settings: dict[str, int]) -> str:
 
 
 def resources(name: str, dtype: str, head_dim: int, block: int, capability: int) -> dict[str, Any]:
-    kernel, most_at_a_time = KERNELS[name]
-    settings = settings_of(HEADS, KEY_HEADS, head_dim, ELEMENT_SIZE[dtype], block, most_at_a_time)
+    kernel, num_sums = KERNELS[name]
+    settings = settings_of(HEADS, KEY_HEADS, head_dim, ELEMENT_SIZE[dtype], block, num_sums)
     options = {"num_warps": settings.pop("num_warps", 4)}
     signature = {argument: type_of(argument, dtype, settings) for argument in kernel.arg_names}
     places = {argument: place for place, argument in enumerate(kernel.arg_names)}

@@ -15,9 +15,6 @@ from motet.attention.backends import MOST_HEAD_DIM
 from motet.attention.kernels import triton_kernels as kernels
 from motet.attention.kernels.device_mask import DeviceMask, DeviceTasks
 
-MOST_QUERIES_AT_A_TIME = 32
-"""Of the kernel for the gradients of keys and values, which holds two sums where others hold one."""
-
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:
     """[B, heads, Q, dim] from query [B, heads, Q, dim], key and value [B, key heads, K, dim].
@@ -97,7 +94,7 @@ def _key_value_gradient(
     heads, tasks = key.shape[1], mask.key_tasks
     d_key, d_value = torch.empty_like(key), torch.empty_like(value)
     partial_key, partial_value = (_partials(tasks, heads, mask.block, query) for _ in range(2))
-    settings = _settings(query, key, mask, MOST_QUERIES_AT_A_TIME)
+    settings = _settings(query, key, mask, num_sums=2)
     _launch(
         kernels.key_value_gradient_kernel, (len(tasks.tasks), heads), query, key, value, d_out, lse, delta,
         d_key, d_value, partial_key, partial_value, *_mask_tensors(mask), tasks.tasks, tasks.tiles,
@@ -137,15 +134,16 @@ def _mask_tensors(mask: DeviceMask) -> tuple[Tensor, ...]:
     return mask.lo, mask.hi, mask.classes_seen, mask.position, mask.key_class
 
 
-def _settings(query: Tensor, key: Tensor, mask: DeviceMask, most_at_a_time: int = 64) -> dict[str, int]:
+def _settings(query: Tensor, key: Tensor, mask: DeviceMask, num_sums: int = 1) -> dict[str, int]:
     heads, key_heads, head_dim = query.shape[1], key.shape[1], query.shape[-1]
-    return settings_of(heads, key_heads, head_dim, query.element_size(), mask.block, most_at_a_time)
+    return settings_of(heads, key_heads, head_dim, query.element_size(), mask.block, num_sums)
 
 
 def settings_of(
-    num_heads: int, num_key_heads: int, head_dim: int, element_size: int, block: int, most_at_a_time: int = 64
+    num_heads: int, num_key_heads: int, head_dim: int, element_size: int, block: int, num_sums: int = 1
 ) -> dict[str, int]:
-    """What a kernel is compiled for. Wide heads and elements leave room for fewer tokens of the other side at a time.
+    """What a kernel is compiled for. Wide heads and elements, and sums [block, head_dim] that are held besides, leave
+    room for fewer tokens of the other side at a time, and need more threads.
 
     `benchmarks/attention_kernel_resources.py` tells whether what a program holds fits into its registers."""
     dim = max(16, triton.next_power_of_2(head_dim))
@@ -155,9 +153,9 @@ def settings_of(
         "HEAD_DIM": head_dim,
         "DIM": dim,
         "BLOCK": block,
-        "STEP": min(block, most_at_a_time if dim <= 128 and element_size == 2 else 32),
+        "STEP": min(block, 64 // num_sums if dim <= 128 and element_size == 2 else 32),
         "UPCAST": knobs.runtime.interpret,
-        **({"num_warps": 8} if dim >= 128 else {}),
+        **({"num_warps": 8} if dim * num_sums >= 128 else {}),
     }
 
 
