@@ -36,8 +36,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     server = open_server(config, host=arguments.host, port=arguments.port, tls=tls)
     sizes = " and ".join(f"{number} {split.replace('_', '-')}" for split, number in server.sizes.items())
-    print(f"serving {sizes} samples on {server.address}", file=sys.stderr, flush=True)
-    report = server.serve_until_signalled()
+    report = server.serve_until_signalled(
+        lambda: print(f"serving {sizes} samples on {server.address}", file=sys.stderr, flush=True)
+    )
     print(f"sent {report['sent_bytes']} bytes for {report['tickets']} tickets, refused {report['refused']} calls")
     return report
 

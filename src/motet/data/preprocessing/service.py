@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,11 +123,14 @@ class DataServer(flight.FlightServerBase):
         with self._lock:
             self.counts[what] += number
 
-    def serve_until_signalled(self) -> dict[str, Any]:
-        """Until the process is interrupted or told to end. Returns what the server has done."""
+    def serve_until_signalled(self, announce: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Until the process is interrupted or told to end. Returns what the server has done.
+
+        `announce`: called as soon as a signal would be heard."""
         told_to_end = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: told_to_end.set())
+        announce()
         told_to_end.wait()  # Flight's own `wait` would hear of no signal.
         self.shutdown()
         self.workers.close()
