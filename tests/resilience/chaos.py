@@ -74,16 +74,13 @@ class Trial:
 def draw_trial(seed: str, phase: str | None = None) -> Trial:
     """`phase`: of the first kill, or of the second if it is the recovery from another one."""
     rng = Random(seed)
-    tolerate = rng.choice([1, 2])
     phase = phase or rng.choice(PHASES[:-1])
+    # Who is killed during a recovery must have a part in it, so its own pipeline is whole.
+    tolerate = 2 if phase == "recovery" else rng.choice([1, 2])
     pipelines = rng.sample(range(tolerate + 1), k=tolerate)
     nodes = [2 * p + rng.randrange(2) for p in pipelines]
-    # The other node of a broken pipeline may die too.
-    partner = nodes[0] ^ 1
-    kills = []
     if phase == "recovery":
-        second = nodes[1] if tolerate > 1 else partner
-        kills = [_draw_kill(rng, nodes[0], rng.choice(PHASES[:5])), _draw_kill(rng, second, "recovery")]
+        kills = [_draw_kill(rng, nodes[0], rng.choice(PHASES[:5])), _draw_kill(rng, nodes[1], "recovery")]
     else:
         kills = [_draw_kill(rng, nodes[0], phase)]
         if tolerate > 1 and rng.random() < 0.6:  # At the same moment, or in another step.
@@ -131,6 +128,15 @@ class Board:
     def phase(self, node: int) -> str:
         return PHASES[self._PHASE.unpack_from(self._memory, 4 * node)[0]]
 
+    def set_saving(self, node: int, saving: bool) -> None:
+        """A thread saves while others compute."""
+        self._memory[2048 + node] = saving
+
+    def phase_of(self, kill: Kill) -> str:
+        """In which its victim was."""
+        saved = kill.phase == "saving" and self._memory[2048 + kill.node]
+        return "saving" if saved else self.phase(kill.node)
+
     def is_fired(self, kill: int) -> bool:
         return self._memory[1024 + kill] != 0
 
@@ -150,7 +156,8 @@ class Victim:
     def enter(self, phase: str) -> None:
         if self.node < 0:
             return
-        self._board.set_phase(self.node, phase)
+        if phase != "saving":
+            self._board.set_phase(self.node, phase)
         for i, kill in enumerate(self._trial.kills):
             if kill.node != self.node or kill.phase != phase or self._board.is_fired(i):
                 continue
@@ -163,6 +170,11 @@ class Victim:
                     os.kill(os.getppid(), signal.SIGKILL)
                 else:
                     signal_after(kill.delay_s, signal.SIGSTOP if kill.how == "hang" else signal.SIGKILL)
+
+    def save(self, begins: bool) -> None:
+        self._board.set_saving(self.node, begins)
+        if begins:
+            self.enter("saving")
 
 
 def signal_after(seconds: float, number: int) -> None:
@@ -205,6 +217,13 @@ def observed(victim: Victim) -> Iterator[None]:
         victim.node = call.membership.everyone[call.rank // process._node_size]
         return "other" if call.membership.generation == FIRST_GENERATION else "recovery"
 
+    written = CheckpointWriter._write
+
+    def write(self: CheckpointWriter, *args: Any) -> None:
+        victim.save(True)
+        written(self, *args)
+        victim.save(False)
+
     recovered = TrainingProcess._recovered
 
     def checked(self: TrainingProcess, *args: Any) -> Trainer:
@@ -216,7 +235,7 @@ def observed(victim: Victim) -> Iterator[None]:
         before(Executor, "_run_step", of_step),
         before(GradientReducer, "finish", lambda *_: "reduction"),
         before(Optimizer, "step", lambda *_: "optimizer step"),
-        before(CheckpointWriter, "_write", lambda *_: "saving"),
+        mock.patch.object(CheckpointWriter, "_write", write),
         before(Trainer, "_step", of_trainer),
         before(TrainingProcess, "_join_world", join),
         mock.patch.object(TrainingProcess, "_recovered", checked),
@@ -275,4 +294,4 @@ def run_trial(trial: Trial) -> Outcome:
     assert lost <= {kill.node for kill in fired}, (trial, log)
     for line in log:
         assert line["done"].startswith(("went on", "nothing had been trained")), (trial, log)
-    return Outcome(tuple(board.phase(kill.node) for kill in fired), error, log)
+    return Outcome(tuple(map(board.phase_of, fired)), error, log)
