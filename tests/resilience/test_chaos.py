@@ -25,11 +25,7 @@ def run(seed: str, phase: str) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "phase",
-    # A kill while two ranks connect may keep the other waiting for minutes: docs/resilience.md, "Known".
-    [pytest.param(phase, marks=[pytest.mark.campaign] if phase == "recovery" else []) for phase in PHASES[:-1]],
-)
+@pytest.mark.parametrize("phase", PHASES[:-1])
 def test_one_trial_for_each_phase(phase: str) -> None:
     outcome = run("11", phase)
     assert outcome.killed_in

@@ -10,7 +10,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from motet.resilience.connections import shut_down, tcp_connections
+from motet.resilience.connections import end_waits, tcp_sockets
 from motet.resilience.membership import Call
 
 BEAT_S = 0.1
@@ -24,6 +24,7 @@ class Control:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._kept: frozenset[int] = frozenset()
+        self._num_ranks = 0
         self._changed = threading.Condition()
         self._newest: Call | None = None
         self._newest_urgent = 0
@@ -34,12 +35,12 @@ class Control:
         """Of the membership under which this process works."""
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
-    def begin(self, generation: int) -> None:
+    def begin(self, generation: int, num_ranks: int) -> None:
         """Called before anything is done under a membership. Connections that there are now (to data servers) outlive
         it."""
         with self._changed:
-            self._generation = generation
-            self._kept = frozenset(tcp_connections())
+            self._generation, self._num_ranks = generation, num_ranks
+            self._kept = tcp_sockets()
 
     def is_change_due(self) -> bool:
         """Whether a newer membership waits for the end of the iteration."""
@@ -89,4 +90,4 @@ class Control:
         """Again and again until the training loop has noticed: it may be about to connect for what is over."""
         with self._changed:
             if self._newest_urgent > self._generation:
-                shut_down(except_inodes=self._kept)
+                end_waits(except_inodes=self._kept, num_ranks=self._num_ranks)

@@ -92,7 +92,7 @@ class TrainingProcess:
         call = self._control.newer(None)
         while call is not None:
             membership = call.membership
-            self._control.begin(membership.generation)
+            self._control.begin(membership.generation, self._num_ranks(membership))
             started = time.monotonic()
             try:
                 self._work(call, started)
@@ -140,9 +140,12 @@ class TrainingProcess:
             "gloo",
             store=dist.PrefixStore(f"generation/{call.membership.generation}", store),
             rank=call.rank,
-            world_size=len(call.membership.everyone) * self._node_size,
+            world_size=self._num_ranks(call.membership),
             timeout=timedelta(seconds=max(RENDEZVOUS_S, self._config.train.step_timeout_s)),
         )
+
+    def _num_ranks(self, membership: Membership) -> int:
+        return len(membership.everyone) * self._node_size
 
     def _recovered(self, membership: Membership, started: float) -> Trainer:
         """Collective: a trainer for the membership's plan, with all that it needs; on every rank at the same step."""

@@ -1,0 +1,68 @@
+"""What another thread can end."""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from distributed import run_distributed
+
+from motet.resilience.connections import end_waits, tcp_sockets
+from motet.resilience.recover import leave_world
+
+NEVER = timedelta(minutes=5)
+"""Longer than the test may take."""
+
+
+class HaltingStore(dist.Store):
+    """Halts whoever has told its address and is about to ask for those of others, until all is over."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: str, value: str) -> None:
+        self._inner.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = NEVER) -> None:
+        self._inner.wait(["over"], NEVER)
+        raise RuntimeError("halted")
+
+
+@pytest.mark.parametrize("waiting_rank", [0, 1])
+def test_waiting_for_a_rank_that_does_not_connect(tmp_path: Path, waiting_rank: int) -> None:
+    """Either one may be the one that listens. Both can meet again."""
+
+    def work(rank: int) -> int:
+        leave_world()
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        if rank != waiting_rank:
+            with pytest.raises(RuntimeError, match="halted"):
+                dist.init_process_group("gloo", store=HaltingStore(store), rank=rank, world_size=2)
+            return meet_again(store, rank)
+        kept = tcp_sockets()
+
+        def end() -> None:
+            while not store.check(["over"]):
+                end_waits(except_inodes=kept, num_ranks=2)
+
+        ender = threading.Thread(target=end)
+        ender.start()
+        with pytest.raises(RuntimeError):
+            meet(store, rank)
+        store.set("over", "")
+        ender.join()
+        return meet_again(store, rank)
+
+    def meet(store: dist.Store, rank: int) -> None:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=NEVER)
+        dist.barrier()
+
+    def meet_again(store: dist.Store, rank: int) -> int:
+        leave_world()
+        meet(dist.PrefixStore("again", store), rank)
+        return dist.get_world_size()
+
+    assert run_distributed(work, 2) == [2, 2]
