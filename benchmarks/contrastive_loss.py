@@ -119,7 +119,7 @@ def main() -> None:
     report.add(
         f"Forward and backward over features of {arguments.width}, float32. Seconds are processor time of the slowest "
         f"process, medians of {arguments.rounds} rounds in turn; memory is what the fullest process adds to its "
-        f"features. A block of motet's is {BLOCK_BYTES / 2**20:.0f} MiB; a whole matrix of similarities is "
+        f"features. motet holds a block of {BLOCK_BYTES / 2**20:.0f} MiB, twice; a whole matrix of similarities is "
         f"{arguments.num_samples**2 * 4 / GIB:.2f} GiB."
     )
     rows = []

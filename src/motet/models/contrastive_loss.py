@@ -8,7 +8,8 @@ With s_ij = scale x_i . y_j + bias for the features x and y of two towers, of N 
 so that ds_ij = (e^(s_ij - lse_i) + e^(s_ij - lse'_j)) / 2 - [i = j], or sigmoid(s_ij) - [i = j]. Who has some rows x
 needs, beside all y, the log-sum-exps lse' of the other direction, and then has their whole gradient: none of it has to
 be summed over ranks (DistMM section 5.3.2 leaves these numbers out). Gradients compute s once more instead of keeping
-it. Where one process has all rows of both towers, each block serves both directions.
+it. Where one process has all rows of both towers, each block serves both directions. Sums are in float32 along a block
+and in float64 over blocks.
 
 Legend: n own rows, N samples, d the width of features.
 """
@@ -25,7 +26,18 @@ LossKind = Literal["softmax", "sigmoid"]
 LOG_2 = math.log(2.0)
 
 BLOCK_BYTES = 4 * 2**20
-"""Of the block of similarities that is held at a time."""
+"""Of the block of similarities that is held at a time, and again of what is computed from it. Blocks are square: long
+thin ones, of whole rows, make matrix products a third slower."""
+
+
+class Block(NamedTuple):
+    rows: slice
+    columns: slice
+    similarities: Tensor
+    """[rows, columns]; these and `scratch` may be overwritten until the next block is asked for."""
+    scratch: Tensor
+    positives: tuple[Tensor, Tensor] | None
+    """Where the two features of one sample meet: (rows, columns) within the block. None: nowhere."""
 
 
 class Similarity(NamedTuple):
@@ -36,24 +48,36 @@ class Similarity(NamedTuple):
     columns: Tensor
     """[N, d]"""
     places: Tensor
-    """[n]: which sample each row belongs to."""
+    """[n]: which sample each row belongs to, ascending."""
     scale: float
     bias: float
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, their similarities [rows, N]), which may be overwritten until the next one is asked for."""
-        num_rows, num_columns = len(self.rows), len(self.columns)
-        size = max(1, BLOCK_BYTES // max(1, num_columns * self.rows.element_size()))
-        buffer = self.rows.new_empty(min(size, num_rows), num_columns)
-        scaled = self.rows * self.scale
-        for first in range(0, num_rows, size):
-            part = slice(first, min(first + size, num_rows))
-            block = buffer[: part.stop - first]
-            torch.mm(scaled[part], self.columns.T, out=block)
-            yield part, block.add_(self.bias) if self.bias else block
+    def blocks(self) -> Iterator[Block]:
+        (num_rows, _), (num_columns, _) = self.rows.shape, self.columns.shape
+        capacity = max(1, BLOCK_BYTES // self.rows.element_size())
+        width = max(1, min(num_columns, math.isqrt(capacity)))
+        height = max(1, min(num_rows, capacity // width))
+        buffers = [self.rows.new_empty(height * width) for _ in range(2)]
+        starts = range(0, num_columns, width)
+        # Which rows' own samples stand at or after the beginning of each run of columns.
+        firsts = torch.searchsorted(self.places, self.places.new_tensor([*starts, num_columns])).tolist()
+        for top in range(0, num_rows, height):
+            rows = slice(top, min(top + height, num_rows))
+            for i, left in enumerate(starts):
+                columns = slice(left, min(left + width, num_columns))
+                shape = (rows.stop - top, columns.stop - left)
+                block, scratch = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
+                # With beta = 0 what the block holds is not read.
+                torch.addmm(block, self.rows[rows], self.columns[columns].T, beta=0, alpha=self.scale, out=block)
+                if self.bias:
+                    block.add_(self.bias)
+                own = slice(max(top, firsts[i]), min(rows.stop, firsts[i + 1]))
+                yield Block(rows, columns, block, scratch, self._meeting(own, top, left))
 
-    def positives(self, part: slice, block: Tensor) -> Tensor:
-        return block.gather(1, self.places[part, None])[:, 0]
+    def _meeting(self, own: slice, top: int, left: int) -> tuple[Tensor, Tensor] | None:
+        if own.start >= own.stop:
+            return None
+        return torch.arange(own.start - top, own.stop - top, device=self.places.device), self.places[own] - left
 
 
 class Values(NamedTuple):
@@ -69,42 +93,41 @@ class Values(NamedTuple):
 
 def values(kind: LossKind, similarity: Similarity, *, both: bool = False) -> Values:
     """`both`: the rows are those of all samples, and the loss is that of both directions."""
-    rows = similarity.rows
+    rows, columns = similarity.rows, similarity.columns
     loss = torch.zeros((), dtype=torch.float64, device=rows.device)
+    of_rows, of_columns = _RunningLogSumExp(len(rows), rows), _RunningLogSumExp(len(columns), rows)
+    for block in similarity.blocks():
+        if block.positives is not None:
+            positives = block.similarities[block.positives].sum(dtype=torch.float64)
+            loss -= positives / 2 if kind == "softmax" and not both else positives
+        if kind == "sigmoid":
+            softplus = torch.logaddexp(block.similarities, rows.new_zeros(()), out=block.scratch)
+            loss += softplus.sum(1).sum(dtype=torch.float64)
+            continue
+        if both:
+            of_columns.add(block.columns, block.similarities.T, block.scratch.T)
+        of_rows.add(block.rows, block.similarities, block.scratch)
     if kind == "sigmoid":
-        for part, block in similarity.blocks():
-            loss -= similarity.positives(part, block).sum(dtype=torch.float64)
-            loss += torch.nn.functional.softplus(block).sum(dtype=torch.float64)
         return Values(loss, rows.new_empty(0))
-    lse = rows.new_empty(len(rows))
-    columns = _RunningLogSumExp(similarity) if both else None
-    for part, block in similarity.blocks():
-        positives = similarity.positives(part, block)
-        if columns is not None:
-            columns.add(block)
-        largest = block.amax(1)
-        lse[part] = block.sub_(largest[:, None]).exp_().sum(1).log_().add_(largest)
-        loss += (lse[part] - positives).sum(dtype=torch.float64) / 2
-        if columns is not None:
-            loss -= positives.sum(dtype=torch.float64) / 2
-    if columns is None:
-        return Values(loss, lse)
-    column_lse = columns.value()
-    return Values(loss + column_lse.sum(dtype=torch.float64) / 2, lse, column_lse)
+    lse, column_lse = of_rows.value(), of_columns.value() if both else None
+    for found in (lse, column_lse):
+        loss += 0.0 if found is None else found.sum(dtype=torch.float64) / 2
+    return Values(loss, lse, column_lse)
 
 
 class _RunningLogSumExp:
-    """Of each column, while blocks of rows come in."""
+    """Of each row, while blocks of it come in."""
 
-    def __init__(self, similarity: Similarity) -> None:
-        num_columns = len(similarity.columns)
-        self._largest = similarity.rows.new_full((num_columns,), -torch.inf)
-        self._sum = similarity.rows.new_zeros(num_columns)
+    def __init__(self, num_rows: int, like: Tensor) -> None:
+        self._largest = like.new_full((num_rows,), -torch.inf)
+        self._sum = like.new_zeros(num_rows)
 
-    def add(self, block: Tensor) -> None:
-        largest = torch.maximum(self._largest, block.amax(0))
-        self._sum.mul_((self._largest - largest).exp_()).add_((block - largest).exp_().sum(0))
-        self._largest = largest
+    def add(self, part: slice, block: Tensor, scratch: Tensor) -> None:
+        before = self._largest[part]
+        largest = torch.maximum(before, block.amax(1))
+        exponentials = torch.sub(block, largest[:, None], out=scratch).exp_()
+        self._sum[part].mul_((before - largest).exp_()).add_(exponentials.sum(1))
+        self._largest[part] = largest
 
     def value(self) -> Tensor:
         return self._sum.log().add_(self._largest)
@@ -127,24 +150,26 @@ def gradients(
     kind: LossKind, similarity: Similarity, lse: Tensor, column_lse: Tensor, *, both: bool = False
 ) -> Gradients:
     """`lse`, `column_lse`: softmax: [n] of the rows, [N] of the columns. `both`: gradients of the columns too."""
-    d_rows = torch.empty_like(similarity.rows)
-    d_columns = torch.zeros_like(similarity.columns) if both else None
-    d_bias = torch.zeros((), dtype=torch.float64, device=d_rows.device)
+    rows, columns = similarity.rows, similarity.columns
+    d_rows = torch.zeros_like(rows)
+    d_columns = torch.zeros_like(columns) if both else None
+    d_bias = torch.zeros((), dtype=torch.float64, device=rows.device)
     if kind == "softmax":  # Half of each direction's exponentials.
         lse, column_lse = lse + LOG_2, column_lse + LOG_2
-    for part, block in similarity.blocks():
+    for block in similarity.blocks():
+        d_block = block.similarities
         if kind == "sigmoid":
-            block.sigmoid_()
+            d_block.sigmoid_()
         else:
-            other = (block - column_lse).exp_()
-            block.sub_(lse[part, None]).exp_().add_(other)
-        own = similarity.places[part, None]
-        block.scatter_add_(1, own, -block.new_ones(own.shape))
-        torch.mm(block, similarity.columns, out=d_rows[part])
+            other = torch.sub(d_block, column_lse[block.columns], out=block.scratch).exp_()
+            d_block.sub_(lse[block.rows, None]).exp_().add_(other)
+        if block.positives is not None:
+            d_block[block.positives] -= 1
+        d_rows[block.rows].addmm_(d_block, columns[block.columns])
         if d_columns is not None:
-            d_columns.addmm_(block.T, similarity.rows[part])
-        d_bias += block.sum(dtype=torch.float64)
-    d_scale = (d_rows * similarity.rows).sum(dtype=torch.float64)
+            d_columns[block.columns].addmm_(d_block.T, rows[block.rows])
+        d_bias += d_block.sum(1).sum(dtype=torch.float64)
+    d_scale = (d_rows * rows).sum(1).sum(dtype=torch.float64)
     d_rows.mul_(similarity.scale)
     if d_columns is not None:
         d_columns.mul_(similarity.scale)
