@@ -5,7 +5,7 @@ Limits: a rank computes one thing at a time, so its computing spans must not ove
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -169,6 +169,19 @@ class Timeline:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"timeline: {error}") from error
         return Timeline(spans, num_ranks)
+
+
+Lanes = Mapping[str, Sequence[Sequence[int]]]
+"""By a timeline's title, the ranks that each lane of a picture stands for; those of the first are drawn."""
+
+
+def lanes_by_title(timelines: Mapping[str, Timeline], lanes: Lanes | None) -> Lanes:
+    """Of every title; where nothing is said, each rank has a lane."""
+    return {t: [(rank,) for rank in range(timeline.num_ranks)] for t, timeline in timelines.items()} | dict(lanes or {})
+
+
+def lane_name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} alike" if len(ranks) > 1 else "")
 
 
 def _numbered(spans: Iterable[Span]) -> dict[tuple[int, str, int], Span]:

@@ -43,6 +43,24 @@ def test_memory_is_drawn_and_traced(capsys: pytest.CaptureFixture[str], run_file
     assert {event["pid"] for event in events if event["ph"] == "C"} == {0, 1, 2, 3}
 
 
+def test_of_many_ranks_those_that_differ_are_traced_and_drawn(run_file: Path, tmp_path: Path) -> None:
+    """80 ranks: 20 replicas of three stages; the two ranks of each last stage do the same, others if their samples do."""
+    explicit = "vision: {dp: 20}, audio: {dp: 20}, language_model: {dp: 20, tp: 2}"
+    settings = [
+        f"parallel={{planner: explicit, num_microbatches: 1, explicit: {{{explicit}}}}}",
+        "cluster={num_devices: 80}",
+        "train.global_batch_size=20",
+    ]
+    trace = tmp_path / "trace.json"
+    arguments = ["simulate", str(run_file), "--trace", str(trace), "--picture", str(tmp_path / "timeline.svg")]
+    assert main([*arguments, *(word for setting in settings for word in ("--set", setting))]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    alike = [int(name.split()[-2]) for name in names if name.endswith("alike")]
+    assert len(names) <= 60
+    assert len(names) + sum(alike) == 80
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

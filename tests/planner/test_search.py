@@ -133,7 +133,10 @@ def test_report_has_the_keys_that_users_hold_on_to():
     stages = values["stages"]
     assert {"module", "layers", "ranks", "forward_s", "backward_s"} <= stages[0].keys()
     assert sum(last - first for s in stages if s["module"] == "vision" for first, last in [s["layers"]]) == 9
-    assert "language_model" in report_text(values)
+    text = report_text(values)
+    assert "language_model" in text
+    computes = values["time_shares_s"]["compute"] / sum(values["time_shares_s"].values())
+    assert f"time goes to compute {computes:.1%}, " in text
 
 
 def test_replicas_that_are_cut_alike_are_shown_once():

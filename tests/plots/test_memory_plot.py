@@ -24,7 +24,7 @@ def test_each_rank_has_its_line() -> None:
 
 def test_ranks_that_share_a_curve_share_a_line() -> None:
     shared = curve(2, 1)
-    assert lines([shared, curve(1), shared]) == {"rank 0 and 1 alike": [2, 1], "rank 1": [1]}
+    assert lines([shared, curve(1), curve(2, 1)]) == {"rank 0 and 1 alike": [2, 1], "rank 1": [1]}
 
 
 def test_of_many_those_that_hold_most_are_drawn() -> None:

@@ -46,6 +46,19 @@ def test_modules_and_kinds_differ_in_colour() -> None:
     assert len(colours) == 3 * 3 + 1  # Forward, backward and reduction of three modules; the optimizer.
 
 
+def test_one_rank_can_stand_for_those_that_do_the_same() -> None:
+    whole = a_timeline()
+    lanes = [(0, 6, 7), *((rank,) for rank in range(1, 6))]
+    (axis,) = plot_timelines({"predicted": whole}, {"predicted": lanes}).axes
+    assert [label.get_text() for label in axis.get_yticklabels()][:2] == ["rank 0 and 2 alike", "rank 1"]
+    idle = 1 - (2 * whole.busy_s[0] + sum(whole.busy_s)) / (8 * whole.iteration_time_s)
+    assert axis.get_title(loc="left").endswith(f"bubble {idle:.1%}")
+    (axis,) = plot_timelines({"predicted": whole}, {"predicted": [(5,), (2,)]}).axes
+    assert sum(len(bars.get_paths()) for bars in axis.collections) == sum(
+        span.rank in (2, 5) and span.kind != "message" for span in whole.spans
+    )
+
+
 def test_pictures_are_written(tmp_path: Path) -> None:
     for suffix in ("png", "svg"):
         save_timelines({"predicted": a_timeline()}, tmp_path / f"timeline.{suffix}")

@@ -50,3 +50,11 @@ def test_memory_is_a_counter_of_each_rank() -> None:
     events = trace_events({"measured": TIMELINE, "predicted": TIMELINE}, {"predicted": curves})
     counters = [(e["pid"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
     assert counters == [(2, 0.0, {"bytes": 7}), (2, 500_000.0, {"bytes": 9}), (3, 0.0, {"bytes": 3})]
+
+
+def test_only_ranks_that_stand_for_others_are_traced() -> None:
+    curves = [MemoryCurve(np.array([5.0]), np.array([size])) for size in (7, 3)]
+    events = trace_events({"predicted": TIMELINE}, {"predicted": curves}, {"predicted": [(1, 4)]})
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["predicted rank 1 and 1 alike"]
+    assert {e["pid"] for e in events} == {1}
+    assert [e["args"]["bytes"] for e in events if e["ph"] == "C"] == [3]

@@ -21,6 +21,7 @@ from motet.simulator.alike import Folding, fold
 from motet.simulator.costs import UniformCosts
 from motet.simulator.simulate import simulate
 from motet.simulator.step_costs import Disturbances
+from motet.timeline import BUSY_KINDS, Timeline
 
 
 def repeated(problem: Problem, times: int) -> Problem:
@@ -91,6 +92,10 @@ class AlikeCosts(RandomCosts):
         )
 
 
+def computed(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
+    return [(span.kind, span.start, span.end) for span in timeline.of_rank(rank) if span.kind in BUSY_KINDS]
+
+
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_folded_and_whole_are_the_same_on_drawn_problems(generator: str) -> None:
     for seed in range(30):
@@ -108,6 +113,14 @@ def test_folded_and_whole_are_the_same_on_drawn_problems(generator: str) -> None
         assert folded.bubble_fraction == pytest.approx(expected.bubble_fraction)
         assert folded.peak_memory_bytes == expected.peak_memory_bytes
         assert set(folded.timeline.spans) == set(expected.timeline.spans), seed
+        assert sorted(rank for ranks in folded.alike_ranks for rank in ranks) == list(range(whole.plan.num_ranks))
+        for result in (folded, expected):
+            first = {ranks[0] for ranks in result.alike_ranks}
+            of_first = {span for span in expected.timeline.spans if span.rank in first}
+            assert set(result.timeline_of(first).spans) == of_first, seed
+            for first_rank, *others in result.alike_ranks:
+                for rank in others:
+                    assert computed(expected.timeline, rank) == computed(expected.timeline, first_rank), seed
         for ours, theirs in zip(folded.memory, expected.memory, strict=True):
             assert ours.times_s.tolist() == theirs.times_s.tolist()
             assert ours.bytes_held.tolist() == theirs.bytes_held.tolist()

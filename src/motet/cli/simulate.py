@@ -12,13 +12,20 @@ if TYPE_CHECKING:
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
 
+MOST_LANES = 64
+"""Of more ranks, only those that differ are drawn and traced."""
+
 HELP = "predict what an iteration of a plan takes, and draw its timeline"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     add_plan(parser)
-    parser.add_argument("--picture", metavar="timeline.png", help="draw the timeline (png, svg, pdf)")
+    parser.add_argument(
+        "--picture",
+        metavar="timeline.png",
+        help="draw the timeline (png, svg, pdf); of many ranks, one of those that do the same",
+    )
     parser.add_argument("--memory-picture", metavar="memory.png", help="draw each rank's memory over time")
     parser.add_argument(
         "--trace", metavar="trace.json", help="write timeline and memory for Perfetto or chrome://tracing"
@@ -70,23 +77,30 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         evaluation = _disturbed(evaluation, arguments)
     result = report_evaluation(evaluation, dtype=config.train.dtype)
     print(report_text(result))
+    _draw(evaluation, arguments)
+    return result
+
+
+def _draw(evaluation: "Evaluation", arguments: argparse.Namespace) -> None:
+    result, title = evaluation.result, "predicted"
+    if arguments.picture or arguments.trace:
+        is_large = result.num_ranks > MOST_LANES
+        groups = result.alike_ranks if is_large else [(rank,) for rank in range(result.num_ranks)]
+        timelines = {title: result.timeline_of({ranks[0] for ranks in groups})}
     if arguments.picture:
         from motet.plots.timeline import save_timelines
 
-        save_timelines({"predicted": evaluation.result.timeline}, Path(arguments.picture))
+        save_timelines(timelines, Path(arguments.picture), {title: groups})
     if arguments.trace:
         from motet.plots.trace import save_trace
 
-        save_trace(
-            {"predicted": evaluation.result.timeline}, Path(arguments.trace), {"predicted": evaluation.result.memory}
-        )
+        save_trace(timelines, Path(arguments.trace), {title: result.memory}, {title: groups})
     if arguments.memory_picture:
         from motet.costs.memory import RESERVE
         from motet.plots.memory import save_memory
 
-        limit = problem.cluster.device.memory_bytes * (1 - RESERVE)
-        save_memory({"predicted": evaluation.result.memory}, Path(arguments.memory_picture), limit_bytes=limit)
-    return result
+        limit = evaluation.problem.cluster.device.memory_bytes * (1 - RESERVE)
+        save_memory({title: result.memory}, Path(arguments.memory_picture), limit_bytes=limit)
 
 
 def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def report_text(values: Mapping[str, Any]) -> str:
         f"iteration {_ms(values['iteration_time_s'])} (no schedule of this plan takes less than "
         f"{_ms(values['lower_bound_s'])}), {values['throughput_samples_per_s']:.1f} samples/s, "
         f"idle {values['bubble_fraction']:.1%}, peak memory {peak / 2**20:.0f} MiB",
+        _shares_text(values["time_shares_s"]),
         f"costs: {values['costs']['source']} on {values['costs']['hardware']}, {values['costs']['date']}",
     ]
     if values["mfu"] is not None:

@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from motet.timeline import MemoryCurve
+from motet.timeline import MemoryCurve, lane_name
 
-MAX_LINES = 12
+MAX_LINES = 10
+"""As many as there are colours."""
 
 
 def plot_memory(memory: Mapping[str, Sequence[MemoryCurve]], *, limit_bytes: float | None = None) -> Figure:
@@ -35,17 +36,16 @@ def save_memory(memory: Mapping[str, Sequence[MemoryCurve]], path: Path, *, limi
 
 
 def _draw(axis: Axes, curves: Sequence[MemoryCurve], limit_bytes: float | None) -> None:
-    ranks_of_curve: dict[int, list[int]] = {}
+    ranks_of_curve: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, curve in enumerate(curves):
-        ranks_of_curve.setdefault(id(curve), []).append(rank)
+        ranks_of_curve.setdefault((curve.times_s.tobytes(), curve.bytes_held.tobytes()), []).append(rank)
     groups = sorted(ranks_of_curve.values(), key=lambda ranks: -curves[ranks[0]].peak_bytes)[:MAX_LINES]
     for ranks in sorted(groups):
         curve = curves[ranks[0]]
-        label = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} alike" if len(ranks) > 1 else "")
-        axis.step(curve.times_s, curve.bytes_held / 2**30, where="post", linewidth=1, label=label)
+        axis.step(curve.times_s, curve.bytes_held / 2**30, where="post", linewidth=1, label=lane_name(ranks))
     # A limit far above the curves would flatten them.
     if limit_bytes is not None and limit_bytes < 2 * max((curve.peak_bytes for curve in curves), default=0):
         axis.axhline(limit_bytes / 2**30, color="black", linestyle="--", linewidth=1, label="limit")
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=7, ncols=2, loc="upper right")
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axis.spines[["top", "right"]].set_visible(False)

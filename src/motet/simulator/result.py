@@ -3,6 +3,7 @@
 Numbers are kept in arrays; spans and curves are made when they are asked for.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,7 +122,20 @@ class SimulationResult:
         return 1.0 - float(self.busy_s.sum()) / available if available else 0.0
 
     @cached_property
+    def alike_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks that compute the same at the same moments, by the first rank of each."""
+        groups: dict[int, list[int]] = {}
+        stands_for = range(self.num_ranks) if self.folding is None else self.folding.rank_of
+        for rank, lane in enumerate(self.program.lanes.of_rank[stands_for].tolist()):
+            groups.setdefault(lane, []).append(rank)
+        return tuple(map(tuple, groups.values()))
+
+    @cached_property
     def timeline(self) -> Timeline:
+        return self.timeline_of(range(self.num_ranks))
+
+    def timeline_of(self, ranks: Container[int]) -> Timeline:
+        """The spans of these ranks; they keep their numbers."""
         program, times = self.program, self.times
         actions = program.dependencies.actions(program.actions)
         spans: list[list[Span]] = []
@@ -132,26 +146,31 @@ class SimulationResult:
                     Span(rank, str(copy), copy.kind.value, begin, end)
                     for copy in copies
                     for rank in program.participants(copy)
+                    if rank in ranks
                 ]
             )
         for message, begin, end in zip(
             program.messages, times.message_start.tolist(), times.message_end.tolist(), strict=True
         ):
-            copied = [Span(copy.sender, str(copy), "message", begin, end) for copy in self._message_copies(message)]
-            spans.append(copied)
+            sent = [copy for copy in self._message_copies(message) if copy.sender in ranks]
+            spans.append([Span(copy.sender, str(copy), "message", begin, end) for copy in sent])
         reduction_times = zip(times.reduction_start.tolist(), times.reduction_end.tolist(), strict=True)
         for reduce, (begin, end) in zip(program.reductions, reduction_times, strict=True):
-            spans.append([Span(rank, str(reduce), "reduce", begin, end) for rank in program.participants(reduce)])
+            members = [rank for rank in program.participants(reduce) if rank in ranks]
+            spans.append([Span(rank, str(reduce), "reduce", begin, end) for rank in members])
         in_order = [span for i in program.order_of_steps.tolist() for span in spans[i]]
         last = times.end_s
         if self.costs.fixed_s:
             in_order += [
-                Span(rank, "optimizer", "optimizer", last, last + self.costs.fixed_s) for rank in range(self.num_ranks)
+                Span(rank, "optimizer", "optimizer", last, last + self.costs.fixed_s)
+                for rank in range(self.num_ranks)
+                if rank in ranks
             ]
         for reduce, (begin, end) in zip(program.reductions, self.gathers, strict=True):
             if end > begin:
                 name = str(reduce).replace(".R[", ".G[")
-                in_order += [Span(rank, name, "gather", begin, end) for rank in program.participants(reduce)]
+                members = [rank for rank in program.participants(reduce) if rank in ranks]
+                in_order += [Span(rank, name, "gather", begin, end) for rank in members]
         return Timeline(tuple(in_order), self.num_ranks)
 
     def _copies(self, cell: Cell) -> list[Cell]:
