@@ -44,7 +44,7 @@ def test_memory_is_drawn_and_traced(capsys: pytest.CaptureFixture[str], run_file
 
 
 def test_of_many_ranks_those_that_differ_are_traced_and_drawn(run_file: Path, tmp_path: Path) -> None:
-    """80 ranks: 20 replicas of three stages; the two ranks of each last stage do the same, others if their samples do."""
+    """20 replicas of three stages; the two ranks of each last stage do the same, others if their samples do."""
     explicit = "vision: {dp: 20}, audio: {dp: 20}, language_model: {dp: 20, tp: 2}"
     settings = [
         f"parallel={{planner: explicit, num_microbatches: 1, explicit: {{{explicit}}}}}",
