@@ -288,6 +288,7 @@ def run_trial(trial: Trial) -> Outcome:
     fired = [kill for i, kill in enumerate(trial.kills) if board.is_fired(i)]
     expected = undisturbed(trial.tolerate)
     assert len(result["losses"]) == len(expected), (trial, result["losses"], log)
+    assert result["checkpoint"].endswith(f"step_{STEPS:08d}"), (trial, result["checkpoint"], log)
     error = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], expected, strict=True))
     assert error <= 1e-6, (trial, error, log)
     lost = {change["node"] for line in log for change in line["changes"] if change["kind"] == "lost"}

@@ -216,9 +216,33 @@ def test_what_failed_is_told_when_the_next_begins(tmp_path: Path, monkeypatch: p
             writer.save(toy.model, toy.optimizer, state)
             with pytest.raises(UserError) as refusal:
                 writer.save(toy.model, toy.optimizer, state)
+        assert writer.is_unfinished, "whoever goes on after the failure has to know"
         writer.save(toy.model, toy.optimizer, state)
         assert writer.finish() == tmp_path / "step_00000001"
+        assert not writer.is_unfinished
         return str(refusal.value)
 
     for message in run_distributed(work, 2):
         assert message.startswith(f"train.output: the checkpoint {tmp_path}/step_00000001 cannot be written (full)")
+
+
+@pytest.mark.parametrize("leftover", ["step_00000001.tmp", "step_00000001.old.tmp"])
+def test_what_a_crash_left_does_not_stand_in_the_way(tmp_path: Path, leftover: str) -> None:
+    """A folder that was being deleted when the process died, and whose name is needed again to delete another."""
+
+    def work(rank: int) -> list[str]:
+        toy = Toy(toy_plan())
+        writer = CheckpointWriter(tmp_path, keep=1)
+        for step in (1, 2):
+            if rank == 0:
+                (tmp_path / leftover).mkdir(exist_ok=True)
+                (tmp_path / leftover / "shard").write_text("half")
+                if leftover.count(".") == 2 and step == 2:
+                    shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000001.old")
+            dist.barrier()
+            toy.step()
+            writer.save(toy.model, toy.optimizer, TrainingState(step, {"samples_seen": 4 * step}, ""))
+            writer.finish()
+        return sorted(path.name for path in tmp_path.glob("step_*"))
+
+    assert run_distributed(work, 2) == [["step_00000002"]] * 2

@@ -78,6 +78,7 @@ def complete(partial: Path, final: Path, manifest: Manifest, *, is_best: bool, k
 
     Whatever other partial checkpoint is in the folder was left by a crash, and is deleted too."""
     _write_to_disk(partial / MANIFEST, manifest.to_json())
+    _flush(partial)
     if final.exists():
         replaced = final.with_name(final.name + REPLACED)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -100,8 +101,13 @@ def _delete_old(folder: Path, keep: int) -> None:
     checkpoints = complete_checkpoints(folder)
     superseded = [path for path in checkpoints if path.name.endswith(REPLACED)]
     surplus = [path for path in checkpoints if path not in superseded][:-keep]
+    _delete_partial(folder)
     for path in [*superseded, *(path for path in surplus if path.resolve() != best)]:
         path.rename(path.with_name(path.name + PARTIAL))  # Half deleted, it must not look like a checkpoint.
+    _delete_partial(folder)
+
+
+def _delete_partial(folder: Path) -> None:
     for path in folder.glob(f"step_*{PARTIAL}"):
         shutil.rmtree(path)
 

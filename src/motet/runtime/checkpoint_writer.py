@@ -7,6 +7,7 @@ checksums and the rename, which make a checkpoint complete, would be left to the
 """
 
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._before: threading.Thread | None = None
+        self.is_unfinished = False
+        """Whether a checkpoint was begun and is not complete, be it that it failed."""
         self.last: Path | None = None
         """The last one that was completed."""
 
@@ -48,7 +51,8 @@ class CheckpointWriter:
         if self._before is not None:
             self._before.join()
             self._before = None
-        self._copy(dict(tensors_to_save(model, optimizer)))
+        self._copy(tensors_to_save(model, optimizer))
+        self.is_unfinished = True
         # A daemon: a process whose peers have died must not wait for them when it ends.
         self._thread = threading.Thread(target=self._write, args=(state, is_best), name="checkpoint", daemon=True)
         self._thread.start()
@@ -57,28 +61,27 @@ class CheckpointWriter:
         """Does not write before what this process began to write in another world has ended; that is lost."""
         self._before = other._thread if other._thread is not None else other._before
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether a checkpoint was begun and is not complete."""
-        return self._thread is not None and (self._thread.is_alive() or self._failure is not None)
-
-    def _copy(self, tensors: dict[str, Tensor]) -> None:
-        on_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        copies = self._copies
+    def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """One after the other: what is gathered for the copy is whole on the device."""
+        copies, on_cuda = self._copies, False
         self._copies = {}
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
+            on_cuda = on_cuda or tensor.is_cuda
             copy = copies.get(name)
             if copy is None or copy.shape != tensor.shape:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
         if on_cuda:
             torch.cuda.synchronize()
 
     def _write(self, state: TrainingState, is_best: bool) -> None:
         try:
+            # Nobody touches the folder before all have ended what they were writing in a world before this one.
+            dist.barrier(self._group)
             self.last = write_checkpoint(
                 self._folder, self._copies, state, keep=self._keep, is_best=is_best, group=self._group
             )
+            self.is_unfinished = False
         except BaseException as failure:
             self._failure = failure
 

@@ -3,8 +3,10 @@
 Dropout depends on seed, step, stage and microbatch alone, so a resumed run draws what the undisturbed one would have.
 """
 
+import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -70,6 +72,8 @@ class TrainingSummary:
     """The last one."""
     best_loss: float = math.inf
     """The lowest held-out loss."""
+    best_step: int | None = None
+    """Finished steps at which this run measured it."""
     settled_steps: int = 0
     """Those after which evaluating and saving are over too."""
     save_again: bool = False
@@ -140,7 +144,7 @@ class Trainer:
     def save_now(self) -> Path | None:
         """Collective: a checkpoint of what there is."""
         self._make_output()
-        self._save(is_best=False)
+        self._save()
         return self._checkpoints.finish()
 
     @property
@@ -163,7 +167,7 @@ class Trainer:
             if self.summary.settled_steps < self.finished_steps:  # A failure came between a step and what follows it.
                 self._evaluate_and_save(progress)
             elif self.summary.save_again:
-                self._save(is_best=False)
+                self._save()
             self.summary.save_again = False
             while not self.is_done and not self.is_paused:
                 values = self._timed_step()
@@ -267,18 +271,20 @@ class Trainer:
             )
 
     def _evaluate_and_save(self, progress: Progress) -> None:
-        is_best = False
         if self.held_out is not None and self._is_due(self.settings.eval_every):
             loss = self.summary.evaluations[self.finished_steps] = self.evaluate()
             progress.note(f"step {self.finished_steps}: held-out loss {loss:.4f}")
             self._write({"held_out_loss": loss})
-            is_best = loss < self.summary.best_loss
-            if is_best:
-                self.summary.best_loss = loss
+            if loss < self.summary.best_loss:
+                self.summary.best_loss, self.summary.best_step = loss, self.finished_steps
         every = self.settings.checkpoint_every
-        if every and (is_best or self._is_due(every)):
-            self._save(is_best)
+        if every and (self._is_best or self._is_due(every)):
+            self._save()
         self.summary.settled_steps = self.finished_steps
+
+    @property
+    def _is_best(self) -> bool:
+        return self.summary.best_step == self.finished_steps
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.finished_steps % every == 0 or self.is_done)
@@ -299,10 +305,10 @@ class Trainer:
             stage.train(mode)
         return total / max(1, tokens)
 
-    def _save(self, is_best: bool) -> None:
+    def _save(self) -> None:
         metrics = {} if math.isinf(self.summary.best_loss) else {"best_loss": self.summary.best_loss}
         state = TrainingState(self.finished_steps, self.summary.data, self.engine.plan.to_json(), metrics)
-        self._checkpoints.save(self.engine.model, self.optimizer, state, is_best=is_best)
+        self._checkpoints.save(self.engine.model, self.optimizer, state, is_best=self._is_best)
 
     def _make_output(self) -> None:
         """The folder, with room for the checkpoints that this run will keep, one that is written, and the best."""
@@ -344,7 +350,17 @@ def _make_folder(folder: Path, num_bytes: int) -> None:
     """Raises `UserError` if there is no room for so many bytes, beside what is there, or nothing can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        there = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+        there = _size_of(folder / "checkpoints")
     except OSError as error:
         raise UserError(f"train.output: {folder} cannot be used ({error.strerror}); give another folder") from None
     check_free_space(folder, num_bytes - there)
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of all files; a checkpoint may be on its way out meanwhile."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(path, name)).st_size
+    return total
