@@ -86,9 +86,19 @@ class TestWrongInput:
         with pytest.raises(UserError, match=r"media_attention: 'mine' is not known; give one of causal, own_item, .*"):
             rule_named("mine")
 
-    def test_names_of_kinds(self) -> None:
-        with pytest.raises(UserError, match="causal is a kind of attention that motet has; give another name"):
-            register_mask("causal", lambda segments, window: interval_mask((np.zeros(1), np.ones(1))))
+    @pytest.mark.parametrize("name", ["causal", "family"])
+    def test_names_of_kinds(self, name: str) -> None:
+        with pytest.raises(UserError, match=f"{name} is a kind of attention that motet has; give another name"):
+            register_mask(name, lambda segments, window: interval_mask((np.zeros(1), np.ones(1))))
+
+    def test_another_functions_name(self) -> None:
+        def mine(segments: tuple[Segment, ...], window: int | None) -> IntervalMask:
+            raise NotImplementedError
+
+        register_mask("mine", mine)
+        register_mask("mine", mine)
+        with pytest.raises(UserError, match="mine is another function's name already; give another name"):
+            register_mask("mine", lambda segments, window: interval_mask((np.zeros(1), np.ones(1))))
 
     @pytest.mark.parametrize(("returned", "message"), [(5, "that is a int"), (2, "of 2 tokens")])
     def test_masks_of_something_else(self, returned: int, message: str) -> None:

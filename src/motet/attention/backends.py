@@ -18,6 +18,9 @@ BackendName = Literal["auto", "triton", "flex", "dense"]
 
 MOST_HEAD_DIM = 256
 """Of kernels on a GPU."""
+MOST_BLOCK_ELEMENTS = 128 * 128
+"""Of a block, tokens x head dimension: what is held of one does not fit into a GPU's shared memory beyond
+(`benchmarks/attention_kernel_resources.py`)."""
 
 Saved = tuple[Tensor, ...]
 """What a forward leaves for its backward beside inputs and output."""
@@ -143,6 +146,12 @@ def check_backend(device: torch.device, name: BackendName, *, block_size: int, h
         raise UserError(
             f"parallel: heads of {head_dim} are too wide for kernels (at most {MOST_HEAD_DIM}); give context.backend: "
             "dense"
+        )
+    dim = 1 << (head_dim - 1).bit_length()
+    if isinstance(backend, TritonBackend) and block_size * dim > MOST_BLOCK_ELEMENTS:
+        raise UserError(
+            f"parallel: context.block_size is {block_size}, too many tokens for kernels with heads of {head_dim}; give "
+            f"{MOST_BLOCK_ELEMENTS // dim}"
         )
 
 

@@ -47,9 +47,11 @@ Rule = AttentionRule | OwnRule
 def register_mask(name: str, mask_of_sample: MaskOfSample) -> None:
     """From now on `name` may stand where a kind of media attention stands; call it in every process.
 
-    Raises `UserError` for the name of a kind that motet has."""
-    if name in get_args(MediaAttention):
+    Raises `UserError` for the name of a kind that motet has, or of another function."""
+    if name in (*get_args(MediaAttention), "family"):
         raise UserError(f"register_mask: {name} is a kind of attention that motet has; give another name")
+    if _OWN.get(name, mask_of_sample) is not mask_of_sample:
+        raise UserError(f"register_mask: {name} is another function's name already; give another name")
     _OWN[name] = mask_of_sample
 
 

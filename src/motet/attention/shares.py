@@ -32,7 +32,7 @@ def rule_of_text(options: ContextOptions) -> Rule:
     return rule_named(options.media_attention)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def share_out(documents: tuple[Document, ...], rule: Rule, options: ContextOptions, cp_size: int) -> Distribution:
     """Who holds which blocks of documents that stand one after the other; some members may hold none."""
     mask = mask_of_documents(documents, rule)

@@ -4,8 +4,10 @@ Everything follows from the samples' layouts and the plan, so all ranks and all 
 distribution (`motet.attention.shares`). Layers may have masks of their own (Gemma3: global and sliding windows).
 """
 
-from functools import cached_property, lru_cache
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from transformers import AttentionInterface
 
 from motet.attention.backends import backend_for, check_backend
 from motet.attention.context_parallel import ContextParallel, SharedAttention, gather_rows
-from motet.attention.distribution import check_ulysses
+from motet.attention.distribution import Distribution, check_ulysses
 from motet.attention.layout import Document
 from motet.attention.own_masks import Rule, mask_of_documents, rule_named
 from motet.attention.shares import FULL, rule_of_text, share_out
@@ -49,8 +51,7 @@ class ContextSequence:
         self._cp, self._device = cp, device
         self._rule_of_window = {rule.window: rule for rule in rules}
         self._documents = documents
-        balanced = FULL if rules[0] == FULL else rule_of_text(cp.options)
-        self._distribution = share_out(documents, balanced, cp.options, cp.size)
+        self._distribution = _distribution(documents, rules, cp)
         self._attention: dict[int | None, SharedAttention] = {}
 
     @property
@@ -62,7 +63,7 @@ class ContextSequence:
     def num_rows(self) -> int:
         """Tokens in this rank's tensors: those that it holds. If it holds none, one stands in that nobody sees and that
         has no loss, because models cannot be run on nothing."""
-        return max(1, self.num_held)
+        return _num_rows(self._distribution, self._cp)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -95,9 +96,9 @@ class ContextSequence:
         """[num_rows, H] -> [T, H] on every rank; gradients of all ranks are added up."""
         return gather_rows(rows[: self.num_held], self._distribution, self._cp)
 
-    def prepare(self) -> None:
-        """Derives all that attention will need."""
-        for window in self._rule_of_window:
+    def prepare(self, windows: Iterable[int | None]) -> None:
+        """Derives all that attention with these sliding windows will need."""
+        for window in windows:
             self.attention(window).prepare()
 
     def attention(self, window: int | None) -> SharedAttention:
@@ -106,6 +107,20 @@ class ContextSequence:
             backend = backend_for(self._device, self._cp.options.backend)
             self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
         return self._attention[window]
+
+
+def _distribution(documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel) -> Distribution:
+    balanced = FULL if rules[0] == FULL else rule_of_text(cp.options)
+    return share_out(documents, balanced, cp.options, cp.size)
+
+
+def _num_rows(distribution: Distribution, cp: ContextParallel) -> int:
+    return max(1, int(distribution.token_counts[cp.rank]))
+
+
+def num_rows(documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel) -> int:
+    """`ContextSequence.num_rows`, without deriving one."""
+    return _num_rows(_distribution(documents, rules, cp), cp)
 
 
 def shared_attention(
@@ -119,13 +134,14 @@ def shared_attention(
     sliding_window: int | None = None,
     *,
     context: ContextSequence,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: query [1, heads, n, dim] -> output [1, n, heads, dim].
 
     `context` travels from the stage's call through the model's keyword arguments."""
     assert attention_mask is None
     assert dropout == 0.0
+    assert all(others.get(name) is None for name in CHANGES_OF_ATTENTION), others.keys()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (tensor[:, :, : context.num_held] for tensor in (query, key, value))
     out = context.attention(sliding_window)(query, key, value, scale)
@@ -133,12 +149,19 @@ def shared_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-@lru_cache(maxsize=64)
+_alive: WeakValueDictionary[Any, ContextSequence] = WeakValueDictionary()
+
+
 def context_sequence(
     documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel, device: torch.device
 ) -> ContextSequence:
-    """One for all stages, layers and passes of a microbatch: what its masks need is derived once."""
-    return ContextSequence(documents, rules, cp, device)
+    """One for all stages, layers and passes of a microbatch, as long as somebody holds it (the engine does, from before
+    the batch is computed until after): what its masks need is derived once."""
+    key = (documents, rules, cp, device)
+    context = _alive.get(key)
+    if context is None:
+        context = _alive[key] = ContextSequence(documents, rules, cp, device)
+    return context
 
 
 DROPOUTS = (
@@ -147,9 +170,15 @@ DROPOUTS = (
     "dropout",
     "activation_dropout",
     "hidden_dropout_prob",
+    "resid_pdrop",
+    "embd_pdrop",
     "drop_path_rate",
 )
 """Keys of transformers' configurations. Members of a group would draw alike for different tokens."""
+
+CHANGES_OF_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
+"""What models hand to the attention interface that changes its result, and that ours does not do: caps on logits
+(Gemma2), sinks of their own (gpt-oss), biases (T5)."""
 
 
 def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel, num_heads: int, head_dim: int) -> None:
@@ -160,6 +189,11 @@ def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel,
                 f"parallel: {name} has {key} {getattr(config, key)}, which context parallelism and media_attention do "
                 "not support; set it to 0, or use cp 1 and media_attention causal"
             )
+    if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
+        raise UserError(
+            f"parallel: {name} has attn_logit_softcapping {cap}, which context parallelism and media_attention do not "
+            "support; use cp 1 and media_attention causal"
+        )
     if cp.options.method == "ulysses":
         num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
         check_ulysses(num_heads // cp.tp_size, num_key_heads // cp.tp_size, cp.size)

@@ -29,7 +29,14 @@ from motet.attention.layout import Document
 from motet.attention.shares import FULL
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
-from motet.models.context_sequence import ITEM_ATTENTION, ContextSequence, Holder, check_shared, context_sequence
+from motet.models.context_sequence import (
+    ITEM_ATTENTION,
+    ContextSequence,
+    Holder,
+    check_shared,
+    context_sequence,
+    num_rows,
+)
 from motet.models.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.stage import keep_frozen_in_eval_mode
@@ -133,14 +140,18 @@ class EncoderStage(nn.Module):
         """Whether attention is ours, for shares of the tokens."""
         return self._context is not None
 
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Derives what the attention of a coming microbatch needs, where it is ours."""
-        self._shared(samples, next(self.parameters()).device).prepare()
+    def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
+        """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
+        context = self._shared(samples, next(self.parameters()).device)
+        context.prepare((None,))
+        return context
 
     def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
-        documents = tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples))
-        return context_sequence(documents, (FULL,), self._context, device)
+        return context_sequence(self._documents(samples), (FULL,), self._context, device)
+
+    def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
+        return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples))
 
     def train(self, mode: bool = True) -> "EncoderStage":
         super().train(mode)
@@ -325,7 +336,7 @@ class EncoderStage(nn.Module):
     def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
         """Of what enters `layer` (of what leaves the last one)."""
         if layer <= self._head_layer and self._context is not None:
-            return self._shared(samples, torch.device("cpu")).num_rows, self._boundary_width(layer)
+            return num_rows(self._documents(samples), (FULL,), self._context), self._boundary_width(layer)
         if layer <= self._head_layer:
             num_tokens = [sample.num_tokens(self.name) for sample in samples]
         elif layer == self._head_layer + 1 and self._has_projector:

@@ -20,7 +20,14 @@ from motet.attention.context_parallel import ContextParallel
 from motet.attention.layout import Document
 from motet.data.sample import Sample
 from motet.errors import UserError
-from motet.models.context_sequence import ATTENTION, ContextSequence, attention_rules, check_shared, context_sequence
+from motet.models.context_sequence import (
+    ATTENTION,
+    ContextSequence,
+    attention_rules,
+    check_shared,
+    context_sequence,
+    num_rows,
+)
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import ContextOptions, LayerRange
@@ -121,6 +128,9 @@ class LanguageModelStage(nn.Module):
         self.output_size = self.hidden_size
         self.cross_attends = bool(getattr(model.config, "cross_attention_layers", ()))
         self._rules = attention_rules(model.config, media_attention)
+        own = self._rules[self._first_block : min(layers[1] - 1, len(self._rules))]
+        self._windows = {rule.window for rule in own}
+        """Of the blocks that the stage holds."""
         self._context: ContextParallel | None = None
         self.module = model
         if layers != (0, num_layers):
@@ -205,20 +215,24 @@ class LanguageModelStage(nn.Module):
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         if self._context is not None:
-            return (1, self.shared(samples, torch.device("cpu")).num_rows, self.hidden_size)
+            return (1, num_rows(self._documents(samples), self._rules, self._context), self.hidden_size)
         return (*layout_of(samples, self.name, packed=self.packing).shape, self.hidden_size)
 
     output_shape = input_shape
 
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Derives what the attention of a coming microbatch needs, where it is ours."""
-        self.shared(samples, next(self.parameters()).device).prepare()
+    def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
+        """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
+        context = self.shared(samples, next(self.parameters()).device)
+        context.prepare(self._windows)
+        return context
 
     def shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         """The microbatch as the ranks of the group share it; only where `has_own_attention`."""
         assert self._context is not None
-        documents = tuple(Document(tuple(sample.layouts[self.name])) for sample in samples)
-        return context_sequence(documents, self._rules, self._context, device)
+        return context_sequence(self._documents(samples), self._rules, self._context, device)
+
+    def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
+        return tuple(Document(tuple(sample.layouts[self.name])) for sample in samples)
 
     @property
     def has_own_attention(self) -> bool:

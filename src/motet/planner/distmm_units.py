@@ -24,8 +24,9 @@ from motet.arrays import Bools, Floats, Ints
 from motet.costs.communication import BUCKET_BYTES
 from motet.costs.cost_model import Quadratic, total
 from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import ADAMW_STATES, RESERVE, saved_layer_bytes
+from motet.costs.memory import ADAMW_STATES, RESERVE
 from motet.planner.degrees import tp_sizes
+from motet.planner.layer_bytes import saved_bytes_of_layers
 from motet.planner.partition import bottlenecks
 from motet.planner.problem import PlanningProblem
 
@@ -229,19 +230,8 @@ class _Estimate:
     @property
     def _graph_bytes(self) -> float:
         """Of one sample on the fullest stage."""
-        module, problem = self.problem.modules[self.name], self.problem
-        return self.layer_share * sum(
-            saved_layer_bytes(
-                layer,
-                self.load,
-                input_gradient=needs.input_gradient,
-                weight_gradient=needs.weight_gradient,
-                recompute=self.name in problem.recompute,
-                tp_size=self.tp,
-                options=problem.memory,
-            )
-            for layer, needs in zip(module.workload.layers, problem.gradients[self.name], strict=True)
-        )
+        saved = saved_bytes_of_layers(self.problem, self.name, self.load, tp_size=self.tp)
+        return self.layer_share * sum(saved)
 
     @property
     def _boundary_bytes(self) -> float:

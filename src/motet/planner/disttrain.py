@@ -20,13 +20,14 @@ from math import inf
 
 import numpy as np
 
-from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import RESERVE, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, cut_module
+from motet.planner.layer_bytes import saved_bytes_of_layers
 from motet.planner.orchestration import orchestrate
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
@@ -140,19 +141,7 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
 
 def _saved_bytes(problem: PlanningProblem, name: str, tp_size: int, dp: int) -> float:
     """What a typical microbatch leaves in the whole module for its backward, on each rank of a group."""
-    load = problem.typical_load(name, dp)
-    return sum(
-        saved_layer_bytes(
-            layer,
-            load,
-            input_gradient=needs.input_gradient,
-            weight_gradient=needs.weight_gradient,
-            recompute=name in problem.recompute,
-            tp_size=tp_size,
-            options=problem.memory,
-        )
-        for layer, needs in zip(problem.modules[name].workload.layers, problem.gradients[name], strict=True)
-    )
+    return sum(saved_bytes_of_layers(problem, name, problem.typical_load(name, dp), tp_size=tp_size))
 
 
 def _samples_per_microbatch(problem: PlanningProblem, dp: int) -> float:
@@ -179,37 +168,22 @@ def orchestrated_plan(problem: PlanningProblem, orchestration: Orchestration) ->
     for name, degrees in by_group_size:
         offsets[name] = first_rank
         first_rank += degrees.num_devices
-    return Plan(
-        modules={
-            name: _module_plan(problem, name, orchestration.degrees[name], offsets[name]) for name in problem.modules
-        },
-        edges=problem.edges,
-        num_microbatches=problem.num_microbatches,
-        schedule=problem.schedule,
+    return problem.plan(
+        {name: _module_plan(problem, name, orchestration.degrees[name], offsets[name]) for name in problem.modules},
         planner="disttrain",
-        assignment=problem.assignment,
-        max_packed_tokens=problem.max_packed_tokens,
-        recompute=problem.recompute,
     )
 
 
 def _module_plan(problem: PlanningProblem, name: str, degrees: UnitDegrees, first_rank: int) -> ModulePlan:
-    module = problem.modules[name]
     cut = cut_module(problem, name, Degrees(tp=degrees.tp, pp=degrees.pp * degrees.vpp, dp=degrees.dp))
     groups = np.arange(first_rank, first_rank + degrees.num_devices).reshape(degrees.dp, degrees.pp, degrees.tp)
-    return ModulePlan(
-        kind=module.workload.kind,
-        num_layers=module.workload.num_layers,
-        replicas=tuple(
-            Replica(
-                stages=tuple(
-                    Stage(layers=layers, ranks=tuple(ranks), tp_size=degrees.tp)
-                    for layers, ranks in zip(cut, stages * degrees.vpp, strict=True)
-                )
+    replicas = [
+        Replica(
+            stages=tuple(
+                Stage(layers=layers, ranks=tuple(ranks), tp_size=degrees.tp)
+                for layers, ranks in zip(cut, stages * degrees.vpp, strict=True)
             )
-            for stages in groups.tolist()
-        ),
-        trainable=module.trainable,
-        tied=module.workload.tied,
-        loss_weight=module.loss_weight,
-    )
+        )
+        for stages in groups.tolist()
+    ]
+    return problem.modules[name].planned(replicas)

@@ -14,6 +14,7 @@ numbered within a share first: modules in their order, then replicas, then stage
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import gcd
 from typing import Literal
 
@@ -67,16 +68,7 @@ def build_plan(
     edges = problem.edges
     if placement == "replicated":
         modules, edges = _replicate(problem, modules, cuts)
-    return Plan(
-        modules=modules,
-        edges=edges,
-        num_microbatches=problem.num_microbatches,
-        schedule=problem.schedule,
-        planner=planner,
-        assignment=problem.assignment,
-        max_packed_tokens=problem.max_packed_tokens,
-        recompute=tuple(name for name in modules if (modules[name].copy_of or name) in problem.recompute),
-    )
+    return problem.plan(modules, planner=planner, edges=edges)
 
 
 def cut_module(
@@ -181,16 +173,7 @@ def _module_plan(
                 )
             )
         )
-    return ModulePlan(
-        kind=module.workload.kind,
-        num_layers=module.workload.num_layers,
-        replicas=tuple(replicas),
-        trainable=module.trainable,
-        tied=module.workload.tied,
-        sequence_parallel=degrees.sequence_parallel,
-        context=degrees.context,
-        loss_weight=module.loss_weight,
-    )
+    return module.planned(replicas, sequence_parallel=degrees.sequence_parallel, context=degrees.context)
 
 
 def _replicate(
@@ -217,15 +200,7 @@ def _replicate(
                 )
                 for d in range(len(module.replicas))
             )
-            result[copy] = ModulePlan(
-                kind=module.kind,
-                num_layers=module.num_layers,
-                replicas=replicas,
-                trainable=module.trainable,
-                tied=module.tied,
-                copy_of=name if s else None,
-                sequence_parallel=module.sequence_parallel,
-            )
+            result[copy] = replace(module, replicas=replicas, copy_of=name if s else None)
             layers = tuple(layer for layer in edge.layers if first <= layer < last)
             if layers:
                 edges.append(Edge(source=copy, target=sink, layers=layers))

@@ -55,15 +55,10 @@ class Layout:
 
 def layout_plan(problem: PlanningProblem, layout: Layout, *, schedule: str | None = None) -> Plan:
     """`schedule`: None for the layout's own."""
-    return Plan(
-        modules={name: _module_plan(problem, layout, name) for name in problem.modules},
-        edges=problem.edges,
-        num_microbatches=problem.num_microbatches,
-        schedule=schedule or layout.schedule or problem.schedule,
+    return problem.plan(
+        {name: _module_plan(problem, layout, name) for name in problem.modules},
         planner=layout.planner,
-        assignment=problem.assignment,
-        max_packed_tokens=problem.max_packed_tokens,
-        recompute=problem.recompute,
+        schedule=schedule or layout.schedule,
     )
 
 
@@ -87,15 +82,7 @@ def _module_plan(problem: PlanningProblem, layout: Layout, name: str) -> ModuleP
                     )
                 )
             )
-    module = problem.modules[name]
-    return ModulePlan(
-        kind=module.workload.kind,
-        num_layers=module.workload.num_layers,
-        replicas=tuple(replicas),
-        trainable=module.trainable,
-        tied=module.workload.tied,
-        loss_weight=module.loss_weight,
-    )
+    return problem.modules[name].planned(replicas)
 
 
 def layout_of_degrees(

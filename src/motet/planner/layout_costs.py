@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from motet.costs.layer_gradients import LayerGradients
-from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import RESERVE
+from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import LayerTime, PlanningProblem
 
@@ -73,28 +73,8 @@ class LayoutCosts:
         times = problem.layer_times(name, tp, dp)
         lightest = problem.layer_times(name, tp, dp, lightest=True)
         load = problem.typical_load(name, dp)
-        static = [
-            static_layer_bytes(
-                layer, trainable=module.is_trainable(i), tp_size=tp, num_holders=dp, options=problem.memory
-            )
-            for i, layer in enumerate(module.workload.layers)
-        ]
-        # Most layers are alike.
-        known: dict[tuple[int, LayerGradients], int] = {}
-        saved = []
-        for layer, needs in zip(module.workload.layers, problem.gradients[name], strict=True):
-            key = (id(layer), needs)
-            if key not in known:
-                known[key] = saved_layer_bytes(
-                    layer,
-                    load,
-                    input_gradient=needs.input_gradient,
-                    weight_gradient=needs.weight_gradient,
-                    recompute=name in problem.recompute,
-                    tp_size=tp,
-                    options=problem.memory,
-                )
-            saved.append(known[key])
+        static = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=dp)
+        saved = saved_bytes_of_layers(problem, name, load, tp_size=tp)
 
         def prefix(values: Sequence[float]) -> list[float]:
             return [0.0, *accumulate(values)]

@@ -15,13 +15,14 @@ by tensor parallelism; context parallelism is not searched.
 from collections.abc import Mapping
 from math import ceil
 
-from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import RESERVE
 from motet.errors import UserError
-from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.plan import Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import tp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
+from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import best_combinations, recommended_batch, template_sizes, uncovered
 from motet.resilience.microbatches import min_max_counts
@@ -51,15 +52,8 @@ def oobleck(problem: PlanningProblem, *, placement: Placement | None = None) -> 
 def plan_of(problem: PlanningProblem, templates: Templates, sizes: tuple[int, ...]) -> Plan:
     """Pipelines on so many nodes each."""
     one = templates.by_nodes[sizes[0]]
-    like = Plan(
-        modules={name: _module_plan(problem, name, replica) for name, replica in one.replicas.items()},
-        edges=problem.edges,
-        num_microbatches=problem.num_microbatches,
-        schedule=problem.schedule,
-        planner="oobleck",
-        assignment=problem.assignment,
-        max_packed_tokens=problem.max_packed_tokens,
-        recompute=problem.recompute,
+    like = problem.plan(
+        {name: problem.modules[name].planned((replica,)) for name, replica in one.replicas.items()}, planner="oobleck"
     )
     chosen = [templates.by_nodes[n] for n in sizes]
     return build_plan(like, templates, sizes, min_max_counts(chosen, total_microbatches(problem)))
@@ -154,38 +148,13 @@ def _chain_costs(problem: PlanningProblem, name: str) -> ChainCosts:
     if not sizes:
         raise UserError(f"parallel.limits: {name} has no tp size that fits into a node; allow 1")
     num_pipelines = problem.failures + 1
-    module, load = problem.modules[name], problem.typical_load(name, num_pipelines)
-
-    def static(size: int) -> list[float]:
-        return [
-            static_layer_bytes(
-                layer,
-                trainable=module.is_trainable(i),
-                tp_size=size,
-                num_holders=num_pipelines,
-                options=problem.memory,
-            )
-            for i, layer in enumerate(module.workload.layers)
-        ]
-
-    def saved(size: int) -> list[float]:
-        return [
-            saved_layer_bytes(
-                layer,
-                load,
-                input_gradient=needs.input_gradient,
-                weight_gradient=needs.weight_gradient,
-                recompute=name in problem.recompute,
-                tp_size=size,
-                options=problem.memory,
-            )
-            for layer, needs in zip(module.workload.layers, problem.gradients[name], strict=True)
-        ]
-
+    load = problem.typical_load(name, num_pipelines)
     return ChainCosts(
         seconds={size: [t.total_s for t in problem.layer_times(name, size, num_pipelines)] for size in sizes},
-        static_bytes={size: static(size) for size in sizes},
-        saved_bytes={size: saved(size) for size in sizes},
+        static_bytes={
+            size: static_bytes_of_layers(problem, name, tp_size=size, num_holders=num_pipelines) for size in sizes
+        },
+        saved_bytes={size: saved_bytes_of_layers(problem, name, load, tp_size=size) for size in sizes},
     )
 
 
@@ -205,15 +174,3 @@ def _template(problem: PlanningProblem, num_nodes: int, mapping: StageMapping) -
         for name in problem.modules
     }
     return Template(num_nodes=num_nodes, replicas=replicas, first_s=mapping.fill_s, slowest_s=mapping.slowest_s)
-
-
-def _module_plan(problem: PlanningProblem, name: str, replica: Replica) -> ModulePlan:
-    module = problem.modules[name]
-    return ModulePlan(
-        kind=module.workload.kind,
-        num_layers=module.workload.num_layers,
-        replicas=(replica,),
-        trainable=module.trainable,
-        tied=module.workload.tied,
-        loss_weight=module.loss_weight,
-    )

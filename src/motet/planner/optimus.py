@@ -15,7 +15,7 @@ from math import ceil
 
 from motet.data.assignment import BatchAssignment, split_evenly
 from motet.errors import UserError
-from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
+from motet.plan import LayerRange, Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
@@ -53,24 +53,9 @@ def plan_of(solution: Solution) -> Plan:
     for name in problem.modules:
         module = problem.modules[name]
         replicas = _llm_replicas(solution) if name == sink else _encoder_replicas(solution, name)
-        modules[name] = ModulePlan(
-            kind=module.workload.kind,
-            num_layers=module.workload.num_layers,
-            replicas=replicas,
-            trainable=module.trainable,
-            tied=module.workload.tied,
-            loss_weight=module.loss_weight,
-        )
-    return Plan(
-        modules=modules,
-        edges=problem.edges,
-        num_microbatches=problem.num_microbatches,
-        schedule=SCHEDULE if problem.schedules is None or SCHEDULE in problem.schedules else problem.schedules[0],
-        planner="optimus",
-        assignment=problem.assignment,
-        max_packed_tokens=problem.max_packed_tokens,
-        recompute=problem.recompute,
-    )
+        modules[name] = module.planned(replicas)
+    schedule = SCHEDULE if problem.schedules is None or SCHEDULE in problem.schedules else problem.schedules[0]
+    return problem.plan(modules, planner="optimus", schedule=schedule)
 
 
 def _llm_replicas(solution: Solution) -> tuple[Replica, ...]:

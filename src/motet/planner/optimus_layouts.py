@@ -22,10 +22,11 @@ from math import inf
 from operator import itemgetter
 
 from motet.costs.communication import all_reduce_seconds, message_seconds
-from motet.costs.memory import RESERVE, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import RESERVE
 from motet.errors import UserError
 from motet.plan import LayerRange
 from motet.planner.degrees import dp_sizes, tp_sizes
+from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.optimus_bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus_kernels import stage_kernels
 from motet.planner.optimus_timeline import Kernels, LlmPipeline, LlmTimeline, llm_timeline
@@ -312,32 +313,11 @@ class LlmSide:
         return tuple(map(sum, zip(own, self._encoder_state_bytes(encoder), activations, strict=True)))
 
     def _state_bytes(self, name: str, layers: LayerRange, tp: int, num_replicas: int) -> int:
-        module = self.problem.modules[name]
-        return sum(
-            static_layer_bytes(
-                module.workload.layers[i],
-                trainable=module.is_trainable(i),
-                tp_size=tp,
-                num_holders=num_replicas,
-                options=self.problem.memory,
-            )
-            for i in range(*layers)
-        )
+        return sum(static_bytes_of_layers(self.problem, name, tp_size=tp, num_holders=num_replicas)[slice(*layers)])
 
     def _saved_bytes(self, name: str, layers: LayerRange, tp: int) -> int:
-        problem = self.problem
-        return sum(
-            saved_layer_bytes(
-                problem.modules[name].workload.layers[i],
-                problem.typical_load(name, self.layout.dp),
-                input_gradient=problem.gradients[name][i].input_gradient,
-                weight_gradient=problem.gradients[name][i].weight_gradient,
-                recompute=name in problem.recompute,
-                tp_size=tp,
-                options=problem.memory,
-            )
-            for i in range(*layers)
-        )
+        load = self.problem.typical_load(name, self.layout.dp)
+        return sum(saved_bytes_of_layers(self.problem, name, load, tp_size=tp)[slice(*layers)])
 
 
 def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) -> list[int]:

@@ -16,7 +16,7 @@ from motet.data.assignment import split_evenly
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.models.shards import check_tp
-from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange
+from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
 from motet.workload import ModuleWorkload
 
 T = TypeVar("T")
@@ -28,6 +28,9 @@ class TooSlowError(UserError):
     def __init__(self, at_least_s: float) -> None:
         super().__init__(f"takes at least {at_least_s:.4g} s")
         self.at_least_s = at_least_s
+
+
+DEFAULT_CONTEXT = ContextOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,27 @@ class ModuleProblem:
 
     def is_trainable(self, layer: int) -> bool:
         return any(first <= layer < last for first, last in self.trainable)
+
+    def planned(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        sequence_parallel: bool = False,
+        context: ContextOptions = DEFAULT_CONTEXT,
+        num_microbatches: int | None = None,
+    ) -> ModulePlan:
+        """The module as these replicas hold it."""
+        return ModulePlan(
+            kind=self.workload.kind,
+            num_layers=self.workload.num_layers,
+            replicas=tuple(replicas),
+            trainable=self.trainable,
+            tied=self.workload.tied,
+            loss_weight=self.loss_weight,
+            sequence_parallel=sequence_parallel,
+            context=context,
+            num_microbatches=num_microbatches,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +143,26 @@ class PlanningProblem:
         for edge in self.edges:
             for end in (edge.source, edge.target):
                 assert end in self.modules, f"edge to {end!r}, which is no module"
+
+    def plan(
+        self,
+        modules: Mapping[str, ModulePlan],
+        *,
+        planner: str,
+        schedule: str | None = None,
+        edges: tuple[Edge, ...] | None = None,
+    ) -> Plan:
+        """A plan of these modules that is as the problem says in all else. `schedule`, `edges`: None: the problem's."""
+        return Plan(
+            modules=modules,
+            edges=self.edges if edges is None else edges,
+            num_microbatches=self.num_microbatches,
+            schedule=schedule or self.schedule,
+            planner=planner,
+            assignment=self.assignment,
+            max_packed_tokens=self.max_packed_tokens,
+            recompute=tuple(name for name in modules if (modules[name].copy_of or name) in self.recompute),
+        )
 
     @property
     def cuts_evenly(self) -> bool:

@@ -49,15 +49,9 @@ def tower_plan(
         {r for module in modules.values() for replica in module.replicas for r in replica.stages[-1].ranks}
     )
     modules[loss] = _loss(problem, loss, members)
-    return Plan(
-        modules={name: modules[name] for name in problem.modules},
-        edges=problem.edges,
-        num_microbatches=problem.num_contrastive_batches,
-        schedule=schedule or problem.schedule,
-        planner=planner,
-        recompute=problem.recompute,
-        recompute_features=tuple(recompute_features),
-    )
+    of_batches = replace(problem, num_microbatches=problem.num_contrastive_batches)
+    plan = of_batches.plan({name: modules[name] for name in problem.modules}, planner=planner, schedule=schedule)
+    return replace(plan, recompute_features=tuple(recompute_features))
 
 
 def _in_order(
@@ -119,12 +113,8 @@ def _tower(problem: PlanningProblem, name: str, layout: TowerLayout, first: int)
                 )
             )
         )
-    return ModulePlan(
-        kind="tower",
-        num_layers=module.workload.num_layers,
-        replicas=tuple(replicas),
-        trainable=module.trainable,
-        tied=module.workload.tied,
+    return module.planned(
+        replicas,
         sequence_parallel=degrees.sequence_parallel,
         context=degrees.context,
         num_microbatches=layout.per_batch * problem.num_contrastive_batches,

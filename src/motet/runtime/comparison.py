@@ -49,6 +49,10 @@ class References:
     exact: LossAndGradients
     """In float64; the same thing as `plain` for a run in float64."""
 
+    def of_runs_in(self, dtype: str) -> LossAndGradients:
+        """What such a run is compared with."""
+        return self.exact if dtype == "bfloat16" else self.plain
+
 
 @dataclass(frozen=True)
 class ZeroGradient:
@@ -119,29 +123,12 @@ def compare(
         gradients: by parameter name, whole: every version of it that ranks hold; the worst counts.
         dtype: key of `TOLERANCES`.
     """
-    reference = references.exact if dtype == "bfloat16" else references.plain
+    reference = references.of_runs_in(dtype)
     floors = _floors(reference.gradients)
     zero = _zero_by_mathematics(references, floors) if dtype != "float64" else set()
-    forgiven = _forgiven(references, floors, zero, dtype)
-    failures: list[str] = []
-    errors: dict[str, _Errors] = {}
-    for name in sorted({*gradients, *reference.gradients}):
-        if not gradients.get(name) or name not in reference.gradients:
-            where = "the reference" if gradients.get(name) else "the distributed run"
-            failures.append(f"{name} has no gradient in {where}")
-            continue
-        base = references.exact if name in zero else reference
-        versions = [
-            _error(version, base.gradients[name], floors[name], forgiven.get(name, 0.0)) for version in gradients[name]
-        ]
-        errors[name] = max(versions, key=lambda error: error.counted)
-        if reference.gradients[name].any() and not all(version.any() for version in gradients[name]):
-            failures.append(f"{name} has a gradient of zeros, the reference has not")
+    errors, failures = _compare_parameters(gradients, references, dtype, floors, zero)
     unreached = [name for name in errors if not reference.gradients[name].any()]
-    if not errors:
-        failures.append("no parameter was compared: nothing is trainable")
-    elif len(unreached) == len(errors):
-        failures.append("the reference has gradients of zeros only: the batch reaches nothing that is trainable")
+    failures += _nothing_compared(errors, unreached)
     loss_error = _relative(abs(loss - reference.loss), abs(reference.loss))
     tolerance = TOLERANCES[dtype]
     failures += _beyond_tolerance(loss_error, errors, tolerance)
@@ -165,18 +152,56 @@ def compare(
         num_parameters_compared=len(errors),
         floored_parameters=[name for name in errors if _norm(reference.gradients[name]) < floors[name]],
         zero_by_mathematics=[
-            ZeroGradient(
-                name,
-                max(_norm(version) for version in gradients[name]),
-                _norm(references.plain.gradients[name]),
-                _norm(references.exact.gradients[name]),
-                floors[name],
-            )
-            for name in sorted(zero & set(errors))
+            _zero_gradient(name, gradients[name], references, floors[name]) for name in sorted(zero & set(errors))
         ],
         unreached_parameters=unreached,
         failures=failures,
         world_size=world_size,
+    )
+
+
+def _compare_parameters(
+    gradients: Mapping[str, Sequence[Tensor]],
+    references: References,
+    dtype: str,
+    floors: Mapping[str, float],
+    zero: set[str],
+) -> tuple[dict[str, _Errors], list[str]]:
+    """Of each parameter that both sides have, the worst version's error; and what is wrong whatever the tolerance."""
+    reference = references.of_runs_in(dtype)
+    forgiven = _forgiven(references, floors, zero, dtype)
+    failures: list[str] = []
+    errors: dict[str, _Errors] = {}
+    for name in sorted({*gradients, *reference.gradients}):
+        if not gradients.get(name) or name not in reference.gradients:
+            where = "the reference" if gradients.get(name) else "the distributed run"
+            failures.append(f"{name} has no gradient in {where}")
+            continue
+        base = references.exact if name in zero else reference
+        versions = [
+            _error(version, base.gradients[name], floors[name], forgiven.get(name, 0.0)) for version in gradients[name]
+        ]
+        errors[name] = max(versions, key=lambda error: error.counted)
+        if reference.gradients[name].any() and not all(version.any() for version in gradients[name]):
+            failures.append(f"{name} has a gradient of zeros, the reference has not")
+    return errors, failures
+
+
+def _nothing_compared(errors: Mapping[str, _Errors], unreached: Sequence[str]) -> list[str]:
+    if not errors:
+        return ["no parameter was compared: nothing is trainable"]
+    if len(unreached) == len(errors):
+        return ["the reference has gradients of zeros only: the batch reaches nothing that is trainable"]
+    return []
+
+
+def _zero_gradient(name: str, versions: Sequence[Tensor], references: References, floor: float) -> ZeroGradient:
+    return ZeroGradient(
+        parameter=name,
+        distributed_norm=max(map(_norm, versions)),
+        plain_norm=_norm(references.plain.gradients[name]),
+        exact_norm=_norm(references.exact.gradients[name]),
+        floor=floor,
     )
 
 

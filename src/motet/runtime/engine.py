@@ -17,6 +17,7 @@ from motet.data.assignments import check_assignment
 from motet.data.batch import Batch
 from motet.data.sample import Sample
 from motet.errors import UserError
+from motet.models.context_sequence import ContextSequence
 from motet.plan import Plan
 from motet.runtime.agreement import is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
@@ -115,6 +116,8 @@ class Engine:
         self._compared: set[bool] = set()
         self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MAX_ASSIGNMENTS)
         """Of the last batches: some are prepared ahead."""
+        self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MAX_ASSIGNMENTS)
+        """Held for the stages, which find them by their contents."""
 
     def assignment(self, samples: Sequence[Sample]) -> BatchAssignment:
         """How a batch is cut."""
@@ -155,6 +158,7 @@ class Engine:
         assignment = self.assignment(batch.samples)
         routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
         program = self._local_program(routes, batch.samples)
+        self.prepare(batch.samples)
         losses = {name: module for name, module in self.plan.modules.items() if module.loss_weight}
         tokens = {
             name: sum(sample.num_loss_tokens.get(module.data_module(name), 0) for sample in batch.samples)
@@ -187,14 +191,17 @@ class Engine:
         return IterationResult(loss, sum(tokens.values()), values[-2] ** 0.5, values[-1] > 0)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Derives what attention needs of a coming batch that will be trained on: who holds which tokens, and their
-        masks. For the thread that loads it; `run` derives what is missing."""
-        if not self.model.attending:
+        """Derives what attention needs of a coming batch: who holds which tokens, and their masks. For the thread that
+        loads it; `run` does it where nobody has."""
+        if not self.model.attending or any(known is samples for known, _ in tuple(self._prepared)):
             return
         routes = derive_routes(self.plan, self.assignment(samples), samples)
-        for cell in routes.cells:
-            if cell[:3] in self.model.attending:
-                self.model.attending[cell[:3]].prepare([samples[i] for i in routes.samples(cell)])
+        contexts = [
+            self.model.attending[cell[:3]].prepare([samples[i] for i in routes.samples(cell)])
+            for cell in routes.cells
+            if cell[:3] in self.model.attending
+        ]
+        self._prepared.append((samples, contexts))
 
     def wanted(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
         """By module of the data, the places in a global batch whose tensors this rank's stages will ask for."""

@@ -1,0 +1,46 @@
+"""Memory of a module's layers on each rank of a tensor parallel group, one number a layer, for planners to add up."""
+
+from motet.costs.load import Load
+from motet.costs.memory import saved_layer_bytes, static_layer_bytes
+from motet.planner.problem import PlanningProblem
+
+
+def static_bytes_of_layers(problem: PlanningProblem, name: str, *, tp_size: int, num_holders: int) -> list[int]:
+    """Parameters, gradients and optimizer states; `num_holders` replicas share the latter under ZeRO-1."""
+    module = problem.modules[name]
+    return problem.remembered(
+        ("static bytes", name, tp_size, num_holders),
+        lambda: [
+            static_layer_bytes(
+                layer,
+                trainable=module.is_trainable(index),
+                tp_size=tp_size,
+                num_holders=num_holders,
+                options=problem.memory,
+            )
+            for index, layer in enumerate(module.workload.layers)
+        ],
+    )
+
+
+def saved_bytes_of_layers(problem: PlanningProblem, name: str, load: Load, *, tp_size: int) -> list[int]:
+    """What a microbatch of this load leaves for its backward."""
+    return problem.remembered(("saved bytes", name, load, tp_size), lambda: _saved_bytes(problem, name, load, tp_size))
+
+
+def _saved_bytes(problem: PlanningProblem, name: str, load: Load, tp_size: int) -> list[int]:
+    layers = problem.modules[name].workload.layers
+    kinds = [(id(layer), needs) for layer, needs in zip(layers, problem.gradients[name], strict=True)]
+    known = {
+        (number, needs): saved_layer_bytes(
+            layer,
+            load,
+            input_gradient=needs.input_gradient,
+            weight_gradient=needs.weight_gradient,
+            recompute=name in problem.recompute,
+            tp_size=tp_size,
+            options=problem.memory,
+        )
+        for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
+    }
+    return [known[kind] for kind in kinds]
