@@ -171,6 +171,11 @@ class Scenario:
         return _replicated(plan) if self.placement == "replicated" else plan
 
     @property
+    def enough_samples(self) -> int:
+        """One for every microbatch, and one more."""
+        return max(4, max(self.num_replicas.values()) * self.num_microbatches + 1)
+
+    @property
     def num_replicas(self) -> dict[str, int]:
         return dict(zip(("vision", "audio", "language_model"), self.units or (self.dp,) * 3, strict=True))
 
@@ -260,8 +265,7 @@ class ScenarioBatch:
         configs = {
             name: read_part_config(config.model.encoders[name], "encoder", where="model") for name in self._families
         }
-        most_replicas = max(scenario.num_replicas.values())
-        num_samples = scenario.num_samples or max(4, most_replicas * scenario.num_microbatches + 1)
+        num_samples = scenario.num_samples or scenario.enough_samples
         self.samples = tuple(self._sample(i, num_samples, configs) for i in range(num_samples))
 
     def _num_items(self, name: str, i: int, num_samples: int) -> int:

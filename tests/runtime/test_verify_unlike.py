@@ -25,6 +25,10 @@ class Unlike(Scenario):
     counts: tuple[int, ...] = ()
     """Microbatches of each."""
 
+    @property
+    def enough_samples(self) -> int:
+        return max(4, sum(self.counts) + 1)
+
     def plan(self, config: RunConfig) -> Plan:
         plans = [pipeline.plan(config) for pipeline in self._alone]
         first_ranks = [sum(plan.num_ranks for plan in plans[:i]) for i in range(len(plans))]
@@ -110,10 +114,12 @@ def draw(rng: Random) -> Unlike:
         tp = rng.choice([1, 1, 2]) if shared else 1
         layout: dict[str, object] = {"placement": "shared" if shared else "colocated", "tp": tp}
         drawn.append({**layout, "llm_pp": 1 if tp > 1 else rng.choice([1, 2])})
+    frozen = rng.choice(sorted(FROZEN))
     return Unlike(
         llm=rng.choice(["llama", "qwen3", "llama-tied"]),
-        frozen=rng.choice(sorted(FROZEN)),
-        items=rng.choice(["mixed", "half", "none"]),
+        frozen=frozen,
+        # A batch without images reaches nothing but the language model.
+        items=rng.choice(["mixed", "half"] + ["none"] * ("language_model" not in FROZEN[frozen])),
         packing=rng.random() < 0.3,
         schedule=rng.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
         pipelines=pipelines(*drawn),
