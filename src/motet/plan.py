@@ -71,6 +71,9 @@ class ModulePlan:
     """The module whose parameters and data this one repeats on other ranks (Cornstarch's encoders-replicated)."""
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+    fully_sharded: bool = False
+    """Inside context-parallel groups, each rank keeps a share of parameters and optimizer state only, and gathers the
+    others' to compute (FSDP)."""
     loss_weight: float = 0.0
     """Weight of the loss that the module's last layer computes; 0: the module has none."""
     context: ContextOptions = ContextOptions()
@@ -218,11 +221,19 @@ def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
             0 <= a < b < module.num_layers,
             f"{where}.tied: {a} and {b} are not two layers, in their order, of the {module.num_layers}",
         )
+    _require(
+        not module.fully_sharded or (module.kind != "loss" and module.copy_of is None),
+        f"{where}.fully_sharded: is for modules with parameters of their own; set it to false",
+    )
     if module.copy_of is None:
         return
     _require(module.copy_of in plan.modules, f"{where}.copy_of: there is no module {module.copy_of!r}")
     original = plan.modules[module.copy_of]
     _require(original.copy_of is None, f"{where}.copy_of: {module.copy_of} is itself a copy; name the original")
+    _require(
+        not original.fully_sharded,
+        f"modules.{module.copy_of}.fully_sharded: {name} is a copy of it, which must be whole; set it to false",
+    )
     _require(
         module.num_layers == original.num_layers
         and all(module.is_trainable((i, i + 1)) == original.is_trainable((i, i + 1)) for i in range(module.num_layers)),

@@ -96,6 +96,14 @@ def test_files_that_are_no_run_files(
             EXPLICIT % ("", "", "cp: 2"),
             "language_model.cp is 2, but microbatches have about 60 tokens, too few for 2 blocks of 128; give a",
         ),
+        (
+            EXPLICIT % ("", "", "fully_sharded: true"),
+            "language_model.fully_sharded: context-parallel ranks share the parameters, but cp is 1; give a larger cp",
+        ),
+        (
+            "parallel={zero1: true, planner: explicit, explicit: {language_model: {cp: 2, fully_sharded: true}}}",
+            "zero1: explicit.language_model.fully_sharded shards the optimizer's state already; leave one of the two",
+        ),
         (EXPLICIT % ("cp: 2", "", ""), "vision.cp is 2, but microbatches have about 18 tokens, too few for 2 blocks"),
         (CONTEXT % "policy: lpd", "context.policy: is \"lpd\"; did you mean 'lpt'?"),
         (CONTEXT % "policy: best", 'context.policy: is "best"; give one of lpt, lpt_uncapped, snake'),

@@ -11,7 +11,7 @@ from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
 from motet.costs.iteration import IterationCosts
 from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import MemoryOptions
+from motet.costs.memory import MemoryOptions, gathered_bytes
 from motet.data.assignment import contiguous_assignment
 from motet.data.sample import Sample, Segment
 from motet.device import Link
@@ -236,7 +236,7 @@ def test_loads_of_cross_attention():
     assert (load.incoming, load.incoming_pairs) == (2 * 8, 10 * 8)
 
 
-def cut_plan(tp_size=1, cp_size=1, sequence_parallel=False, recompute=()):
+def cut_plan(tp_size=1, cp_size=1, sequence_parallel=False, recompute=(), fully_sharded=False):
     """One trainable language model on one group."""
     group = Stage(layers=(0, 4), ranks=tuple(range(tp_size * cp_size)), tp_size=tp_size, cp_size=cp_size)
     return Plan(
@@ -248,6 +248,7 @@ def cut_plan(tp_size=1, cp_size=1, sequence_parallel=False, recompute=()):
                 trainable=((0, 4),),
                 loss_weight=1.0,
                 sequence_parallel=sequence_parallel,
+                fully_sharded=fully_sharded,
             )
         },
         edges=(),
@@ -292,6 +293,28 @@ def test_context_parallel_ranks_share_the_optimizer_too():
     options = MemoryOptions(zero1=True)
     one, two = (bind(cut_plan(cp_size=size), LONG, memory=options).static_bytes(0) for size in (1, 2))
     assert two == pytest.approx(one * 3 / 4)
+
+
+def test_fully_sharded_ranks_keep_a_share_and_gather_the_rest():
+    whole, sharded = (bind(cut_plan(cp_size=2, fully_sharded=given), LONG) for given in (False, True))
+    sizes = [layer.num_parameters * 4 for layer in TEXT.layers]
+    assert [layer.part for layer in TEXT.layers] == ["embed", "block", "block", "head"]
+    # Kept: half of parameters and of moments, and all gradients; there while it computes: other halves, of one block.
+    assert whole.static_bytes(0) == 4 * sum(sizes)
+    assert sharded.static_bytes(0) == pytest.approx((0.5 + 1 + 1) * sum(sizes) + 0.5 * (sum(sizes) - sizes[1]))
+    link = LINKS["loopback"]
+    gather = sum(link.latency_s + size / 2 / link.bytes_per_s for size in sizes)
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        action = Compute(kind, CELL)
+        assert sharded.compute_s(action) - whole.compute_s(action) == pytest.approx(gather)
+    num_updated = sum(layer.num_parameters for layer in TEXT.layers)
+    assert whole.fixed_s - sharded.fixed_s == pytest.approx(TABLE.optimizer_s_per_parameter * num_updated / 2)
+
+
+def test_one_block_of_a_fully_sharded_stage_is_there_at_once():
+    block, embedding = TEXT.layers[1], TEXT.layers[0]
+    gathered = gathered_bytes([embedding, *[block] * 5], tp_size=1, num_shares=4, options=MemoryOptions())
+    assert gathered == 3 * (embedding.num_parameters + block.num_parameters)
 
 
 def test_after_the_input_half_inputs_and_output_gradients_of_linears_remain():

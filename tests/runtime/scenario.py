@@ -73,6 +73,7 @@ class Scenario:
     """mixed: none, one and three images and clips; none: no sample has any; half: the last half has none; one: only one
     sample has any; all but one."""
     packing: bool = False
+    fully_sharded: bool = False
     recompute: bool = False
     dtype: str = "float64"
 
@@ -150,6 +151,7 @@ class Scenario:
                 trainable=self._trainable(name, num_layers[name]),
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
+                fully_sharded=self.fully_sharded,
                 loss_weight=1.0 if is_llm else 0.0,
                 context=ContextOptions(
                     block_size=self.context_block,
@@ -327,6 +329,8 @@ class ScenarioBatch:
 def _perturb(engine: Engine) -> None:
     """Fresh norms, biases and gates (of one, zero and zero) would hide mistakes."""
     for p in engine.model.parameters:
+        if not p.is_kept:
+            continue
         generator = torch.Generator().manual_seed(len(p.name) * 1009 + sum(map(ord, p.name)))
         noise = 0.15 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
         is_gate = noise.numel() == 1

@@ -26,6 +26,7 @@ from motet.runtime.checkpoint_folder import complete_checkpoints
 
 PP2: Layout = {"language_model": {"pp": 2}}
 TP2: Layout = {"language_model": {"tp": 2}}
+FSDP2: Layout = {"language_model": {"cp": 2, "fully_sharded": True, "context": {"block_size": 4}}}
 DP2: Layout = {name: {"dp": 2} for name in ("vision", "audio", "language_model")}
 
 
@@ -61,7 +62,9 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]
 
 
 @pytest.mark.parametrize(
-    ("layout", "zero1"), [({}, False), (TP2, False), (DP2, True)], ids=["PP 1", "TP 2", "DP 2, ZeRO-1"]
+    ("layout", "zero1"),
+    [({}, False), (TP2, False), (DP2, True), (FSDP2, False)],
+    ids=["PP 1", "TP 2", "DP 2, ZeRO-1", "FSDP"],
 )
 def test_resumes_under_another_plan(
     tmp_path: Path,
@@ -90,9 +93,13 @@ def test_resumes_the_latest_checkpoint_or_begins(tmp_path: Path, capfd: pytest.C
     ]
 
 
-def test_resumes_without_zero1_what_was_written_with_it(tmp_path: Path) -> None:
-    layout = {**DP2, "language_model": {"tp": 2, "dp": 2}}
-    sharded = run_config(tmp_path, layout, train__steps=8, train__checkpoint_every=4, parallel__zero1=True)
+@pytest.mark.parametrize(
+    ("layout", "zero1"),
+    [({**DP2, "language_model": {"tp": 2, "dp": 2}}, True), (FSDP2, False)],
+    ids=["ZeRO-1", "FSDP"],
+)
+def test_resumes_whole_what_was_written_sharded(tmp_path: Path, layout: Layout, zero1: bool) -> None:
+    sharded = run_config(tmp_path, layout, train__steps=8, train__checkpoint_every=4, parallel__zero1=zero1)
     expected = train(sharded)[0]["losses"][4:]
     config = run_config(tmp_path, PP2, train__steps=8, train__resume=str(tmp_path / "checkpoints/step_00000004"))
     assert train(config)[0]["losses"] == pytest.approx(expected, rel=1e-6)

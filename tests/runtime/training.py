@@ -19,8 +19,8 @@ from motet.plan import Plan
 from motet.planner.from_run_file import plan_for, planning_problem
 from motet.runtime.train_worker import train_worker
 
-Layout = Mapping[str, Mapping[str, int]]
-"""By module: tp, pp, dp."""
+Layout = Mapping[str, Mapping[str, Any]]
+"""By module: tp, pp, dp and so on."""
 
 WHOLE: Layout = {}
 """The encoders on one rank, the language model on another."""
@@ -93,7 +93,7 @@ def run_config(output: Path, layout: Layout = WHOLE, **overrides: Any) -> RunCon
 
 def plan_of(config: RunConfig) -> Plan:
     # The encoders share their ranks.
-    sizes = {name: part.tp * part.pp * part.dp for name, part in config.parallel.explicit.items()}
+    sizes = {name: part.tp * part.cp * part.pp * part.dp for name, part in config.parallel.explicit.items()}
     num_devices = sizes["language_model"] + max(sizes["vision"], sizes["audio"])
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": num_devices})})
     return plan_for(config, planning_problem(config, first_samples(config.train.global_batch_size)))

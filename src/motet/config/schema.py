@@ -127,6 +127,9 @@ class ModuleParallelConfig(Section):
     null: the frozen-aware partition."""
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+    fully_sharded: bool = False
+    """Inside context-parallel groups, each rank keeps a share of parameters and optimizer state, and gathers the
+    others' to compute (FSDP)."""
     context: ContextConfig = ContextConfig()
     """How context-parallel groups share tokens."""
 
@@ -192,6 +195,16 @@ class ParallelConfig(Section):
     def _packs_within_a_limit(self) -> "ParallelConfig":
         if self.max_packed_tokens is not None and not self.packing:
             raise ValueError("max_packed_tokens: is read with packing: true only; set that, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_states_once(self) -> "ParallelConfig":
+        sharded = [name for name, module in self.explicit.items() if module.fully_sharded]
+        if self.zero1 and sharded:
+            raise ValueError(
+                f"zero1: explicit.{sharded[0]}.fully_sharded shards the optimizer's state already; leave one of the "
+                "two out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ from motet.costs.memory import (
     DEFAULT_MEMORY,
     RESERVE,
     MemoryOptions,
+    gathered_bytes,
     half_saved_layer_bytes,
     saved_layer_bytes,
     static_layer_bytes,
@@ -301,16 +302,20 @@ class IterationCosts:
 
     def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
         module, workload = self.plan.modules[name], self.cells.workload(name)
-        return sum(
+        num_shares = cp_size if module.fully_sharded else 1
+        static = sum(
             static_layer_bytes(
                 workload.layers[index],
                 trainable=module.is_trainable((index, index + 1)),
                 tp_size=tp_size,
                 num_holders=len(module.replicas) * cp_size,
                 options=self.memory,
+                num_shares=num_shares,
             )
             for index in range(*layers)
         )
+        stage_layers = workload.layers[slice(*layers)]
+        return static + gathered_bytes(stage_layers, tp_size=tp_size, num_shares=num_shares, options=self.memory)
 
     # What they are derived from --------------------------------------------------------------------------------------
 
@@ -356,7 +361,11 @@ class IterationCosts:
             run = (name, stage.layers, stage.tp_size)
             if run not in num_trainable:
                 num_trainable[run] = self._num_trainable(*run)
-            num_holders = len(self.plan.modules[name].replicas) * stage.cp_size if self.memory.zero1 else 1
+            module, num_sharing = self.plan.modules[name], 1
+            if self.memory.zero1:
+                num_sharing = len(module.replicas) * stage.cp_size
+            elif module.fully_sharded:
+                num_sharing = stage.cp_size
             for rank in stage.ranks:
-                result[rank] += num_trainable[run] / num_holders
+                result[rank] += num_trainable[run] / num_sharing
         return result

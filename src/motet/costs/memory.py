@@ -8,6 +8,7 @@ parallelism what norms save is shared by the tensor-parallel group, but not the 
 Limits: temporary memory inside an action and the allocator's fragmentation are not counted; `RESERVE` stands for them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -34,14 +35,24 @@ DEFAULT_MEMORY = MemoryOptions()
 
 
 def static_layer_bytes(
-    layer: LayerShape, *, trainable: bool, tp_size: int, num_holders: int, options: MemoryOptions
+    layer: LayerShape, *, trainable: bool, tp_size: int, num_holders: int, options: MemoryOptions, num_shares: int = 1
 ) -> int:
-    """Parameters, gradients and moments of one layer on one rank. `num_holders`: ranks that hold the same shard."""
+    """Parameters, gradients and moments of one layer on one rank. `num_holders`: ranks that hold the same shard.
+    `num_shares`: ranks that keep a share each of parameters and moments (FSDP), of equal size; gradients are whole."""
     size = layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
+    kept = -(-size // num_shares)
     if not trainable:
-        return size
+        return kept
     moments = ADAMW_STATES * size
-    return 2 * size + (-(-moments // num_holders) if options.zero1 else moments)
+    return kept + size + -(-moments // (num_holders if options.zero1 else num_shares))
+
+
+def gathered_bytes(layers: Sequence[LayerShape], *, tp_size: int, num_shares: int, options: MemoryOptions) -> int:
+    """What a fully sharded stage has of others' parameters while it computes: one block, and all that is in none."""
+    sizes = [(layer.part == "block", layer.num_parameters_per_rank(tp_size)) for layer in layers]
+    block = max((size for is_block, size in sizes if is_block), default=0)
+    whole = (block + sum(size for is_block, size in sizes if not is_block)) * options.parameter_bytes
+    return whole - whole // num_shares
 
 
 def saved_layer_bytes(

@@ -56,7 +56,10 @@ class StageSeconds:
             recomputed = needs.any and name in self.cells.plan.recompute and workload.has_block((index, index + 1))
             with_graph = needs.any and not recomputed and not reruns
             exchange = self._key_exchange(workload.layers[index], stage)
-            forward += [layer.forward if with_graph else layer.forward_without_graph, exchange]
+            gather = self._parameter_gather(name, workload.layers[index], stage)
+            forward += [layer.forward if with_graph else layer.forward_without_graph, exchange, gather]
+            if any(g.any for g in gradients):
+                input_half.append(gather)
             if recomputed:
                 input_half += [layer.forward, exchange]
             if reruns:
@@ -97,8 +100,11 @@ class StageSeconds:
                 element_bytes=self.memory.activation_bytes,
             )
             exchange = self._key_exchange(layer, kind.stage)
+            gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
             once = total([exchange, *self._collectives(kernels.forward, kind.stage)]).times(count)
-            forward.append(once)
+            forward += [once, gather]
+            if any(g.any for g in kind.gradients):
+                input_half.append(gather)
             input_half += [once] * (int(recomputed) + int(reruns))
             if needs.input_gradient:
                 again = total([exchange, *self._collectives(kernels.input_gradient, kind.stage)])
@@ -125,6 +131,14 @@ class StageSeconds:
         width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
         per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
         return Quadratic(constant=terms.latency_s, per_token=per_token)
+
+    def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
+        """Seconds until a rank of a fully sharded stage has a layer's parameters, once for each action."""
+        if stage.cp_size == 1 or not self.cells.plan.modules[module].fully_sharded:
+            return ZERO
+        num_bytes = layer.num_parameters_per_rank(stage.tp_size) * self.memory.parameter_bytes
+        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size], num_bytes)
+        return Quadratic(constant=terms.seconds(num_bytes) if num_bytes else 0.0)
 
 
 def of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:

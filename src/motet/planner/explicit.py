@@ -173,7 +173,12 @@ def _module_plan(
                 )
             )
         )
-    return module.planned(replicas, sequence_parallel=degrees.sequence_parallel, context=degrees.context)
+    return module.planned(
+        replicas,
+        sequence_parallel=degrees.sequence_parallel,
+        fully_sharded=degrees.fully_sharded,
+        context=degrees.context,
+    )
 
 
 def _replicate(

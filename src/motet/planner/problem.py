@@ -44,6 +44,7 @@ class Degrees:
     layers_per_stage: tuple[int, ...] | None = None
     """None: the planner's partition."""
     sequence_parallel: bool = False
+    fully_sharded: bool = False
     context: ContextOptions = field(default_factory=ContextOptions)
 
     @property
@@ -69,6 +70,7 @@ class ModuleProblem:
         replicas: Sequence[Replica],
         *,
         sequence_parallel: bool = False,
+        fully_sharded: bool = False,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
     ) -> ModulePlan:
@@ -81,6 +83,7 @@ class ModuleProblem:
             tied=self.workload.tied,
             loss_weight=self.loss_weight,
             sequence_parallel=sequence_parallel,
+            fully_sharded=fully_sharded,
             context=context,
             num_microbatches=num_microbatches,
         )
@@ -360,6 +363,11 @@ class PlanningProblem:
             raise UserError(f"parallel: {name}.{error}") from None
         if degrees.cp > 1:
             self._check_context(name, degrees)
+        elif degrees.fully_sharded:
+            raise UserError(
+                f"parallel: {name}.fully_sharded: context-parallel ranks share the parameters, but cp is 1; "
+                "give a larger cp, or leave fully_sharded out"
+            )
 
     def _check_context(self, name: str, degrees: Degrees) -> None:
         workload = self.modules[name].workload

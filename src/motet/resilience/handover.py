@@ -55,7 +55,7 @@ class Holding:
     def trained(self) -> dict[str, LocalParameter]:
         result: dict[str, LocalParameter] = {}
         for p in self.model.parameters:
-            if p.parameter.requires_grad:
+            if p.parameter.requires_grad and p.is_kept:
                 result.setdefault(p.name, p)
         return result
 
@@ -170,7 +170,7 @@ def hand_over(handover: Handover, held: Mapping[str, Sequence[Tensor]], new: Hol
     for name, p in new.trained().items():
         states[p.parameter]["step"].fill_(handover.steps[name])
     for p in new.model.parameters:
-        first = new.trained().get(p.name)
+        first = new.trained().get(p.name) if p.is_kept else None
         if first is not None and first is not p:
             p.parameter.copy_(first.parameter)
 

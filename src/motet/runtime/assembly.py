@@ -10,6 +10,7 @@ from torch import nn
 
 from motet.attention.rules import rule_of_family
 from motet.config import LANGUAGE_MODEL, EncoderConfig, PartConfig, RunConfig, TowerConfig
+from motet.errors import UserError
 from motet.models.contrastive import ContrastiveLoss
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage
@@ -170,6 +171,11 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
 
 
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
+    """Raises `UserError` for two ways to shard its state at once."""
+    if config.parallel.zero1 and model.sharded:
+        raise UserError(
+            "parallel.zero1: the plan's fully_sharded modules shard the optimizer's state; set zero1 to false"
+        )
     train = config.train
     rates = {}
     for name in config.model.module_names:

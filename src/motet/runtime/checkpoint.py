@@ -130,6 +130,8 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
     states = optimizer.states()
     with torch.no_grad():
         for p in model.parameters:
+            if not p.is_kept:
+                continue
             p.parameter.copy_(p.cut(wanted[MODEL + p.name]))
             for key, value in states.get(p.parameter, {}).items():
                 full = wanted[f"{OPTIMIZER}{key}/{p.name}"]
@@ -140,6 +142,8 @@ def tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[s
     """The gathers are collective over tensor-parallel groups, so every member makes them, in the same order."""
     states = optimizer.states()
     for p in model.parameters:
+        if not p.is_kept:
+            continue
         full = p.gather(p.parameter)
         if p.is_written:
             yield MODEL + p.name, full
@@ -153,6 +157,8 @@ def tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[s
 def _tensors_to_load(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     states = optimizer.states()
     for p in model.parameters:
+        if not p.is_kept:
+            continue
         yield MODEL + p.name, torch.empty(p.full_shape, dtype=p.parameter.dtype)
         for key, value in states.get(p.parameter, {}).items():
             shape = () if value.dim() == 0 else p.full_shape

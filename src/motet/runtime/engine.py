@@ -102,6 +102,7 @@ class Engine:
                 boundary_dtype=boundary_dtype,
                 device=device,
                 cp=self.model.context_parallel.get(key),
+                sharded=self.model.sharded.get(key),
                 autocast=autocast,
             )
             for key, stage in self.model.stages.items()

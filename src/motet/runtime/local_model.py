@@ -15,6 +15,7 @@ from motet.models.language_model_stage import LanguageModelStage
 from motet.models.shards import Shard
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Plan, Stage
+from motet.runtime.fully_sharded import FullySharded
 from motet.runtime.gradients import Copies, GradientReducer, Portion, squared_norm
 from motet.runtime.mesh import Mesh, tensor_parallel_groups
 from motet.runtime.sharding import gather_full, shard_parameter
@@ -48,6 +49,8 @@ class LocalParameter:
     """Its gradient is a share, to be summed inside the tensor-parallel group."""
     is_first: bool
     """Of all replicas and copies that hold it, the first."""
+    is_kept: bool
+    """Whether its memory is here between actions; in a fully sharded stage one rank of the group keeps it."""
 
     @property
     def is_counted(self) -> bool:
@@ -84,6 +87,8 @@ class LocalModel:
         self._tp: dict[StageKey, TensorParallel] = {}
         self.context_parallel: dict[StageKey, ContextParallel] = {}
         """Of the stages that hold a share of their tokens only."""
+        self.sharded: dict[StageKey, FullySharded] = {}
+        """Of the stages that keep a share of their parameters only."""
         self.attending: dict[StageKey, LanguageModelStage | EncoderStage] = {}
         """Those whose attention is ours, for its masks or for shares of the tokens."""
         for name, r, s, stage in plan.stages_of_rank(mesh.rank):
@@ -99,6 +104,9 @@ class LocalModel:
             if isinstance(made, LanguageModelStage | EncoderStage) and made.has_own_attention:
                 self.attending[name, r, s] = made
             self._tp[name, r, s] = tp
+            if module.fully_sharded and stage.cp_size > 1:
+                made_whole = cast(nn.Module, made)
+                self.sharded[name, r, s] = FullySharded(made_whole, self.context_parallel[name, r, s])
         self._reduce_of_layer = _reduce_of_layer(plan)
         self.parameters: list[LocalParameter] = []
         for key in self.stages:
@@ -117,7 +125,8 @@ class LocalModel:
             layers = stage.layers_of(local_name)
             reduce = self._reduce_of(owner, layers) if parameter.requires_grad else None
             groups = self.mesh.reduce[reduce] if reduce else None
-            is_first = groups.is_first if groups else self._is_first_of_frozen(key, layers)
+            is_kept = key not in self.sharded or self.sharded[key].keeps(parameter)
+            stands_first = is_kept and self._stands_first(key, groups.first if groups else None, layers)
             yield LocalParameter(
                 name=f"{owner}.{name}",
                 part=f"{owner}.{'projector' if name.startswith('projector.') else 'module'}",
@@ -127,7 +136,8 @@ class LocalModel:
                 reduce=reduce,
                 reduce_group=groups.pieces[0].group if groups and len(groups.tp_sizes) == 1 else None,
                 is_partial=layout is not None and local_name in layout.partial_gradients,
-                is_first=is_first and f"{owner}.{name}" not in held,
+                is_first=stands_first and f"{owner}.{name}" not in held,
+                is_kept=is_kept,
             )
 
     def _reduce_of(self, owner: str, layers: tuple[int, ...]) -> Reduce:
@@ -136,13 +146,21 @@ class LocalModel:
             return Reduce(owner, layers[0], layers[1], tied=True)
         return self._reduce_of_layer[owner, layers[0]]
 
-    def _is_first_of_frozen(self, key: StageKey, layers: tuple[int, ...]) -> bool:
-        """A frozen parameter has no reduction; the first replica of the module itself stands for it."""
+    def _stands_first(self, key: StageKey, first: tuple[int, ...] | None, layers: tuple[int, ...]) -> bool:
+        """Whether this rank, or in a fully sharded stage its group, is the first of all that hold the layers. `first`:
+        who that is; None: they are frozen, have no reduction, and the module's first replica stands for them."""
         module = self.plan.modules[key[0]]
         stage = module.replicas[key[1]].stages[key[2]]
-        first, last = stage.layers
-        has_first_tokens = self.mesh.rank in tensor_parallel_groups(stage)[0]
-        return module.copy_of is None and key[1] == 0 and has_first_tokens and first <= layers[0] < last
+        of_stage = stage.ranks if key in self.sharded else (self.mesh.rank,)
+        if first is not None:
+            return not set(first).isdisjoint(of_stage)
+        has_first_tokens = not set(tensor_parallel_groups(stage)[0]).isdisjoint(of_stage)
+        return (
+            module.copy_of is None
+            and key[1] == 0
+            and has_first_tokens
+            and stage.layers[0] <= layers[0] < stage.layers[1]
+        )
 
     def _make_reducers(self) -> dict[Reduce, GradientReducer]:
         """Collective where holders of some layer have groups of different sizes."""

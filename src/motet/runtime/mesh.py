@@ -38,8 +38,8 @@ class ReduceGroups:
 
     pieces: tuple[ReduceGroup, ...]
     """Of this rank's shard, in order; one if all holders have the same tp_size."""
-    is_first: bool
-    """Whether this rank belongs to the first of all holders."""
+    first: tuple[int, ...]
+    """The tensor-parallel group that is the first of all holders."""
     tp_sizes: tuple[int, ...]
     """The different ones."""
     firsts: ReduceGroup | None = None
@@ -142,9 +142,8 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
             firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
         pieces = tuple(group for group in made if rank in group.ranks)
         if pieces:
-            is_first = rank in min(members)
             firsts = firsts if firsts is not None and rank in firsts.ranks else None
-            reduce[reduction] = ReduceGroups(pieces, is_first, sizes, firsts)
+            reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts)
     return Mesh(rank, world_size, stage_groups, reduce, has_unlike_groups, timeout)
 
 

@@ -66,7 +66,7 @@ class Optimizer:
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         """A parameter that is updated, and another copy of it on this rank."""
         for p in parameters:
-            if p.parameter.requires_grad:
+            if p.parameter.requires_grad and p.is_kept:
                 first = trainable.setdefault(p.name, p).parameter
                 if first is not p.parameter:
                     self._copies.append((first, p.parameter))

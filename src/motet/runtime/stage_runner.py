@@ -13,6 +13,7 @@ from motet.attention.shares import Rows, held_outputs
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Stage
+from motet.runtime.fully_sharded import FullySharded
 from motet.runtime.split_backward import SplitBackward, make_splittable
 from motet.runtime.tokens import merge_order, rows_of
 from motet.schedule.routes import Cell, Route, Routes
@@ -34,7 +35,8 @@ class StageRunner:
     """One stage on this rank.
 
     `boundary_dtype`: dtype of activations and gradients between stages. `autocast`: context in which forwards run.
-    `cp`: this rank's place in the stage's context-parallel group, if it has one.
+    `cp`: this rank's place in the stage's context-parallel group, if it has one. `sharded`: its parameters, if the
+    group shares them.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class StageRunner:
         boundary_dtype: torch.dtype,
         device: torch.device,
         cp: ContextParallel | None = None,
+        sharded: FullySharded | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.name = name
@@ -55,6 +58,7 @@ class StageRunner:
         self.module = module
         self.boundary_dtype = boundary_dtype
         self._cp = cp
+        self._sharded = sharded
         self.device = device
         self._autocast = autocast
         make_splittable(cast(nn.Module, module))
@@ -136,7 +140,8 @@ class StageRunner:
             route: tensor.requires_grad_(route.carries_gradient and keeps_graph) for route, tensor in inputs.items()
         }
         split = SplitBackward() if is_split else None
-        output = self._compute(cell, leaves, split, with_graph=keeps_graph and not self.runs_again(cell))
+        with self._parameters(backward=False):
+            output = self._compute(cell, leaves, split, with_graph=keeps_graph and not self.runs_again(cell))
         if self._loss_weight:
             self.loss_sum += output.detach()
         self._saved[cell] = Saved(leaves, output, output * self._loss_scale if self._loss_weight else None, split)
@@ -156,6 +161,10 @@ class StageRunner:
                 features,
                 [self._batch.samples[i] for i in members],
             )
+
+    def _parameters(self, *, backward: bool) -> AbstractContextManager[object]:
+        """In which the stage's parameters are here."""
+        return nullcontext() if self._sharded is None else self._sharded.computing(backward=backward)
 
     def runs_again(self, cell: Cell) -> bool:
         """Whether the cell's backward begins with another forward."""
@@ -185,6 +194,10 @@ class StageRunner:
 
         Where the backward is split this is its input half, and `backward_weight` has to follow.
         `gradients`: for each outgoing route that carries a gradient, what came back."""
+        with self._parameters(backward=True):
+            return self._backward(cell, gradients)
+
+    def _backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         saved = self._saved.pop(cell)
         output, loss = saved.output, saved.loss
         if output is None:

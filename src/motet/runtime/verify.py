@@ -52,7 +52,7 @@ def collect_gradients(model: LocalModel) -> Versions | None:
 @torch.no_grad()
 def collect_weights(model: LocalModel) -> Versions | None:
     """Every parameter, whole, on rank 0 (None elsewhere). Collective."""
-    return collect_versions([(p.name, p.gather(p.parameter)) for p in model.parameters], set())
+    return collect_versions([(p.name, p.gather(p.parameter)) for p in model.parameters if p.is_kept], set())
 
 
 def collect_versions(mine: list[tuple[str, Tensor]], missing: set[str]) -> Versions | None:

@@ -1,0 +1,138 @@
+"""A stage whose context-parallel ranks share the tokens and keep a share of the parameters each (FSDP).
+
+What Oobleck's code has in the place of tensor parallelism (thesis 2.6): every rank computes its own tokens with whole
+layers, keeps the parameters and the optimizer's state of its share alone, and gets the others' when a block is about to
+be computed. A block's parameters are dropped after its forward, and, in the backward, when the block before it begins.
+What belongs to no block (embedding, head, projector) is there for the whole action.
+
+Every parameter has one owner, found by giving the largest to whom has least so far: so an owner's optimizer state is
+whole, and checkpoints, copies to other nodes and AdamW's rules need to know nothing of sharding.
+
+Not torch's `fully_shard`: it sums gradients by itself in each backward, where pipelines that do not look alike have to
+sum them layer by layer among all who hold them (`motet.runtime.gradients`).
+
+Limits: gradients are whole until the update. Nothing is gathered ahead of its use. One large embedding is not cut.
+Under autocast the graph keeps copies of the weights in bfloat16, as without sharding.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from motet.attention.context_parallel import ContextParallel
+
+
+class _Unit:
+    """Parameters that are gathered together. Collective: all ranks of the group gather and drop alike."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], cp: ContextParallel) -> None:
+        self._cp = cp
+        self._flat: dict[int, Tensor] = {}
+        """By owner: the memory of its parameters, one after the other."""
+        for owner in sorted(set(owners)):
+            own = [p for p, o in zip(parameters, owners, strict=True) if o == owner]
+            flat = torch.cat([p.detach().reshape(-1) for p in own])
+            for parameter, values in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                parameter.data = values.view_as(parameter)
+            self._flat[owner] = flat
+        self._num_bytes = {owner: flat.untyped_storage().nbytes() for owner, flat in self._flat.items()}
+        self.is_whole = True
+
+    def gather(self) -> None:
+        if self.is_whole:
+            return
+        works = []
+        for owner, flat in self._flat.items():
+            if owner != self._cp.rank:
+                flat.untyped_storage().resize_(self._num_bytes[owner])
+            works.append(dist.broadcast(flat, group=self._cp.group, group_src=owner, async_op=True))
+        for work in works:
+            assert work is not None
+            work.wait()
+        self.is_whole = True
+
+    def drop(self) -> None:
+        """Whatever is another's."""
+        for owner, flat in self._flat.items():
+            if owner != self._cp.rank:
+                flat.untyped_storage().resize_(0)
+        self.is_whole = False
+
+
+class FullySharded:
+    """One stage's parameters on one rank of its group."""
+
+    def __init__(self, stage: nn.Module, cp: ContextParallel) -> None:
+        self._cp = cp
+        self._is_backward = False
+        blocks = _outermost(stage, GradientCheckpointingLayer)
+        inside = {p for block in blocks for p in block.parameters()}
+        rest = [p for p in stage.parameters() if p not in inside]
+        self._owners = _owners(stage.parameters(), cp.size)
+        self._rest = self._unit(rest)
+        self._blocks: Mapping[nn.Module, _Unit] = {block: self._unit(list(block.parameters())) for block in blocks}
+        for block in blocks:
+            block.register_forward_pre_hook(self._before_forward)
+            block.register_forward_hook(self._after_forward)
+        self._drop_all()
+
+    def _unit(self, parameters: Sequence[nn.Parameter]) -> _Unit:
+        return _Unit(parameters, [self._owners[p] for p in parameters], self._cp)
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the parameter's owner."""
+        return self._owners[parameter] == self._cp.rank
+
+    @contextmanager
+    def computing(self, *, backward: bool) -> Iterator[None]:
+        """A forward or a backward of the stage."""
+        self._is_backward = backward
+        self._rest.gather()
+        yield
+        self._drop_all()
+        self._is_backward = False
+
+    def _drop_all(self) -> None:
+        for unit in (self._rest, *self._blocks.values()):
+            unit.drop()
+
+    def _before_forward(self, block: nn.Module, _: object) -> None:
+        self._blocks[block].gather()
+
+    def _after_forward(self, block: nn.Module, _: object, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad and torch.is_grad_enabled():
+            hidden.register_hook(lambda gradient: self._before_backward(block))
+        # What is computed again in a backward is needed there.
+        if not self._is_backward:
+            self._blocks[block].drop()
+
+    def _before_backward(self, block: nn.Module) -> None:
+        """The gradient of its output is complete: the blocks after it have done all that takes their parameters."""
+        for other, unit in self._blocks.items():
+            if other is not block:
+                unit.drop()
+        self._blocks[block].gather()
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += [child] if isinstance(child, kind) else _outermost(child, kind)
+    return found
+
+
+def _owners(parameters: Iterable[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
+    """The largest first, each to whom has least so far; the same on every rank."""
+    loads = [0] * size
+    owners = {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        owner = min(range(size), key=loads.__getitem__)
+        loads[owner] += parameter.numel()
+        owners[parameter] = owner
+    return owners

@@ -1,0 +1,143 @@
+"""Stages whose ranks share tokens and parameters (FSDP): `motet verify`, drawn layouts, and what stays in memory."""
+
+import os
+from dataclasses import replace
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from distributed import run_distributed
+from scenario import FROZEN, Scenario, ScenarioBatch, verify
+
+from motet.runtime import fully_sharded
+from motet.runtime.assembly import build_engine, build_optimizer
+
+NUM_DRAWS = int(os.environ.get("MOTET_SHARDED_DRAWS", "40"))
+SEED = os.environ.get("MOTET_SHARDED_SEED", "7")
+
+SHARDED = Scenario(fully_sharded=True, placement="colocated")
+CASES = {
+    "language model": replace(SHARDED, cp=2),
+    "all modules, two stages, frozen encoders": replace(
+        SHARDED, cp=2, llm_pp=2, encoder_cp=2, frozen="all but projectors", items="half"
+    ),
+    "encoders alone are trained": replace(SHARDED, cp=2, encoder_cp=2, frozen="all but encoders"),
+    "three ranks, tied, recomputed": replace(SHARDED, llm="llama-tied", cp=3, encoder_cp=3, recompute=True),
+    "with tensor parallelism": replace(SHARDED, llm="qwen3", cp=2, tp=2, frozen="audio"),
+    "two replicas": replace(SHARDED, cp=2, dp=2, num_microbatches=1),
+    "split backward": replace(SHARDED, cp=2, llm_pp=2, schedule="zero_bubble_h1"),
+    "without images": replace(SHARDED, llm="gemma3", cp=2, encoder_cp=2, items="none"),
+}
+QUICK = ("language model", "three ranks, tied, recomputed")
+
+
+def check(scenario: Scenario) -> None:
+    comparison = run_distributed(lambda rank: verify(scenario), scenario.num_ranks, timeout=120)[0]
+    assert comparison.failures == []
+    assert comparison.max_grad_rel_err <= 1e-9
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_equals_one_process(name: str) -> None:
+    check(CASES[name])
+
+
+def draw(rng: Random) -> Scenario:
+    frozen = rng.choice(sorted(FROZEN))
+    tp = rng.choice([1, 1, 2])
+    return replace(
+        SHARDED,
+        llm=rng.choice(["llama", "qwen3", "gemma3", "llama-tied"]),
+        frozen=frozen,
+        items=rng.choice(["mixed", "half"] + ["none"] * ("language_model" not in FROZEN[frozen])),
+        cp=rng.choice([2, 2, 3]) if tp == 1 else 2,
+        encoder_cp=rng.choice([1, 2]),
+        tp=tp,
+        llm_pp=rng.choice([1, 2]) if tp == 1 else 1,
+        cp_method=rng.choice(["all_gather", "all_gather", "ulysses"]) if tp == 1 else "all_gather",
+        recompute=rng.random() < 0.3,
+        schedule=rng.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
+    )
+
+
+@pytest.mark.campaign
+def test_drawn_layouts() -> None:
+    print(f"MOTET_SHARDED_SEED={SEED} MOTET_SHARDED_DRAWS={NUM_DRAWS}")
+    for i in range(NUM_DRAWS):
+        scenario = draw(Random(f"{SEED}/{i}"))
+        try:
+            check(scenario)
+        except BaseException as error:
+            error.add_note(f"draw(Random('{SEED}/{i}')): {scenario}")
+            raise
+
+
+def trained(scenario: Scenario) -> tuple[list[float], dict[str, int], int]:
+    """Losses and gradient norms of three updates; and bytes on this rank after them: of all parameters, of those
+    that are here, of the optimizer's states."""
+    config = scenario.config()
+    engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
+    optimizer = build_optimizer(config, engine.model)
+    batch = ScenarioBatch(scenario, config)
+    losses = []
+    for step in range(3):
+        result = engine.run(batch)
+        losses += [result.loss, result.gradient_norm]
+        optimizer.step(step)
+        engine.model.zero_gradients()
+    parameters = [p.parameter for p in engine.model.parameters]
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
+    sizes = {
+        "whole": sum(p.numel() * p.element_size() for p in parameters),
+        "here": sum(storages.values()),
+        "largest": max(p.numel() * p.element_size() for p in parameters),
+    }
+    states = sum(t.nbytes for state in optimizer.states().values() for key, t in state.items() if key != "step")
+    return losses, sizes, states
+
+
+def test_training_keeps_a_share() -> None:
+    scenario = replace(SHARDED, cp=2, encoder_cp=2, dtype="float32", num_samples=4)
+    whole = run_distributed(lambda rank: trained(replace(scenario, fully_sharded=False)), scenario.num_ranks)
+    sharded = run_distributed(lambda rank: trained(scenario), scenario.num_ranks)
+    assert [losses for losses, _, _ in sharded] == [losses for losses, _, _ in whole]
+    for (_, all_sizes, all_states), (_, sizes, states) in zip(whole, sharded, strict=True):
+        assert sizes["whole"] == all_sizes["whole"] == all_sizes["here"]
+        assert sizes["here"] <= sizes["whole"] / 2 + sizes["largest"]
+        assert states <= all_states / 2 + 2 * sizes["largest"]
+    assert sum(states for _, _, states in sharded) == sum(states for _, _, states in whole) / 2
+
+
+def units_at_once(scenario: Scenario) -> tuple[int, int]:
+    """Of one iteration, how many there were in all, and at once: embedding, head and the like count as one, every block
+    as one."""
+    whole: set[int] = set()
+    seen: set[int] = set()
+    most = 0
+
+    class Watched(fully_sharded._Unit):
+        def gather(self) -> None:
+            nonlocal most
+            super().gather()
+            whole.add(id(self))
+            seen.add(id(self))
+            most = max(most, len(whole))
+
+        def drop(self) -> None:
+            super().drop()
+            whole.discard(id(self))
+
+    config = scenario.config()
+    with patch.object(fully_sharded, "_Unit", Watched):
+        engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
+    engine.run(ScenarioBatch(scenario, config))
+    assert not whole
+    return len(seen), most
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_block_is_gathered_at_a_time(recompute: bool) -> None:
+    scenario = replace(SHARDED, cp=2, dtype="float32", recompute=recompute, frozen="all but language model")
+    counts = run_distributed(lambda rank: units_at_once(scenario), scenario.num_ranks)
+    assert all(most <= 2 < num_units for num_units, most in counts[1:])
