@@ -155,6 +155,12 @@ def test_parquet_files_that_are_wrong(folder: Path) -> None:
     expect("text.parquet: cannot be read as Parquet", folder / "text.parquet")
     pq.write_table(pa.table({"text": ["a"]}), folder / "other.parquet")
     expect("other.parquet: has no column conversations; it has text", folder / "other.parquet")
+    damaged = write_parquet(folder / "damaged.parquet", folder, list(CONVERSATIONS), rows_per_group=1)
+    first = pq.ParquetFile(damaged).metadata.row_group(0).column(0).data_page_offset
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:first] + bytes(20) + content[first + 20 :])
+    expect("damaged.parquet: row 0: cannot be read .*; replace the file", damaged, 0)
+    assert open_conversations([str(damaged)], {})[1].id == CONVERSATIONS[1]["id"]
     turns = [[{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A cat."}]]
     pq.write_table(pa.table({"conversations": turns, "image": ["cat.jpg"]}), folder / "paths.parquet")
     expect("paths.parquet: row 0: image: holds no bytes; store the files themselves", folder / "paths.parquet", 0)

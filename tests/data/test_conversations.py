@@ -85,6 +85,14 @@ BROKEN: dict[str, tuple[Any, str]] = {
         {"image": "none.png", "conversations": [{"from": "human", "value": "<image>"}, ANSWER]},
         r"image: .*none\.png: there is no such file",
     ),
+    "path longer than any": (
+        {"image": "a" * 5000, "conversations": [{"from": "human", "value": "<image>"}, ANSWER]},
+        "image: .*: there is no such file",
+    ),
+    "half a character": (
+        {"conversations": [{"from": "human", "value": "\ud83d?"}, ANSWER]},
+        r"conversations\[0\].value: holds half of a character",
+    ),
     "image of another type": ({"image": 7, "conversations": [QUESTION, ANSWER]}, "image: is 7; give a path"),
 }
 
@@ -96,6 +104,13 @@ def test_what_is_wrong_is_told_with_file_and_line(tmp_path: Path, name: str) -> 
     with pytest.raises(UserError, match=rf"data\.jsonl:2: {message}") as caught:
         read(tmp_path, {"conversations": [QUESTION, ANSWER]}, record)
     assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"conversations": [QUESTION, ANSWER]}), encoding="utf-8-sig")
+    assert len(ConversationExamples(file, {"image": tmp_path, "audio": tmp_path})) == 1
 
 
 def test_a_line_that_is_not_json(tmp_path: Path) -> None:
@@ -110,6 +125,7 @@ def test_a_line_that_is_not_json(tmp_path: Path) -> None:
     [
         (b"", "no conversation in it"),
         (b"[1,", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
         (b"\xff\xfe\x00", "is not UTF-8"),
         (None, "cannot be read"),
     ],

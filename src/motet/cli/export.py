@@ -37,5 +37,5 @@ def _export_towers(config: "RunConfig", preparation: "TowerPreparation", checkpo
     from motet.models.towers_io import export_towers
 
     folder = Path(config.train.output) / "export"
-    export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.processors)
+    export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.tools)
     return folder

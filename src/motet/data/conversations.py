@@ -12,6 +12,7 @@ Limits: the records are held in memory, on every rank.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class ConversationExamples:
 def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     """(file and line, or place in the list; record) of each. Raises `UserError`."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); give a file of conversations") from None
     except UnicodeDecodeError:
@@ -52,7 +53,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     if text.lstrip().startswith("["):
         try:
             records = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file}: is not JSON: {error}") from None
         yield from ((f"{file}: record {i}", record) for i, record in enumerate(records))
         return
@@ -60,7 +61,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{file}:{number}: is not JSON: {error}") from None
             yield f"{file}:{number}", record
 
@@ -121,11 +122,22 @@ def _message(i: int, turn: Any) -> Message:
     if role is None:
         raise UserError(f"conversations[{i}].from: is {turn.get('from')!r}; give one of {', '.join(ROLES)}")
     content = turn["value"].strip()
+    if not is_text(content):
+        raise UserError(f"conversations[{i}].value: holds half of a character (a surrogate by itself); mend the text")
     if role == "assistant" and not content:
         raise UserError(f"conversations[{i}].value: is an empty answer; give its text, or leave the turn out")
     if role == "assistant" and any(placeholder in content for placeholder in PLACEHOLDERS.values()):
         raise UserError(f"conversations[{i}].value: an answer cannot hold images or clips; put them into a question")
     return Message(role, content)  # type: ignore[arg-type]
+
+
+def is_text(content: str) -> bool:
+    """JSON can write what no tokenizer reads: one half of a pair of surrogates."""
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _files(record: Mapping[str, Any], modality: Modality, folder: Path) -> tuple[Media, ...]:
@@ -134,6 +146,6 @@ def _files(record: Mapping[str, Any], modality: Modality, folder: Path) -> tuple
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise UserError(f"{modality}: is {given!r}; give a path or a list of paths")
     for path in paths:
-        if not (folder / path).is_file():
+        if not os.path.isfile(folder / path):  # Unlike `Path.is_file`, whatever the path is like.
             raise UserError(f"{modality}: {folder / path}: there is no such file")
     return tuple(media_of(modality, folder / path) for path in paths)

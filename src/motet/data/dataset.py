@@ -8,6 +8,7 @@ from torch import Tensor
 from motet.data.example import ExampleSource
 from motet.data.preparation import Preparation
 from motet.data.sample import Sample
+from motet.data.tool_fingerprint import tool_fingerprint
 from motet.data.tower_preparation import TowerPreparation
 
 NUM_SAMPLES_KEPT = 65_536
@@ -47,7 +48,10 @@ class ExampleDataset:
 
     @property
     def fingerprint(self) -> str:
-        return getattr(self.examples, "fingerprint", "")
+        """Of the examples, and of all that makes samples of them."""
+        tools = {name: tool_fingerprint(tool) for name, tool in self.preparation.tools.items()}
+        known = {"examples": getattr(self.examples, "fingerprint", "made here"), **tools}
+        return ", ".join(f"{name} {value}" for name, value in known.items())
 
     def sample(self, index: int) -> Sample:
         if index in self._samples:

@@ -7,11 +7,13 @@ Every sample has what each tower reads: one image, one sound, one text. Records 
 conversations are (`motet.data.conversations`).
 """
 
+import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from motet.data.conversations import read_records
+from motet.data.conversations import is_text, read_records
 from motet.data.example import Example, Media, Message, Modality
 from motet.data.media_files import ImageFile, SoundFile
 from motet.errors import UserError
@@ -29,6 +31,9 @@ class PairExamples:
         if not self._examples:
             raise UserError(f"{', '.join(str(file) for file in files)}: no sample in it; give at least one")
 
+        contents = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+        self.fingerprint = hashlib.sha256("".join(contents).encode()).hexdigest()[:16]
+
     def __len__(self) -> int:
         return len(self._examples)
 
@@ -42,11 +47,13 @@ def _example(record: Any, where: str, folders: dict[Modality, Path], kinds: Sequ
     for kind in kinds:
         if not isinstance(record.get(kind), str) or not record[kind].strip():
             raise UserError(f"{where}: {kind}: is {record.get(kind)!r}; give a {'text' if kind == 'text' else 'path'}")
+    if "text" in kinds and not is_text(record["text"]):
+        raise UserError(f"{where}: text: holds half of a character (a surrogate by itself); mend the text")
     media: dict[Modality, tuple[Media, ...]] = {}
     for modality, folder in folders.items():
         if modality in kinds:
             path = folder / record[modality]
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise UserError(f"{where}: {modality}: {path}: there is no such file")
             media[modality] = (ImageFile(path) if modality == "image" else SoundFile(path),)
     messages = (Message("user", record["text"].strip()),) if "text" in kinds else ()

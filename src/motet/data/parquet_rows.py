@@ -48,7 +48,10 @@ class ParquetExamples:
         """By process and row group: forked workers read by themselves."""
         self._lock = threading.Lock()
         metadata = self._open().metadata
-        columns = metadata.schema.to_arrow_schema().names
+        try:
+            columns = metadata.schema.to_arrow_schema().names
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
         if "conversations" not in columns:
             raise UserError(f"{file}: has no column conversations; it has {', '.join(columns)}")
         self._columns = [name for name in ("id", "conversations", "image", "audio") if name in columns]
@@ -74,10 +77,19 @@ class ParquetExamples:
         return self._first_rows[-1]
 
     def __getitem__(self, index: int) -> Example:
-        group = bisect_right(self._first_rows, index) - 1
-        row = self._table(group).slice(index - self._first_rows[group], 1).to_pylist()[0]
         where = f"{self._file}: row {index}"
+        row = self._row(index, where)
         return make_example(row, where, lambda _: {m: _row_media(row, m, where) for m in PLACEHOLDERS}, where)
+
+    def _row(self, index: int, where: str) -> dict[str, Any]:
+        from pyarrow import ArrowException
+
+        group = bisect_right(self._first_rows, index) - 1
+        try:
+            return self._table(group).slice(index - self._first_rows[group], 1).to_pylist()[0]
+        except (OSError, ArrowException, UnicodeDecodeError, IndexError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise UserError(f"{where}: cannot be read ({reason}); replace the file") from None
 
     def _table(self, group: int) -> Any:
         key = (os.getpid(), group)

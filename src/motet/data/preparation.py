@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,11 @@ class Preparation(SampleLayouts):
         """For generation: token ids up to where the last answer begins, as long as the layout says; int64 [tokens]."""
         _, text = self.lay_out(example, without_last_answer=True)
         return torch.tensor(text.input_ids)
+
+    @property
+    def tools(self) -> dict[str, Any]:
+        """By module: the tokenizer and the processors."""
+        return {LANGUAGE_MODEL: self.tokenizer, **{name: encoder.processor for name, encoder in self.encoders.items()}}
 
     def save(self, folder: Path) -> None:
         """For `from_pretrained`: the tokenizer in the folder itself, each encoder's processor in one of its name."""

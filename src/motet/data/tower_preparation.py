@@ -28,7 +28,7 @@ class TowerPreparation(TowerLayouts):
             raise UserError(f"{example.where or example.id}: {error}") from None
 
     @property
-    def processors(self) -> dict[str, Any]:
+    def tools(self) -> dict[str, Any]:
         """By tower: its tokenizer or processor."""
         return {
             name: fed.tokenizer if isinstance(fed, TextLayout) else fed.processor for name, fed in self.towers.items()

@@ -89,7 +89,7 @@ class ShardExamples:
             raise UserError(f"{where}: has {len(texts)} members {key}.json; give one with the conversation")
         try:
             record = json.load(texts[0].open())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{texts[0]}: is not JSON: {error}") from None
         media = {
             modality: tuple(media_of(modality, member) for member in members if _suffix(member.name) in suffixes)

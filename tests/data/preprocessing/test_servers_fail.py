@@ -1,8 +1,10 @@
 """A server that dies, falls silent or comes back changes nothing; strangers and other data are refused in one line."""
 
+import json
 import os
 import select
 import signal
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -19,10 +21,12 @@ from data_servers import (
 )
 from distributed import run_distributed
 from pyarrow import flight
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from motet.config import RunConfig
 from motet.data.preprocessing.preparer import Preparer
 from motet.data.preprocessing.tickets import Ticket
+from motet.data.tokenizer import word_level_tokenizer
 from motet.errors import UserError
 
 NUM_BATCHES = 9
@@ -233,6 +237,30 @@ def test_servers_that_come_back_with_other_data_are_refused() -> None:
         with pytest.raises(RuntimeError, match="this server has other data than the one that training began with"):
             client.next(1)
         again.kill()
+
+
+def test_servers_with_another_tokenizer_in_the_same_place(tmp_path: Path) -> None:
+    """Or other processors: they are no part of the run file, and training does not have them."""
+    turns = [{"from": "human", "value": "Is it?"}, {"from": "gpt", "value": "It is."}]
+    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps({"conversations": turns})] * 8))
+    word_level_tokenizer(["It is."]).save_pretrained(tmp_path / "tokenizer")
+    SiglipImageProcessorPil(size={"height": 48, "width": 48}).save_pretrained(tmp_path / "vision")
+    config = data_config(
+        kind="conversations",
+        files=str(tmp_path / "train.jsonl"),
+        tokenizer=str(tmp_path / "tokenizer"),
+        processors={"vision": str(tmp_path / "vision")},
+        workers=0,
+    )
+    with serving(config) as (first,):
+        word_level_tokenizer(["Is it?"]).save_pretrained(tmp_path / "tokenizer")
+        told = f"prepares other data than {first.address}: contents.train is .*language_model"
+        with (
+            serving(config) as (second,),
+            training(with_servers(config, first.address, second.address)) as client,
+            pytest.raises(UserError, match=told),
+        ):
+            client.next(1)
 
 
 def test_seeds_layouts_and_batch_sizes_are_no_business_of_servers(undisturbed: list[str]) -> None:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -75,7 +76,8 @@ def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, by
     DataServer = _flight_module("service").DataServer
     token = read_token(data_to_prepare(config).token_file)
     workers, sizes = _open_workers(config)
-    contents = {split: dataset.fingerprint for split, dataset in workers.preparer.datasets.items()}
+    contents: dict[str, Any] = {split: dataset.fingerprint for split, dataset in workers.preparer.datasets.items()}
+    contents["libraries"] = {name: version(name) for name in LIBRARIES}
     facts = {"data": data_facts(config), "contents": contents, "sizes": sizes, "software": _software()}
     modules = set(config.model.module_names)
     try:
@@ -83,6 +85,10 @@ def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, by
     except UserError:
         workers.close()
         raise
+
+
+LIBRARIES = ("numpy", "pillow", "scipy", "soundfile", "tokenizers")
+"""That decode, resize and tokenize. Servers must have the same ones; training needs none of them."""
 
 
 def _software() -> dict[str, str]:
