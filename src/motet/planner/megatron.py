@@ -9,13 +9,14 @@
 
 Deviations: DP, TP and V are searched within the user's limits (the papers set them by hand). The papers' images of one
 sample are shared out over the TP group; here whole samples are. Several encoders stand one after another in the row,
-where appendix B has no answer. Stages need not divide the blocks; the first ones then get one more.
+where appendix B has no answer. Stages need not divide the blocks; the first ones then get one more. All three leave
+devices over if nothing fits on all of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import best_plan, uniform_degrees
+from motet.planner.degrees import best_plan, spare_degrees, uniform_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.partition import even_partition
@@ -26,21 +27,32 @@ VIRTUAL_STAGES = (1, 2, 3, 4, 6, 12)
 
 
 def megatron(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    return best_plan(problem, list(_first_stage(problem)), "megatron", placement)
+    spare = _first_stage(problem, spare_degrees(problem))
+    return best_plan(problem, _first_stage(problem, uniform_degrees(problem)), "megatron", placement, otherwise=spare)
 
 
 def megatron_extra_stages(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    return best_plan(problem, list(_extra_stages(problem)), "megatron_extra_stages", placement)
+    backbone = (language_model(problem),)
+    layouts, spare = (_extra_stages(problem, of(problem, backbone)) for of in (uniform_degrees, spare_degrees))
+    return best_plan(problem, layouts, "megatron_extra_stages", placement, otherwise=spare)
 
 
 def megatron_balanced(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    layouts = [layout for v in VIRTUAL_STAGES for layout in balanced_chains(problem, v, planner="megatron_balanced")]
-    return best_plan(problem, layouts, "megatron_balanced", placement)
+    name = "megatron_balanced"
+    layouts, spare = (
+        [layout for v in VIRTUAL_STAGES for layout in balanced_chains(problem, sizes, v, planner=name)]
+        for sizes in (list(uniform_degrees(problem)), list(spare_degrees(problem)))
+    )
+    return best_plan(problem, layouts, name, placement, otherwise=spare)
 
 
-def _first_stage(problem: PlanningProblem) -> Iterator[Layout]:
+GroupSizes = Iterable[tuple[int, int, int]]
+"""(DP, TP, groups of each replica)."""
+
+
+def _first_stage(problem: PlanningProblem, sizes: GroupSizes) -> Iterator[Layout]:
     backbone = language_model(problem)
-    for dp, tp, num_groups in uniform_degrees(problem):
+    for dp, tp, num_groups in sizes:
         if not _can_cut(problem, backbone, num_groups):
             continue
         stages = _even_blocks(problem, backbone, num_groups)
@@ -54,10 +66,10 @@ def _first_stage(problem: PlanningProblem) -> Iterator[Layout]:
         yield Layout(planner="megatron", chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
 
 
-def _extra_stages(problem: PlanningProblem) -> Iterator[Layout]:
+def _extra_stages(problem: PlanningProblem, sizes: GroupSizes) -> Iterator[Layout]:
     backbone = language_model(problem)
     others = [name for name in problem.modules if name != backbone]
-    for dp, tp, num_groups in uniform_degrees(problem, (backbone,)):
+    for dp, tp, num_groups in sizes:
         if not _can_cut(problem, backbone, num_groups - len(others)):
             continue
         stages = _even_blocks(problem, backbone, num_groups - len(others))
@@ -76,19 +88,16 @@ def _extra_stages(problem: PlanningProblem) -> Iterator[Layout]:
         )
 
 
-def balanced_chains(
-    problem: PlanningProblem, num_chunks: int, *, planner: str, frozen_aware: bool = False
-) -> Iterator[Layout]:
-    """All layers in a row over V x PP virtual stages. As in appendix B layers count as if all were trainable, unless
-    `frozen_aware`."""
+def balanced_chains(problem: PlanningProblem, sizes: GroupSizes, num_chunks: int, *, planner: str) -> Iterator[Layout]:
+    """All layers in a row over V x PP virtual stages. As in appendix B layers count as if all were trainable."""
     total = sum(_num_layers(problem, name) for name in problem.modules)
-    for dp, tp, num_groups in uniform_degrees(problem):
+    for dp, tp, num_groups in sizes:
         if num_chunks * num_groups > total or (num_chunks > 1 and num_groups == 1):
             continue
         chunks = cut_chain(
             problem,
             tuple(problem.modules),
-            layer_seconds(problem, tp, dp, frozen_aware=frozen_aware),
+            layer_seconds(problem, tp, dp, frozen_aware=False),
             [v % num_groups for v in range(num_chunks * num_groups)],
         )
         yield Layout(planner=planner, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
