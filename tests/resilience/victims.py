@@ -1,0 +1,189 @@
+"""What every process of a trial is doing, and what is done to it.
+
+What a process does stands in shared memory; when a victim enters the phase that was drawn for it, a timer of the kernel
+is set that kills (or stops) it a random time later.
+"""
+
+import ctypes
+import hashlib
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from motet.resilience.membership import FIRST_GENERATION
+from motet.resilience.recover import TrainingProcess
+from motet.runtime.checkpoint_writer import CheckpointWriter
+from motet.runtime.executor import Executor
+from motet.runtime.gradients import GradientReducer
+from motet.runtime.optimizer import Optimizer
+from motet.runtime.trainer import Trainer
+from motet.schedule.action import Compute, Kind, Reduce
+
+PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "recovery", "other")
+
+
+@dataclass(frozen=True)
+class Kill:
+    node: int
+    after_steps: int
+    phase: str
+    nth: int
+    """Which entry of the phase, from then on."""
+    delay_s: float
+    how: str
+    """process: SIGKILL; hang: SIGSTOP; agent: SIGKILL for the agent, which takes its processes along;
+    cut: the cable of its host."""
+
+
+class Board:
+    """Shared by all processes of a trial: each node's phase, and when each kill was carried out."""
+
+    _PHASE = struct.Struct("=i")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 4096)
+
+    def set_phase(self, node: int, phase: str) -> None:
+        self._PHASE.pack_into(self._memory, 4 * node, PHASES.index(phase))
+
+    def phase(self, node: int) -> str:
+        return PHASES[self._PHASE.unpack_from(self._memory, 4 * node)[0]]
+
+    def set_saving(self, node: int, saving: bool) -> None:
+        """A thread saves while others compute."""
+        self._memory[2048 + node] = saving
+
+    def phase_of(self, kill: Kill) -> str:
+        """In which its victim was."""
+        saved = kill.phase == "saving" and self._memory[2048 + kill.node]
+        return "saving" if saved else self.phase(kill.node)
+
+    def is_fired(self, kill: int) -> bool:
+        return self._memory[1024 + kill] != 0
+
+    def fire(self, kill: int) -> None:
+        self._memory[1024 + kill] = 1
+
+
+class Victim:
+    """In each training process: follows what it does, and carries out what was drawn for its node."""
+
+    def __init__(self, kills: Sequence[Kill], board: Board) -> None:
+        self._kills, self._board = kills, board
+        self.node = -1
+        self.finished_steps = 0
+        self._entries = [0] * len(kills)
+
+    def enter(self, phase: str) -> None:
+        if self.node < 0:
+            return
+        if phase != "saving":
+            self._board.set_phase(self.node, phase)
+        for i, kill in enumerate(self._kills):
+            if kill.node != self.node or kill.phase != phase or self._board.is_fired(i):
+                continue
+            if self.finished_steps < kill.after_steps:
+                continue
+            self._entries[i] += 1
+            if self._entries[i] > kill.nth:
+                self._board.fire(i)
+                if kill.how == "agent":
+                    os.kill(os.getppid(), signal.SIGKILL)
+                elif kill.how != "cut":  # The board is watched by who cuts.
+                    signal_after(kill.delay_s, signal.SIGSTOP if kill.how == "hang" else signal.SIGKILL)
+
+    def save(self, begins: bool) -> None:
+        self._board.set_saving(self.node, begins)
+        if begins:
+            self.enter("saving")
+
+
+def signal_after(seconds: float, number: int) -> None:
+    """The kernel sends this process the signal then: no thread of it has to run."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    event = (ctypes.c_char * 64)()
+    struct.pack_into("=qii", event, 0, 0, number, 0)  # sigev_value, sigev_signo, SIGEV_SIGNAL
+    timer = ctypes.c_void_p()
+    assert libc.timer_create(1, event, ctypes.byref(timer)) == 0, ctypes.get_errno()
+    first = max(1000, int(seconds * 1e9))
+    setting = struct.pack("=qqqq", 0, 0, first // 10**9, first % 10**9)
+    assert libc.timer_settime(timer, 0, setting, None) == 0, ctypes.get_errno()
+
+
+@contextmanager
+def observed(victim: Victim) -> Iterator[None]:
+    """Every process that is forked meanwhile tells the victim what it does."""
+
+    def before(owner: type, name: str, phase_of: Callable[..., str | None]) -> Any:
+        original = getattr(owner, name)
+
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            phase = phase_of(self, *args)
+            if phase is not None:
+                victim.enter(phase)
+            return original(self, *args, **kwargs)
+
+        return mock.patch.object(owner, name, wrapped)
+
+    def of_step(_: Executor, step: object) -> str | None:
+        if isinstance(step, Compute):
+            return "forward" if step.kind is Kind.FORWARD else "backward"
+        return "reduction" if isinstance(step, Reduce) else None
+
+    def of_trainer(trainer: Trainer, *_: object) -> str:
+        victim.finished_steps = trainer.finished_steps
+        return "other"
+
+    def join(process: TrainingProcess, call: Any) -> str:
+        victim.node = call.membership.everyone[call.rank // process._node_size]
+        return "other" if call.membership.generation == FIRST_GENERATION else "recovery"
+
+    written = CheckpointWriter._write
+
+    def write(self: CheckpointWriter, *args: Any) -> None:
+        victim.save(True)
+        written(self, *args)
+        victim.save(False)
+
+    recovered = TrainingProcess._recovered
+
+    def checked(self: TrainingProcess, *args: Any) -> Trainer:
+        trainer = recovered(self, *args)
+        check_replicas(trainer)
+        return trainer
+
+    with (
+        before(Executor, "_run_step", of_step),
+        before(GradientReducer, "finish", lambda *_: "reduction"),
+        before(Optimizer, "step", lambda *_: "optimizer step"),
+        mock.patch.object(CheckpointWriter, "_write", write),
+        before(Trainer, "_step", of_trainer),
+        before(TrainingProcess, "_join_world", join),
+        mock.patch.object(TrainingProcess, "_recovered", checked),
+    ):
+        yield
+
+
+def check_replicas(trainer: Trainer) -> None:
+    """Collective: all that hold a parameter hold the same bits of it, and of its optimizer's state."""
+    states = trainer.optimizer.states()
+    mine = {}
+    for p in trainer.engine.model.parameters:
+        tensors = [p.parameter.detach(), *states.get(p.parameter, {}).values()]
+        key = (p.name, p.tp.rank, p.tp.size) if p.shard else (p.name, 0, 1)
+        mine[key] = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+    everyone: list[dict[Any, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    seen: dict[Any, str] = {}
+    for held in everyone:
+        assert held is not None
+        for key, digest in held.items():
+            assert seen.setdefault(key, digest) == digest, f"replicas differ in {key}"
