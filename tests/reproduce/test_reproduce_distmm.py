@@ -1,9 +1,12 @@
 """DistMM's tables: models and systems are the paper's, the shapes hold, misses are known."""
 
+from dataclasses import replace
+
 import pytest
 
+from motet.planner.evaluate import evaluate
 from motet.reproduce.distmm import PUBLISHED_SPEEDUPS, tables
-from motet.reproduce.distmm_models import MEGATRON_UTILIZATION, SIZES, tower, utilization, v100_speeds
+from motet.reproduce.distmm_models import MEGATRON_UTILIZATION, SIZES, problem, tower, utilization, v100_speeds
 from motet.reproduce.distmm_systems import (
     MEGATRON_TP,
     distmm_outcome,
@@ -59,6 +62,27 @@ def test_both_systems_fit_and_distmm_keeps_towers_apart(scale):
         assert apart[0].isdisjoint(apart[1])
 
 
+def test_batches_are_as_large_as_megatron_lm_can_have_them():
+    """Section 7.2.1: LiT's images are cheaper to keep, so its batch is larger than CLIP's."""
+    batches = {}
+    for model in MODELS:
+        each = setting("single node", model)
+        batches[model] = each.batch
+        one_more = replace(each.problem, samples=problem(each.vision, each.text, each.batch + 8).samples)
+        assert not evaluate(one_more, megatron_outcome(each).evaluation.plan).fits
+    assert batches["LiT"] > batches["CLIP"] > batches["CoCa"]
+
+
+def test_published_speedups_lie_within_what_longer_steps_give():
+    table = next(table for table in tables() if "several contrastive batches" in table.table)
+    speedups = {model: [row.ours for row in table.rows if row.what.startswith(model)] for model in ("CoCa", "CLIP")}
+    # Computation gains on the sum of gradients.
+    assert speedups["CoCa"] == sorted(speedups["CoCa"], reverse=True)
+    assert speedups["CLIP"] == sorted(speedups["CLIP"])
+    assert 0.85 < speedups["CoCa"][-1] / PUBLISHED_SPEEDUPS["single node"][1] < 1.15 < speedups["CoCa"][0] / 1.67
+    assert speedups["CLIP"][0] < 0.85 * PUBLISHED_SPEEDUPS["multi-node"][1] < 1.15 * 3.27 < speedups["CLIP"][-1]
+
+
 def test_the_shapes_of_figures_8_to_10():
     for scale in ("single node", "single device"):
         for model in MODELS:
@@ -84,8 +108,8 @@ def test_what_is_said_is_what_is():
         for what in ("single device, lowest speedup", "single device, highest speedup", "single node, lowest speedup")
     ]
     assert near == pytest.approx([1, 1, 1], abs=0.15)
-    # Known misses: the batches are not published, and the sum of gradients decides.
-    assert found[figure, "single node, highest speedup"].ratio == pytest.approx(1.33, abs=0.03)
+    # Known misses: the batches are not published, and the sum of gradients decides (the second table).
+    assert found[figure, "single node, highest speedup"].ratio == pytest.approx(1.31, abs=0.03)
     assert found[figure, "multi-node, highest speedup"].ratio == pytest.approx(0.83, abs=0.03)
     assert set(PUBLISHED_SPEEDUPS) == set(MEGATRON_TP)
     replicas = [row.ratio for (table, what), row in found.items() if table.startswith("Section") and "CLIP" in what]

@@ -31,6 +31,8 @@ from motet.schedule.action import Compute, Kind
 TOWERS = ("vision", "text")
 MEGATRON_TP = {"single device": 1, "single node": 8, "multi-node": 16}
 SINGLE_DEVICE_BATCH = 512
+LARGEST_REPLICA_BATCH = 127
+"""Samples of a replica of Megatron-LM's at larger scales; none comes near it."""
 LARGEST_STATE_SHARE = 0.5
 ALL_PARTITIONS = 16
 
@@ -130,14 +132,26 @@ def setting(scale: str, model: str) -> Setting:
         fits = evaluate(plain, _megatron_plan(plain, scale)).fits
         chosen = plain if fits else _whole_memory(problem(vision, text, SINGLE_DEVICE_BATCH, recompute=True))
         return Setting(scale, model, vision, text, chosen)
-    batch, largest = NUM_DEVICES // MEGATRON_TP[scale], None
-    while True:
-        given = _whole_memory(problem(vision, text, batch, recompute=True))
-        if not evaluate(given, _megatron_plan(given, scale)).fits:
-            break
-        largest, batch = given, 2 * batch
-    assert largest is not None, f"{model} at {scale} scale does not fit Megatron-LM"
-    return Setting(scale, model, vision, text, largest)
+    replicas, fitting = NUM_DEVICES // MEGATRON_TP[scale], []
+    # Samples a replica: memory grows with them, so the largest number that fits is found by halving.
+    few, many = 0, LARGEST_REPLICA_BATCH + 1
+    while many - few > 1:
+        middle = (few + many) // 2
+        given = _whole_memory(problem(vision, text, middle * replicas, recompute=True))
+        if evaluate(given, _megatron_plan(given, scale)).fits:
+            few, fitting = middle, [given]
+        else:
+            many = middle
+    assert fitting, f"{model} at {scale} scale does not fit Megatron-LM"
+    return Setting(scale, model, vision, text, *fitting)
+
+
+def accumulated(each: Setting, number: int) -> Setting:
+    """Steps of so many contrastive batches, after which gradients are summed once."""
+    given = each.problem
+    longer = problem(each.vision, each.text, number * each.batch, recompute=bool(given.recompute))
+    longer = replace(_whole_memory(longer), contrastive_batch_size=each.batch)
+    return replace(each, problem=longer)
 
 
 def _whole_memory(given: PlanningProblem) -> PlanningProblem:
