@@ -125,6 +125,10 @@ class ModuleWorkload:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def packed(self) -> "ModuleWorkload":
+        """With a microbatch's samples in one row, as context-parallel ranks have them, where others are padded."""
+        return replace(self, arrangement="packed") if self.arrangement == "padded" else self
+
     @property
     def num_blocks(self) -> int:
         return sum(layer.part == "block" for layer in self.layers)

@@ -13,7 +13,7 @@ from small_problem import small_problem, with_memory
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
 from motet.data.assignments import ASSIGNMENTS
-from motet.plan import Edge
+from motet.plan import ContextOptions, Edge
 from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
@@ -37,7 +37,12 @@ def tiny_problem(rng, *, num_devices, num_microbatches, dp_sizes=(1,), shapes=(1
         n = workload.num_layers
         trainable = rng.choice([((0, n),), ((n - 1, n),), ((0, n),) if name == "language_model" else ((n - 1, n),)])
         modules[name] = ModuleProblem(
-            workload=workload, trainable=trainable, loss_weight=float(name == "language_model"), tp_sizes=(1, 2)
+            workload=workload,
+            trainable=trainable,
+            loss_weight=float(name == "language_model"),
+            tp_sizes=(1, 2),
+            cp_sizes=(1, 2),
+            context=ContextOptions(block_size=4),
         )
     cluster = small.cpu_cluster(num_devices)
     has_image = [rng.random() < 0.7 for _ in range(4)]
@@ -55,9 +60,9 @@ def tiny_problem(rng, *, num_devices, num_microbatches, dp_sizes=(1,), shapes=(1
 
 
 def every_layout(problem):
-    """All cuts into runs, each on any group; groups of one or of two ranks."""
+    """All cuts into runs, each on any group; groups of one rank, or of two that share tensors or tokens."""
     for dp in problem.dp_sizes:
-        for size in (1, 2):
+        for size, shared in ((1, ()), (2, ()), (2, (("language_model", 2),))):
             num_groups, left = divmod(problem.num_devices, dp * size)
             if left or not num_groups:
                 continue
@@ -66,7 +71,8 @@ def every_layout(problem):
                 for groups in itertools.product(range(num_groups), repeat=len(runs)):
                     if set(groups) == set(range(num_groups)):
                         chunks = tuple(Chunk(*run, group) for run, group in zip(runs, groups, strict=True))
-                        yield Layout(planner="all", chunks=chunks, group_sizes=(size,) * num_groups, dp=dp)
+                        sizes = (size,) * num_groups
+                        yield Layout(planner="all", chunks=chunks, group_sizes=sizes, dp=dp, shared=shared)
 
 
 def every_cut(num_layers, max_stages):
@@ -142,7 +148,8 @@ def draw_layout(rng, problem):
     groups = [rng.randrange(num_groups) for _ in runs]
     used = sorted(set(groups))
     chunks = tuple(Chunk(*run, used.index(group)) for run, group in zip(runs, groups, strict=True))
-    return Layout(planner="drawn", chunks=chunks, group_sizes=(size,) * len(used), dp=dp)
+    shared = (("language_model", size),) if size > 1 and rng.random() < 0.5 else ()
+    return Layout(planner="drawn", chunks=chunks, group_sizes=(size,) * len(used), dp=dp, shared=shared)
 
 
 def test_no_order_of_actions_and_halves_is_faster():

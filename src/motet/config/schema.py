@@ -153,6 +153,9 @@ class LimitsConfig(Section):
     tp: tuple[Count, ...] | None = None
     """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there. null: powers of
     two within a node, on CPUs 1; of profiled costs, those that were profiled."""
+    cp: tuple[Count, ...] | None = None
+    """Sizes of the language model's context-parallel groups, from which `auto` chooses; the other planners choose 1.
+    null: powers of two within a node that leave each member at least 4096 tokens of a microbatch, on CPUs 1."""
     dp: tuple[Count, ...] | None = None
     """Numbers of replicas; null: powers of two that leave no microbatch empty, on CPUs 1."""
     max_pp: Count | None = None

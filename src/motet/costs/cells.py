@@ -6,7 +6,7 @@ input gradient is needed only if something trainable lies strictly before (thesi
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import LayerCost, total
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load, microbatch_load
-from motet.data.sample import Sample
+from motet.data.sample import Sample, kinds_of_samples
 from motet.plan import LayerRange, Stage
 from motet.schedule.routes import Cell, Routes
 from motet.workload import LayerShape, ModuleWorkload
@@ -58,7 +58,8 @@ class Cells:
     def __init__(self, routes: Routes, samples: Sequence[Sample], workloads: Mapping[str, ModuleWorkload]) -> None:
         self.routes, self.plan, self.samples, self._workloads = routes, routes.plan, samples, workloads
         self.kinds: list[CellKind] = []
-        self._loads: dict[tuple[str, int, int], Load] = {}
+        self._sample_kinds = kinds_of_samples(samples)
+        self._load_of_kinds: dict[tuple[str, str, tuple[int, ...]], Load] = {}
         self._outputs: dict[str, list[int]] = {}
         self._number()
 
@@ -75,6 +76,10 @@ class Cells:
 
     def workload(self, module: str) -> ModuleWorkload:
         return self._workloads[self.owner(module)]
+
+    def _arranged(self, module: str, replica: int) -> ModuleWorkload:
+        workload = self.workload(module)
+        return workload.packed() if self.plan.modules[module].replicas[replica].stages[0].cp_size > 1 else workload
 
     def num_outputs(self, module: str) -> list[int]:
         """Of each sample."""
@@ -111,6 +116,8 @@ class Cells:
         entering, cases = self._gradients_enter()
         kinds: dict[object, int] = {}
         loads: dict[Load, int] = {}
+        of_replica: dict[tuple[str, int], Ints] = {}
+        """By microbatch."""
         for stage in routes.stages:
             group = stage.planned.ranks if stage.planned.cp_size > 1 else stage.planned.tp_size
             codes = entering[stage.first : stage.last]
@@ -121,9 +128,10 @@ class Cells:
                     sources = cases[code] if code >= 0 else None
                     self.kinds.append(self._make_kind(stage.module, stage.planned, sources))
                 self.kind[stage.first : stage.last][codes == code] = kinds[key]
-            for cell, microbatch in enumerate(routes.cell_microbatch[stage.first : stage.last].tolist(), stage.first):
-                load = self._microbatch_load(stage.module, stage.replica, microbatch)
-                self.load[cell] = loads.setdefault(load, len(loads))
+            replica = stage.module, stage.replica
+            if replica not in of_replica:
+                of_replica[replica] = np.array([loads.setdefault(x, len(loads)) for x in self._loads(*replica)])
+            self.load[stage.first : stage.last] = of_replica[replica][routes.cell_microbatch[stage.first : stage.last]]
         self.loads = list(loads)
 
     def _make_kind(self, name: str, stage: Stage, sources: Sequence[str] | None) -> CellKind:
@@ -135,16 +143,19 @@ class Cells:
         different = tuple((shapes[layer], needs, count) for (layer, needs), count in counts.items())
         return CellKind(name, stage, gradients, different)
 
-    def _microbatch_load(self, module: str, replica: int, microbatch: int) -> Load:
-        key = (module, replica, microbatch)
-        if key not in self._loads:
-            self._loads[key] = microbatch_load(
-                self.workload(module),
-                self.owner(module),
-                [self.samples[i] for i in self.routes.assignment.samples_of(module, replica, microbatch)],
-                self._sources[module],
-            )
-        return self._loads[key]
+    def _loads(self, module: str, replica: int) -> Iterator[Load]:
+        """Of each microbatch. Those of samples of the same kinds are alike."""
+        workload = self._arranged(module, replica)
+        for members in self.routes.assignment.microbatches[module][replica]:
+            key = (module, workload.arrangement, tuple([self._sample_kinds[i] for i in members]))
+            if key not in self._load_of_kinds:
+                self._load_of_kinds[key] = microbatch_load(
+                    workload,
+                    self.owner(module),
+                    [self.samples[i] for i in members],
+                    self._sources[module],
+                )
+            yield self._load_of_kinds[key]
 
     def _gradients_enter(self) -> tuple[Ints, list[tuple[str, ...]]]:
         """For each cell, the modules to whose outputs it gives gradients, as an index into the different cases; -1

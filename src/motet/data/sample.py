@@ -1,6 +1,6 @@
 """What is known of a sample without its pixels: how its sequence is laid out in each module."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -45,6 +45,16 @@ class Sample:
     def num_outputs(self, module: str) -> int:
         """Tokens that the module hands on."""
         return sum(segment.outputs for segment in self.layouts.get(module, ()))
+
+
+def kinds_of_samples(samples: Sequence[Sample]) -> list[int]:
+    """A number for each sample, the same for those of the same layouts: they cost the same."""
+    numbers: dict[object, int] = {}
+    kinds = []
+    for sample in samples:
+        key = (tuple(sorted(sample.layouts.items())), tuple(sorted(sample.num_loss_tokens.items())))
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return kinds
 
 
 def places_in_sample(sample: Sample, module: str, source: str, start: int) -> list[int]:

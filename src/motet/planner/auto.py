@@ -22,9 +22,11 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.auto_layouts import PLANNER, own_layouts
 from motet.planner.bound_and_simulate import best_layout, rank
+from motet.planner.degrees import check_may_share_none, cp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
+from motet.planner.megatron import language_model
 from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
@@ -115,7 +117,7 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         layouts = list(own_layouts(problem, schedules))
         evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
     if not evaluations:
-        raise UserError(f"parallel.planner: no planner finds a plan; {next(iter(refused.values()))}")
+        raise UserError(_why_none(problem, refused))
     evaluations += _rescheduled(sorted(evaluations, key=rank)[:NUM_RESCHEDULED], schedules)
     evaluations += _sequence_parallel(min(evaluations, key=rank))
     best = min(evaluations, key=rank)
@@ -129,6 +131,16 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         refused=refused,
         lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
     )
+
+
+def _why_none(problem: PlanningProblem, refused: Mapping[str, str]) -> str:
+    backbone = problem.modules[language_model(problem)]
+    if 1 not in backbone.cp_sizes:
+        return (
+            f"parallel.limits.cp: no layout on {problem.num_devices} devices has context parallelism of "
+            f"{' or '.join(map(str, backbone.cp_sizes))}; allow 1 too, or smaller sizes"
+        )
+    return f"parallel.planner: no planner finds a plan; {next(iter(refused.values()))}"
 
 
 NOT_TRIED = (PLANNER, "oobleck")
@@ -148,6 +160,7 @@ def _named(
         fitting = [e.iteration_time_s for e in named.values() if e.fits and problem.schedules is None]
         cutoff_s = min(fitting, default=inf)
         try:
+            check_may_share_none(problem, name)
             plan = PLANNERS[name](problem.with_cutoff(cutoff_s), placement=placement)
             evaluation = evaluate(problem, plan)
         except TooSlowError as error:
@@ -234,16 +247,19 @@ def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: P
     several tensor-parallel sizes in one module, which the bound does not cover."""
     replicas = {name: set(problem.dp_sizes) for name in problem.modules}
     tp = {name: set(module.tp_sizes) for name, module in problem.modules.items()}
+    cp = {name: set(cp_sizes(problem, name)) for name in problem.modules}
     for plan in candidates:
         for name in problem.modules:
             replicas[name].add(len(plan.modules[name].replicas))
             tp[name] |= _tp_sizes(plan, name)
+            cp[name].add(plan.modules[name].replicas[0].stages[0].cp_size)
     if any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules):
         return None
     return problem_lower_bound_s(
         problem,
         num_replicas={name: sorted(sizes) for name, sizes in replicas.items()},
         tp={name: sorted(sizes) for name, sizes in tp.items()},
+        cp={name: sorted(sizes) for name, sizes in cp.items()},
     )
 
 
@@ -257,7 +273,8 @@ def _shape(plan: Plan) -> str:
     for name, module in plan.modules.items():
         if module.copy_of is None:
             stages = module.replicas[0].stages
-            tp = f" x tp {stages[0].tp_size}" if stages[0].tp_size > 1 else ""
-            tp += " with sequence parallelism" if module.sequence_parallel else ""
-            parts.append(f"{name} {len(stages)} stages{tp} x {len(module.replicas)} replicas")
+            groups = f" x tp {stages[0].tp_size}" if stages[0].tp_size > 1 else ""
+            groups += " with sequence parallelism" if module.sequence_parallel else ""
+            groups += f" x cp {stages[0].cp_size}" if stages[0].cp_size > 1 else ""
+            parts.append(f"{name} {len(stages)} stages{groups} x {len(module.replicas)} replicas")
     return ", ".join(parts)

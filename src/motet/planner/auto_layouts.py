@@ -6,20 +6,25 @@
   balanced, but frozen-aware), going round the groups, or there and back again (the V of zero-bubble schedules);
 * spread: each module by itself over *all* groups, so that every group has its share of encoder work and of language
   model work and one can fill the bubbles of the other (Optimus' placement with Cornstarch's cut).
+
+In all of them the groups of the language model may share the tokens of a microbatch (context parallelism), where
+sequences are long enough; on groups that encoders share these use all ranks for tensor parallelism.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 from motet.planner.cornstarch import frozen_aware_cut
-from motet.planner.degrees import uniform_degrees
+from motet.planner.degrees import cp_sizes, dp_sizes, has_few_stages, most_stages, tp_sizes
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.layout_costs import LayoutCosts
-from motet.planner.megatron import VIRTUAL_STAGES, language_model, layer_seconds
+from motet.planner.megatron import VIRTUAL_STAGES, language_model
 from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
-from motet.planner.search import layouts_of, most_stages
+from motet.planner.search import layouts_of
 
 MAX_COUNTS = 200
 """Ways to share groups out among modules that are all looked at, for each choice of sizes; beyond, Algorithm 1's."""
@@ -47,17 +52,19 @@ def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[
 
 def separate(problem: PlanningProblem) -> Iterator[Layout]:
     placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
-    return layouts_of(problem, frozen_aware_cut, problem.num_devices, PLANNER, placements, MAX_COUNTS)
+    return layouts_of(
+        problem, frozen_aware_cut, problem.num_devices, PLANNER, placements, MAX_COUNTS, shares_context=True
+    )
 
 
 def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, schedule: str) -> Iterator[Layout]:
     """The same, but each of the language model's groups holds `num_chunks` runs of it."""
     name = language_model(problem)
     groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
-    tp, num_runs = layout.group_sizes[groups[0]], num_chunks * len(groups)
+    tp, cp, num_runs = layout.tp(name, groups[0]), layout.cp(name), num_chunks * len(groups)
     if len(groups) > 1 and num_runs <= most_stages(problem, name):
-        times = [time.total_s for time in problem.layer_times(name, tp, layout.dp)]
-        runs = problem.remembered(("runs", name, tp, layout.dp, num_runs), lambda: partition(times, num_runs))
+        times = [time.total_s for time in problem.layer_times(name, tp, layout.dp, cp=cp)]
+        runs = problem.remembered(("runs", name, tp, cp, layout.dp, num_runs), lambda: partition(times, num_runs))
         own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
         chunks = [chunk for other in problem.modules for chunk in (own if other == name else _chunks_of(layout, other))]
         yield replace(layout, chunks=tuple(chunks), schedule=schedule)
@@ -67,38 +74,77 @@ def _chunks_of(layout: Layout, name: str) -> list[Chunk]:
     return [chunk for chunk in layout.chunks if chunk.module == name]
 
 
+class EqualGroups(NamedTuple):
+    """Groups of one replica, on any of which any module may stand: alone the language model shares tokens there."""
+
+    dp: int
+    size: int
+    number: int
+    shared: tuple[tuple[str, int], ...]
+    """As in `Layout`."""
+
+    def layout(self, chunks: Sequence[Chunk], schedule: str | None = None) -> Layout:
+        return Layout(
+            planner=PLANNER,
+            chunks=tuple(chunks),
+            group_sizes=(self.size,) * self.number,
+            dp=self.dp,
+            shared=self.shared,
+            schedule=schedule,
+        )
+
+    def layer_seconds(self, problem: PlanningProblem) -> dict[str, list[float]]:
+        cp = {name: dict(self.shared).get(name, 1) for name in problem.modules}
+        return {
+            name: [time.total_s for time in problem.layer_times(name, self.size // cp[name], self.dp, cp=cp[name])]
+            for name in problem.modules
+        }
+
+
+def equal_groups(problem: PlanningProblem) -> Iterator[EqualGroups]:
+    """Every way to cut all devices into replicas of such groups."""
+    backbone = language_model(problem)
+    others = [set(tp_sizes(problem, name)) for name in problem.modules if name != backbone]
+    for dp in dp_sizes(problem):
+        for tp, cp in product(tp_sizes(problem, backbone), cp_sizes(problem, backbone, dp)):
+            number, left = divmod(problem.num_devices, dp * tp * cp)
+            if number and not left and all(tp * cp in sizes for sizes in others):
+                yield EqualGroups(dp, tp * cp, number, ((backbone, cp),) if cp > 1 else ())
+
+
 def chains(problem: PlanningProblem, num_chunks: int) -> Iterator[Layout]:
-    for dp, tp, num_groups in uniform_degrees(problem):
-        if num_groups > 1 or num_chunks == 1:
-            yield from _chain(
-                problem, dp, tp, num_groups, [v % num_groups for v in range(num_chunks * num_groups)], None
-            )
+    for groups in equal_groups(problem):
+        if groups.number > 1 or num_chunks == 1:
+            yield from _chain(problem, groups, [v % groups.number for v in range(num_chunks * groups.number)], None)
 
 
 def v_shaped(problem: PlanningProblem) -> Iterator[Layout]:
-    for dp, tp, num_groups in uniform_degrees(problem):
-        if num_groups > 1:
-            there = list(range(num_groups))
-            yield from _chain(problem, dp, tp, num_groups, [*there, *reversed(there)], V_SHAPED)
+    for groups in equal_groups(problem):
+        if groups.number > 1:
+            there = list(range(groups.number))
+            yield from _chain(problem, groups, [*there, *reversed(there)], V_SHAPED)
 
 
 def _chain(
-    problem: PlanningProblem, dp: int, tp: int, num_groups: int, groups: Sequence[int], schedule: str | None
+    problem: PlanningProblem, groups: EqualGroups, places: Sequence[int], schedule: str | None
 ) -> Iterator[Layout]:
-    costs = layer_seconds(problem, tp, dp)
-    if len(groups) <= sum(map(len, costs.values())):
-        chunks = cut_chain(problem, tuple(problem.modules), costs, groups)
-        yield Layout(planner=PLANNER, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp, schedule=schedule)
+    """`places`: the group of each run of layers."""
+    costs = groups.layer_seconds(problem)
+    if len(places) <= sum(map(len, costs.values())):
+        chunks = cut_chain(problem, tuple(problem.modules), costs, places)
+        if has_few_stages(problem, chunks):
+            yield groups.layout(chunks, schedule)
 
 
 def spread(problem: PlanningProblem) -> Iterator[Layout]:
-    for dp, tp, num_groups in uniform_degrees(problem):
-        if num_groups == 1 or any(most_stages(problem, name) < num_groups for name in problem.modules):
+    for groups in equal_groups(problem):
+        if groups.number == 1 or any(most_stages(problem, name) < groups.number for name in problem.modules):
             continue
-        costs = layer_seconds(problem, tp, dp)
-        chunks = [
-            Chunk(name, run, group)
-            for name in problem.modules
-            for group, run in enumerate(partition(costs[name], num_groups))
-        ]
-        yield Layout(planner=PLANNER, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
+        costs = groups.layer_seconds(problem)
+        yield groups.layout(
+            [
+                Chunk(name, run, group)
+                for name in problem.modules
+                for group, run in enumerate(partition(costs[name], groups.number))
+            ]
+        )

@@ -1,13 +1,14 @@
 """Which degrees of parallelism a planner may choose from: the user's limits, as far as they divide the model."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.bound_and_simulate import best_layout, rank
 from motet.planner.explicit import Placement
-from motet.planner.layout import Layout
+from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import Degrees, PlanningProblem
 
 
@@ -23,10 +24,45 @@ def tp_sizes(problem: PlanningProblem, name: str) -> list[int]:
     return fitting
 
 
+def cp_sizes(problem: PlanningProblem, name: str, dp: int = 1) -> list[int]:
+    """Of those allowed, the ones for which a replica's microbatches are long enough; of modules that enter others 1."""
+    if problem.modules[name].workload.kind != "language_model":
+        return [1]
+    fitting = []
+    for size in problem.modules[name].cp_sizes:
+        try:
+            problem.check_degrees(name, Degrees(cp=size, dp=dp, context=problem.modules[name].context))
+        except UserError:
+            continue
+        fitting.append(size)
+    return fitting
+
+
+def check_may_share_none(problem: PlanningProblem, planner: str) -> None:
+    """Raises `UserError` if the user's limits leave a planner no plan without context parallelism."""
+    for module in problem.modules.values():
+        if 1 not in module.cp_sizes:
+            raise UserError(
+                f"parallel.limits.cp: is {list(module.cp_sizes)}, but planner {planner} chooses no context "
+                "parallelism; allow 1 too, or take planner auto"
+            )
+
+
 def dp_sizes(problem: PlanningProblem, num_devices: int | None = None) -> list[int]:
     """Of those allowed, the ones that divide the devices (None: all of them) and leave no replica without a sample."""
     total = problem.num_devices if num_devices is None else num_devices
     return [dp for dp in problem.dp_sizes if total % dp == 0 and dp <= len(problem.samples)]
+
+
+def most_stages(problem: PlanningProblem, name: str) -> int:
+    num_layers = problem.modules[name].workload.num_layers
+    return min(num_layers, problem.modules[name].max_stages or num_layers)
+
+
+def has_few_stages(problem: PlanningProblem, chunks: Sequence[Chunk]) -> bool:
+    """Whether no module has more runs of layers than the user allows."""
+    counts = Counter(chunk.module for chunk in chunks)
+    return all(counts[name] <= most_stages(problem, name) for name in problem.modules)
 
 
 def uniform_degrees(problem: PlanningProblem, modules: tuple[str, ...] | None = None) -> Iterator[tuple[int, int, int]]:

@@ -81,7 +81,7 @@ def cut_module(
             return partition_by_sizes(num_layers, degrees.layers_per_stage)
         except UserError as error:
             raise UserError(f"parallel: {name}.{error}") from None
-    times = problem.layer_times(name, degrees.tp, degrees.dp, frozen_aware=frozen_aware)
+    times = problem.layer_times(name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
     return partition([time.total_s for time in times], degrees.pp)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from motet.attention.rules import MEDIA_ATTENTION, MediaAttention
+from motet.attention.rules import MEDIA_ATTENTION
 from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     LANGUAGE_MODEL,
@@ -58,6 +58,9 @@ MODEL_TYPES: Mapping[str, str] = {
 NESTED_CONFIGS = ("text_config", "vision_config", "audio_config")
 """Where a model of several parts keeps the configurations of its parts."""
 
+MIN_SHARED_TOKENS = 4096
+"""Of a sample on each rank of a context-parallel group, where the user sets no limits: with fewer, what the ranks
+exchange and the smaller kernels cost more than is won."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
 """By `train.dtype`, of weights and of what travels between stages; bfloat16 is autocast."""
 
@@ -72,6 +75,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     table = read_costs(config, workloads, cluster)
     measured_sizes = {size for sizes in table.modules.values() for size in sizes}
     is_measured = config.cluster.costs is not None
+    cp = _cp_sizes(config, samples)
     return PlanningProblem(
         modules={
             name: ModuleProblem(
@@ -80,6 +84,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
                 loss_weight=float(name in (LANGUAGE_MODEL, CONTRASTIVE)),
                 tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
                 max_stages=_max_stages(config, name),
+                cp_sizes=cp if name == LANGUAGE_MODEL else (1,),
+                context=_context(config, workload) if name == LANGUAGE_MODEL else ContextOptions(),
             )
             for name, workload in workloads.items()
         },
@@ -106,20 +112,27 @@ def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that `parallel` asks for. Raises `ValueError` for what no plan can satisfy."""
     if config.model.towers:
         return plan_of_towers(config, problem)
-    media = MEDIA_ATTENTION.get(problem.modules[LANGUAGE_MODEL].workload.family, "causal")
-    if config.model.media_attention != "family":
-        media = config.model.media_attention
+    media = _media_attention(config, problem.modules[LANGUAGE_MODEL].workload)
     degrees = {name: _degrees(given, media) for name, given in config.parallel.explicit.items()}
     return make_plan(problem, config.parallel.planner, degrees=degrees, placement=config.parallel.placement)
 
 
 def _is_packed(config: RunConfig) -> bool:
-    given = config.parallel.explicit.get(LANGUAGE_MODEL)
-    shared = given is not None and given.cp > 1
-    return config.parallel.packing or shared or config.model.media_attention != "causal"
+    return config.parallel.packing or config.model.media_attention != "causal"
 
 
-def _degrees(given: ModuleParallelConfig, media: MediaAttention) -> Degrees:
+def _media_attention(config: RunConfig, language_model: ModuleWorkload) -> str:
+    """What media tokens see, as far as it matters for the balance of context parallelism."""
+    if config.model.media_attention != "family":
+        return config.model.media_attention
+    return MEDIA_ATTENTION.get(language_model.family, "causal")
+
+
+def _context(config: RunConfig, language_model: ModuleWorkload) -> ContextOptions:
+    return ContextOptions(media_attention=_media_attention(config, language_model))
+
+
+def _degrees(given: ModuleParallelConfig, media: str) -> Degrees:
     context = ContextOptions(**given.context.model_dump(), media_attention=media)
     return Degrees(**{**given.model_dump(exclude={"num_microbatches"}), "context": context})
 
@@ -313,6 +326,15 @@ def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
     own = limits.modules[name].tp if name in limits.modules else None
     within_node = config.cluster.num_devices // config.cluster.num_nodes
     return own or limits.tp or _powers_of_two(config, within_node)
+
+
+def _cp_sizes(config: RunConfig, samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Of the language model."""
+    if config.parallel.limits.cp or config.model.towers:
+        return config.parallel.limits.cp or (1,)
+    longest = max((sample.num_tokens(LANGUAGE_MODEL) for sample in samples), default=0)
+    within_node = config.cluster.num_devices // config.cluster.num_nodes
+    return _powers_of_two(config, max(1, min(within_node, longest // MIN_SHARED_TOKENS)))
 
 
 def _known_sizes(table: CostTable, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.planner.partition import partition
-from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.problem import DEFAULT_CONTEXT, Degrees, PlanningProblem
 
 
 class Chunk(NamedTuple):
@@ -31,12 +31,14 @@ class Layout:
     chunks: tuple[Chunk, ...]
     """Modules in the problem's order, the chunks of each in the order of its layers."""
     group_sizes: tuple[int, ...]
-    """Ranks of each group within one replica of the whole model: tensor parallelism."""
+    """Ranks of each group within one replica of the whole model: tensor parallelism, times context parallelism."""
     dp: int = 1
     """Replicas of the whole model."""
     split: frozenset[str] = frozenset()
     """Modules that do not use their group's tensor parallelism: each of its ranks holds the module whole and takes its
     turn at the samples (DistTrain 2.1)."""
+    shared: tuple[tuple[str, int], ...] = ()
+    """Modules whose groups share a microbatch's tokens, with the size of their context parallelism."""
     schedule: str | None = None
     """The one that it is made for; None: the problem's."""
 
@@ -45,7 +47,10 @@ class Layout:
         return self.dp * sum(self.group_sizes)
 
     def tp(self, module: str, group: int) -> int:
-        return 1 if module in self.split else self.group_sizes[group]
+        return 1 if module in self.split else self.group_sizes[group] // self.cp(module)
+
+    def cp(self, module: str) -> int:
+        return dict(self.shared).get(module, 1)
 
     def num_replicas(self, module: str) -> int:
         if module not in self.split:
@@ -78,11 +83,18 @@ def _module_plan(problem: PlanningProblem, layout: Layout, name: str) -> ModuleP
             replicas.append(
                 Replica(
                     stages=tuple(
-                        Stage(layers=c.layers, ranks=groups[c.group], tp_size=len(groups[c.group])) for c in chunks
+                        Stage(
+                            layers=c.layers,
+                            ranks=groups[c.group],
+                            tp_size=layout.tp(name, c.group),
+                            cp_size=layout.cp(name),
+                        )
+                        for c in chunks
                     )
                 )
             )
-    return problem.modules[name].planned(replicas)
+    module = problem.modules[name]
+    return module.planned(replicas, context=module.context if layout.cp(name) > 1 else DEFAULT_CONTEXT)
 
 
 def layout_of_degrees(
@@ -98,10 +110,14 @@ def layout_of_degrees(
     sizes: list[int] = []
     for name in problem.modules:
         first = 0 if colocated and name in problem.sources else len(sizes)
-        sizes += [degrees[name].tp] * (first + len(cuts[name]) - len(sizes))
+        sizes += [degrees[name].ranks_per_stage] * (first + len(cuts[name]) - len(sizes))
         chunks += [Chunk(name, layers, first + s) for s, layers in enumerate(cuts[name])]
     return Layout(
-        planner=planner, chunks=tuple(chunks), group_sizes=tuple(sizes), dp=degrees[next(iter(problem.modules))].dp
+        planner=planner,
+        chunks=tuple(chunks),
+        group_sizes=tuple(sizes),
+        dp=degrees[next(iter(problem.modules))].dp,
+        shared=tuple((name, degrees[name].cp) for name in problem.modules if degrees[name].cp > 1),
     )
 
 

@@ -3,7 +3,8 @@
 `bound_s` is a lower bound on the layout's iteration under *any* schedule: a group of ranks cannot begin before what its
 first layers need has been computed (head), then has all of its own work to do, and after its last action others still
 have theirs (tail). Heads and tails are those of the lightest microbatch; work is exact, because costs are linear in the
-loads. Messages and reductions are taken to cost nothing, memory is not looked at.
+loads. Messages, reductions and what context-parallel groups exchange are taken to cost nothing; memory is not looked
+at.
 `excess_bytes` is an estimate: parameters, and what 1F1B keeps of typical microbatches.
 """
 
@@ -39,7 +40,7 @@ class LayoutCosts:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self._sums: dict[tuple[str, int, int], _Sums] = {}
+        self._sums: dict[tuple[str, int, int, int], _Sums] = {}
         self._entries = {
             name: [(edge.source, min(edge.layers)) for edge in problem.edges if edge.target == name]
             for name in problem.modules
@@ -63,17 +64,18 @@ class LayoutCosts:
         )
 
     def sums(self, chunk: Chunk, layout: Layout) -> _Sums:
-        key = (chunk.module, layout.tp(chunk.module, chunk.group), layout.num_replicas(chunk.module))
+        name = chunk.module
+        key = (name, layout.tp(name, chunk.group), layout.cp(name), layout.num_replicas(name))
         if key not in self._sums:
             self._sums[key] = self.problem.remembered(("layout sums", *key), lambda: self._sum_layers(*key))
         return self._sums[key]
 
-    def _sum_layers(self, name: str, tp: int, dp: int) -> _Sums:
+    def _sum_layers(self, name: str, tp: int, cp: int, dp: int) -> _Sums:
         problem, module = self.problem, self.problem.modules[name]
-        times = problem.layer_times(name, tp, dp)
-        lightest = problem.layer_times(name, tp, dp, lightest=True)
-        load = problem.typical_load(name, dp)
-        static = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=dp)
+        times = problem.layer_times(name, tp, dp, cp=cp)
+        lightest = problem.layer_times(name, tp, dp, cp=cp, lightest=True)
+        load = problem.typical_load(name, dp, cp=cp)
+        static = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=cp * dp)
         saved = saved_bytes_of_layers(problem, name, load, tp_size=tp)
 
         def prefix(values: Sequence[float]) -> list[float]:
@@ -151,7 +153,8 @@ class LayoutCosts:
     def _updated(self, layout: Layout) -> list[float]:
         updated = [0.0] * len(layout.group_sizes)
         for chunk in layout.chunks:
-            share = layout.num_replicas(chunk.module) if self.problem.memory.zero1 else 1
+            holders = layout.num_replicas(chunk.module) * layout.cp(chunk.module)
+            share = holders if self.problem.memory.zero1 else 1
             sums, (a, b) = self.sums(chunk, layout), chunk.layers
             updated[chunk.group] += (sums.updated[b] - sums.updated[a]) / share
         return updated

@@ -1,15 +1,15 @@
 """No plan of a problem takes less: a lower bound over all plans and schedules, by relaxation.
 
-Covered are all plans on the problem's devices in which every module has one tensor-parallel size and one number of
-replicas, both out of given sets: any cut into stages, any groups (own, shared, interleaved, with copies), any schedule,
-backwards split or not, the batch dealt out as `problem.assignment` does.
+Covered are all plans on the problem's devices in which every module has one tensor-parallel size, one context-parallel
+size and one number of replicas, out of given sets, and no parameters sharded beside: any cut into stages, any groups (own, shared, interleaved, with
+copies), any schedule, backwards split or not, the batch dealt out as `problem.assignment` does.
 
-Relaxed are: messages and reductions take no time; memory is looked at as one sum, of parameters, gradients and moments
-over all devices; ranks may interrupt and share out work at will. What is kept:
+Relaxed are: messages, reductions and what context-parallel groups exchange take no time; memory is looked at as one
+sum, of parameters, gradients and moments over all devices; ranks may interrupt and share out work at will. Kept is:
 
 1. Work. A rank works from when its first layer's input can exist (head) until what must follow its last action (tail).
-   A layer is held by tp x replicas ranks, so not every rank can begin with layer 0: over D ranks heads add up to at
-   least those of the D earliest places. D x T >= work + heads + what of the tails weight gradients cannot fill.
+   A layer is held by tp x cp x replicas ranks, so not every rank can begin with layer 0: over D ranks heads add up to
+   at least those of the D earliest places. D x T >= work + heads + what of the tails weight gradients cannot fill.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. Only where replicas have equal work.
 
@@ -17,12 +17,16 @@ The bound is the least over all combinations of sizes, which are few; each is a 
 sample by sample, which no cut into microbatches can undercut (`PlanningProblem.least_total_times`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
 
-from motet.costs.memory import RESERVE, static_layer_bytes
-from motet.planner.degrees import dp_sizes, tp_sizes
+from motet.costs.memory import RESERVE
+from motet.planner.degrees import cp_sizes, dp_sizes, tp_sizes
+from motet.planner.layer_bytes import static_bytes_of_layers
 from motet.planner.problem import PlanningProblem
 
 
@@ -37,97 +41,140 @@ class _Layer:
     tail_s: float
 
 
+class Size(NamedTuple):
+    """Of one module."""
+
+    tp: int
+    cp: int
+    num_replicas: int
+
+    @property
+    def num_holders(self) -> int:
+        """Ranks that hold each layer, or a shard of it."""
+        return self.tp * self.cp * self.num_replicas
+
+
+Sizes = Mapping[str, Size]
+
+
 def problem_lower_bound_s(
     problem: PlanningProblem,
     *,
     num_replicas: Mapping[str, Sequence[int]] | None = None,
     tp: Mapping[str, Sequence[int]] | None = None,
+    cp: Mapping[str, Sequence[int]] | None = None,
 ) -> float:
     """Seconds of one iteration that no plan undercuts; infinite if no combination can fit into memory.
 
-    `num_replicas`, `tp`: for each module the sizes that plans may have; None: the problem's."""
-    return (
-        min(
-            (
-                max(_work(layers, problem.num_devices), _indivisible(layers), _pigeonholes(problem, layers, replicas))
-                + _fixed_s(problem, sizes, replicas)
-                for sizes, replicas in _combinations(problem, num_replicas, tp)
-                for layers in [_layers(problem, sizes, replicas)]
-            ),
-            default=float("inf"),
-        )
-        + problem.program_s
-    )
+    `num_replicas`, `tp`, `cp`: for each module the sizes that plans may have; None: the problem's."""
+    modules, least_s = _Modules(problem), inf
+    combinations = _combinations(problem, modules, num_replicas, tp, cp)
+    for share_s, sizes in sorted([(modules.share_s(sizes), sizes) for sizes in combinations], key=itemgetter(0)):
+        if share_s >= least_s:
+            break
+        layers = _layers(problem, sizes)
+        busy_s = max(_work(layers, problem.num_devices), _indivisible(layers), _pigeonholes(problem, layers, sizes))
+        least_s = min(least_s, busy_s + _fixed_s(problem, modules, sizes))
+    return least_s + problem.program_s
 
 
-Sizes = Mapping[str, int]
+class _Modules:
+    """What each module needs at each size; remembered, as many combinations have the same ones."""
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem
+        self._static_bytes: dict[tuple[str, Size], int] = {}
+        self._num_updated: dict[tuple[str, int], int] = {}
+        self._work_s: dict[tuple[str, Size], float] = {}
+
+    def share_s(self, sizes: Sizes) -> float:
+        """Each device's part of all the work: less than the bound, and soon computed."""
+        for name, size in sizes.items():
+            if (name, size) not in self._work_s:
+                times = self.problem.least_total_times(name, size.tp, size.num_replicas, cp=size.cp)
+                self._work_s[name, size] = size.tp * size.cp * sum(time.total_s for time in times)
+        return sum(self._work_s[key] for key in sizes.items()) / self.problem.num_devices
+
+    def static_bytes(self, name: str, size: Size) -> int:
+        """Parameters, gradients and moments, on all ranks together."""
+        if (name, size) not in self._static_bytes:
+            each = static_bytes_of_layers(
+                self.problem, name, tp_size=size.tp, num_holders=size.cp * size.num_replicas
+            )
+            self._static_bytes[name, size] = size.num_holders * sum(each)
+        return self._static_bytes[name, size]
+
+    def num_updated(self, name: str, size: Size) -> int:
+        """Parameters that optimizers update, on all ranks together."""
+        if (name, size.tp) not in self._num_updated:
+            module = self.problem.modules[name]
+            self._num_updated[name, size.tp] = sum(
+                layer.num_parameters_per_rank(size.tp)
+                for index, layer in enumerate(module.workload.layers)
+                if module.is_trainable(index)
+            )
+        return (size.tp if self.problem.memory.zero1 else size.num_holders) * self._num_updated[name, size.tp]
 
 
 def _combinations(
-    problem: PlanningProblem, num_replicas: Mapping[str, Sequence[int]] | None, tp: Mapping[str, Sequence[int]] | None
-) -> Iterator[tuple[Sizes, Sizes]]:
-    """Tensor-parallel sizes and numbers of replicas whose parameters fit."""
+    problem: PlanningProblem,
+    modules: _Modules,
+    num_replicas: Mapping[str, Sequence[int]] | None,
+    tp: Mapping[str, Sequence[int]] | None,
+    cp: Mapping[str, Sequence[int]] | None,
+) -> Iterator[Sizes]:
+    """Sizes whose parameters fit."""
     names = list(problem.modules)
-    tp_choices = [sorted(set(tp[name] if tp else tp_sizes(problem, name))) for name in names]
-    if num_replicas is None:
-        replica_choices = [(dp,) * len(names) for dp in dp_sizes(problem)]
-    else:
-        replica_choices = list(product(*(sorted(set(num_replicas[name])) for name in names)))
-    for sizes in product(*tp_choices):
-        for replicas in replica_choices:
-            combination = dict(zip(names, sizes, strict=True)), dict(zip(names, replicas, strict=True))
-            if _fits(problem, *combination):
+    # Without sizes of its own each module has the problem's number of replicas, all the same one.
+    for dps in [(dp,) for dp in dp_sizes(problem)] if num_replicas is None else [None]:
+        choices = [
+            [
+                Size(*size)
+                for size in product(
+                    sorted(set(tp[name] if tp else tp_sizes(problem, name))),
+                    sorted(set(cp[name] if cp else cp_sizes(problem, name))),
+                    dps or sorted(set((num_replicas or {})[name])),
+                )
+            ]
+            for name in names
+        ]
+        for sizes in product(*choices):
+            combination = dict(zip(names, sizes, strict=True))
+            if _fits(problem, modules, combination):
                 yield combination
 
 
-def _fits(problem: PlanningProblem, tp: Sizes, replicas: Sizes) -> bool:
-    if any(tp[name] * replicas[name] > problem.num_devices for name in problem.modules):
+def _fits(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> bool:
+    if any(size.num_holders > problem.num_devices for size in sizes.values()):
         return False
-    needed = 0
-    for name, module in problem.modules.items():
-        for index, layer in enumerate(module.workload.layers):
-            needed += (
-                replicas[name]
-                * tp[name]
-                * static_layer_bytes(
-                    layer,
-                    trainable=module.is_trainable(index),
-                    tp_size=tp[name],
-                    num_holders=replicas[name],
-                    options=problem.memory,
-                )
-            )
+    needed = sum(modules.static_bytes(name, size) for name, size in sizes.items())
     return needed <= problem.num_devices * problem.cluster.device.memory_bytes * (1 - RESERVE)
 
 
-def _layers(problem: PlanningProblem, tp: Sizes, replicas: Sizes) -> list[_Layer]:
-    total = {name: problem.least_total_times(name, tp[name], replicas[name]) for name in problem.modules}
-    heads, tails = _heads_and_tails(problem, tp, replicas)
+def _layers(problem: PlanningProblem, sizes: Sizes) -> list[_Layer]:
+    heads, tails = _heads_and_tails(problem, sizes)
     return [
         _Layer(
-            num_holders=tp[name] * replicas[name],
-            work_s=time.total_s / replicas[name],
-            weight_s=time.weight_s / replicas[name],
+            num_holders=size.num_holders,
+            work_s=time.total_s / size.num_replicas,
+            weight_s=time.weight_s / size.num_replicas,
             head_s=heads[name][i],
             tail_s=tails[name][i],
         )
-        for name in problem.modules
-        for i, time in enumerate(total[name])
+        for name, size in sizes.items()
+        for i, time in enumerate(problem.least_total_times(name, size.tp, size.num_replicas, cp=size.cp))
     ]
 
 
-def _heads_and_tails(
-    problem: PlanningProblem, tp: Sizes, replicas: Sizes
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """By module and layer: the least time before its first action, and after its last."""
     heads: dict[str, list[float]] = {}
     backs: dict[str, list[float]] = {}
     one: dict[str, tuple[list[float], list[float]]] = {}
     for name in _in_order(problem):
-        smallest = (
-            max(1, len(problem.samples) // (replicas[name] * problem.num_microbatches)) if problem.cuts_evenly else 1
-        )
-        times = problem.least_times(name, tp[name], smallest)
+        tp, cp, replicas = sizes[name]
+        smallest = max(1, len(problem.samples) // (replicas * problem.num_microbatches)) if problem.cuts_evenly else 1
+        times = problem.least_times(name, tp, smallest, cp=cp)
         one[name] = ([time.forward_s for time in times], [time.backward_s - time.weight_s for time in times])
         heads[name], backs[name] = [], []
         head = back = 0.0
@@ -203,9 +250,9 @@ def _indivisible(layers: Sequence[_Layer]) -> float:
     return max(layer.head_s + layer.work_s + max(0.0, layer.tail_s - layer.weight_s) for layer in layers)
 
 
-def _pigeonholes(problem: PlanningProblem, layers: Sequence[_Layer], replicas: Sizes) -> float:
+def _pigeonholes(problem: PlanningProblem, layers: Sequence[_Layer], sizes: Sizes) -> float:
     """Sorted by work, the (k D + 1 - j)-th items for j = 0..k: some rank has k + 1 of those before, none smaller."""
-    if not _replicas_work_alike(problem, replicas):
+    if not _replicas_work_alike(problem, {size.num_replicas for size in sizes.values()}):
         return 0.0
     items = sorted(
         (seconds for layer in layers for seconds in [layer.work_s] * min(layer.num_holders, problem.num_devices)),
@@ -218,25 +265,16 @@ def _pigeonholes(problem: PlanningProblem, layers: Sequence[_Layer], replicas: S
     return best
 
 
-def _replicas_work_alike(problem: PlanningProblem, replicas: Sizes) -> bool:
-    if set(replicas.values()) == {1}:
+def _replicas_work_alike(problem: PlanningProblem, numbers: Set[int]) -> bool:
+    """`numbers`: of replicas."""
+    if numbers == {1}:
         return True
-    first = problem.samples[0]
-    divides = problem.cuts_evenly and all(len(problem.samples) % n == 0 for n in replicas.values())
-    return divides and all(
-        (sample.layouts, sample.num_loss_tokens) == (first.layouts, first.num_loss_tokens) for sample in problem.samples
-    )
+    divides = problem.cuts_evenly and all(len(problem.samples) % n == 0 for n in numbers)
+    return divides and not any(problem.sample_kinds)
 
 
-def _fixed_s(problem: PlanningProblem, tp: Sizes, replicas: Sizes) -> float:
+def _fixed_s(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> float:
     """The optimizer's step if all ranks updated equally many parameters."""
-    updated = 0.0
-    for name, module in problem.modules.items():
-        held = tp[name] * (1 if problem.memory.zero1 else replicas[name])
-        updated += held * sum(
-            layer.num_parameters_per_rank(tp[name])
-            for index, layer in enumerate(module.workload.layers)
-            if module.is_trainable(index)
-        )
+    updated = sum(modules.num_updated(name, size) for name, size in sizes.items())
     table = problem.table
     return table.optimizer_constant_s + table.optimizer_s_per_parameter * updated / problem.num_devices

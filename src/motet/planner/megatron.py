@@ -16,7 +16,7 @@ devices over if nothing fits on all of them.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import best_plan, spare_degrees, uniform_degrees
+from motet.planner.degrees import best_plan, has_few_stages, spare_degrees, uniform_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.partition import even_partition
@@ -100,7 +100,8 @@ def balanced_chains(problem: PlanningProblem, sizes: GroupSizes, num_chunks: int
             layer_seconds(problem, tp, dp, frozen_aware=False),
             [v % num_groups for v in range(num_chunks * num_groups)],
         )
-        yield Layout(planner=planner, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
+        if has_few_stages(problem, chunks):
+            yield Layout(planner=planner, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
 
 
 def layer_seconds(

@@ -13,7 +13,7 @@ from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of
 from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.data.assignment import split_evenly
-from motet.data.sample import Sample
+from motet.data.sample import Sample, kinds_of_samples
 from motet.errors import UserError
 from motet.models.shards import check_tp
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
@@ -59,6 +59,10 @@ class ModuleProblem:
     loss_weight: float = 0.0
     tp_sizes: tuple[int, ...] = (1,)
     """That a planner may choose from."""
+    cp_sizes: tuple[int, ...] = (1,)
+    """Those of a language model too; of other modules 1."""
+    context: ContextOptions = DEFAULT_CONTEXT
+    """How context-parallel groups that a planner chooses share tokens."""
     max_stages: int | None = None
     """That a planner may choose; None: as many as there are layers."""
 
@@ -177,6 +181,11 @@ class PlanningProblem:
         return self.cluster.num_devices
 
     @property
+    def sample_kinds(self) -> list[int]:
+        """A number for each sample, from 0 on, the same for those that cost the same."""
+        return self.remembered("kinds of samples", lambda: kinds_of_samples(self.samples))
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The modules whose outputs enter others: the encoders."""
         return tuple(name for name in self.modules if any(edge.source == name for edge in self.edges))
@@ -232,42 +241,56 @@ class PlanningProblem:
         value: T = self._known[key]
         return value
 
-    def loads(self, name: str, dp: int = 1) -> Sequence[tuple[Load, frozenset[str]]]:
+    def loads(self, name: str, dp: int = 1, *, packed: bool = False) -> Sequence[tuple[Load, frozenset[str]]]:
         """For each microbatch of a batch that is cut in the order in which it comes, empty ones included: its load, and
-        which of the modules that bring a gradient enter it."""
-        shares = split_evenly(range(len(self.samples)), dp)
-        return self.remembered(
-            ("loads", name, dp),
-            lambda: self._loads_of(name, [m for share in shares for m in split_evenly(share, self.num_microbatches)]),
-        )
+        which of the modules that bring a gradient enter it. `packed`: samples share a row, as under context
+        parallelism."""
 
-    def _loads_of(self, name: str, microbatches: Sequence[Sequence[int]]) -> list[tuple[Load, frozenset[str]]]:
+        def compute() -> list[tuple[Load, frozenset[str]]]:
+            shares = split_evenly(range(len(self.samples)), dp)
+            microbatches = [m for share in shares for m in split_evenly(share, self.num_microbatches)]
+            return self._loads_of(name, microbatches, packed=packed)
+
+        return self.remembered(("loads", name, dp, packed), compute)
+
+    def _loads_of(
+        self, name: str, microbatches: Sequence[Sequence[int]], *, packed: bool = False
+    ) -> list[tuple[Load, frozenset[str]]]:
         sources = tuple(edge.source for edge in self.edges if edge.target == name)
         bringing = [source for source in sources if any(needs.any for needs in self.gradients[source])]
-        loads = []
+        known: dict[tuple[int, ...], tuple[Load, frozenset[str]]] = self.remembered(
+            ("loads of kinds", name, packed), dict
+        )
+        workload = self.modules[name].workload.packed() if packed else self.modules[name].workload
+        loads, kinds = [], self.sample_kinds
         for members in microbatches:
-            able = [self.samples[i] for i in members if self.samples[i].has(name)]
-            entering = frozenset(source for source in bringing if any(sample.has(source) for sample in able))
-            loads.append((microbatch_load(self.modules[name].workload, name, able, sources), entering))
+            key = tuple([kinds[i] for i in members])
+            if key not in known:
+                able = [self.samples[i] for i in members if self.samples[i].has(name)]
+                entering = frozenset(source for source in bringing if any(sample.has(source) for sample in able))
+                known[key] = microbatch_load(workload, name, able, sources), entering
+            loads.append(known[key])
         return loads
 
-    def typical_load(self, name: str, dp: int = 1) -> Load:
-        """The mean over the microbatches."""
-        return self.remembered(("mean", name, dp), lambda: _mean([load for load, _ in self.loads(name, dp)]))
+    def typical_load(self, name: str, dp: int = 1, *, cp: int = 1) -> Load:
+        """The mean over the microbatches, of each rank of a context-parallel group."""
+        loads = self.loads(name, dp, packed=cp > 1)
+        return self.remembered(("mean", name, dp, cp), lambda: _mean([load for load, _ in loads]).share(cp))
 
     def layer_times(
-        self, name: str, tp: int = 1, dp: int = 1, *, frozen_aware: bool = True, lightest: bool = False
+        self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, frozen_aware: bool = True, lightest: bool = False
     ) -> list[LayerTime]:
         """T_l = F_l + B_l of thesis 3.3.1 for each layer, the mean over the microbatches. Unaware of what is frozen,
-        every layer pays its whole backward for each of them. `lightest`: no microbatch takes less.
+        every layer pays its whole backward for each of them. `lightest`: no microbatch takes less. What
+        context-parallel groups exchange is not in it.
 
         Raises `ValueError` if the table has no costs at this tensor-parallel size."""
         return self.remembered(
-            ("times", name, tp, dp, frozen_aware, lightest),
-            lambda: self._layer_times(name, tp, dp, frozen_aware, lightest),
+            ("times", name, tp, dp, cp, frozen_aware, lightest),
+            lambda: self._layer_times(name, tp, dp, cp, frozen_aware, lightest),
         )
 
-    def least_total_times(self, name: str, tp: int = 1, num_replicas: int = 1) -> list[LayerTime]:
+    def least_total_times(self, name: str, tp: int = 1, num_replicas: int = 1, *, cp: int = 1) -> list[LayerTime]:
         """For each layer: at least what all microbatches together take, however the batch is cut into them.
 
         That holds because no sum of a load is less for several samples than the sum of theirs (padding and packing only
@@ -281,31 +304,34 @@ class PlanningProblem:
                 (gradients, Load(*map(sum, zip(*members, strict=True))), float(sum(map(any, members)) // largest))
                 for gradients, members in self._kinds(name, self._sample_loads(name), True)
             ]
-            return self._times(name, tp, total)
+            return self._times(name, tp, cp, total)
 
-        return self.remembered(("least total", name, tp, num_replicas), compute)
+        return self.remembered(("least total", name, tp, num_replicas, cp), compute)
 
-    def least_times(self, name: str, tp: int = 1, num_samples: int = 1) -> list[LayerTime]:
+    def least_times(self, name: str, tp: int = 1, num_samples: int = 1, *, cp: int = 1) -> list[LayerTime]:
         """For each layer: at least what a microbatch of so many samples takes."""
 
         def compute() -> list[LayerTime]:
             lightest = [_lightest(*kind) for kind in self._kinds(name, self._sample_loads(name), True)]
             several = [(gradients, Load(*(num_samples * x for x in load)), n) for gradients, load, n in lightest]
-            return self._times(name, tp, several)
+            return self._times(name, tp, cp, several)
 
-        return self.remembered(("least", name, tp, num_samples), compute)
+        return self.remembered(("least", name, tp, num_samples, cp), compute)
 
     def _sample_loads(self, name: str) -> list[tuple[Load, frozenset[str]]]:
-        return self._loads_of(name, [(i,) for i in range(len(self.samples))])
+        return self.remembered(
+            ("sample loads", name), lambda: self._loads_of(name, [(i,) for i in range(len(self.samples))])
+        )
 
-    def _layer_times(self, name: str, tp: int, dp: int, frozen_aware: bool, lightest: bool) -> list[LayerTime]:
-        kinds = self._kinds(name, self.loads(name, dp), frozen_aware)
+    def _layer_times(self, name: str, tp: int, dp: int, cp: int, frozen_aware: bool, lightest: bool) -> list[LayerTime]:
+        kinds = self._kinds(name, self.loads(name, dp, packed=cp > 1), frozen_aware)
         if lightest:
-            return self._times(name, tp, [_lightest(gradients, members) for gradients, members in kinds])
+            return self._times(name, tp, cp, [_lightest(gradients, members) for gradients, members in kinds])
         # An empty microbatch is no action: it does not pay what every action pays.
         return self._times(
             name,
             tp,
+            cp,
             [(gradients, _mean(members), sum(map(any, members)) / len(members)) for gradients, members in kinds],
         )
 
@@ -324,9 +350,9 @@ class PlanningProblem:
         ]
 
     def _times(
-        self, name: str, tp: int, kinds: Sequence[tuple[Sequence[LayerGradients], Load, float]]
+        self, name: str, tp: int, cp: int, kinds: Sequence[tuple[Sequence[LayerGradients], Load, float]]
     ) -> list[LayerTime]:
-        """`kinds`: the gradients of each layer, the load, and how many actions it stands for."""
+        """`kinds`: the gradients of each layer, the microbatches' load, and how many actions it stands for."""
         costs, workload = self.table.of(name, tp).layers, self.modules[name].workload
         assert len(costs) == workload.num_layers, (
             f"{name}: {len(costs)} layers in the table, {workload.num_layers} here"
@@ -339,7 +365,7 @@ class PlanningProblem:
             key = (id(cost), recompute, *(gradients[i] for gradients, _, _ in kinds))
             if key not in known:
                 parts = [
-                    _layer_time(cost, gradients[i], load, num_actions, recompute=recompute)
+                    _layer_time(cost, gradients[i], load.share(cp), num_actions, recompute=recompute)
                     for gradients, load, num_actions in kinds
                 ]
                 known[key] = LayerTime(*(sum(values) for values in zip(*parts, strict=True)))
@@ -371,7 +397,7 @@ class PlanningProblem:
 
     def _check_context(self, name: str, degrees: Degrees) -> None:
         workload = self.modules[name].workload
-        samples_each = -(-len(self.samples) // self.num_microbatches)
+        samples_each = -(-len(self.samples) // (self.num_microbatches * degrees.dp))
         longest = samples_each * max(sample.num_tokens(name) for sample in self.samples)
         block_size = degrees.context.block_size
         if longest <= (degrees.cp - 1) * block_size:

@@ -6,18 +6,21 @@ are bounded and simulated (`motet.planner.bound_and_simulate`).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from functools import cache
+from itertools import accumulate, pairwise, product
 from math import comb
 
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.bound_and_simulate import best_layout, rank
-from motet.planner.degrees import dp_sizes, tp_sizes
+from motet.planner.degrees import cp_sizes, dp_sizes, most_stages, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
-from motet.planner.layout import Layout, layout_of_degrees
+from motet.planner.layout import Chunk, Layout, layout_of_degrees
+from motet.planner.layout_costs import LayoutCosts
 from motet.planner.partition import fewest_stages, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
+from motet.schedule.generators import SPLIT_BACKWARDS
 
 Cut = Callable[[PlanningProblem, str, Degrees], tuple[int, ...]]
 """(problem, module, degrees) -> layers of each stage."""
@@ -52,19 +55,20 @@ def layouts_of(
     planner: str,
     placements: Iterable[Placement],
     max_enumerated: int = MAX_ENUMERATED,
+    *,
+    shares_context: bool = False,
 ) -> Iterator[Layout]:
     """Every way to use exactly so many devices with encoders `parallel` or `colocated`, or Algorithm 1's if there are
-    more than `max_enumerated`."""
-    cuts: dict[tuple[str, Degrees], Sequence[LayerRange]] = {}
+    more than `max_enumerated`. `shares_context`: with the context-parallel sizes that may be chosen, not 1 alone."""
 
     def runs(name: str, degrees: Degrees) -> Sequence[LayerRange]:
-        if (name, degrees) not in cuts:
-            sizes = cut(problem, name, degrees)
-            cuts[name, degrees] = list(pairwise([sum(sizes[:s]) for s in range(len(sizes) + 1)]))
-        return cuts[name, degrees]
+        def compute() -> list[LayerRange]:
+            return list(pairwise([0, *accumulate(cut(problem, name, degrees))]))
+
+        return problem.remembered(("cut", cut, name, degrees), compute)
 
     for placement in placements:
-        for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated):
+        for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated, shares_context):
             yield layout_of_degrees(
                 problem,
                 degrees,
@@ -80,8 +84,8 @@ Runs = Callable[[str, Degrees], Sequence[LayerRange]]
 def _replicated(
     problem: PlanningProblem, cut: Cut, num_devices: int, planner: str, wanted: Sequence[Placement]
 ) -> list[Evaluation]:
-    """The sink's stages take all devices, for each choice of sizes; a choice whose busiest rank has more to do than the
-    best so far takes is left out."""
+    """The sink's stages take all devices, for each choice of sizes; a choice that takes at least as long as the best so
+    far is left out."""
     if len(problem.sinks) != 1:
         return []
     sink = problem.sinks[0]
@@ -93,29 +97,30 @@ def _replicated(
             continue
         degrees = {name: Degrees(tp=tp, dp=dp, pp=pp if name == sink else 1) for name in problem.modules}
         cuts = {name: cut(problem, name, d) for name, d in degrees.items()}
-        work_s = _replicated_work_s(problem, sink, tp, dp, cuts[sink])
-        choices.append((work_s, {name: replace(d, layers_per_stage=cuts[name]) for name, d in degrees.items()}))
+        bound_s = max(bound(problem, tp, dp, cuts[sink]) for bound in (_replicated_work_s, _sink_alone_s))
+        choices.append((bound_s, {name: replace(d, layers_per_stage=cuts[name]) for name, d in degrees.items()}))
     evaluations: list[Evaluation] = []
-    if wanted == ("replicated",) and choices and all(work_s >= problem.cutoff_s for work_s, _ in choices):
-        raise TooSlowError(min(work_s for work_s, _ in choices))
-    for work_s, exact in sorted(choices, key=lambda choice: choice[0]):
-        if not any(e.fits and e.iteration_time_s <= work_s for e in evaluations) and work_s < problem.cutoff_s:
+    if wanted == ("replicated",) and choices and all(bound_s >= problem.cutoff_s for bound_s, _ in choices):
+        raise TooSlowError(min(bound_s for bound_s, _ in choices))
+    for bound_s, exact in sorted(choices, key=lambda choice: choice[0]):
+        if not any(e.fits and e.iteration_time_s <= bound_s for e in evaluations) and bound_s < problem.cutoff_s:
             plan = build_plan(problem, exact, placement="replicated", planner=planner)
             evaluations.append(evaluate(problem, plan))
     return evaluations
 
 
-def _replicated_work_s(problem: PlanningProblem, sink: str, tp: int, dp: int, cut: tuple[int, ...]) -> float:
+def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
     """Of the busiest stage: its part of the sink, and a forward of every encoder."""
-    times = [time.total_s for time in problem.layer_times(sink, tp, dp)]
-    bounds = [sum(cut[:s]) for s in range(len(cut) + 1)]
+    times = [time.total_s for time in problem.layer_times(problem.sinks[0], tp, dp)]
     encoders = sum(time.forward_s for name in problem.sources for time in problem.layer_times(name, tp, dp))
-    return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise(bounds)))))
+    return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise([0, *accumulate(cut)])))))
 
 
-def most_stages(problem: PlanningProblem, name: str) -> int:
-    num_layers = problem.modules[name].workload.num_layers
-    return min(num_layers, problem.modules[name].max_stages or num_layers)
+def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
+    """A lower bound on the pipeline of the sink by itself, its fill and drain included."""
+    chunks = tuple(Chunk(problem.sinks[0], layers, s) for s, layers in enumerate(pairwise([0, *accumulate(cut)])))
+    alone = Layout(planner="alone", chunks=chunks, group_sizes=(tp,) * len(chunks), dp=dp)
+    return LayoutCosts(problem).bound_s(alone, split_backward=problem.schedule in SPLIT_BACKWARDS)
 
 
 def _fewest_devices(problem: PlanningProblem, placement: Placement) -> int:
@@ -125,25 +130,42 @@ def _fewest_devices(problem: PlanningProblem, placement: Placement) -> int:
 
 
 def _degrees(
-    problem: PlanningProblem, runs: Runs, num_devices: int, placement: Placement, max_enumerated: int
+    problem: PlanningProblem,
+    runs: Runs,
+    num_devices: int,
+    placement: Placement,
+    max_enumerated: int,
+    shares_context: bool,
 ) -> Iterator[dict[str, Degrees]]:
-    names = list(problem.modules)
-    for dp, sizes in product(dp_sizes(problem, num_devices), product(*(tp_sizes(problem, name) for name in names))):
-        tp = dict(zip(names, sizes, strict=True))
-        units = _units(problem, tp, placement)
+    for sizes in _sizes(problem, num_devices, shares_context):
+        units = _units(problem, sizes, placement)
         if units is None:
             continue
-        devices = num_devices // dp
-        if comb(max(1, devices // min(sizes) - 1), len(units) - 1) <= max_enumerated:
+        devices = num_devices // next(iter(sizes.values())).dp
+        fewest_ranks = min(degrees.ranks_per_stage for degrees in sizes.values())
+        if comb(max(1, devices // fewest_ranks - 1), len(units) - 1) <= max_enumerated:
             choices = _compositions(units, devices)
         else:
-            choices = loosely_coupled(problem, runs, units, tp, dp, devices)
+            choices = loosely_coupled(problem, runs, units, sizes, devices)
         for counts in choices:
             yield {
-                name: Degrees(tp=tp[name], pp=pp, dp=dp)
-                for unit, pp in zip(units, counts, strict=True)
-                for name in unit.names
+                name: replace(sizes[name], pp=pp) for unit, pp in zip(units, counts, strict=True) for name in unit.names
             }
+
+
+def _sizes(problem: PlanningProblem, num_devices: int, shares_context: bool) -> Iterator[dict[str, Degrees]]:
+    """For each module, degrees without a number of stages."""
+    for dp in dp_sizes(problem, num_devices):
+        choices = [
+            [
+                Degrees(tp=tp, cp=cp, dp=dp)
+                for tp in tp_sizes(problem, name)
+                for cp in (cp_sizes(problem, name, dp) if shares_context else (1,))
+            ]
+            for name in problem.modules
+        ]
+        for chosen in product(*choices):
+            yield dict(zip(problem.modules, chosen, strict=True))
 
 
 @dataclass(frozen=True)
@@ -151,27 +173,27 @@ class Unit:
     """Modules that share their ranks, and so their number of stages."""
 
     names: tuple[str, ...]
-    tp: int
+    ranks_per_stage: int
     max_stages: int
     is_sink: bool
 
 
-def _units(problem: PlanningProblem, tp: Mapping[str, int], placement: Placement) -> list[Unit] | None:
+def _units(problem: PlanningProblem, sizes: Mapping[str, Degrees], placement: Placement) -> list[Unit] | None:
     """None if modules that would share ranks differ in tensor parallelism."""
 
     def unit(names: tuple[str, ...], is_sink: bool) -> Unit:
-        return Unit(names, tp[names[0]], min(most_stages(problem, name) for name in names), is_sink)
+        return Unit(names, sizes[names[0]].ranks_per_stage, min(most_stages(problem, name) for name in names), is_sink)
 
     sinks = [unit((name,), True) for name in problem.sinks]
     if placement == "parallel" or not problem.sources:
         return [*(unit((name,), False) for name in problem.sources), *sinks]
-    return [unit(problem.sources, False), *sinks] if len({tp[name] for name in problem.sources}) == 1 else None
+    return [unit(problem.sources, False), *sinks] if len({sizes[n].tp for n in problem.sources}) == 1 else None
 
 
 def _compositions(units: Sequence[Unit], num_devices: int) -> Iterator[tuple[int, ...]]:
     unit, *rest = units
-    for count in range(1, min(unit.max_stages, num_devices // unit.tp) + 1):
-        left = num_devices - count * unit.tp
+    for count in range(1, min(unit.max_stages, num_devices // unit.ranks_per_stage) + 1):
+        left = num_devices - count * unit.ranks_per_stage
         if not rest:
             if left == 0:
                 yield (count,)
@@ -181,30 +203,33 @@ def _compositions(units: Sequence[Unit], num_devices: int) -> Iterator[tuple[int
 
 
 def loosely_coupled(
-    problem: PlanningProblem, runs: Runs, units: Sequence[Unit], tp: Mapping[str, int], dp: int, num_devices: int
+    problem: PlanningProblem, runs: Runs, units: Sequence[Unit], sizes: Mapping[str, Degrees], num_devices: int
 ) -> Iterator[tuple[int, ...]]:
     """Cornstarch Algorithm 1: for each number of stages of the language model, each encoder gets the fewest stages that
-    keep up with it. Devices that are left go, stage by stage, to the slowest module."""
-    times = {name: [t.total_s for t in problem.layer_times(name, tp[name], dp)] for name in problem.modules}
+    keep up with it. Devices that are left go, stage by stage, to the slowest module. `sizes`: degrees but for them."""
+    times = {
+        name: [t.total_s for t in problem.layer_times(name, own.tp, own.dp, cp=own.cp)] for name, own in sizes.items()
+    }
     sink = next(i for i, unit in enumerate(units) if unit.is_sink)
 
+    @cache
     def slowest_s(i: int, count: int) -> float:
-        per_module = [stage_costs(times[n], runs(n, Degrees(tp=tp[n], pp=count, dp=dp))) for n in units[i].names]
+        per_module = [stage_costs(times[n], runs(n, replace(sizes[n], pp=count))) for n in units[i].names]
         return max(sum(stages) for stages in zip(*per_module, strict=True))
 
-    for num_stages in range(1, min(units[sink].max_stages, num_devices // units[sink].tp) + 1):
+    for num_stages in range(1, min(units[sink].max_stages, num_devices // units[sink].ranks_per_stage) + 1):
         target_s = slowest_s(sink, num_stages)
         counts = []
         for unit in units:
             needed = max(fewest_stages(times[name], target_s / len(unit.names)) for name in unit.names)
             counts.append(num_stages if unit.is_sink else min(needed, unit.max_stages))
-        left = num_devices - sum(count * unit.tp for count, unit in zip(counts, units, strict=True))
+        left = num_devices - sum(count * unit.ranks_per_stage for count, unit in zip(counts, units, strict=True))
         while left > 0:
-            growable = [i for i, u in enumerate(units) if u.tp <= left and counts[i] < u.max_stages]
+            growable = [i for i, u in enumerate(units) if u.ranks_per_stage <= left and counts[i] < u.max_stages]
             if not growable:
                 break
             slowest = max(growable, key=lambda i: slowest_s(i, counts[i]))
             counts[slowest] += 1
-            left -= units[slowest].tp
+            left -= units[slowest].ranks_per_stage
         if left == 0:
             yield tuple(counts)

@@ -19,7 +19,7 @@ import numpy as np
 
 from motet.arrays import Ints
 from motet.data.assignment import BatchAssignment
-from motet.data.sample import Sample
+from motet.data.sample import Sample, kinds_of_samples
 from motet.plan import Plan
 from motet.schedule.stage_graph import ReplicaKey, pipelines
 
@@ -48,7 +48,7 @@ def fold(
     plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample], node: Callable[[int], int] = lambda rank: 0
 ) -> Folding:
     """`node`: of a rank; what is on one node has other links than what is not."""
-    kinds = _kinds_of_samples(samples)
+    kinds = kinds_of_samples(samples)
     rank_of = np.arange(plan.num_ranks)
     replica_of: dict[ReplicaKey, ReplicaKey] = {}
     first_alike: dict[Hashable, tuple[list[ReplicaKey], list[int]]] = {}
@@ -65,16 +65,6 @@ def fold(
         for name, replicas in assignment.microbatches.items()
     }
     return Folding(BatchAssignment(cut), rank_of, replica_of)
-
-
-def _kinds_of_samples(samples: Sequence[Sample]) -> list[int]:
-    """A number for each sample, the same for those of the same layouts."""
-    numbers: dict[Hashable, int] = {}
-    kinds = []
-    for sample in samples:
-        key = (tuple(sorted(sample.layouts.items())), tuple(sorted(sample.num_loss_tokens.items())))
-        kinds.append(numbers.setdefault(key, len(numbers)))
-    return kinds
 
 
 def _form(

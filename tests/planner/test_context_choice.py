@@ -1,0 +1,114 @@
+"""Context parallelism as a degree that `auto` chooses, and what layouts with it cost."""
+
+from dataclasses import replace
+
+import pytest
+from small_problem import sample, small_problem
+
+from motet.cluster import cluster_from_dict
+from motet.costs.analytic import analytic_table
+from motet.costs.memory import MemoryOptions
+from motet.errors import UserError
+from motet.plan import ContextOptions
+from motet.planner import PLANNERS, make_plan
+from motet.planner.auto import NOT_TRIED, choose
+from motet.planner.auto_layouts import own_layouts
+from motet.planner.degrees import cp_sizes
+from motet.planner.evaluate import evaluate
+from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.layout_costs import LayoutCosts
+from motet.planner.lower_bound import problem_lower_bound_s
+from motet.schedule.action import Compute, Kind
+from motet.schedule.generators import GENERATORS
+
+LM = "language_model"
+
+
+def text_problem(*, words, num_samples, allowed=(1, 2, 4, 8), num_devices=8, tp_sizes=(1, 2, 4, 8), **options):
+    """A language model alone on the GPUs of one node."""
+    problem = small_problem(num_devices=num_devices, encoders=(), frozen=())
+    cluster = cluster_from_dict({"num_devices": num_devices, "device": "h100", "devices_per_node": num_devices})
+    modules = {name: replace(module, tp_sizes=tp_sizes, cp_sizes=allowed) for name, module in problem.modules.items()}
+    workloads = {name: module.workload for name, module in modules.items()}
+    table = analytic_table(workloads, cluster, dtype="bfloat16", dtype_bytes=2, tp_sizes=tp_sizes)
+    samples = tuple(sample(i, image=False, sound=False, words=words) for i in range(num_samples))
+    memory = MemoryOptions(activation_bytes=2)
+    given = {"num_microbatches": 1, "dp_sizes": (1, 2, 4, 8), "memory": memory, **options}
+    return replace(problem, modules=modules, cluster=cluster, table=table, samples=samples, **given)
+
+
+def chosen_cp(choice):
+    return choice.evaluation.plan.modules[LM].replicas[0].stages[0].cp_size
+
+
+def test_it_is_chosen_where_one_long_sequence_is_all_there_is():
+    problem = text_problem(words=131072, num_samples=1, tp_sizes=(1, 2))
+    choice = choose(problem)
+    assert chosen_cp(choice) > 1
+    assert choice.found_by == "auto"
+    assert f"x cp {chosen_cp(choice)}" in choice.why
+    without = choose(text_problem(words=131072, num_samples=1, tp_sizes=(1, 2), allowed=(1,)))
+    assert choice.evaluation.iteration_time_s < 0.7 * without.evaluation.iteration_time_s
+    assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
+
+
+def test_it_is_not_where_there_are_many_short_ones():
+    choice = choose(text_problem(words=1024, num_samples=16, num_microbatches=2))
+    assert chosen_cp(choice) == 1
+
+
+def test_memory_can_demand_it():
+    """One sample's activations do not fit on one rank; tensor parallelism is not allowed, nor are stages."""
+    problem = text_problem(words=65536, num_samples=4, num_devices=4, tp_sizes=(1,), num_microbatches=4)
+    problem = replace(problem, modules={LM: replace(problem.modules[LM], max_stages=1)})
+    without = choose(replace(problem, modules={LM: replace(problem.modules[LM], cp_sizes=(1,))}))
+    device = replace(problem.cluster.device, memory_bytes=0.7 * max(without.evaluation.result.peak_memory_bytes))
+    tight = replace(problem, cluster=replace(problem.cluster, device=device))
+    choice = choose(tight)
+    assert chosen_cp(choice) > 1
+    assert choice.evaluation.fits
+    assert all(not evaluation.fits for evaluation in choice.named.values())
+
+
+def test_the_limits_hold():
+    problem = text_problem(words=8192, num_samples=8, allowed=(2, 4))
+    choice = choose(problem)
+    assert chosen_cp(choice) in (2, 4)
+    assert not choice.named
+    assert set(choice.refused) == PLANNERS.keys() - set(NOT_TRIED)
+    for layout in own_layouts(problem, tuple(GENERATORS)):
+        assert layout.cp(LM) in (2, 4)
+    with pytest.raises(UserError, match=r"parallel.limits.cp: is \[2, 4\], but planner cornstarch .* allow 1 too"):
+        make_plan(problem, "cornstarch")
+    with pytest.raises(UserError, match=r"parallel.limits.cp: no layout on 8 devices .* of 16; allow 1 too"):
+        choose(text_problem(words=8192, num_samples=8, allowed=(16,)))
+
+
+def test_a_share_is_at_least_a_block():
+    problem = text_problem(words=100, num_samples=16, num_microbatches=4)
+    assert cp_sizes(problem, LM) == [1, 2, 4]  # Four samples of 100 tokens: four blocks of 128.
+    assert cp_sizes(problem, LM, dp=4) == [1]
+    small_blocks = replace(problem.modules[LM], context=ContextOptions(block_size=16))
+    assert cp_sizes(replace(problem, modules={LM: small_blocks}), LM, dp=4) == [1, 2, 4]
+    assert cp_sizes(small_problem(), "vision") == [1]
+
+
+@pytest.mark.parametrize(("num_samples", "cp"), [(1, 2), (1, 4), (4, 2)])
+def test_layer_times_are_what_the_simulation_takes_but_for_the_exchange(num_samples, cp):
+    """Several samples share a row, so that their attention is that of the whole row."""
+    problem = text_problem(words=512, num_samples=num_samples, num_devices=cp, dp_sizes=(1,))
+    num_layers = problem.modules[LM].workload.num_layers
+    layout = Layout(planner="one", chunks=(Chunk(LM, (0, num_layers), 0),), group_sizes=(cp,), shared=((LM, cp),))
+    evaluation = evaluate(problem, layout_plan(problem, layout))
+    cell = evaluation.costs.routes.cells[0]
+    times = problem.layer_times(LM, cp=cp)
+    for kind, seconds in (
+        (Kind.FORWARD, sum(time.forward_s for time in times)),
+        (Kind.BACKWARD, sum(time.backward_s for time in times)),
+    ):
+        action = Compute(kind, cell)
+        exchange_s = evaluation.costs.group_communication_s(action)
+        assert exchange_s > 0
+        assert evaluation.costs.compute_s(action) - exchange_s == pytest.approx(seconds, rel=1e-9)
+    assert LayoutCosts(problem).bound_s(layout) <= evaluation.iteration_time_s
+    assert problem_lower_bound_s(problem) <= evaluation.iteration_time_s
