@@ -54,3 +54,14 @@ def test_limits_reach_the_planner(capsys: pytest.CaptureFixture[str], run_file: 
 def test_limits_of_an_unknown_module(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     limits = ["--set", "parallel.limits.modules={smell: {max_pp: 1}}"]
     expect_mistake(capsys, ["plan", run_file, *limits], "parallel.limits.modules: there is no module 'smell'; give")
+
+
+def test_limits_on_context_parallelism(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    one = ("--set", "parallel.planner=auto", "--set", "parallel.num_microbatches=1")
+    shown = plan_json(capsys, run_file, *one, "--set", "parallel.limits={cp: [2]}")
+    assert "language_model 1 stages x cp 2" in shown["choice"]["why"]
+    assert shown["choice"]["named"] == {}
+    alone = r"parallel.limits.cp: is \[2\], but planner cornstarch chooses no context parallelism; allow 1 too, or take"
+    expect_mistake(capsys, ["plan", run_file, "--set", "parallel.limits={cp: [2]}"], alone)
+    none = "parallel.limits.cp: no layout on 4 devices has context parallelism of 8; allow 1 too, or smaller sizes"
+    expect_mistake(capsys, ["plan", run_file, *one, "--set", "parallel.limits={cp: [8]}"], none)

@@ -1,8 +1,9 @@
 """No plan of a problem takes less: a lower bound over all plans and schedules, by relaxation.
 
 Covered are all plans on the problem's devices in which every module has one tensor-parallel size, one context-parallel
-size and one number of replicas, out of given sets, and no parameters sharded beside: any cut into stages, any groups (own, shared, interleaved, with
-copies), any schedule, backwards split or not, the batch dealt out as `problem.assignment` does.
+size and one number of replicas, out of given sets, and which shard no parameters beside: any cut into stages, any groups
+(own, shared, interleaved, with copies), any schedule, backwards split or not, the batch dealt out as
+`problem.assignment` does.
 
 Relaxed are: messages, reductions and what context-parallel groups exchange take no time; memory is looked at as one
 sum, of parameters, gradients and moments over all devices; ranks may interrupt and share out work at will. Kept is:
@@ -98,9 +99,7 @@ class _Modules:
     def static_bytes(self, name: str, size: Size) -> int:
         """Parameters, gradients and moments, on all ranks together."""
         if (name, size) not in self._static_bytes:
-            each = static_bytes_of_layers(
-                self.problem, name, tp_size=size.tp, num_holders=size.cp * size.num_replicas
-            )
+            each = static_bytes_of_layers(self.problem, name, tp_size=size.tp, num_holders=size.cp * size.num_replicas)
             self._static_bytes[name, size] = size.num_holders * sum(each)
         return self._static_bytes[name, size]
 
