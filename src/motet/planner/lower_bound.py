@@ -1,7 +1,7 @@
 """No plan of a problem takes less: a lower bound over all plans and schedules, by relaxation.
 
 Covered are all plans on the problem's devices in which every module has one tensor-parallel size, one context-parallel
-size and one number of replicas, out of given sets, and which shard no parameters beside: any cut into stages, any groups
+size and one number of replicas, out of given sets, and none shards its parameters: any cut into stages, any groups
 (own, shared, interleaved, with copies), any schedule, backwards split or not, the batch dealt out as
 `problem.assignment` does.
 
