@@ -112,14 +112,14 @@ class Training:
     def kill_and_wait(self, victims: Callable[[], list[int]]) -> float:
         """Seconds until a step is finished under the next membership."""
         chosen = victims()
-        failures, last, started = len(_lines(self._log)), self.last_step(), time.monotonic()
+        failures, last, started = len(self._memberships()), self.last_step(), time.monotonic()
         killed_at = time.time()
         for victim in chosen:
             os.kill(victim, signal.SIGKILL)
 
         def is_over() -> bool:
             if len(chosen) == 1:
-                lines = _lines(self._log)
+                lines = self._memberships()
                 return len(lines) > failures and self.last_step() >= lines[-1]["step"]
             # Everything was started anew, so the metrics begin behind the checkpoint.
             return self._restarted_since(killed_at, last)
@@ -135,6 +135,10 @@ class Training:
         """A step after the checkpoint from which the training went on last."""
         checkpoint = told.rpartition("going on from ")[2].partition("\n")[0].partition(",")[0]
         return self.last_step() > int(checkpoint.rpartition("step_")[2])
+
+    def _memberships(self) -> list[dict[str, int]]:
+        """The lines of the failure log that tell of a recovery; others name slow ranks."""
+        return [line for line in _lines(self._log) if "generation" in line]
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.last_step() >= step, f"step {step}")

@@ -75,6 +75,7 @@ PURE = (
     "motet.resilience.copies",
     "motet.resilience.failure_log",
     "motet.resilience.membership",
+    "motet.resilience.stragglers",
     "motet.resilience.succession",
 )
 """Modules, and packages with all that they hold."""

@@ -228,6 +228,9 @@ class FailuresConfig(Section):
     """Nodes that may fail at once without anything being lost: there are that many copies of every layer, and one."""
     detect_s: PositiveNumber = 1.0
     """A node that gives no sign of life for so many seconds is lost."""
+    slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
+    """A rank whose computation takes more than so many times as long as that of ranks with the same layers is named in
+    the failure log; nothing else is done. null: none is."""
     stop_below_guarantee: bool = False
     """When too few nodes are left to survive `tolerate` failures: save and stop, instead of going on without them."""
     restarts: CountOrNever = 3

@@ -1,10 +1,14 @@
-"""`failures.jsonl` in the output folder: a line for each change of membership, what died or came and what was done."""
+"""`failures.jsonl` in the output folder: a line for each change of membership, what died or came and what was done; and
+one for each rank that becomes slow."""
 
 import json
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from motet.resilience.membership import FIRST_GENERATION, Change, Membership
+from motet.resilience.stragglers import Straggler
 
 FAILURES = "failures.jsonl"
 
@@ -42,6 +46,16 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
         "moved_bytes": recovery.moved_bytes,
         "recovery_s": recovery.seconds,
     }
+    _append(output, line)
+
+
+def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int) -> None:
+    """Appends a line. `step`: the last one that was finished."""
+    slow = {"kind": "slow", "node": node, "how": str(straggler), "noticed_at": time.time()}
+    _append(output, {"changes": [slow], "done": "nothing", "step": step})
+
+
+def _append(output: Path, line: Mapping[str, object]) -> None:
     output.mkdir(parents=True, exist_ok=True)
     with (output / FAILURES).open("a") as file:
         file.write(json.dumps(line) + "\n")

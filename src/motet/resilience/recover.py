@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -31,12 +32,14 @@ from motet.data.preprocessing.opening import open_producers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.control import Control
-from motet.resilience.failure_log import Recovery, write_recovery
+from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
 from motet.resilience.handover import Description, Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.membership import Call, Membership, unlogged_changes
+from motet.resilience.stragglers import StragglerWatch
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint import read_latest
 from motet.runtime.deadline import StepOverrunError
+from motet.runtime.executor import Executor
 from motet.runtime.train_worker import checkpoint_to_resume, make_trainer, told_of, training_result
 from motet.runtime.trainer import NonFiniteError, Trainer, TrainingSummary
 
@@ -125,6 +128,7 @@ class TrainingProcess:
         if membership.stop is not None:
             raise StoppedError(f"{membership.stop}; saved as {trainer.save_now()}")
         trainer.engine.wants_pause = self._control.is_change_due
+        self._watch(trainer, membership)
         summary = trainer.train()
         if trainer.is_done:
             result = training_result(self._config, summary, self._producers, self._device)
@@ -132,6 +136,24 @@ class TrainingProcess:
                 self._store.set(RESULT, json.dumps(result))
             dist.barrier()
             self._control.tell("done", membership.generation)
+
+    def _watch(self, trainer: Trainer, membership: Membership) -> None:
+        """Stragglers will be told of."""
+        assert self._config.train.failures is not None
+        ratio = self._config.train.failures.slow_ratio
+        if ratio is None:
+            return
+        executor, output = trainer.engine.executor, Path(self._config.train.output)
+        watch = StragglerWatch(trainer.engine.plan, ratio, lambda mine: _gathered(executor, mine))
+
+        def after_step() -> None:
+            for straggler in watch.after_step(executor.spans):
+                if dist.get_rank() == 0:
+                    node = membership.everyone[straggler.rank // self._node_size]
+                    print(f"motet: node {node}: {straggler}", file=sys.stderr, flush=True)
+                    write_straggler(output, straggler, node=node, step=trainer.finished_steps)
+
+        trainer.after_step = after_step
 
     def _join_world(self, call: Call) -> None:
         host, port = self._store_address
@@ -225,6 +247,14 @@ class TrainingProcess:
             found = read_latest(trainer.output / "checkpoints") if before.checkpoint else None
         if found is not None:
             trainer.resume(*found)
+
+
+def _gathered(executor: Executor, mine: float) -> list[float]:
+    """Collective: a number of every rank."""
+    everyone = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=executor.device)
+    everyone[dist.get_rank()] = mine
+    executor.sum_over_ranks(everyone, "of what each rank's actions take")
+    return [float(each) for each in everyone]
 
 
 def _exchange(mine: T) -> list[T]:

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,8 @@ class Trainer:
         """Whether some rank has asked for a pause, between two steps."""
         self.summary = TrainingSummary(data=loader.state())
         """Of this run so far."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called on every rank after every step."""
         self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)
         self._sinks: list[Sink] = []
 
@@ -173,6 +175,7 @@ class Trainer:
                 values = self._timed_step()
                 progress.advance(self.finished_steps, values)
                 self._write(values)
+                self.after_step()
                 if self.is_done:
                     self.summary.timeline = self.engine.timeline()
                 self._evaluate_and_save(progress)
