@@ -49,7 +49,7 @@ def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides
         ),
         (["train.failures.tolerate=1", "parallel.zero1=true"], "parallel.zero1: is true, which shards .*zero1: false"),
         (["train.failures.tolerate=0"], "train.failures.tolerate: is 0; give a whole number at least 1"),
-        (["train.failures.slow_ratio=1"], "train.failures.slow_ratio: is 1; give a number greater than 1"),
+        (["train.failures.slow_ratio=1"], "train.failures.slow_ratio: is 1; give a number above 1 or null"),
         (["model.encoders.vision.values.num_attention_heads=5"], "model.encoders.vision.*heads"),
         (["model.encoders.vision.path=/nowhere", "model.encoders.vision.config=null"], "vision.path: /nowhere"),
     ],
