@@ -6,7 +6,7 @@ input gradient is needed only if something trainable lies strictly before (thesi
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,14 +48,21 @@ class CellKind(NamedTuple):
 class Cells:
     """By number of the cell (`Routes.cells`).
 
-    `workloads`: by module (copies are looked up by the module they copy)."""
+    `workloads`: by module (copies are looked up by the module they copy). `node`: on which a rank is."""
 
     kind: Ints
     """For each cell, its kind as an index into `kinds`."""
     load: Ints
     """For each cell, its microbatch's load as an index into `loads`."""
 
-    def __init__(self, routes: Routes, samples: Sequence[Sample], workloads: Mapping[str, ModuleWorkload]) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        samples: Sequence[Sample],
+        workloads: Mapping[str, ModuleWorkload],
+        node: Callable[[int], int],
+    ) -> None:
+        self._node = node
         self.routes, self.plan, self.samples, self._workloads = routes, routes.plan, samples, workloads
         self.kinds: list[CellKind] = []
         self._sample_kinds = kinds_of_samples(samples)
@@ -119,7 +126,8 @@ class Cells:
         of_replica: dict[tuple[str, int], Ints] = {}
         """By microbatch."""
         for stage in routes.stages:
-            group = stage.planned.ranks if stage.planned.cp_size > 1 else stage.planned.tp_size
+            is_near = stage.planned.cp_size == 1 and len(set(map(self._node, stage.planned.ranks))) == 1
+            group = stage.planned.tp_size if is_near else stage.planned.ranks
             codes = entering[stage.first : stage.last]
             for code in np.unique(codes).tolist():
                 key = (stage.module, stage.planned.layers, group, code)

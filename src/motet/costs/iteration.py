@@ -62,7 +62,7 @@ class IterationCosts:
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
-        self.cells = Cells(routes, samples, workloads)
+        self.cells = Cells(routes, samples, workloads, cluster.node)
         self._static: dict[tuple[str, LayerRange, int, int], int] = {}
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}

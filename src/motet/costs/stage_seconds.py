@@ -1,10 +1,12 @@
 """Seconds of a stage, for one pattern of gradients, as functions of its ranks' load: sums over the layers' costs.
 
 Recomputation block by block runs a block's forward once more if the block has any gradient to compute; recomputed
-features run the whole stage's once more (DistMM 5.4). Of a contrastive loss the fullest member counts.
+features run the whole stage's once more (DistMM 5.4). Of a contrastive loss the fullest member counts. The table knows
+tensor parallelism within a node; what a group that lies on several exchanges more slowly is computed, and added.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from motet.cluster import Cluster
@@ -34,6 +36,19 @@ class StageSeconds:
     memory: MemoryOptions
 
     def seconds(self, kind: CellKind) -> StageCosts:
+        near = self._near_seconds(kind)
+        ranks, near_ranks = self._tensor_parallel_ranks(kind.stage), range(kind.stage.tp_size)
+        if kind.is_loss or self._nodes(ranks) == self._nodes(near_ranks):
+            return near
+        far, as_measured = self.exchanges(kind), self.exchanges(kind, near_ranks)
+        return StageCosts(
+            total([near.forward, far.forward, as_measured.forward.times(-1)]),
+            total([near.input_half, far.input_half, as_measured.input_half.times(-1)]),
+            total([near.weight_half, far.weight_half, as_measured.weight_half.times(-1)]),
+        )
+
+    def _near_seconds(self, kind: CellKind) -> StageCosts:
+        """Tensor-parallel groups as the table has them: on the first ranks of a node."""
         name, stage, gradients, _ = kind
         costs = self.table.of(
             self.cells.owner(name), stage.tp_size, sequence_parallel=self.cells.plan.modules[name].sequence_parallel
@@ -83,14 +98,17 @@ class StageSeconds:
             feature_bytes=self.memory.activation_bytes,
         )
 
-    def exchanges(self, kind: CellKind) -> StageCosts:
-        """What tensor-parallel and context-parallel groups exchange: like `seconds`, but of collectives alone."""
+    def exchanges(self, kind: CellKind, tensor_parallel_ranks: Sequence[int] | None = None) -> StageCosts:
+        """What tensor-parallel and context-parallel groups exchange: like `seconds`, but of collectives alone.
+
+        `tensor_parallel_ranks`: None: the stage's."""
         if kind.is_loss:
             return StageCosts(self._loss_seconds(kind.module, NO_COST).exchange, ZERO, ZERO)
         forward: list[Quadratic] = []
         input_half: list[Quadratic] = []
         weight_half: list[Quadratic] = []
         reruns = kind.module in self.cells.plan.recompute_features and any(needs.any for needs in kind.gradients)
+        ranks = tensor_parallel_ranks or self._tensor_parallel_ranks(kind.stage)
         for layer, needs, count in kind.different:
             recomputed = needs.any and kind.module in self.cells.plan.recompute and layer.part == "block" and layer.runs
             kernels = layer_kernels(
@@ -101,24 +119,33 @@ class StageSeconds:
             )
             exchange = self._key_exchange(layer, kind.stage)
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
-            once = total([exchange, *self._collectives(kernels.forward, kind.stage)]).times(count)
+            once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
             forward += [once, gather]
             if any(g.any for g in kind.gradients):
                 input_half.append(gather)
             input_half += [once] * (int(recomputed) + int(reruns))
             if needs.input_gradient:
-                again = total([exchange, *self._collectives(kernels.input_gradient, kind.stage)])
+                again = total([exchange, *self._collectives(kernels.input_gradient, ranks)])
                 input_half.append(again.times(count))
             elif needs.weight_gradient:
-                alone = total([exchange, *self._collectives(kernels.weight_gradient_alone, kind.stage)])
+                alone = total([exchange, *self._collectives(kernels.weight_gradient_alone, ranks)])
                 weight_half.append(alone.times(count))
         return StageCosts(total(forward), total(input_half), total(weight_half))
 
-    def _collectives(self, kernels: Iterable[KernelShape], stage: Stage) -> Iterator[Quadratic]:
-        """Seconds of those among the kernels, over the group's first tensor-parallel ranks."""
+    def _tensor_parallel_ranks(self, stage: Stage) -> Sequence[int]:
+        """Of the context-parallel members' groups the one on most nodes."""
+        members = [stage.ranks[first : first + stage.tp_size] for first in range(0, len(stage.ranks), stage.tp_size)]
+        return max(members, key=lambda ranks: len(self._nodes(ranks)))
+
+    def _nodes(self, ranks: Iterable[int]) -> list[int]:
+        """How many of the ranks each node has."""
+        return sorted(Counter(map(self.cluster.node, ranks)).values())
+
+    def _collectives(self, kernels: Iterable[KernelShape], ranks: Sequence[int]) -> Iterator[Quadratic]:
+        """Seconds of those among the kernels."""
         for kernel in kernels:
             if kernel.collective is not None:
-                terms = collective_terms(self.cluster, kernel.collective, stage.ranks[: stage.tp_size])
+                terms = collective_terms(self.cluster, kernel.collective, ranks)
                 yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
     def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:

@@ -10,7 +10,8 @@ Placements (Cornstarch section 4.1 and its baselines in section 6):
 
 Modules on ranks of their own may have unequal numbers of replicas (DistTrain 4.1). A share of the whole model then is
 its smallest part in which all modules have whole replicas; otherwise it is one replica of everything. Ranks are
-numbered within a share first: modules in their order, then replicas, then stages, and tensor parallelism fastest.
+numbered within a share first: modules in their order, then replicas, then stages, and tensor parallelism fastest;
+where that would divide groups among nodes, as `motet.planner.ranks_on_nodes` says.
 """
 
 from collections.abc import Mapping

@@ -4,7 +4,8 @@ Degrees (`motet.planner.problem.Degrees`) give each module ranks of its own, or 
 say more: a group may hold several runs of a module (interleaving), runs of several modules (encoders inside the
 language model's stages), and groups may differ in size.
 
-Ranks are numbered within a replica of the whole model first, then by group, tensor parallelism fastest.
+Ranks are numbered within a replica of the whole model first, then by group, tensor parallelism fastest (but see
+`motet.planner.ranks_on_nodes`).
 """
 
 from collections.abc import Mapping, Sequence

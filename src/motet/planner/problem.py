@@ -17,6 +17,7 @@ from motet.data.sample import Sample, kinds_of_samples
 from motet.errors import UserError
 from motet.models.shards import check_tp
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
+from motet.planner.ranks_on_nodes import on_nodes
 from motet.workload import ModuleWorkload
 
 T = TypeVar("T")
@@ -159,8 +160,10 @@ class PlanningProblem:
         schedule: str | None = None,
         edges: tuple[Edge, ...] | None = None,
     ) -> Plan:
-        """A plan of these modules that is as the problem says in all else. `schedule`, `edges`: None: the problem's."""
-        return Plan(
+        """A plan of these modules that is as the problem says in all else. `schedule`, `edges`: None: the problem's.
+
+        Ranks are renumbered where groups would lie on several nodes without need."""
+        plan = Plan(
             modules=modules,
             edges=self.edges if edges is None else edges,
             num_microbatches=self.num_microbatches,
@@ -170,6 +173,7 @@ class PlanningProblem:
             max_packed_tokens=self.max_packed_tokens,
             recompute=tuple(name for name in modules if (modules[name].copy_of or name) in self.recompute),
         )
+        return on_nodes(plan, self.cluster.devices_per_node)
 
     @property
     def cuts_evenly(self) -> bool:
