@@ -11,6 +11,7 @@ and saved activations, but no FLOPs: norms, activation functions and rotary posi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from motet.errors import UserError
@@ -142,7 +143,7 @@ class ModuleWorkload:
         """Encoders and towers: items (images, clips, texts) are sequences of their own."""
         return self.kind in ("encoder", "tower")
 
-    @property
+    @cached_property
     def cross_attends(self) -> bool:
         return any(layer.attention is not None and layer.attention.reads_encoder for layer in self.layers)
 

@@ -3,6 +3,7 @@
 import re
 
 import against_ddp_and_fsdp
+import assigning
 import attention_distribution
 import attention_kernels
 import attention_policies
@@ -161,6 +162,14 @@ def test_deferral_makes_microbatches_even(tmp_path):
     found = {name: tuple(map(float, values)) for name, *values in rows}
     assert found.keys() == set(balanced_data.METHODS)
     assert all(deferred < random for deferred, random in zip(found["deferral"], found["random"], strict=True))
+
+
+@pytest.mark.slow
+def test_every_assignment_is_timed(tmp_path):
+    text = text_of(assigning.main(["--only-small", "--times", "1", "--operations", "50"]), tmp_path)
+    rows = re.findall(r"\| 512 \| 4 \| (\w+) \| ([\d.]+) \|", text)
+    assert [name for name, _ in rows] == list(assigning.ASSIGNMENTS)
+    assert all(float(ms) > 0 for _, ms in rows)
 
 
 @pytest.mark.slow

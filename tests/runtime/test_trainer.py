@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from distributed import run_distributed
 from training import Layout, plan_of, run_config, stored_tensors, train
@@ -20,8 +21,11 @@ from transformers import LlamaModel
 from motet.cli.main import main
 from motet.config import RunConfig
 from motet.data.loader import LoadedBatch, Loader
+from motet.data.preprocessing.preparer import Preparer
 from motet.data.preprocessing.producer import InProcess
+from motet.data.preprocessing.tickets import Corrupt, Split
 from motet.data.run_file import open_data
+from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.runtime.train_worker import train_worker
 from motet.timeline import Timeline
@@ -130,6 +134,18 @@ def test_a_step_that_is_not_finite_is_skipped_on_every_rank(tmp_path: Path, monk
     train(config.model_copy(update={"train": config.train.model_copy(update={"resume": f"{first}"})}))
     assert read_lines(tmp_path / "non_finite.jsonl") == [line], "not doubled when the step is taken again"
     assert read_lines(tmp_path / "metrics.jsonl")[1]["loss"] is None
+
+
+def test_ranks_that_cannot_read_the_same_samples_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that one machine can read and another cannot: all would go on with batches of their own."""
+
+    def sample(self: Preparer, split: Split, index: int) -> Sample | Corrupt:
+        return Corrupt(index, "a.png: is gone") if index == 3 and dist.get_rank() == 1 else original(self, split, index)
+
+    original = Preparer._sample
+    monkeypatch.setattr(Preparer, "_sample", sample)
+    with pytest.raises(Exception, match="the ranks do not agree on which samples can be prepared; do all of them"):
+        train(run_config(tmp_path, data__on_corrupt="skip"))
 
 
 def test_a_step_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """What one microbatch means for the layers of a module: the few sums on which times and sizes depend."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from motet.data.sample import Sample
+import numpy as np
+
+from motet.arrays import Floats
+from motet.data.sample import Sample, Segment
 from motet.models.token_counts import token_counts
 from motet.workload import ModuleWorkload
 
@@ -50,40 +53,94 @@ def microbatch_load(
     """
     if workload.kind == "loss":
         return Load(tokens=len(samples), pairs=len(samples) ** 2, sequences=len(samples), outputs=len(samples))
-    lengths = [length for sample in samples for length in _sequence_lengths(workload, data_module, sample)]
-    incoming = sum(sample.num_outputs(source) for source in sources for sample in samples)
-    if workload.encodes_items:
-        outputs = sum(sample.num_outputs(data_module) for sample in samples)
-    else:
-        outputs = sum(sample.num_loss_tokens.get(data_module, 0) for sample in samples)
-    if not lengths:
-        return Load(incoming=incoming, outputs=outputs)
-    num_rows = 1
-    if workload.arrangement == "separate":
-        tokens, pairs = sum(lengths), sum(length**2 for length in lengths)
-    elif workload.arrangement == "padded":
-        num_rows = len(lengths)
-        tokens, pairs = num_rows * max(lengths), num_rows * max(lengths) ** 2
-    else:
-        tokens, pairs = sum(lengths), sum(lengths) ** 2
-    return Load(
-        tokens=tokens,
-        pairs=pairs,
-        sequences=len(lengths),
-        incoming=incoming * (num_rows if workload.cross_attends else 1),
-        incoming_pairs=tokens * incoming,
-        outputs=outputs,
-        tokens_squared=tokens**2,
-    )
+    sums = _sums(workload, data_module, samples, sources, {})
+    if not sums.sequences:
+        return Load(incoming=sums.incoming, outputs=sums.outputs)
+    return Load(*_load(workload, *sums))
 
 
-def _sequence_lengths(workload: ModuleWorkload, data_module: str, sample: Sample) -> list[int]:
+def sample_loads(
+    workload: ModuleWorkload, data_module: str, samples: Sequence[Sample], sources: Sequence[str] = ()
+) -> Floats:
+    """[sample, value of a `Load`]: what `microbatch_load` makes of each sample alone; 0 where it lacks the modality."""
+    if workload.kind == "loss":
+        return np.tile(microbatch_load(workload, data_module, samples[:1]), (len(samples), 1))
+    known: dict[tuple[int, ...], int] = {}
+    sums = [_sums(workload, data_module, (s,), sources, known) if s.has(data_module) else NOTHING for s in samples]
+    return np.stack(np.broadcast_arrays(*_load(workload, *np.array(sums, dtype=np.float64).T)), axis=1)
+
+
+class _Sums(NamedTuple):
+    """Over the sequences of some samples."""
+
+    length: float
+    squared_length: float
+    longest: float
+    sequences: float
+    incoming: float
+    outputs: float
+
+
+NOTHING = _Sums(0, 0, 0, 0, 0, 0)
+
+Value = TypeVar("Value", float, Floats)
+
+
+def _load(
+    workload: ModuleWorkload,
+    length: Value,
+    squared_length: Value,
+    longest: Value,
+    sequences: Value,
+    incoming: Value,
+    outputs: Value,
+) -> tuple[Value, Value, Value, Value, Value, Value, Value]:
+    """From the values of `_Sums` to those of a `Load`: of one microbatch, or of many as arrays."""
+    tokens, pairs, entering = length, squared_length, incoming
+    if workload.arrangement == "padded":
+        tokens, pairs = sequences * longest, sequences * longest**2
+        entering = incoming * sequences if workload.cross_attends else incoming
+    elif workload.arrangement == "packed":
+        pairs = length**2
+    return tokens, pairs, sequences, entering, tokens * incoming, outputs, tokens**2
+
+
+def _sums(
+    workload: ModuleWorkload,
+    data_module: str,
+    samples: Sequence[Sample],
+    sources: Sequence[str],
+    known: dict[tuple[int, ...], int],
+) -> _Sums:
+    """`known`: tokens of an item by its grid, as far as they have been asked for."""
+    length = squared = longest = sequences = incoming = outputs = 0
+    encodes_items = workload.encodes_items
+    for sample in samples:
+        for num_tokens in _sequence_lengths(workload, encodes_items, sample.layouts.get(data_module, ()), known):
+            length += num_tokens
+            squared += num_tokens**2
+            longest = max(longest, num_tokens)
+            sequences += 1
+        for source in sources:
+            incoming += sample.num_outputs(source)
+        if encodes_items:
+            outputs += sample.num_outputs(data_module)
+        else:
+            outputs += sample.num_loss_tokens.get(data_module, 0)
+    return _Sums(length, squared, longest, sequences, incoming, outputs)
+
+
+def _sequence_lengths(
+    workload: ModuleWorkload, encodes_items: bool, layout: Sequence[Segment], known: dict[tuple[int, ...], int]
+) -> list[int]:
     """An encoder's items are sequences of their own (and so are an item's tiles); other modules have one each."""
-    layout = sample.layouts.get(data_module, ())
-    if not workload.encodes_items:
-        return [sample.num_tokens(data_module)] if layout else []
+    if not encodes_items:
+        return [sum([segment.num_tokens for segment in layout])] if layout else []
     lengths = []
     for segment in layout:
-        num_tiles = max(1, segment.num_tokens // token_counts(workload.config, segment.grid).num_tokens)
+        of_grid = known.get(segment.grid)
+        if of_grid is None:
+            of_grid = known[segment.grid] = token_counts(workload.config, segment.grid).num_tokens
+        num_tiles = max(1, segment.num_tokens // of_grid)
         lengths += [segment.num_tokens // num_tiles] * num_tiles
     return lengths

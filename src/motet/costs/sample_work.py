@@ -13,7 +13,7 @@ import numpy as np
 from motet.arrays import Floats
 from motet.costs.cost_model import CostTable, Quadratic
 from motet.costs.layer_gradients import gradients_of_plan
-from motet.costs.load import Load, microbatch_load
+from motet.costs.load import sample_loads
 from motet.data.sample import Sample
 from motet.plan import Plan
 from motet.workload import ModuleWorkload
@@ -50,7 +50,7 @@ def sample_work(
             continue
         workload = workloads[name]
         sources = tuple({plan.modules[e.source].data_module(e.source): None for e in plan.edges if e.target == name})
-        loads = np.array([microbatch_load(workload, name, [s], sources) if s.has(name) else Load() for s in samples])
+        loads = sample_loads(workload, name, samples, sources)
         forward, backward = [], []
         for stage in module.replicas[0].stages:
             costs = table.of(name, stage.tp_size, sequence_parallel=module.sequence_parallel).layers

@@ -68,11 +68,13 @@ def evenly_on_both(
     shares, with it, is the smallest: list scheduling on two machines at once."""
     encoder, llm = (work / (work.sum() or 1.0) for work in (encoder_work, llm_work))
     sizes = np.array(shares or (1,) * num_replicas, dtype=np.float64)
+    are_alike = bool((sizes == sizes[0]).all())
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     encoder_load, llm_load = np.zeros(num_replicas), np.zeros(num_replicas)
     order = np.argsort(-np.maximum(encoder, llm), kind="stable")
     for i, e, w in zip(order.tolist(), encoder[order].tolist(), llm[order].tolist(), strict=True):
-        r = int((np.maximum(encoder_load + e, llm_load + w) / sizes).argmin())
+        larger = np.maximum(encoder_load + e, llm_load + w)
+        r = int((larger if are_alike else larger / sizes).argmin())
         replicas[r].append(i)
         encoder_load[r] += e
         llm_load[r] += w

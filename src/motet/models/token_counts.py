@@ -132,7 +132,7 @@ def selection_of(config: Config, segment: Segment) -> Selection:
 
 def config_value(config: Config, key: str) -> Any:
     """Raises `UserError` if it is missing."""
-    value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    value = config.get(key) if isinstance(config, dict | Mapping) else getattr(config, key, None)
     if value is None:
         raise UserError(f"encoder configuration: {key} is missing")
     return value

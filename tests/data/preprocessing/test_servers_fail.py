@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,8 +25,9 @@ from pyarrow import flight
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from motet.config import RunConfig
-from motet.data.preprocessing.preparer import Preparer
+from motet.data.preprocessing.preparer import Answer, Preparer
 from motet.data.preprocessing.tickets import Ticket
+from motet.data.preprocessing.workers import Workers
 from motet.data.tokenizer import word_level_tokenizer
 from motet.errors import UserError
 
@@ -160,6 +162,25 @@ def test_what_fails_in_a_server_is_told_and_not_tried_elsewhere(monkeypatch: pyt
         training(with_servers(config, server.address)) as client,
         pytest.raises(RuntimeError, match=told),
     ):
+        client.next(1)
+    server.kill()
+
+
+@pytest.mark.parametrize(
+    ("leaves_out", "told"), [(True, "has left samples out"), (False, "has sent samples that nobody asked for")]
+)
+def test_too_few_or_too_many_samples_end_the_run(monkeypatch: pytest.MonkeyPatch, leaves_out: bool, told: str) -> None:
+    """They are not taken for those that were asked for."""
+
+    def answers(self: Workers, tickets: Iterable[Ticket]) -> Iterator[Answer]:
+        given = list(original(self, tickets))
+        yield from given[1:] if leaves_out else [*given, *given]
+
+    original, config = Workers.answers, data_config(workers=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Workers, "answers", answers)
+        server = ServerProcess(config)
+    with training(with_servers(config, server.address)) as client, pytest.raises(RuntimeError, match=told):
         client.next(1)
     server.kill()
 

@@ -120,6 +120,8 @@ class Servers:
                 connection.note_success()
                 if len(answers) < len(ticket.indices):
                     raise ServersFailedError(f"data server {connection.address} has left samples out")
+                if len(answers) > len(ticket.indices):
+                    raise ServersFailedError(f"data server {connection.address} has sent samples that nobody asked for")
             except (flight.FlightUnauthenticatedError, flight.FlightServerError) as error:
                 raise ServersFailedError(f"data server {connection.address} refuses: {_reason(error)}") from None
             except (flight.FlightError, pa.ArrowException, OSError) as error:

@@ -1,0 +1,43 @@
+"""What many samples are, one by one, is what a microbatch of each alone is."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_configs import EVERY_MODEL
+
+from motet.costs.load import Load, microbatch_load, sample_loads
+from motet.data.sample import Sample, Segment
+from motet.workload import module_workload
+
+WORKLOADS = {name: module_workload(EVERY_MODEL[name][0]) for name in ("siglip", "llama", "mllama")}
+
+images = st.lists(st.tuples(st.sampled_from([(12, 12), (2, 3)]), st.integers(1, 3)), max_size=3)
+"""Grids and numbers of tiles."""
+
+
+@st.composite
+def drawn_samples(draw: st.DrawFn) -> list[Sample]:
+    samples = []
+    for i in range(draw(st.integers(1, 5))):
+        vision = tuple(
+            Segment(rows * columns * tiles, item=item, num_outputs=draw(st.integers(1, 9)), grid=(rows, columns))
+            for item, ((rows, columns), tiles) in enumerate(draw(images))
+        )
+        text = tuple(Segment(n) for n in draw(st.lists(st.integers(1, 9), max_size=3)))
+        layouts = {"v": vision, "m": text} if draw(st.booleans()) else {"m": text}
+        samples.append(Sample(str(i), layouts, {"m": draw(st.integers(0, 4))}))
+    return samples
+
+
+@given(
+    drawn_samples(),
+    st.sampled_from([("siglip", "v", ()), ("llama", "m", ("v",)), ("mllama", "m", ("v",))]),
+    st.sampled_from(["separate", "padded", "packed"]),
+)
+def test_samples_one_by_one(samples: list[Sample], what: tuple[str, str, tuple[str, ...]], arrangement: str) -> None:
+    name, module, sources = what
+    workload = replace(WORKLOADS[name], arrangement=arrangement)
+    expected = [microbatch_load(workload, module, [s], sources) if s.has(module) else Load() for s in samples]
+    np.testing.assert_array_equal(sample_loads(workload, module, samples, sources), np.array(expected, float))
