@@ -6,6 +6,7 @@ lost: who is left takes another place and gets what it lacks from its peers.
 """
 
 import json
+import os
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -164,6 +165,34 @@ class Outcome:
     @property
     def moved_bytes(self) -> int:
         return sum(line["moved_bytes"] for line in self.log)
+
+    def to_json(self) -> str:
+        """For benchmarks/chaos.py, which counts."""
+        return json.dumps(
+            {
+                "seed": self.trial.seed,
+                "layout": self.trial.layout,
+                "tolerate": self.trial.tolerate,
+                "nodes": self.trial.num_nodes,
+                "losses": [
+                    {"phase": phase, "how": kill.how, "node": kill.node, "after_steps": kill.after_steps}
+                    for phase, kill in self.killed
+                ],
+                "done": [line["done"] for line in self.log],
+                "moved_bytes": self.moved_bytes,
+                "max_loss_error": self.max_loss_error,
+                "recovery_s": [line["recovery_s"] for line in self.log],
+            }
+        )
+
+
+def note(outcome: Outcome) -> None:
+    """Prints what came of a trial, and appends it to the file that `MOTET_CHAOS_LOG` names."""
+    line = outcome.to_json()
+    print(line, flush=True)
+    if path := os.environ.get("MOTET_CHAOS_LOG"):
+        with Path(path).open("a") as file:
+            file.write(line + "\n")
 
 
 def run_trial(trial: Trial, board: Board | None = None) -> Outcome:

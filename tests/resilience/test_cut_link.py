@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from chaos import Trial, draw_trial, run_trial
+from chaos import Trial, draw_trial, note, run_trial
 from hosts import Hosts, separate_hosts
 from victims import PHASES, Board
 
@@ -30,7 +30,7 @@ def test_survivors_of_a_cut_go_on() -> None:
             outcome = run_trial(trial, board)
         cut_in.update(phase for phase, kill in outcome.killed if kill.how == "cut")
         num_missed += any(change["node"] == trial.kills[-1].node for line in outcome.log for change in line["changes"])
-        print(i, trial.layout, outcome.killed_in, [line["done"] for line in outcome.log], flush=True)
+        note(outcome)
     print("cut in", dict(cut_in), "missed", num_missed)
     assert num_missed >= NUM_TRIALS // 2  # Others were over before anyone missed the host.
 

@@ -1,0 +1,88 @@
+"""What `make chaos` did: how many processes were lost how and in which phase, and what came of it.
+
+    MOTET_CHAOS_LOG=chaos.jsonl make chaos        # 200 trials; may be split by MOTET_CHAOS_FIRST and MOTET_CHAOS_TRIALS
+    python benchmarks/chaos.py chaos.jsonl
+
+A trial whose outcome was not as it must be ends `make chaos`, so it is not in the file.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from reporting import Report
+
+HOW = {
+    "process": "SIGKILL of a process",
+    "agent": "SIGKILL of a node's agent, with its processes",
+    "hang": "SIGSTOP of a process",
+    "cut": "link cut (network namespaces)",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    trials = [json.loads(line) for path in arguments.logs for line in path.read_text().splitlines()]
+    report = Report("chaos", "Random losses at random moments")
+    seeds = Counter(trial["seed"].rpartition("/")[0] for trial in trials)
+    told = ", ".join(f"{number} of seed {seed}" for seed, number in seeds.items())
+    worst = max(trial["max_loss_error"] for trial in trials)
+    report.add(
+        f"{len(trials)} trials ({told}), each a training of 4 to 7 processes. In all of them: no hang; losses within "
+        f"{worst:.1g} (relative) of the undisturbed run's; in every step the samples of the undisturbed run; no step "
+        "begun again but an interrupted one; all replicas equal to the bit after every recovery; no node lost but "
+        "those that were killed."
+    )
+    losses = [loss for trial in trials for loss in trial["losses"]]
+    report.table(("phase in which it was", *HOW.values(), "together"), _by_phase(losses))
+    report.table(("trials", "number"), [(what, number) for what, number in _kinds(trials).items()])
+    times = [seconds for trial in trials for seconds in trial["recovery_s"]]
+    report.add(
+        f"{len(times)} recoveries, from when a process heard of the loss until all had what they need: median "
+        f"{median(times):.2f} s, longest {max(times):.2f} s."
+    )
+    report.write()
+
+
+def _by_phase(losses: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+    counts = Counter((loss["phase"], loss["how"]) for loss in losses)
+    phases = sorted({loss["phase"] for loss in losses})
+    rows = [(phase, *(counts[phase, how] for how in HOW), sum(counts[phase, how] for how in HOW)) for phase in phases]
+    return [*rows, ("together", *(sum(counts[phase, how] for phase in phases) for how in HOW), len(losses))]
+
+
+def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
+    def number(is_so: Callable[[dict[str, Any]], bool]) -> int:
+        return sum(map(is_so, trials))
+
+    def number_that_did(step: str) -> int:
+        return number(lambda trial: any(step in done for done in trial["done"]))
+
+    return {
+        "f = 1": number(lambda trial: trial["tolerate"] == 1),
+        "f = 2": number(lambda trial: trial["tolerate"] == 2),
+        "alike pipelines, broken ones left out": number(lambda trial: trial["layout"] == "alike"),
+        "unlike pipelines, reconfigured": number(lambda trial: trial["layout"] == "unlike"),
+        "layers copied from peers": number(lambda trial: trial["moved_bytes"] > 0),
+        "reconfigured by simple": number_that_did("simple"),
+        "reconfigured by borrow": number_that_did("borrow"),
+        "reconfigured by merge": number_that_did("merge"),
+        "two losses": number(lambda trial: len(trial["losses"]) == 2),
+        "two losses in one step": number(
+            lambda trial: len(trial["losses"]) == 2 and len({loss["after_steps"] for loss in trial["losses"]}) == 1
+        ),
+        "node 0 lost (its first rank writes the logs)": number(
+            lambda trial: any(loss["node"] == 0 for loss in trial["losses"])
+        ),
+        "no loss (nobody came into the phase)": number(lambda trial: not trial["losses"]),
+    }
+
+
+if __name__ == "__main__":
+    main()
