@@ -64,6 +64,7 @@ PURE = (
     "motet.resilience.reconfigure",
     "motet.resilience.node_tables",
     "motet.resilience.failures",
+    "motet.resilience.interfaces",
     "motet.resilience.members",
     "motet.resilience.replay",
     "motet.resilience.forecast",

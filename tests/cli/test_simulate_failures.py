@@ -91,4 +91,29 @@ def test_a_trace_says_itself_when_nodes_come_back(
     assert main(["simulate", str(run_file), *NODES, "--failures", str(trace), "--back-after", "1h"]) == 2
     assert "--back-after: goes with a rate" in capsys.readouterr().err
     assert main(["simulate", str(run_file), *NODES, "--failures", str(trace)]) == 2
-    assert "--duration: nothing happens before 5 s; give more" in capsys.readouterr().err
+    assert (
+        "--duration: must reach beyond 5 s, when the first nodes come; give a time such as 12h"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "is empty; give lines like 60000,add,node1"),
+        ("0,add,a\n-5,remove,a", "line 2: '-5,remove,a' is not MILLISECONDS,add|remove,NODE"),
+        ("0,add,", "line 1: '0,add,' is not MILLISECONDS,add|remove,NODE"),
+        ("5,add,a\n9,remove,b", "line 2: remove b, but it is not there"),
+        ("5,add,a\n0,add,a", "line 1: add a, but it is there already"),
+        ("0,add,a\n0,add,b\n9,add,c", "never more than 3 nodes, but 6 are needed (2 pipelines of 3"),
+    ],
+)
+def test_odd_traces(
+    capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path, lines: str, message: str
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(lines)
+    assert main(["simulate", str(run_file), *NODES, "--failures", str(trace), "--duration", "1h"]) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err
+    assert "\n" not in err

@@ -72,6 +72,18 @@ def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: st
     expect_mistake(capsys, ["train", run_file, "--join", address, *options], message, says_more=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--listen", "here:0"], "--listen: train.failures is null; set it"),
+        (["--listen", "29500", "--set", "train.failures={}"], "--listen: is '29500'; give HOST:PORT"),
+        (["--listen", "here:1", "--join", "there:1"], "--listen: does not go with --join"),
+    ],
+)
+def test_listening(capsys: pytest.CaptureFixture[str], run_file: Path, options: list[str], message: str) -> None:
+    expect_mistake(capsys, ["train", run_file, *options], message, says_more=True)
+
+
 def test_survivors_are_not_started_by_torchrun(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,9 @@ def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments:
         changes = read_trace(Path(arguments.failures))
         end_s = end_s or changes[-1].time_s
     if end_s <= changes[0].time_s:
-        raise UserError(f"--duration: nothing happens before {changes[0].time_s:g} s; give more")
+        raise UserError(
+            f"--duration: must reach beyond {changes[0].time_s:g} s, when the first nodes come; give a time such as 12h"
+        )
     result = forecast(
         problem,
         changes,

@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="be one more node of a training that goes on when nodes fail (train.failures)",
     )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="with train.failures, on several machines: start no node here, but wait at this address of this machine "
+        "until cluster.num_nodes nodes have come by --join",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -40,15 +46,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.overrides.append(f"data.servers={json.dumps(arguments.data.split(','))}")
     config = load_config(arguments)
     from motet.cli.typical_batch import read_problem
+    from motet.errors import UserError
     from motet.planner.from_run_file import plan_for
     from motet.planner.report import report_text
 
+    if arguments.join is not None and arguments.listen is not None:
+        raise UserError("--listen: does not go with --join: one process listens, and each node joins it")
     if arguments.join is not None:
         join(config, read_problem(config), arguments.join)
         return {}
     problem = read_problem(config)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
-    result = train(config, problem, plan)
+    result = train(
+        config, problem, plan, listen=None if arguments.listen is None else _listen(config, arguments.listen)
+    )
     if result:
         predicted, measured = result["predicted"], result["measured"]
         print(report_text(predicted))
@@ -60,7 +71,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def train(config: "RunConfig", problem: "PlanningProblem", plan: "Plan") -> dict[str, Any]:
+def train(
+    config: "RunConfig", problem: "PlanningProblem", plan: "Plan", *, listen: tuple[str, int] | None = None
+) -> dict[str, Any]:
     """Trains, and draws predicted above measured. Under torchrun the result is empty on all ranks but the first.
 
     Raises `UserError` before any process is started if the plan is not one of the model, or does not fit."""
@@ -73,7 +86,7 @@ def train(config: "RunConfig", problem: "PlanningProblem", plan: "Plan") -> dict
         raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
     _make_output(config)
     if config.train.failures is not None:
-        result = train_on_nodes(config, problem, plan)
+        result = train_on_nodes(config, problem, plan, listen)
     else:
         result = launch_on_plan("train", config, plan, evaluation.result.peak_memory_bytes)
     if not result:
@@ -128,8 +141,11 @@ def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: 
     return result or {}
 
 
-def train_on_nodes(config: "RunConfig", problem: "PlanningProblem", plan: "Plan") -> dict[str, Any]:
-    """Trains on processes that go on when some of them fail; groups of them stand for nodes."""
+def train_on_nodes(
+    config: "RunConfig", problem: "PlanningProblem", plan: "Plan", listen: tuple[str, int] | None
+) -> dict[str, Any]:
+    """Trains on processes that go on when some of them fail; groups of them stand for nodes, or nodes come from other
+    machines to where this one listens."""
     from motet.errors import UserError
     from motet.resilience.succession import check_survivable, templates_of
 
@@ -140,7 +156,7 @@ def train_on_nodes(config: "RunConfig", problem: "PlanningProblem", plan: "Plan"
     if started_by_torchrun():
         raise UserError(
             "train.failures: motet starts the processes of such a run itself, and torchrun would end them all with the "
-            "first; run it without torchrun, and let other machines join (docs/resilience.md)"
+            "first; run it without torchrun, on several machines by --listen and --join (docs/resilience.md)"
         )
     if plan.num_ranks != cluster.num_devices:
         raise UserError(
@@ -151,7 +167,18 @@ def train_on_nodes(config: "RunConfig", problem: "PlanningProblem", plan: "Plan"
 
     node_size = cluster.num_devices // cluster.num_nodes
     templates = templates_of(problem)
-    return train_on_nodes(config, plan, templates, num_nodes=cluster.num_nodes, node_size=node_size)
+    return train_on_nodes(config, plan, templates, num_nodes=cluster.num_nodes, node_size=node_size, listen=listen)
+
+
+def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
+    from motet.errors import UserError
+
+    if config.train.failures is None:
+        raise UserError("--listen: train.failures is null; set it, or start the processes by torchrun")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UserError(f"--listen: is {address!r}; give HOST:PORT, an address of this machine and a free port")
+    return host, int(port)
 
 
 def join(config: "RunConfig", problem: "PlanningProblem", address: str) -> None:

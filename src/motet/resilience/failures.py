@@ -8,7 +8,7 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import inf
 from pathlib import Path
 from random import Random
@@ -53,13 +53,18 @@ def read_trace(path: Path) -> list[Change]:
     return changes
 
 
+def most_nodes(changes: Sequence[Change]) -> int:
+    """That are there at once, at some moment."""
+    return max(accumulate(len(change.joined) - len(change.lost) for change in changes))
+
+
 def _event(path: Path, number: int, row: Sequence[str]) -> tuple[float, int, str, str]:
     try:
         time_ms, kind, node = (cell.strip() for cell in row)
         time_s = float(time_ms) / 1000
     except ValueError:
         time_s, kind, node = -1.0, "", ""
-    if kind not in ("add", "remove") or not 0 <= time_s < inf:
+    if kind not in ("add", "remove") or not node or not 0 <= time_s < inf:
         raise UserError(
             f"--failures: {path}, line {number}: {','.join(row)!r} is not MILLISECONDS,add|remove,NODE, "
             "such as 60000,remove,node3"

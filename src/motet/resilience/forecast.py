@@ -11,10 +11,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from motet.costs.memory import static_layer_bytes
+from motet.errors import UserError
 from motet.planner.oobleck import MAX_SIMULATED, make_templates, plan_of, total_microbatches
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import best_combinations
-from motet.resilience.failures import Change
+from motet.resilience.failures import Change, most_nodes
 from motet.resilience.members import GridMembers, RedundantMembers, TemplateMembers, Times
 from motet.resilience.replay import Members, Usage, replay
 
@@ -33,8 +34,14 @@ def forecast(
 ) -> dict[str, Any]:
     """The JSON of `motet simulate --failures`: for each policy, useful samples per second and where the time goes.
 
-    Raises `UserError` if the cluster cannot hold f + 1 pipelines."""
+    Raises `UserError` if the cluster cannot hold f + 1 pipelines, or there are never so many nodes that can."""
     templates = make_templates(problem)
+    if (most := most_nodes(changes)) < templates.least_total:
+        raise UserError(
+            f"--failures: there are never more than {most} nodes, but {templates.least_total} are needed "
+            f"({templates.failures + 1} pipelines of {templates.fewest_nodes}, to survive {templates.failures} "
+            "failures); give a trace of more nodes, or fewer failures to survive"
+        )
     total, num_nodes = total_microbatches(problem), problem.cluster.num_nodes
     layer_bytes = _layer_bytes(problem)
     model_bytes = sum(sum(each) for each in layer_bytes.values())

@@ -6,6 +6,9 @@ along; everything dies with the process that calls this.
     this process -- store
                  -- agent of node 0 -- processes
                  -- agent of node 1 -- processes
+
+On several machines, this process is on one of them, or on another that trains nothing: it has the store alone, waits
+until all nodes have come (`join_training`, one process on each machine), and ends when the training does.
 """
 
 import ctypes
@@ -20,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -31,32 +35,57 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.agent import NodeAgent, WatchedProcess
 from motet.resilience.control import Control
-from motet.resilience.membership import FIRST_GENERATION, Membership, propose, register
+from motet.resilience.interfaces import interface_towards
+from motet.resilience.membership import (
+    FIRST_GENERATION,
+    Beats,
+    Membership,
+    next_membership,
+    propose,
+    register,
+    registered,
+)
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import RESULT, StoppedError, TooFewNodesError, TrainingProcess
 from motet.resilience.succession import Succession
 from motet.runtime.launch import WorkerFailedError
 
 STORE_TIMEOUT = timedelta(seconds=60)
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.1
 PR_SET_PDEATHSIG = 1
 
 
 def train_on_nodes(
-    config: RunConfig, plan: Plan, templates: Templates | None, *, num_nodes: int, node_size: int
+    config: RunConfig,
+    plan: Plan,
+    templates: Templates | None,
+    *,
+    num_nodes: int,
+    node_size: int,
+    listen: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Trains on processes of this machine; returns what `motet train --json` prints.
+    """Returns what `motet train --json` prints.
 
     `templates`: what pipelines may look like on other numbers of nodes; None: only as they are in the plan.
+    `listen`: where this machine is reached by nodes on others, which train when all have come; None: the nodes are
+    processes of this machine.
     Where too few nodes are left, all of them are started anew, from the last checkpoint.
     Raises `UserError` or `WorkerFailedError` if the training could not go on."""
     assert config.train.failures is not None
+
+    def run_once(config: RunConfig) -> dict[str, Any]:
+        if listen is None:
+            return _train_here(config, plan, templates, num_nodes, node_size)
+        return _train_elsewhere(config, plan, num_nodes, listen)
+
     for _ in range(config.train.failures.restarts):
         try:
-            return _train_once(config, plan, templates, num_nodes, node_size)
+            return run_once(config)
         except NodesLostError as error:
             print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
             config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "latest"})})
-    return _train_once(config, plan, templates, num_nodes, node_size)
+    return run_once(config)
 
 
 class NodesLostError(WorkerFailedError):
@@ -70,25 +99,24 @@ def join_training(
     assert config.train.failures is not None
     host, port = store_address
     try:
-        with socket.create_connection(store_address, timeout=10):
-            pass
+        with socket.create_connection(store_address, timeout=10) as connection:
+            interface = interface_towards(connection)
     except OSError:
         raise UserError(f"--join: nobody answers at {host}:{port}; is the training still running?") from None
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
     run_agent(config, store_address, None, node_size, succession)
 
 
-def _train_once(
+def _train_here(
     config: RunConfig, plan: Plan, templates: Templates | None, num_nodes: int, node_size: int
 ) -> dict[str, Any]:
     assert config.train.failures is not None
     succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
     context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
     # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
-    host = context.Process(target=_host_store, args=(sender, plan.to_json(), num_nodes), daemon=True)
-    host.start()
-    address = ("127.0.0.1", receiver.recv())
+    host, address = _start_store((LOOPBACK, 0), plan.to_json(), num_nodes)
     print(f"motet: nodes may join: motet train RUN.yaml --join {address[0]}:{address[1]}", file=sys.stderr, flush=True)
     agents = [
         context.Process(target=run_agent, args=(config, address, node, node_size, succession))
@@ -104,6 +132,39 @@ def _train_once(
         for process in (*agents, host):
             process.kill()
             process.join()
+
+
+def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tuple[str, int]) -> dict[str, Any]:
+    assert config.train.failures is not None
+    host, address = _start_store(listen, plan.to_json(), 0)
+    try:
+        print(
+            f"motet: waiting for {num_nodes} nodes: motet train RUN.yaml --join {address[0]}:{address[1]}",
+            file=sys.stderr,
+            flush=True,
+        )
+        store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
+        while registered(store) < num_nodes:
+            time.sleep(POLL_S)
+        nodes = tuple(range(num_nodes))
+        membership = propose(
+            store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan.to_json())
+        )
+        _wait_while_some_live(store, membership, max(5.0, 3 * config.train.failures.detect_s))
+        return _outcome(address)
+    finally:
+        host.kill()
+        host.join()
+
+
+def _wait_while_some_live(store: dist.Store, membership: Membership, timeout_s: float) -> None:
+    """Until the training is over, or no node has given a sign of life for so long."""
+    beats = Beats(store, timeout_s)
+    while not store.check(["finished"]):
+        membership = next_membership(store, membership.generation) or membership
+        if len(beats.missing(membership.everyone, time.monotonic())) == len(membership.everyone):
+            return
+        time.sleep(POLL_S)
 
 
 KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
@@ -125,14 +186,36 @@ def _outcome(address: tuple[str, int]) -> dict[str, Any]:
     raise NodesLostError("all nodes were lost")
 
 
-def _host_store(address: Connection, plan: str, num_nodes: int) -> None:
+def _start_store(listen: tuple[str, int], plan: str, num_nodes: int) -> tuple[BaseProcess, tuple[str, int]]:
+    """In a process of its own; its address. `num_nodes`: with which the training begins; 0: they are still to come.
+
+    Raises `UserError` if it cannot listen there."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_host_store, args=(sender, listen, plan, num_nodes), daemon=True)
+    process.start()
+    answer = receiver.recv()
+    if isinstance(answer, str):
+        process.join()
+        raise UserError(
+            f"--listen: {listen[0]}:{listen[1]} cannot be listened at ({answer}); give an address of this "
+            "machine and a free port"
+        )
+    return process, (listen[0], answer)
+
+
+def _host_store(answer: Connection, listen: tuple[str, int], plan: str, num_nodes: int) -> None:
     end_with_parent()
     _ignore_signals()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
-    nodes = tuple(register(store) for _ in range(num_nodes))
-    propose(store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan))
-    address.send(store.port)
+    try:
+        store = dist.TCPStore(*listen, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        answer.send(str(error).splitlines()[0])
+        return
+    if num_nodes:
+        nodes = tuple(register(store) for _ in range(num_nodes))
+        propose(store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan))
+    answer.send(store.port)
     signal.pause()
 
 

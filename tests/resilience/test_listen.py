@@ -1,0 +1,64 @@
+"""Nodes that come from elsewhere: one process listens, all nodes join, and the training begins when they have come."""
+
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from test_recover import at, before_each_step, config_of, failures, undisturbed
+from training import plan_of
+
+from motet.errors import UserError
+from motet.resilience.interfaces import interface_towards
+from motet.resilience.launch_nodes import join_training, train_on_nodes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_nodes_that_join_train_and_survive(tmp_path: Path) -> None:
+    """One of them dies with its agent, as a machine does."""
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 2})
+    plan, address = plan_of(config), ("127.0.0.1", free_port())
+    context = multiprocessing.get_context("fork")
+
+    def node() -> None:
+        while True:
+            try:
+                return join_training(config, None, address, 1)
+            except UserError:  # Nobody listens yet.
+                continue
+
+    def end_agent() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    with before_each_step(at(2, 3, end_agent)):
+        nodes = [context.Process(target=node) for _ in range(plan.num_ranks)]
+        for process in nodes:
+            process.start()
+        result = train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1, listen=address)
+    for process in nodes:
+        process.join()
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+    assert result["world_size"] == 2
+    [failure] = failures(config)
+    assert [change["kind"] for change in failure["changes"]] == ["lost"]
+    assert sorted(process.exitcode for process in nodes) == [-signal.SIGKILL, 0, 0, 0]
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = ("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(UserError, match=f"--listen: 127.0.0.1:{address[1]} cannot be listened at .*a free port"):
+            train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=address)
+
+
+def test_the_interface_is_that_of_the_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        assert interface_towards(connection) == "lo"
