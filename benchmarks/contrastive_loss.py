@@ -75,7 +75,7 @@ def measure(
         share = num_samples // num_processes
         places = [np.arange(r * share, (r + 1) * share) for r in range(num_processes)]
         stage.share_context(ContextParallel(dist.group.WORLD if num_processes > 1 else None, rank, num_processes))
-        shares = Shares(num_samples, {"image": places, "text": places}, frozenset(["image", "text"]))
+        shares = Shares({"image": places, "text": places}, frozenset(["image", "text"]))
         loss = stage.loss({"image": image, "text": text}, shares) / num_samples
     loss.backward()
     seconds, added = time.process_time() - before_s, peak_bytes() - before_bytes

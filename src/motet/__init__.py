@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CaptionDecoder": "motet.models.contrastive",
     "ContrastiveModule": "motet.models.contrastive",
     "ContrastiveParallelModule": "motet.runtime.contrastive_module",
     "EncoderModule": "motet.models.multimodal",

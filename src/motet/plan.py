@@ -22,6 +22,9 @@ ModuleKind = Literal["encoder", "language_model", "generator", "tower", "loss"]
 CONTRASTIVE = "contrastive"
 """What the contrastive loss is called among the modules."""
 
+DECODER = "decoder"
+"""What the caption decoder beside towers is called among them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

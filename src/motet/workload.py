@@ -73,6 +73,8 @@ class LayerShape:
     """Width of the layer's output."""
     linears: tuple[Linear, ...] = ()
     attention: Attention | None = None
+    crossing: Attention | None = None
+    """A second attention of the same block, to what comes from an encoder; its linears follow the first one's."""
     other_parameters: int = 0
     """Norms, biases, positions: whole on every rank."""
     vocabulary: int = 0
@@ -89,6 +91,11 @@ class LayerShape:
     """Length of the layer's sequence over that of the module's (a U-Net's inner levels: a quarter each)."""
     num_comparisons: int = 0
     """Of a contrastive loss: how often features of one tower are compared with those of another, each way counted."""
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """In the order in which they are computed."""
+        return tuple(attention for attention in (self.attention, self.crossing) if attention is not None)
 
     @property
     def num_parameters(self) -> int:
@@ -134,6 +141,11 @@ class ModuleWorkload:
     def num_blocks(self) -> int:
         return sum(layer.part == "block" for layer in self.layers)
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Which of the layers are transformer blocks."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.part == "block")
+
     def has_block(self, layers: LayerRange) -> bool:
         """Whether a transformer block runs among these layers."""
         return any(layer.part == "block" and layer.runs for layer in self.layers[slice(*layers)])
@@ -145,7 +157,12 @@ class ModuleWorkload:
 
     @cached_property
     def cross_attends(self) -> bool:
-        return any(layer.attention is not None and layer.attention.reads_encoder for layer in self.layers)
+        return any(attention.reads_encoder for layer in self.layers for attention in layer.attentions)
+
+    @property
+    def sees_own_items(self) -> bool:
+        """Whether cross-attention computes each sample's row with what comes from its own items alone."""
+        return any(layer.crossing is not None for layer in self.layers)
 
     def boundary(self, layer: int) -> tuple[Rows, int]:
         """What crosses the boundary before `layer` (after the last one): how many rows, and their width."""

@@ -91,6 +91,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 64,
         "pad_token_id": 1,
     },
+    "gpt2": {
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
     "bert": {
         "vocab_size": 30522,
         "hidden_size": 768,

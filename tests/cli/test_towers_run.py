@@ -10,8 +10,10 @@ import soundfile
 import yaml
 from mistakes import expect_mistake
 from PIL import Image
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from motet.cli.main import main
+from motet.data.tokenizer import word_level_tokenizer
 from motet.models.towers_io import load_towers
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -120,7 +122,107 @@ def test_pairs_in_files(capsys: pytest.CaptureFixture[str], run_file: Path) -> N
     run_file.write_text(yaml.safe_dump(content, sort_keys=False))
     assert run(capsys, "verify", run_file)["passed"]
     (folder / "pairs.jsonl").write_text(json.dumps({"image": "0.png"}))
-    expect_mistake(capsys, ["verify", run_file], "pairs.jsonl:1: audio: is None; give a path")
+    expect_mistake(capsys, ["verify", run_file], "pairs.jsonl:1: has image to be compared; give image and audio")
+
+
+def test_files_in_which_items_are_lacking(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Two towers of images and one of texts: a sample has two of the three."""
+    records, folder = [], run_file.parent
+    for i in range(9):
+        Image.fromarray(np.full((20, 30, 3), 20 * i, np.uint8)).save(folder / f"{i}.png")
+        records.append({"image": f"{i}.png", "text": f"{i}" if i % 3 else None})
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 48, "width": 48}}
+    (folder / "image").mkdir()
+    (folder / "image" / "preprocessor_config.json").write_text(json.dumps(processor))
+    word_level_tokenizer(["one"]).save_pretrained(folder / "words")
+    image, text = (RUN["model"]["towers"][name] for name in ("image", "text"))
+    content = {
+        "model": {"towers": {"image": image, "again": {**image, "seed": 1}, "text": text}, "contrastive": {"width": 8}},
+        "data": {
+            "kind": "pairs",
+            "files": str(folder / "pairs.jsonl"),
+            "image_folder": str(folder),
+            "processors": {name: str(folder / "image") for name in ("image", "again")},
+            "tokenizer": str(folder / "words"),
+        },
+        "cluster": {"num_devices": 4},
+        "parallel": {
+            "planner": "explicit",
+            "explicit": {"image": {}, "again": {}, "text": {"dp": 2}},
+            "num_microbatches": 2,
+        },
+        "train": {"global_batch_size": 9},
+    }
+    run_file.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert run(capsys, "verify", run_file)["passed"]
+    expect_mistake(
+        capsys,
+        ["plan", run_file, "--set", "model.contrastive.anchor=text"],
+        "pairs.jsonl:1: has image to be compared; give text and image",
+    )
+
+
+def with_decoder(run_file: Path, family: str) -> None:
+    """Two towers, of images and of texts, and a decoder."""
+    content = yaml.safe_load(run_file.read_text())
+    del content["model"]["towers"]["audio"]
+    size = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 12}
+    values = {**size, "num_hidden_layers": 2, **({"intermediate_size": 16} if family == "BertConfig" else {})}
+    content["model"]["decoder"] = {"config": family, "values": values, "reads": "image"}
+    content["parallel"]["explicit"] = {"image": {}, "text": {}, "decoder": {"pp": 2}}
+    content["cluster"]["num_devices"] = 4
+    run_file.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def test_a_decoder_that_captions(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    with_decoder(run_file, "GPT2Config")
+    planned = run(capsys, "plan", run_file)
+    assert [stage["module"] for stage in planned["stages"]] == ["image", "text", "contrastive", "decoder", "decoder"]
+    assert run(capsys, "verify", run_file)["passed"]
+    trained = run(capsys, "train", run_file, "--set", "train.eval_every=2")
+    exported = load_towers(trained["export"])
+    assert (exported.reads, exported.caption_weight, type(exported.decoder).__name__) == (
+        "image",
+        2.0,
+        "GPT2LMHeadModel",
+    )
+    resumed = run(capsys, "train", run_file, "--set", "train.steps=3", "--set", "train.resume=latest")
+    assert len(resumed["losses"]) == 1
+    data = "data={kind: described, text_tokens: 8, images: {image: {height: 48, width: 48}}}"
+    assert run(capsys, "plan", run_file, "--set", data)["fits"]
+
+
+def test_a_pretrained_decoder_gets_cross_attention(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """A GPT-2 that was stored without it; what is stored is kept, the rest is drawn."""
+    with_decoder(run_file, "GPT2Config")
+    folder = run_file.parent / "gpt2"
+    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=12, vocab_size=32)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    decoder = f"model.decoder={{path: {folder}, reads: image}}"
+    assert run(capsys, "verify", run_file, "--set", decoder)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel={}", "parallel.planner: planners lay out towers alone; for a model with a decoder give .* explicit"),
+        ("model.decoder.reads=sound", "model.decoder.reads: there is no tower 'sound'; give one of image, text"),
+        ("model.decoder.config=LlamaConfig", "model.decoder: model_type 'llama' is no caption decoder; known are gpt2"),
+        ("model.decoder.values.hidden_size=12", "model.decoder: is 12 wide, but the towers' features 8; set model.con"),
+        ("model.decoder.values.is_decoder=false", "model.decoder.values.is_decoder: is False, but a decoder reads"),
+        ("model.decoder.values.vocab_size=9", "model.decoder: its vocabulary has 9 tokens, but the tokenizer has 28"),
+        ("parallel.explicit.decoder.tp=2", "parallel: decoder.tp_size: gpt2 has no rules for tensor parallelism"),
+        ("parallel.explicit.decoder.cp=2", "parallel.explicit.decoder.cp: is 2, but towers and decoders have whole"),
+        ("parallel.explicit={image: {}, text: {}}", "parallel.explicit: has no decoder; give the layout of every"),
+        ("model.decoder.loss_weight=0", "model.decoder.loss_weight: is 0"),
+    ],
+)
+def test_mistakes_about_a_decoder(
+    capsys: pytest.CaptureFixture[str], run_file: Path, override: str, message: str
+) -> None:
+    with_decoder(run_file, "GPT2Config")
+    expect_mistake(capsys, ["plan", run_file, "--set", override], message)
 
 
 def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
@@ -158,7 +260,7 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
         ("train.contrastive_batch_size=1", "train.contrastive_batch_size: is 1, which leaves nothing to compare"),
         ("data={kind: dial-a-digit}", "data.kind: dial-a-digit has no pairs for towers; give pairs or same-digits"),
         ("data.min_digits=6", "max_digits: is 5, less than min_digits 6"),
-        ("parallel.explicit.image.cp=2", "parallel.explicit.image.cp: is 2, but towers hand on whole items"),
+        ("parallel.explicit.image.cp=2", "parallel.explicit.image.cp: is 2, but towers and decoders have whole items"),
         ("parallel.explicit.image.dp=2", "the plan uses 4 ranks but cluster has 3"),
         ("parallel.explicit.contrastive={}", "parallel.explicit: there is no module 'contrastive'"),
         ("parallel.recompute_features=[img]", "parallel.recompute_features: there is no module 'img'"),
@@ -180,6 +282,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], run_file: Path, override: 
         ("parallel.recompute_features=[vision]", "parallel.recompute_features: is of towers"),
         ("data={kind: same-digits}", "data.kind: same-digits is for towers"),
         ("model.contrastive={width: 8}", "model.contrastive: is the loss of towers"),
+        ("model.decoder={config: GPT2Config, reads: vision}", "model.decoder: captions what a tower sees; give towers"),
         ("model={encoders: {}}", "model.language_model: is missing; give one, or towers"),
     ],
 )

@@ -38,9 +38,10 @@ def test_siglip_is_padded_and_bert_is_not() -> None:
 
 
 def test_samples_and_mistakes() -> None:
-    towers = TowerLayouts({"text": layout("bert")})
+    towers = TowerLayouts({"text": layout("bert"), "title": layout("siglip_text_model")}, [("text", "title")])
     sample = towers.sample(Example("a", (Message("user", "one"),)))
     assert sample.num_loss_tokens == {CONTRASTIVE: 1}
+    assert towers.sample(Example("a", ())).num_loss_tokens == {CONTRASTIVE: 0}
     with pytest.raises(UserError, match="file:3: its text has no tokens"):
         towers.sample(Example("a", (Message("user", ""),), where="file:3"))
     with pytest.raises(UserError, match="its vocabulary has 4 tokens, but the tokenizer has"):

@@ -57,6 +57,8 @@ class Tower:
     """Of a contrastive batch."""
     frozen: tuple[str, ...] = ()
     """Of "module" and "projector"."""
+    lacking: tuple[int, ...] = ()
+    """Samples without an item for it."""
 
     @property
     def num_ranks(self) -> int:
@@ -165,6 +167,8 @@ class Case:
             layouts: dict[str, tuple[Segment, ...]] = {}
             tensors: dict[str, dict[str, Tensor]] = {}
             for name, tower in self.towers.items():
+                if i in tower.lacking:
+                    continue
                 grid: tuple[int, ...] = ()
                 if tower.family in TEXTS:
                     num_tokens = LONGEST_TEXT if tower.family == "siglip_text" else 3 + i % (LONGEST_TEXT - 2)
@@ -180,7 +184,9 @@ class Case:
                 config = model.modality_modules()[name].module.config
                 segment = encoder_segment(config, item=0, grid=grid)
                 layouts[name] = (Segment(segment.num_tokens, num_outputs=1, grid=grid),)
-            samples.append(Sample(f"s{i}", layouts, {CONTRASTIVE: 1}))
+            samples.append(
+                Sample(f"s{i}", layouts, {CONTRASTIVE: sum(a in layouts and b in layouts for a, b in model.pairs)})
+            )
             features.append(tensors)
         return TowerBatch(tuple(samples), features)
 
@@ -220,39 +226,46 @@ def plain_embeddings(
 
 
 def plain_loss(case: Case, model: ContrastiveModule, batch: TowerBatch) -> Tensor:
-    """The mean over contrastive batches of the mean over pairs of towers of the published loss."""
-    embeddings: dict[str, Tensor] = {}
-    for name, tower in case.towers.items():
-        module = model.modality_modules()[name]
-        rows = [
-            plain_embeddings(
-                tower.family,
-                module.module,
-                module.projector,
-                batch.features(name, i),
-                (sample.layouts[name][0].grid or (0,))[0],
-            )
-            for i, sample in enumerate(batch.samples)
-        ]
-        stacked = torch.stack(rows)
-        embeddings[name] = stacked / stacked.norm(dim=1, keepdim=True)
-    size = case.num_samples // case.num_batches
-    names = list(case.towers)
+    """The published loss of every contrastive batch and pair of towers, over the samples that have both, by hand: a
+    loop over anchors. The mean over all anchors of all pairs and batches."""
+    features: dict[tuple[str, int], Tensor] = {}
+    for i, sample in enumerate(batch.samples):
+        for name, tower in case.towers.items():
+            if i in tower.lacking:
+                continue
+            module = model.modality_modules()[name]
+            frames = (sample.layouts[name][0].grid or (0,))[0]
+            row = plain_embeddings(tower.family, module.module, module.projector, batch.features(name, i), frames)
+            features[name, i] = row / row.norm()
+    names, size = list(case.towers), case.num_samples // case.num_batches
     pairs = [(case.anchor, n) for n in names if n != case.anchor] if case.anchor else list(combinations(names, 2))
-    losses = []
+    losses: list[Tensor] = []
     for first in range(0, case.num_samples, size):
-        part = slice(first, first + size)
         for a, b in pairs:
-            logits = model.loss.logit_scale.exp() * embeddings[a][part] @ embeddings[b][part].T
-            target = torch.arange(size)
-            if case.kind == "softmax":
-                losses.append(
-                    (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2
-                )
-            else:
-                signs = 2 * torch.eye(size, dtype=logits.dtype) - 1
-                losses.append(-functional.logsigmoid(signs * (logits + model.loss.logit_bias)).sum() / size)
+            both = [i for i in range(first, first + size) if (a, i) in features and (b, i) in features]
+            losses += [_anchor_loss(case, model, features, a, b, i, both) for i in both]
+    if not losses:
+        return model.loss.logit_scale * 0.0
     return torch.stack(losses).mean()
+
+
+def _anchor_loss(
+    case: Case,
+    model: ContrastiveModule,
+    features: dict[tuple[str, int], Tensor],
+    a: str,
+    b: str,
+    i: int,
+    both: list[int],
+) -> Tensor:
+    scale = model.loss.logit_scale.exp()
+    there = torch.stack([scale * features[a, i] @ features[b, j] for j in both])
+    back = torch.stack([scale * features[b, i] @ features[a, j] for j in both])
+    own = torch.tensor(both.index(i))
+    if case.kind == "softmax":
+        return (functional.cross_entropy(there, own) + functional.cross_entropy(back, own)) / 2
+    signs = torch.tensor([1.0 if j == i else -1.0 for j in both], dtype=there.dtype)
+    return -functional.logsigmoid(signs * (there + model.loss.logit_bias)).sum()
 
 
 def plain_gradients(case: Case) -> tuple[float, dict[str, Tensor]]:

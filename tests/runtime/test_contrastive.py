@@ -1,5 +1,6 @@
 """Contrastive models under every layout against a plain loss over the whole batch, in one process."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest import mock
@@ -62,6 +63,35 @@ CASES = {
         {"image": Tower("clip", pp=2, num_microbatches=2), "text": Tower("bert", num_microbatches=2)},
         num_batches=2,
         recompute_features=("image", "text"),
+    ),
+    "audio is lacking in some samples": Case(
+        {
+            "image": Tower("clip", dp=2, num_microbatches=2),
+            "text": Tower("clip_text", lacking=(4,)),
+            "audio": Tower("whisper", dp=2, lacking=(0, 1, 2, 5)),
+        },
+    ),
+    "nobody has audio": Case(
+        {"image": Tower("clip"), "text": Tower("bert", dp=2), "audio": Tower("whisper", lacking=tuple(range(6)))},
+        kind="sigmoid",
+        num_samples=6,
+    ),
+    "a contrastive batch without a pair, and samples with one tower": Case(
+        {
+            "image": Tower("clip", num_microbatches=2, lacking=(0, 2)),
+            "text": Tower("bert", dp=2, lacking=(1, 3, 6)),
+        },
+        num_batches=2,
+        schedule="distmm_pipe",
+    ),
+    "some lack a tower, all in one process": Case(
+        {
+            "image": Tower("clip", lacking=(0,)),
+            "text": Tower("bert", lacking=(3,)),
+            "audio": Tower("whisper", lacking=(1, 2)),
+        },
+        num_batches=2,
+        colocated=True,
     ),
     "only the scale": Case(
         {"image": Tower("clip", dp=2, frozen=FROZEN_PARTS), "text": Tower("bert", frozen=FROZEN_PARTS)}, num_batches=2
@@ -133,6 +163,14 @@ def draw(seed: int) -> Case:
         }
         num_batches = random.choice([1, 2, 3])
         per_batch = random.randint(1, 10)
+        if random.random() < 0.3:
+            share = random.choice([0.2, 0.5])
+            towers = {
+                name: replace(
+                    tower, lacking=tuple(i for i in range(num_batches * per_batch) if random.random() < share)
+                )
+                for name, tower in towers.items()
+            }
         case = Case(
             towers,
             kind=random.choice(["softmax", "sigmoid"]),

@@ -1,11 +1,16 @@
 """`ContrastiveParallelModule`: gradients add up over calls, and what is wrong is said."""
 
+from typing import Any
+
 import pytest
 import torch
+import transformers
+from coca_cases import Coca, tiny_decoder
 from contrastive_cases import Case, Tower
 from distributed import run_distributed
 
 from motet.errors import UserError
+from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.runtime.contrastive_module import ContrastiveParallelModule, TowerSpec
 
 CASE = Case({"image": Tower("clip"), "text": Tower("siglip_text")}, dtype="float32")
@@ -35,6 +40,66 @@ def test_equals_the_module_in_one_process() -> None:
         assert held.keys() == expected.keys()
         for key, gradient in held.items():
             torch.testing.assert_close(gradient, expected[key], rtol=2e-4, atol=2e-5)
+
+
+COCA = Coca({"image": Tower("clip"), "text": Tower("siglip_text")}, dtype="float32", family="bert")
+
+
+def coca_batch() -> dict[str, Any]:
+    captions = torch.randint(0, 40, (6, 8))
+    mask = torch.ones_like(captions)
+    mask[1, 5:] = mask[4] = 0  # One is short, one sample has none.
+    present = {"text": torch.tensor([True, True, False, True, True, True])}
+    return {**batch(), "decoder": {"input_ids": captions, "attention_mask": mask}, "present": present}
+
+
+def test_a_decoder_and_samples_that_lack_a_tower_equal_the_module_in_one_process() -> None:
+    def worker(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
+        specs = {
+            "image": TowerSpec(num_microbatches=2),
+            "text": TowerSpec(dp_size=2),
+            "decoder": TowerSpec(pp_size=2, num_microbatches=3),
+        }
+        parallel = ContrastiveParallelModule(COCA.build().float(), specs)
+        loss = parallel.execute(coca_batch()).loss.item()
+        stages = parallel.stages.items()
+        return loss, {f"{n}.{key}": p.grad for n, stage in stages for key, p in stage.named_parameters()}
+
+    results = run_distributed(worker, 5)
+    alone = COCA.build().float()
+    out = alone(**coca_batch())
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx((0.7 * out.contrastive_loss + 2.0 * out.caption_loss).item())
+    assert all(loss == pytest.approx(out.loss.item(), rel=1e-5) for loss, _ in results)
+    image, decoder = results[0][1], results[3][1]
+    assert alone.decoder is not None
+    expected = dict(alone.towers["image"].module.named_parameters())
+    for key, parameter in expected.items():
+        if parameter.grad is not None:
+            torch.testing.assert_close(image[f"image.module.{key}"], parameter.grad, rtol=2e-4, atol=2e-5)
+    words = "bert.embeddings.word_embeddings.weight"
+    torch.testing.assert_close(
+        decoder[f"decoder.module.{words}"], alone.decoder.get_parameter(words).grad, rtol=2e-4, atol=2e-5
+    )
+
+
+def test_mistakes_about_the_decoder() -> None:
+    towers = CASE.build().modality_modules()
+    with pytest.raises(UserError, match="decoder: there is no tower 'video' to read; give one of image, text"):
+        ContrastiveModule(towers, decoder=CaptionDecoder(tiny_decoder("gpt2"), "video"))
+    config = transformers.GPT2Config(n_embd=20, n_layer=1, n_head=2, vocab_size=9)
+    with pytest.raises(UserError, match=r"decoder: GPT2LMHeadModel attends to no encoder; give .* add_cross_attention"):
+        ContrastiveModule(towers, decoder=CaptionDecoder(transformers.GPT2LMHeadModel(config), "image"))
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True)
+    with pytest.raises(UserError, match="decoder: is 16 wide, but image hands on features of 20; give all towers"):
+        ContrastiveModule(towers, decoder=CaptionDecoder(transformers.GPT2LMHeadModel(config), "image"))
+    model = COCA.build().float()
+    with pytest.raises(UserError, match="batch: decoder is missing; give it a dict with the captions' input_ids"):
+        model(**batch())
+    with pytest.raises(UserError, match=r"batch: present\['sound'\] is of no tower; the model has image, text"):
+        model(**{**coca_batch(), "present": {"sound": torch.ones(6)}})
+    with pytest.raises(UserError, match=r"batch: present\['text'\] is no tensor of 6 truth values"):
+        model(**{**coca_batch(), "present": {"text": torch.ones(5)}})
 
 
 def test_mistakes() -> None:

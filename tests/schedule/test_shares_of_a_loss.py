@@ -5,7 +5,7 @@ from plans import contrastive, replica, samples
 
 from motet.data.assignment import contiguous_assignment
 from motet.errors import UserError
-from motet.schedule.batch_sync import pairs_of, samples_of_ranks, shares, whole
+from motet.schedule.batch_sync import num_comparisons, pairs_of, samples_of_ranks, shares, whole
 from motet.schedule.routes import Cell, Routes, derive_routes
 
 
@@ -25,7 +25,6 @@ def test_every_sample_is_put_in_once_for_each_tower() -> None:
     derived = routes(14)
     for batch in (0, 1):
         found = shares(derived, Cell("loss", 0, 0, batch))
-        assert found.num_samples == 7
         assert {name: [own.tolist() for own in of_all] for name, of_all in found.places.items()} == {
             "image": [[0, 1, 2, 3], [4, 5, 6], [], []],
             "text": [[], [], [0, 1, 2, 3], [4, 5, 6]],
@@ -50,16 +49,26 @@ def test_fewer_samples_than_members() -> None:
 
 
 def test_one_process_holds_everything() -> None:
-    found = whole(3, ("image", "text"), frozenset())
-    assert [own.tolist() for own in found.places["text"]] == [[0, 1, 2]]
+    found = whole({"image": range(3), "text": (0, 2)}, frozenset())
+    assert [own.tolist() for own in found.places["image"]] == [[0, 1, 2]]
+    assert [own.tolist() for own in found.places["text"]] == [[0, 2]]
 
 
-def test_a_sample_without_a_tower_is_refused() -> None:
+def test_a_sample_without_a_tower_is_nobodys() -> None:
     plan = contrastive({"image": [replica(0)], "text": [replica(1)]})
     batch = samples(3, ["image", "text"], lacking={1: ["text"]})
     derived = derive_routes(plan, contiguous_assignment(plan, batch), batch)
-    with pytest.raises(UserError, match="of the 3 samples of a contrastive batch 2 have something for tower text"):
-        shares(derived, Cell("loss", 0, 0, 0))
+    found = shares(derived, Cell("loss", 0, 0, 0))
+    assert [own.tolist() for own in found.places["image"]] == [[0, 1, 2], []]
+    assert [own.tolist() for own in found.places["text"]] == [[], [0, 2]]
+
+
+def test_a_sample_is_compared_in_the_pairs_of_which_it_has_both() -> None:
+    pairs = pairs_of(("image", "text", "audio"), None)
+    assert num_comparisons(pairs, ("image", "text", "audio")) == 3
+    assert num_comparisons(pairs, ("audio", "image")) == 1
+    assert num_comparisons(pairs, ("audio",)) == 0
+    assert num_comparisons(pairs_of(("image", "text", "audio"), "text"), ("image", "audio")) == 0
 
 
 def test_pairs() -> None:

@@ -10,6 +10,7 @@ from motet.config.data_section import (
 )
 from motet.config.model_section import (
     ContrastiveConfig,
+    DecoderConfig,
     EncoderConfig,
     LanguageModelConfig,
     ModelConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "ClusterConfig",
     "ContrastiveConfig",
     "ConversationsConfig",
+    "DecoderConfig",
     "DescribedConfig",
     "DialADigitConfig",
     "EncoderConfig",

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from motet.config.section import LANGUAGE_MODEL, Count, PositiveNumber, Section
-from motet.plan import CONTRASTIVE
+from motet.plan import CONTRASTIVE, DECODER
 
 
 class TrainableModule(Section):
@@ -72,7 +72,8 @@ class TowerConfig(PartConfig):
 
 
 class ContrastiveConfig(Section):
-    """The loss that compares what towers make of the samples of a contrastive batch."""
+    """The loss that compares what towers make of the samples of a contrastive batch. A pair of towers compares those
+    that have an item for both."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Each sample against all others of its contrastive batch (CLIP), or each pair by itself (SigLIP)."""
@@ -86,8 +87,33 @@ class ContrastiveConfig(Section):
     """Initial bias of similarities, of the sigmoid loss alone; null: -10."""
     train: bool = True
     """Whether scale and bias are trained."""
+    loss_weight: PositiveNumber = 1.0
+    """Of this loss; matters beside that of a `decoder`."""
     learning_rate: PositiveNumber | None = None
     """Peak learning rate of scale and bias; null: `train.learning_rate`."""
+
+
+class DecoderConfig(PartConfig):
+    """A GPT2 or BERT that captions what a tower sees, by cross-attention (CoCa): its loss stands beside the contrastive
+    one. It is as wide as the features."""
+
+    reads: str
+    """The tower to whose features it attends."""
+    loss_weight: PositiveNumber = 2.0
+    """Of the captioning loss, the mean over the captions' tokens."""
+    train: TrainableModule = TrainableModule()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _attends(cls, given: Any) -> Any:
+        """Says so to transformers."""
+        values = given.get("values", {}) if isinstance(given, dict) else None
+        if not isinstance(values, dict):
+            return given
+        for key in ("is_decoder", "add_cross_attention"):
+            if values.get(key, True) is not True:
+                raise ValueError(f"values.{key}: is {values[key]}, but a decoder reads a tower; leave it out")
+        return {**given, "values": {**values, "is_decoder": True, "add_cross_attention": True}}
 
 
 class ModelConfig(Section):
@@ -99,6 +125,8 @@ class ModelConfig(Section):
     """Of a contrastive model, by name; the names are the modules' names everywhere (docs/contrastive.md)."""
     contrastive: ContrastiveConfig = ContrastiveConfig()
     """The towers' loss."""
+    decoder: DecoderConfig | None = None
+    """Beside towers: captions what one of them sees; null: nothing does."""
     merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
     """How encoder outputs enter the language model."""
     media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
@@ -120,18 +148,24 @@ class ModelConfig(Section):
                 raise ValueError("language_model: is missing; give one, or towers for a contrastive model")
             if self._is_given("contrastive"):
                 raise ValueError("contrastive: is the loss of towers; give towers too, or leave it out")
+            if self.decoder is not None:
+                raise ValueError("decoder: captions what a tower sees; give towers too, or leave it out")
             return self
         for key in ("encoders", "language_model", "placeholder_tokens", "merge", "media_attention"):
             if self._is_given(key):
                 raise ValueError(f"{key}: stands beside towers; a contrastive model has towers alone")
         if len(self.towers) < 2:
             raise ValueError(f"towers: has {', '.join(self.towers)} alone; give at least two")
-        for name in (CONTRASTIVE, LANGUAGE_MODEL):
+        for name in (CONTRASTIVE, DECODER, LANGUAGE_MODEL):
             if name in self.towers:
                 raise ValueError(f"towers.{name}: is the name of another module; give the tower another one")
         anchor = self.contrastive.anchor
         if anchor is not None and anchor not in self.towers:
             raise ValueError(f"contrastive.anchor: there is no tower {anchor!r}; give one of {', '.join(self.towers)}")
+        if self.decoder is not None and self.decoder.reads not in self.towers:
+            raise ValueError(
+                f"decoder.reads: there is no tower {self.decoder.reads!r}; give one of {', '.join(self.towers)}"
+            )
         if self.contrastive.loss == "softmax" and self.contrastive.logit_bias is not None:
             raise ValueError("contrastive.logit_bias: the softmax loss has none; leave it out, or give loss: sigmoid")
         if self.contrastive.width is None and all(tower.projector for tower in self.towers.values()):
@@ -147,8 +181,8 @@ class ModelConfig(Section):
                 raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
         parts: list[EncoderConfig | TowerConfig] = [*self.encoders.values(), *self.towers.values()]
         trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
-        trains_language_model = self.language_model is not None and self.language_model.train.module
-        if not (trains_encoder or trains_language_model):
+        models = [part for part in (self.language_model, self.decoder) if part is not None]
+        if not (trains_encoder or any(part.train.module for part in models)):
             raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
         return self
 
@@ -161,4 +195,6 @@ class ModelConfig(Section):
     @property
     def module_names(self) -> tuple[str, ...]:
         """Of the parts that a run file lays out."""
-        return tuple(self.towers) if self.towers else (*self.encoders, LANGUAGE_MODEL)
+        if not self.towers:
+            return (*self.encoders, LANGUAGE_MODEL)
+        return tuple(self.towers) if self.decoder is None else (*self.towers, DECODER)

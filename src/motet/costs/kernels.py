@@ -20,7 +20,7 @@ from typing import Literal
 from motet.costs.collectives import Collective
 from motet.costs.cost_model import Quadratic
 from motet.costs.load import Load
-from motet.workload import LayerShape, Linear, Rows
+from motet.workload import Attention, LayerShape, Linear, Rows
 
 KernelKind = Literal["gemm", "convolution", "attention", "norm", "elementwise", "communication"]
 
@@ -124,14 +124,17 @@ class _Maker:
             return [table, *self._closing(1)] if direction == "forward" else [replace(table, leaves_layer=True)]
         if layer.attention is None:
             return [*self._norms(direction), *linears, *self._functions(direction), *self._closing(1)]
-        # Queries, keys, values and output of the attention stand before the linears of the MLP.
-        norms = self._norms(direction)
-        first = [*norms[:1], *linears[:3], self._attention(direction), linears[3]]
-        rest = norms[1:]
-        if len(linears) == 4:
-            return [*first, *rest, self._residual(), *self._closing(1)]
-        after = [*rest, *linears[4:-1], *self._functions(direction), linears[-1]]
-        return [*first, *self._closing(1), self._residual(), *after, *self._closing(1), self._residual()]
+        # Queries, keys, values and output of each attention stand before the linears of the MLP.
+        norms, kernels = self._norms(direction), []
+        for i, attention in enumerate(layer.attentions):
+            *queries_keys_values, output = linears[4 * i : 4 * i + 4]
+            kernels += [*self._closing(1), self._residual()] if i else []
+            kernels += [*norms[i : i + 1], *queries_keys_values, self._attention(attention, direction), output]
+        rest, mlp = norms[len(layer.attentions) :], linears[4 * len(layer.attentions) :]
+        if not mlp:
+            return [*kernels, *rest, self._residual(), *self._closing(1)]
+        after = [*rest, *mlp[:-1], *self._functions(direction), mlp[-1]]
+        return [*kernels, *self._closing(1), self._residual(), *after, *self._closing(1), self._residual()]
 
     def linear(self, linear: Linear, direction: Pass) -> KernelShape:
         shards = self.tp_size if linear.cut else 1
@@ -149,9 +152,7 @@ class _Maker:
             leaves_layer=direction == "input_gradient" and linear.reads_layer_input,
         )
 
-    def _attention(self, direction: Pass) -> KernelShape:
-        attention = self.layer.attention
-        assert attention is not None
+    def _attention(self, attention: Attention, direction: Pass) -> KernelShape:
         times = 2 if direction == "input_gradient" else 1
         per_pair = times * 4.0 * attention.num_heads * attention.head_dim / self.tp_size
         size = attention.head_dim * self.element_bytes * times / self.tp_size

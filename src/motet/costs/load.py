@@ -20,7 +20,7 @@ class Load(NamedTuple):
     """Pairs of tokens that attention computes: the sum of squared lengths, if sequences stand apart."""
     sequences: float = 0.0
     incoming: float = 0.0
-    """Tokens that arrive from other modules; for cross-attention, times the rows that all see all of them."""
+    """Tokens that arrive from other modules; for cross-attention where all rows see all of them, times the rows."""
     incoming_pairs: float = 0.0
     """Own tokens times tokens that arrive: for cross-attention."""
     outputs: float = 0.0
@@ -96,13 +96,14 @@ def _load(
     outputs: Value,
 ) -> tuple[Value, Value, Value, Value, Value, Value, Value]:
     """From the values of `_Sums` to those of a `Load`: of one microbatch, or of many as arrays."""
-    tokens, pairs, entering = length, squared_length, incoming
+    tokens, pairs, entering, seeing = length, squared_length, incoming, length
     if workload.arrangement == "padded":
         tokens, pairs = sequences * longest, sequences * longest**2
-        entering = incoming * sequences if workload.cross_attends else incoming
+        sees_all = workload.cross_attends and not workload.sees_own_items
+        entering, seeing = incoming * sequences if sees_all else incoming, longest if workload.sees_own_items else tokens
     elif workload.arrangement == "packed":
         pairs = length**2
-    return tokens, pairs, sequences, entering, tokens * incoming, outputs, tokens**2
+    return tokens, pairs, sequences, entering, seeing * incoming, outputs, tokens**2
 
 
 def _sums(

@@ -82,8 +82,7 @@ def saved_layer_bytes(
             # What a row-cut linear reads is cut, what a column-cut one reads is whole on every rank.
             width = linear.in_features / linear.kernel_area
             elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
-    if layer.attention is not None:
-        attention = layer.attention
+    for attention in layer.attentions:
         keys = load.incoming if attention.reads_encoder else tokens
         heads = 2 * attention.num_heads * tokens + 2 * attention.num_key_value_heads * keys
         if attention.normalizes:

@@ -177,6 +177,8 @@ def _terms_of(workload: ModuleWorkload, unknown: _Unknown) -> tuple[str, ...]:
     if layer.attention is None:
         # A language model's head computes the logits of the tokens with loss only.
         return ("constant", "per_token", "per_output") if not workload.encodes_items else ("constant", "per_token")
+    if layer.crossing is not None:
+        return ("constant", "per_token", "per_token_squared", "per_pair", "per_incoming", "per_incoming_pair")
     if layer.attention.reads_encoder:
         return ("constant", "per_token", "per_token_squared", "per_incoming", "per_incoming_pair")
     if layer.attention.window is not None:

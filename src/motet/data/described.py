@@ -2,14 +2,15 @@
 on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motet.config import LANGUAGE_MODEL, DescribedConfig, RunConfig
 from motet.config.data_section import DescribedImagesConfig, DescribedSoundsConfig
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.token_counts import config_value, encoder_segment, grid_of, reads_text
-from motet.plan import CONTRASTIVE
+from motet.plan import CONTRASTIVE, DECODER
+from motet.schedule.batch_sync import pairs_of
 from motet.workload import ModuleWorkload
 
 MEL_FRAMES_PER_S = 100
@@ -54,7 +55,8 @@ def described_samples(
 def _described_towers(
     config: RunConfig, data: DescribedConfig, workloads: Mapping[str, ModuleWorkload]
 ) -> DescribedSamples:
-    """One item of each sample for every tower; texts are `text_tokens` long, but no longer than their tower takes."""
+    """One item of each sample for every tower; texts are `text_tokens` long, but no longer than what reads them
+    takes."""
     grids: dict[str, tuple[int, ...]] = {}
     for name in config.model.towers:
         values = workloads[name].config
@@ -70,7 +72,15 @@ def _described_towers(
     for name, grid in grids.items():
         segment = encoder_segment(workloads[name].config, item=0, grid=grid)
         layouts[name] = (Segment(segment.num_tokens, num_outputs=1, grid=grid),)
-    return DescribedSamples(layouts, {CONTRASTIVE: 1}, data.num_train)
+    pairs = pairs_of(tuple(config.model.towers), config.model.contrastive.anchor)
+    num_loss_tokens, decoder = {CONTRASTIVE: len(pairs)}, config.model.decoder
+    if decoder is not None:
+        (seen,) = layouts[decoder.reads]
+        layouts[decoder.reads] = (replace(seen, num_outputs=1 + seen.num_tokens),)
+        num_tokens = min(data.text_tokens, config_value(workloads[DECODER].config, "max_position_embeddings"))
+        layouts[DECODER] = (Segment(num_tokens),)
+        num_loss_tokens[DECODER] = num_tokens - 1
+    return DescribedSamples(layouts, num_loss_tokens, data.num_train)
 
 
 def _image_grid(workload: ModuleWorkload, image: DescribedImagesConfig) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
     {"id": "7", "image": "cat.jpg", "text": "a cat"}
     {"image": "dog.jpg", "audio": "dog.wav", "text": "a dog"}
 
-Every sample has what each tower reads: one image, one sound, one text. Records are checked when the file is opened, as
-conversations are (`motet.data.conversations`).
+A sample has an image, a sound or a text for at least two towers that are compared; a key that is absent, or null, is of
+what it lacks. Records are checked when the file is opened, as conversations are (`motet.data.conversations`).
 """
 
 import hashlib
@@ -22,11 +22,13 @@ from motet.errors import UserError
 class PairExamples:
     """The records of some files, in their order."""
 
-    def __init__(self, files: Sequence[str | Path], folders: dict[Modality, Path], kinds: Sequence[str]) -> None:
-        """`folders`: what the media's paths are relative to. `kinds`: what towers read, of "image", "audio" and "text".
-        Raises `UserError` naming file and line."""
+    def __init__(
+        self, files: Sequence[str | Path], folders: dict[Modality, Path], pairs: Sequence[tuple[str, str]]
+    ) -> None:
+        """`folders`: what the media's paths are relative to. `pairs`: what towers that are compared read, of "image",
+        "audio" and "text". Raises `UserError` naming file and line."""
         self._examples = [
-            _example(record, where, folders, kinds) for file in files for where, record in read_records(Path(file))
+            _example(record, where, folders, pairs) for file in files for where, record in read_records(Path(file))
         ]
         if not self._examples:
             raise UserError(f"{', '.join(str(file) for file in files)}: no sample in it; give at least one")
@@ -41,20 +43,25 @@ class PairExamples:
         return self._examples[index]
 
 
-def _example(record: Any, where: str, folders: dict[Modality, Path], kinds: Sequence[str]) -> Example:
+def _example(record: Any, where: str, folders: dict[Modality, Path], pairs: Sequence[tuple[str, str]]) -> Example:
+    kinds = list(dict.fromkeys(kind for pair in pairs for kind in pair))
     if not isinstance(record, dict):
         raise UserError(f"{where}: is not a mapping; give one with the keys {', '.join(kinds)}")
-    for kind in kinds:
-        if not isinstance(record.get(kind), str) or not record[kind].strip():
-            raise UserError(f"{where}: {kind}: is {record.get(kind)!r}; give a {'text' if kind == 'text' else 'path'}")
-    if "text" in kinds and not is_text(record["text"]):
+    given = [kind for kind in kinds if record.get(kind) is not None]
+    for kind in given:
+        if not isinstance(record[kind], str) or not record[kind].strip():
+            raise UserError(f"{where}: {kind}: is {record[kind]!r}; give a {'text' if kind == 'text' else 'path'}")
+    if not any(first in given and second in given for first, second in pairs):
+        needed = " or ".join(f"{first} and {second}" for first, second in dict.fromkeys(pairs))
+        raise UserError(f"{where}: has {' and '.join(given) or 'nothing'} to be compared; give {needed}")
+    if "text" in given and not is_text(record["text"]):
         raise UserError(f"{where}: text: holds half of a character (a surrogate by itself); mend the text")
     media: dict[Modality, tuple[Media, ...]] = {}
     for modality, folder in folders.items():
-        if modality in kinds:
+        if modality in given:
             path = folder / record[modality]
             if not os.path.isfile(path):
                 raise UserError(f"{where}: {modality}: {path}: there is no such file")
             media[modality] = (ImageFile(path) if modality == "image" else SoundFile(path),)
-    messages = (Message("user", record["text"].strip()),) if "text" in kinds else ()
+    messages = (Message("user", record["text"].strip()),) if "text" in given else ()
     return Example(id=str(record.get("id", where)), messages=messages, media=media, where=where)

@@ -43,9 +43,10 @@ class PlainTokenizer:
         tokens = dict.fromkeys([*special_tokens.values(), *others])
         tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in tokens if token not in added])
         self.all_special_ids = [tokenizer.token_to_id(token) for token in tokens]
-        self.unk_token_id = (
-            tokenizer.token_to_id(special_tokens["unk_token"]) if "unk_token" in special_tokens else None
-        )
+        ids = {name: tokenizer.token_to_id(token) for name, token in special_tokens.items()}
+        self.unk_token_id, self.bos_token_id = ids.get("unk_token"), ids.get("bos_token")
+        self.eos_token_id, self.sep_token_id = ids.get("eos_token"), ids.get("sep_token")
+        self.cls_token_id = ids.get("cls_token")
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -31,13 +31,14 @@ from motet.data.run_file_samples import (
     feed_encoders,
     open_examples,
 )
-from motet.data.run_file_towers import open_tower_examples
+from motet.data.run_file_towers import compared_towers, open_tower_examples
 from motet.data.same_digits import NAMES
 from motet.data.tokenizer import word_level_tokenizer
-from motet.data.tower_layouts import TextLayout
+from motet.data.tower_layouts import CaptionLayout, TextLayout
 from motet.data.tower_preparation import TowerPreparation
 from motet.errors import UserError
 from motet.models.token_counts import modality_of, reads_text
+from motet.plan import DECODER
 from motet.planner.from_run_file import read_workloads
 from motet.workload import ModuleWorkload
 
@@ -109,12 +110,7 @@ def _tower_preparation(config: RunConfig, workloads: Mapping[str, ModuleWorkload
     for name, part in config.model.towers.items():
         values, where = workloads[name].config, f"model.towers.{name}"
         if reads_text(values):
-            if isinstance(data, SameDigitsConfig):
-                tokenizer: Any = word_level_tokenizer([" ".join(NAMES)])
-            else:
-                assert isinstance(data, PairsConfig)
-                tokenizer = _loaded(AutoTokenizer, data.tokenizer, part, "data.tokenizer")
-            towers[name] = TextLayout(tokenizer, values, where)
+            towers[name] = TextLayout(_tower_tokenizer(config, part), values, where)
             continue
         if isinstance(data, SameDigitsConfig):
             processor = _dial_a_digit_processor(workloads[name], name)
@@ -123,7 +119,17 @@ def _tower_preparation(config: RunConfig, workloads: Mapping[str, ModuleWorkload
             kind = AutoImageProcessor if modality_of(values) == "image" else AutoFeatureExtractor
             processor = _loaded(kind, data.processors.get(name), part, f"data.processors.{name}")
         towers[name] = EncoderInput(modality=modality_of(values), processor=processor, config=values, name=where)
-    return TowerPreparation(towers)
+    captions, decoder = None, config.model.decoder
+    if decoder is not None:
+        captions = CaptionLayout(_tower_tokenizer(config, decoder), workloads[DECODER].config, decoder.reads)
+    return TowerPreparation(towers, compared_towers(config), captions)
+
+
+def _tower_tokenizer(config: RunConfig, part: PartConfig) -> Any:
+    if isinstance(config.data, SameDigitsConfig):
+        return word_level_tokenizer([" ".join(NAMES)])
+    assert isinstance(config.data, PairsConfig)
+    return _loaded(AutoTokenizer, config.data.tokenizer, part, "data.tokenizer")
 
 
 def _stored_processors(

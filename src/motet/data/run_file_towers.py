@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from motet.config import PairsConfig, RunConfig, SameDigitsConfig
+from motet.config import PairsConfig, PartConfig, RunConfig, SameDigitsConfig
 from motet.data.encoder_layout import EncoderLayout
 from motet.data.example import Modality
 from motet.data.pairs import PairExamples
@@ -19,9 +19,11 @@ from motet.data.run_file_samples import (
 )
 from motet.data.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.data.tokenizer import plain_word_level_tokenizer
-from motet.data.tower_layouts import TextLayout, TowerLayouts
+from motet.data.tower_layouts import CaptionLayout, TextLayout, TowerLayouts
 from motet.errors import UserError
 from motet.models.token_counts import modality_of, reads_text
+from motet.plan import DECODER
+from motet.schedule.batch_sync import Pair, pairs_of
 from motet.workload import ModuleWorkload
 
 Workloads = Mapping[str, ModuleWorkload]
@@ -39,10 +41,18 @@ def open_tower_examples(config: RunConfig, workloads: Workloads) -> RunExamples:
     for name in data.processors:
         if name not in config.model.towers:
             raise UserError(f"data.processors.{name}: is no tower; the model has {', '.join(config.model.towers)}")
-    kinds = ["text" if reads_text(w.config) else modality_of(w.config) for w in _towers(config, workloads).values()]
+    kinds = {
+        name: "text" if reads_text(w.config) else modality_of(w.config)
+        for name, w in _towers(config, workloads).items()
+    }
+    pairs = [(kinds[first], kinds[second]) for first, second in compared_towers(config)]
     folders: dict[Modality, Path] = {"image": Path(data.image_folder), "audio": Path(data.audio_folder)}
-    train = PairExamples(data.files, folders, kinds)
-    return RunExamples(train, PairExamples(data.eval_files, folders, kinds) if data.eval_files else None)
+    train = PairExamples(data.files, folders, pairs)
+    return RunExamples(train, PairExamples(data.eval_files, folders, pairs) if data.eval_files else None)
+
+
+def compared_towers(config: RunConfig) -> tuple[Pair, ...]:
+    return pairs_of(tuple(config.model.towers), config.model.contrastive.anchor)
 
 
 def plain_tower_layouts(config: RunConfig, workloads: Workloads) -> TowerLayouts | None:
@@ -51,7 +61,7 @@ def plain_tower_layouts(config: RunConfig, workloads: Workloads) -> TowerLayouts
     for name, workload in _towers(config, workloads).items():
         values, where = workload.config, f"model.towers.{name}"
         if reads_text(values):
-            tokenizer = _plain_tokenizer(config, name)
+            tokenizer = _plain_tokenizer(config, config.model.towers[name])
             if tokenizer is None:
                 return None
             towers[name] = TextLayout(tokenizer, values, where)
@@ -68,14 +78,20 @@ def plain_tower_layouts(config: RunConfig, workloads: Workloads) -> TowerLayouts
         if not layout.has_rule:
             return None
         towers[name] = layout
-    return TowerLayouts(towers)
+    captions = None
+    if config.model.decoder is not None:
+        tokenizer = _plain_tokenizer(config, config.model.decoder)
+        if tokenizer is None:
+            return None
+        captions = CaptionLayout(tokenizer, workloads[DECODER].config, config.model.decoder.reads)
+    return TowerLayouts(towers, compared_towers(config), captions)
 
 
-def _plain_tokenizer(config: RunConfig, name: str) -> Any:
+def _plain_tokenizer(config: RunConfig, part: PartConfig) -> Any:
     if isinstance(config.data, SameDigitsConfig):
         return plain_word_level_tokenizer([" ".join(NAMES)])
     assert isinstance(config.data, PairsConfig)
-    return read_tokenizer(partial(stored_file, config.data.tokenizer or source_of(config.model.towers[name])))
+    return read_tokenizer(partial(stored_file, config.data.tokenizer or source_of(part)))
 
 
 def _towers(config: RunConfig, workloads: Workloads) -> dict[str, ModuleWorkload]:

@@ -1,12 +1,12 @@
-"""From examples to the metadata of samples for contrastive towers: one image, sound or text of each. Pure: no torch.
+"""From examples to the metadata of samples for contrastive towers: an image, sound or text of each. Pure: no torch.
 
 Texts are tokenized as the family's own processor would: CLIP's ends with its end-of-text token, where its features are
 taken; SigLIP's is padded to the longest that its tower takes, because its features are those of the last place; BERT's
-stands as it is. Longer texts are cut.
+stands as it is. Longer texts are cut. A caption decoder beside the towers is fed the same text.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.data.encoder_layout import EncoderLayout
@@ -14,10 +14,21 @@ from motet.data.example import Example
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.token_counts import config_value
-from motet.plan import CONTRASTIVE
+from motet.plan import CONTRASTIVE, DECODER
+from motet.schedule.batch_sync import num_comparisons
 
 LEGACY_END = 2
 """CLIP configurations with this `eos_token_id` take the features at the token with the highest number."""
+
+
+def check_tokenizer(tokenizer: Any, config: Any, name: str) -> None:
+    """Raises `UserError` if it has more tokens than the model called `name`."""
+    own = config_value(config, "vocab_size")
+    if len(tokenizer) > own:
+        raise UserError(
+            f"{name}: its vocabulary has {own} tokens, but the tokenizer has {len(tokenizer)}; set "
+            f"vocab_size to {len(tokenizer)} or take the model's own tokenizer"
+        )
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,7 @@ class TextLayout:
     """Of the tower in the run file, for messages."""
 
     def __post_init__(self) -> None:
-        own = config_value(self.config, "vocab_size")
-        if len(self.tokenizer) > own:
-            raise UserError(
-                f"{self.name}: its vocabulary has {own} tokens, but the tokenizer has {len(self.tokenizer)}; set "
-                f"vocab_size to {len(self.tokenizer)} or take the model's own tokenizer"
-            )
+        check_tokenizer(self.tokenizer, self.config, self.name)
 
     def ids(self, text: str) -> list[int]:
         """Token ids, as many as the layout says."""
@@ -63,19 +69,68 @@ class TextLayout:
         return Segment(len(ids), num_outputs=1, grid=grid)
 
 
+@dataclass(frozen=True)
+class CaptionLayout:
+    """How a caption decoder is fed: the text between a token that begins it and one that ends it."""
+
+    tokenizer: Any
+    """As a text tower's."""
+    config: Any
+    """The decoder's configuration."""
+    reads: str
+    """The tower to whose features it attends."""
+
+    def __post_init__(self) -> None:
+        check_tokenizer(self.tokenizer, self.config, f"model.{DECODER}")
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids, all of which but the first are to be predicted. What is too long is cut."""
+        ids: list[int] = list(self.tokenizer(text)["input_ids"])
+        begin = self._special("bos_token_id", "cls_token_id", "eos_token_id")
+        end = self._special("eos_token_id", "sep_token_id")
+        if begin is not None and ids[:1] != [begin]:
+            ids = [begin, *ids]
+        if end is not None and (len(ids) == 1 or ids[-1] != end):
+            ids = [*ids, end]
+        if not ids:
+            raise UserError("its text has no tokens; give it some")
+        return ids[: config_value(self.config, "max_position_embeddings")]
+
+    def _special(self, *names: str) -> int | None:
+        """The first of these special tokens that the tokenizer has."""
+        found = (getattr(self.tokenizer, name, None) for name in names)
+        return next((token for token in found if token is not None), None)
+
+
 @dataclass(frozen=True, eq=False)
 class TowerLayouts:
-    """Of samples that have an item for every tower."""
+    """Of samples that have items for some of the towers."""
 
     towers: Mapping[str, EncoderLayout | TextLayout]
+    pairs: Sequence[tuple[str, str]]
+    """Of towers that are compared."""
+    captions: CaptionLayout | None = None
+    """How the caption decoder is fed, if there is one."""
 
     def sample(self, example: Example) -> Sample:
         """The metadata. No pixels or waveforms are decoded. Raises `UserError` naming the example's file and line."""
         try:
-            layouts = {name: (self._segment(name, example),) for name in self.towers}
+            layouts = {name: (self._segment(name, example),) for name in self.towers if self._has(name, example)}
+            num_loss_tokens = {CONTRASTIVE: num_comparisons(self.pairs, layouts)}
+            if self.captions is not None and self.captions.reads in layouts:
+                (seen,) = layouts[self.captions.reads]
+                layouts[self.captions.reads] = (replace(seen, num_outputs=1 + seen.num_tokens),)
+                if example.messages:
+                    num_tokens = len(self.captions.ids(text_of(example)))
+                    layouts[DECODER] = (Segment(num_tokens),)
+                    num_loss_tokens[DECODER] = num_tokens - 1
         except ValueError as error:
             raise UserError(f"{example.where or example.id}: {error}") from None
-        return Sample(id=example.id, layouts=layouts, num_loss_tokens={CONTRASTIVE: 1})
+        return Sample(id=example.id, layouts=layouts, num_loss_tokens=num_loss_tokens)
+
+    def _has(self, name: str, example: Example) -> bool:
+        fed = self.towers[name]
+        return bool(example.messages) if isinstance(fed, TextLayout) else bool(example.media.get(fed.modality))
 
     def _segment(self, name: str, example: Example) -> Segment:
         fed = self.towers[name]

@@ -11,6 +11,7 @@ from motet.data.encoder_input import EncoderInput
 from motet.data.example import Example
 from motet.data.tower_layouts import TextLayout, TowerLayouts, text_of
 from motet.errors import UserError
+from motet.plan import DECODER
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +19,11 @@ class TowerPreparation(TowerLayouts):
     towers: Mapping[str, EncoderInput | TextLayout]
 
     def features(self, example: Example, module: str) -> dict[str, Tensor]:
-        """The tensors of one tower. Raises `UserError` naming the file that cannot be decoded."""
+        """The tensors of a tower or of the decoder. Raises `UserError` naming the file that cannot be decoded."""
+        if module == DECODER:
+            assert self.captions is not None
+            ids = torch.tensor(self.captions.ids(text_of(example)))
+            return {"input_ids": ids, "labels": ids}
         fed = self.towers[module]
         if isinstance(fed, TextLayout):
             return {"input_ids": torch.tensor([fed.ids(text_of(example))])}
@@ -29,7 +34,8 @@ class TowerPreparation(TowerLayouts):
 
     @property
     def tools(self) -> dict[str, Any]:
-        """By tower: its tokenizer or processor."""
-        return {
+        """By tower, and of the caption decoder: its tokenizer or processor."""
+        towers = {
             name: fed.tokenizer if isinstance(fed, TextLayout) else fed.processor for name, fed in self.towers.items()
         }
+        return towers if self.captions is None else {**towers, DECODER: self.captions.tokenizer}

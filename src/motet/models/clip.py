@@ -77,7 +77,7 @@ def _architecture(model: ContrastiveModule) -> tuple[ModalityModule, ModalityMod
     towers = list(model.modality_modules().values())
     by_family = {tower.module.config.model_type: tower for tower in towers}
     for (image, text, kind), classes in ARCHITECTURES.items():
-        if by_family.keys() != {image, text} or len(towers) != 2 or model.loss.kind != kind:
+        if by_family.keys() != {image, text} or len(towers) != 2 or model.loss.kind != kind or model.reads:
             continue
         wants_projections = classes[0] is CLIPModel
         if all(_is_matrix(tower.projector) if wants_projections else tower.projector is None for tower in towers):

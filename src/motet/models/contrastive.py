@@ -1,14 +1,16 @@
 """A contrastive model out of unmodified HuggingFace modules: towers whose features of one sample are to be alike.
 
-CLIP, SigLIP, LiT (one tower frozen), and any number of towers. It runs by itself in one process; the run file's
-`model.towers`, or `motet.runtime.contrastive_module`, distribute it. (DistMM, sections 2.2 and 5.)
+CLIP, SigLIP, LiT (one tower frozen), CoCa-like (a decoder captions what one tower sees), and any number of towers. It
+runs by itself in one process; the run file's `model.towers`, or `motet.runtime.contrastive_module`, distribute it.
+(DistMM, sections 2.2 and 5.)
 
 A tower is a `ModalityModule`; its projector brings what transformers calls the encoder's `pooler_output` to the width
 that all towers share. What is frozen is said as in `motet.models.multimodal`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +18,16 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from motet.data.batch import Batch
+from motet.data.sample import Sample
 from motet.errors import UserError
+from motet.models.caption_decoder import CaptionDecoderStage, is_caption_decoder, num_decoder_layers
 from motet.models.contrastive_loss import LossKind
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
 from motet.models.encoders import family_of
 from motet.models.multimodal import ModalityModule
 from motet.models.projector import projected_size
-from motet.plan import CONTRASTIVE
+from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import pairs_of, whole
 
 LOSSES: tuple[LossKind, ...] = ("softmax", "sigmoid")
@@ -49,6 +53,18 @@ class ContrastiveLoss(nn.Module):
             self.logit_bias = nn.Parameter(torch.tensor(SIGLIP_BIAS if logit_bias is None else logit_bias))
 
 
+@dataclass(frozen=True)
+class CaptionDecoder:
+    """What makes a model CoCa-like (Yu et al. 2022): a captioning loss beside the contrastive one."""
+
+    module: Any
+    """A GPT2LMHeadModel or BertLMHeadModel with cross-attention, as wide as the towers' features."""
+    reads: str
+    """The tower to whose features it attends."""
+    loss_weight: float = 2.0
+    """Of the captioning loss, the mean over the captions' tokens."""
+
+
 class ContrastiveModule(nn.Module):
     """Towers and their loss.
 
@@ -58,6 +74,8 @@ class ContrastiveModule(nn.Module):
         width: of the features; None: that of the towers whose projector or encoder says it.
         anchor: the tower that each other one is compared with; None: all pairs.
         seed: of projectors given by name.
+        decoder: captions what one of the towers sees; None: there is none.
+        loss_weight: of the contrastive loss.
     """
 
     def __init__(
@@ -68,6 +86,8 @@ class ContrastiveModule(nn.Module):
         width: int | None = None,
         anchor: str | None = None,
         seed: int = 0,
+        decoder: CaptionDecoder | None = None,
+        loss_weight: float = 1.0,
     ) -> None:
         super().__init__()
         self.pairs = pairs_of(list(towers), anchor)
@@ -85,6 +105,12 @@ class ContrastiveModule(nn.Module):
                     raise UserError(f"width: is missing, but {name}'s projector is to be built; give it")
                 tower.build_projector(width, seed=seed + i)
         self.width = _common_width(self.modality_modules(), width)
+        self.loss_weight = loss_weight
+        self.decoder: Any = None if decoder is None else decoder.module
+        self.reads, self.caption_weight = ("", 0.0) if decoder is None else (decoder.reads, decoder.loss_weight)
+        if decoder is not None:
+            _check_decoder(decoder, self.modality_modules(), self.width)
+            self.modality_modules()[decoder.reads].pooling = "first"
         dtype = next(self.towers.parameters()).dtype
         self.loss.to(dtype)
         self.train()
@@ -102,6 +128,7 @@ class ContrastiveModule(nn.Module):
                 for part, module in t.parts().items()
             },
             f"{CONTRASTIVE}.module": self.loss,
+            **({} if self.decoder is None else {f"{DECODER}.module": self.decoder}),
         }
 
     def freeze_eval_parts(self) -> None:
@@ -124,13 +151,41 @@ class ContrastiveModule(nn.Module):
         return ContrastiveStage(self.loss.kind, self.pairs, self.width, self.loss.logit_scale, self.loss.logit_bias)
 
     def embeddings(self, batch: Batch) -> dict[str, Tensor]:
-        """Of each tower: [samples, width], not normalized."""
-        return {
-            name: tower_stage(name, tower)(
-                None, {}, [batch.features(name, i) for i in range(len(batch.samples))], batch.samples
-            )
-            for name, tower in self.modality_modules().items()
-        }
+        """Of each tower: [samples that have an item for it, width], not normalized."""
+        return self._pooled(self._outputs(batch), batch)
+
+    def _pooled(self, outputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        if self.decoder is None:
+            return dict(outputs)
+        return {**outputs, self.reads: first_of_each(outputs[self.reads], batch.samples, self.reads)}
+
+    def _outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """What each tower hands on: of the one that the decoder reads, each sample's features too."""
+        outputs = {}
+        for name, tower in self.modality_modules().items():
+            able = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
+            outputs[name] = self.loss.logit_scale.new_zeros(0, self.width)
+            if able:
+                features = [batch.features(name, i) for i in able]
+                outputs[name] = tower_stage(name, tower)(None, {}, features, [batch.samples[i] for i in able])
+        return outputs
+
+    def caption_loss(self, seen: Tensor, batch: Batch) -> Tensor:
+        """The mean over the captions' tokens. `seen`: what the tower that is read hands on."""
+        assert self.decoder is not None
+        able = [i for i, sample in enumerate(batch.samples) if sample.has(DECODER)]
+        num_tokens = sum(batch.samples[i].num_loss_tokens[DECODER] for i in able)
+        if not num_tokens:
+            return seen.new_zeros(())
+        rows = seen.split([sample.num_outputs(self.reads) for sample in batch.samples])
+        stage = CaptionDecoderStage(DECODER, self.decoder, (0, num_decoder_layers(self.decoder)))
+        total: Tensor = stage(
+            None,
+            {self.reads: torch.cat([rows[i] for i in able])},
+            [batch.features(DECODER, i) for i in able],
+            [batch.samples[i] for i in able],
+        )
+        return total / num_tokens
 
     def forward(self, **batch: Any) -> ModelOutput:
         """In one process. Takes what HF processors return (see `motet.models.tower_batch`); returns as `run`."""
@@ -143,13 +198,51 @@ class ContrastiveModule(nn.Module):
         return self.run(batch_of_towers(self, batch))
 
     def run(self, batch: Batch) -> ModelOutput:
-        """`loss`, the mean over the samples as one contrastive batch, and each tower's `<name>_embeds`, normalized."""
-        embeddings = self.embeddings(batch)
+        """`loss`, with all samples as one contrastive batch, and each tower's `<name>_embeds`, normalized; with a
+        decoder `contrastive_loss` and `caption_loss`, of which `loss` is the weighted sum."""
+        outputs = self._outputs(batch)
+        embeddings = self._pooled(outputs, batch)
         with_gradient = frozenset(name for name, tensor in embeddings.items() if tensor.requires_grad)
-        shares = whole(len(batch.samples), tuple(embeddings), with_gradient)
-        loss = self.loss_stage().loss(embeddings, shares) / len(batch.samples)
+        places = {name: [i for i, s in enumerate(batch.samples) if s.has(name)] for name in embeddings}
+        num_comparisons = sum(sample.num_loss_tokens[CONTRASTIVE] for sample in batch.samples)
+        summed = self.loss_stage().loss(embeddings, whole(places, with_gradient))
+        contrastive_loss = summed / max(1, num_comparisons)
         normalized = {f"{name}_embeds": nn.functional.normalize(t, dim=-1) for name, t in embeddings.items()}
-        return ModelOutput(loss=loss, **normalized)
+        loss = self.loss_weight * contrastive_loss
+        if self.decoder is None:
+            return ModelOutput(loss=loss, **normalized)
+        caption_loss = self.caption_loss(outputs[self.reads], batch)
+        return ModelOutput(
+            loss=loss + self.caption_weight * caption_loss,
+            contrastive_loss=contrastive_loss,
+            caption_loss=caption_loss,
+            **normalized,
+        )
+
+
+def first_of_each(rows: Tensor, samples: Sequence[Sample], tower: str) -> Tensor:
+    """Of what a tower hands on: the first vector of each sample that has an item."""
+    counts = [sample.num_outputs(tower) for sample in samples if sample.has(tower)]
+    firsts = torch.tensor([0, *counts[:-1]], device=rows.device).cumsum(0)[: len(counts)]
+    return rows.index_select(0, firsts)
+
+
+def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule], width: int) -> None:
+    if decoder.reads not in towers:
+        raise UserError(f"decoder: there is no tower {decoder.reads!r} to read; give one of {', '.join(towers)}")
+    if DECODER in towers:
+        raise UserError(f"towers: {DECODER} is the caption decoder's name; give the tower another one")
+    if not is_caption_decoder(decoder.module):
+        raise UserError(
+            f"decoder: {type(decoder.module).__name__} attends to no encoder; give a GPT2LMHeadModel whose "
+            "configuration has add_cross_attention=True, or a BertLMHeadModel with is_decoder=True too"
+        )
+    hidden_size = decoder.module.config.hidden_size
+    if hidden_size != width:
+        raise UserError(
+            f"decoder: is {hidden_size} wide, but {decoder.reads} hands on features of {width}; give all towers "
+            f"projectors to {hidden_size}"
+        )
 
 
 def check_tower(name: str, tower: ModalityModule) -> None:

@@ -5,13 +5,17 @@ Each rank has the features of some samples of some towers. It gets those of all 
 and swaps log-sum-exps with the owners of the other direction; then its rows' gradients are complete where they are
 needed, and none have to be sent.
 
-The loss of a sample is the mean over the pairs of towers: all of them, or those with the anchor. Features are
-normalized here, so that a tower hands on what transformers calls its embeddings.
+A pair of towers compares the samples that have an item for both, with one another and with no other sample. The loss
+is the sum over all pairs of towers (all of them, or those with the anchor) and their samples; whoever divides it by the
+number of these comparisons has their mean. Features are normalized here, so that a tower hands on what transformers
+calls its embeddings.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -71,7 +75,7 @@ class ContrastiveStage(nn.Module):
     output_shape = input_shape
 
     def loss(self, features: Mapping[str, Tensor], shares: Shares) -> Tensor:
-        """The sum of the losses of all samples, alike on all ranks of the group. Collective.
+        """The sum of the losses of all pairs and samples, alike on all ranks of the group. Collective.
 
         `features`: for each tower of which this rank holds some: [own samples, width], in the order of its places.
         The backward exchanges nothing."""
@@ -85,15 +89,29 @@ class ContrastiveStage(nn.Module):
             return _ContrastiveLoss.apply(share, self.logit_scale.exp(), bias, *rows)
 
 
+class _Compared(NamedTuple):
+    """Of one pair of towers: the samples that both have."""
+
+    samples: Ints
+    """Ascending."""
+    own: Mapping[str, Ints]
+    """By tower of the pair: which of this rank's rows are of these samples, ascending."""
+
+    def has_all(self, tower: str) -> bool:
+        return len(self.own[tower]) == len(self.samples)
+
+
+@dataclass(frozen=True, eq=False)
 class _Side:
     """Rows of one tower here against all samples of another one."""
 
-    def __init__(self, pair: int, rows: str, columns: str, *, both: bool, counts: bool) -> None:
-        self.pair, self.rows, self.columns = pair, rows, columns
-        self.both = both
-        """Whether this rank has all rows of both towers; one side does the other's work then."""
-        self.counts = counts
-        """Whether the gradients of scale and bias are counted here and not on the other side."""
+    rows: str
+    columns: str
+    compared: _Compared
+    both: bool
+    """Whether this rank has all rows of both towers; one side does the other's work then."""
+    counts: bool
+    """Whether the gradients of scale and bias are counted here and not on the other side."""
 
 
 class _Share:
@@ -109,27 +127,53 @@ class _Share:
             for name in towers
         }
         """Who needs a tower's features."""
+        self.samples = {name: np.sort(np.concatenate(shares.places[name])) for name in towers}
+        """Of each tower: those that have an item for it."""
+        self.compared = {pair: self._compare(pair) for pair in pairs}
+
+    def _compare(self, pair: Pair) -> _Compared:
+        samples = np.intersect1d(self.samples[pair[0]], self.samples[pair[1]], assume_unique=True)
+        own = {name: np.flatnonzero(np.isin(self.places(name), samples)) for name in pair}
+        return _Compared(samples, own)
 
     def places(self, tower: str) -> Ints:
         return self.shares.places[tower][self.cp.rank]
 
     def sides(self) -> Iterator[_Side]:
-        for i, (a, b) in enumerate(self.pairs):
-            both = len(self.places(a)) == len(self.places(b)) == self.shares.num_samples
+        for (a, b), compared in self.compared.items():
+            both = compared.has_all(a) and compared.has_all(b)
             # A frozen tower's rows need no second pass, if only the other side finds scale and bias.
             counted = b if a not in self.shares.with_gradient and b in self.shares.with_gradient else a
             for rows, columns in [(a, b)] if both else [(a, b), (b, a)]:
-                if len(self.places(rows)):
-                    yield _Side(i, rows, columns, both=both, counts=both or rows == counted)
+                if len(compared.own[rows]):
+                    yield _Side(rows, columns, compared, both=both, counts=both or rows == counted)
 
     def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each tower opposite to one of which this rank has rows: the rows of all samples."""
+        """Of each tower opposite to one of which this rank has rows: the rows of all samples that have an item."""
         exchange = RowExchange(self.cp)
         whole = {
-            name: exchange.gather(own[name], self.shares.places[name], self.receivers[name]) for name in self.towers
+            name: exchange.gather(own[name], _places_among(self.samples[name], places), self.receivers[name])
+            for name, places in ((name, self.shares.places[name]) for name in self.towers)
         }
         exchange.finish()
         return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
+def _places_among(samples: Ints, places: Sequence[Ints]) -> list[Ints]:
+    """Where each member's samples, as far as they are among these, stand among them."""
+    return [np.searchsorted(samples, own[np.isin(own, samples)]) for own in places]
+
+
+def _rows_at(rows: Tensor, at: Ints) -> Tensor:
+    """`rows[at]`; `at` ascends, and mostly all are meant."""
+    return rows if len(at) == len(rows) else rows.index_select(0, torch.from_numpy(at).to(rows.device))
+
+
+def _add_at(total: Tensor, at: Ints, rows: Tensor) -> None:
+    if len(at) == len(total):
+        total += rows
+    else:
+        total.index_add_(0, torch.from_numpy(at).to(total.device), rows)
 
 
 class RowExchange:
@@ -180,8 +224,8 @@ class RowExchange:
 
 
 class _ContrastiveLoss(torch.autograd.Function):
-    """(share, scale, bias, rows of each tower) -> the loss, summed over all samples. Its backward is computed from
-    blocks of similarities, which are computed a second time."""
+    """(share, scale, bias, rows of each tower) -> the loss, summed over pairs and samples. Its backward is computed
+    from blocks of similarities, which are computed a second time."""
 
     @staticmethod
     def forward(ctx: Any, share: _Share, scale: Tensor, bias: Tensor, *rows: Tensor) -> Tensor:
@@ -202,7 +246,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         ctx.share, ctx.lse = share, _exchange_lse(share, found, own) if share.kind == "softmax" else {}
         ctx.save_for_backward(scale, bias, *rows, *whole.values())
         ctx.whole = tuple(whole)
-        return (loss / len(share.pairs)).to(scale.dtype)
+        return loss.to(scale.dtype)
 
     @staticmethod
     @once_differentiable
@@ -221,40 +265,42 @@ class _ContrastiveLoss(torch.autograd.Function):
             similarity = _similarity(share, side, own, whole, scale, bias)
             lse = ctx.lse.get((side.rows, side.columns), (similarity.rows, similarity.columns))
             found: Gradients = gradients(share.kind, similarity, *lse, both=side.both)
-            d_own[side.rows] += found.rows
+            _add_at(d_own[side.rows], side.compared.own[side.rows], found.rows)
             if found.columns is not None:
-                d_own[side.columns] += found.columns
+                _add_at(d_own[side.columns], side.compared.own[side.columns], found.columns)
             if side.counts:
                 d_scale += found.scale
                 d_bias += found.bias
-        factor = d_loss / len(share.pairs)
         return (
             None,
-            (d_scale * factor).to(scale.dtype),
-            (d_bias * factor).to(bias.dtype),
-            *(d_own[name].mul_(factor) for name in share.towers),
+            (d_scale * d_loss).to(scale.dtype),
+            (d_bias * d_loss).to(bias.dtype),
+            *(d_own[name].mul_(d_loss) for name in share.towers),
         )
 
 
 def _similarity(
     share: _Share, side: _Side, own: Mapping[str, Tensor], whole: Mapping[str, Tensor], scale: Tensor, bias: Tensor
 ) -> Similarity:
-    rows = own[side.rows]
-    places = torch.from_numpy(share.places(side.rows)).to(rows.device)
-    return Similarity(rows, whole[side.columns], places, scale.item(), bias.item())
+    samples, at = side.compared.samples, side.compared.own[side.rows]
+    rows = _rows_at(own[side.rows], at)
+    columns = _rows_at(whole[side.columns], np.searchsorted(share.samples[side.columns], samples))
+    places = np.searchsorted(samples, share.places(side.rows)[at])
+    return Similarity(rows, columns, torch.from_numpy(places).to(rows.device), scale.item(), bias.item())
 
 
 def _exchange_lse(
     share: _Share, found: Mapping[tuple[str, str], Values], own: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-    """For each side: the log-sum-exps of its own rows, and of the other direction's, of all samples."""
+    """For each side: the log-sum-exps of its own rows, and of the other direction's, of all samples compared."""
     exchange = RowExchange(share.cp)
     whole = {}
-    for a, b in share.pairs:
+    for (a, b), compared in share.compared.items():
         for rows, columns in ((a, b), (b, a)):
             lse = found[rows, columns].lse if (rows, columns) in found else own[rows].new_empty(0)
             # Whoever has rows of the other tower needs them.
             receivers = [m for m, places in enumerate(share.shares.places[columns]) if len(places)]
-            whole[rows, columns] = exchange.gather(lse, share.shares.places[rows], receivers)
+            places = _places_among(compared.samples, share.shares.places[rows])
+            whole[rows, columns] = exchange.gather(lse, places, receivers)
     exchange.finish()
     return {side: (here.lse, other) for side, here in found.items() if (other := whole[side[::-1]]) is not None}

@@ -58,7 +58,7 @@ def batch_from_dict(model: "MultimodalModule", batch: Mapping[str, Any]) -> Dict
     Raises `ValueError` naming the key that is missing, unknown or does not fit the others.
     """
     encoders = model.modality_modules(encoders_only=True)
-    texts = _texts(batch)
+    texts = texts_of(batch)
     items = {
         name: read_items(name, encoders[name], tensors, batch.get(f"num_{name}_outputs"))
         for name, tensors in tensors_of_encoders(batch, encoders).items()
@@ -90,7 +90,7 @@ def batch_from_dict(model: "MultimodalModule", batch: Mapping[str, Any]) -> Dict
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _texts(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+def texts_of(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """`input_ids` and `labels` of each sample, without padding."""
     if "input_ids" not in batch:
         raise UserError("batch: input_ids is missing; give token ids [samples, tokens]")

@@ -1,8 +1,8 @@
 """Which transformers classes belong to which model, found by name and imported when they are first needed.
 
 A family is named by the `model_type` of its configuration. Its layers are described where they are run: encoders in
-`motet.models.encoders`, language models in `motet.models.language_model_stage`, the cut of their linears in
-`motet.models.shards`.
+`motet.models.encoders`, language models in `motet.models.language_model_stage`, caption decoders in
+`motet.models.caption_decoder`, the cut of their linears in `motet.models.shards`.
 """
 
 import importlib
@@ -12,14 +12,16 @@ import transformers
 from transformers import PretrainedConfig
 
 from motet.errors import UserError
+from motet.models.caption_decoder import DECODER_FAMILIES
 from motet.models.encoders import ENCODER_FAMILIES
 from motet.models.language_model_stage import LANGUAGE_MODELS
 
-Kind = Literal["encoder", "language_model"]
+Kind = Literal["encoder", "language_model", "decoder"]
 
 MODEL_CLASSES: dict[Kind, dict[str, str]] = {
     "encoder": {model_type: family.model_class for model_type, family in ENCODER_FAMILIES.items()},
     "language_model": dict(LANGUAGE_MODELS),
+    "decoder": {model_type: family.model_class for model_type, family in DECODER_FAMILIES.items()},
 }
 """By kind and `model_type`: the class in transformers."""
 

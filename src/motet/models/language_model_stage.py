@@ -385,7 +385,7 @@ class LanguageModelStage(nn.Module):
         context: ContextSequence | None = None,
     ) -> Tensor:
         """The sum of the losses of all tokens with a label; each token predicts the next of its own sample."""
-        labels = torch.cat([_next_labels(f["labels"]) for f in features])
+        labels = torch.cat([next_labels(f["labels"]) for f in features])
         places = sequences.places().to(hidden.device)
         if context is not None:
             labels = labels[context.tokens].masked_fill(~context.held, IGNORED_LABEL)
@@ -404,7 +404,8 @@ class LanguageModelStage(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _next_labels(labels: Tensor) -> Tensor:
+def next_labels(labels: Tensor) -> Tensor:
+    """What each token is to predict: [T] -> [T]."""
     return torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)])
 
 

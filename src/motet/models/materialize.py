@@ -7,12 +7,14 @@ Random weights depend on (seed, module name, layer) alone, so every cut of a mod
 bit. transformers' own `initialize_weights` draws them. It skips what is marked `_is_hf_initialized`, a private name of
 transformers (docs/decisions/materialize.md); a test pins it.
 
+Cross-attention of a caption decoder that was stored without it is drawn.
+
 Limits: safetensors only; weights that transformers computes from several stored tensors (quantised ones) are refused.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from motet.config import PartConfig
 from motet.errors import UserError
+from motet.models.caption_decoder import decoder_layer_parts, is_added, num_decoder_layers
 from motet.models.encoder_stage import encoder_layer_parts, num_encoder_layers
 from motet.models.families import Kind, config_class_named, model_class_of, part_type
 from motet.models.language_model_stage import language_model_layer_parts, num_language_model_layers
@@ -37,7 +40,7 @@ Parts = Mapping[int, tuple[str, ...]]
 
 
 def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedConfig:
-    """The transformers configuration of an encoder or a language model.
+    """The transformers configuration of an encoder, a language model or a caption decoder.
 
     `where`: its key in the run file. Raises `ValueError` naming the key and what is wrong.
     """
@@ -82,31 +85,38 @@ def materialize(
     num_layers = num_module_layers(model, kind)
     first, last = (0, num_layers) if layers is None else (layers[0], min(layers[1], num_layers))
     own = set(range(first, last))
-    is_tied = kind == "language_model" and bool(config.tie_word_embeddings)
+    is_tied = kind != "encoder" and bool(config.tie_word_embeddings)
     if is_tied and num_layers - 1 in own:
         own.add(0)  # The head's weight is the embedding's.
     parts = {layer: layer_parts(model, kind, layer) for layer in sorted(own)}
     outside = _outside_layers(model, [path for layer in range(num_layers) for path in layer_parts(model, kind, layer)])
     _give_memory(model, parts, outside)
     has_weights = part.config is None
+    added = (
+        {n for n, _ in model.named_parameters() if kind == "decoder" and is_added(model, n)} if has_weights else set()
+    )
     if has_weights:
-        for parameter in model.parameters():
-            parameter._is_hf_initialized = True
+        for key, parameter in model.named_parameters():
+            parameter._is_hf_initialized = key not in added
     _draw(model, parts, outside, seed=part.seed, name=name)
     if is_tied and num_layers - 1 in own:
         model.tie_weights()
     if has_weights:
-        _read_weights(model, parts, _folder_of(part), where)
+        _read_weights(model, parts, _folder_of(part), where, may_lack=added)
     return model
 
 
 def num_module_layers(model: nn.Module, kind: Kind) -> int:
     """Without the projector's."""
+    if kind == "decoder":
+        return num_decoder_layers(model)
     return num_language_model_layers(model) if kind == "language_model" else num_encoder_layers(model, None)
 
 
 def layer_parts(model: nn.Module, kind: Kind, layer: int) -> tuple[str, ...]:
     """The paths of the sub-modules that make up one layer; none for a projector's."""
+    if kind == "decoder":
+        return decoder_layer_parts(model, layer)
     if kind == "language_model":
         return language_model_layer_parts(model, layer)
     return encoder_layer_parts(model, layer)
@@ -182,8 +192,9 @@ def _seed(seed: int, name: str, layer: int) -> int:
 
 
 @torch.no_grad()
-def _read_weights(model: Any, parts: Parts, folder: Path, where: str) -> None:
-    """Copies what the parts need out of the folder's safetensors, and reads nothing else."""
+def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lack: Set[str]) -> None:
+    """Copies what the parts need out of the folder's safetensors, and reads nothing else. Of `may_lack`, all or nothing
+    is stored; what is not stays as it was drawn."""
     wanted = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -194,6 +205,8 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str) -> None:
     by_file: dict[Path, list[tuple[str, str]]] = {}
     for name in wanted:
         source = name if name in stored else tied.get(name, name)
+        if name in may_lack and may_lack.isdisjoint(stored):
+            continue
         if source not in stored:
             raise UserError(f"{where}: {folder} has no weights for {name}; is it of another model?")
         file, key = stored[source]

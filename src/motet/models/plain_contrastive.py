@@ -15,25 +15,55 @@ from motet.data.batch import Batch
 def plain_contrastive_loss(
     towers: Mapping[str, Any], loss: Any, batch: Batch, *, pairs: Sequence[tuple[str, str]], batch_size: int
 ) -> Tensor:
-    """The mean over contrastive batches of the mean over pairs of towers, with its graph.
+    """The mean over all comparisons: of each contrastive batch, each pair of towers, and each sample that has both.
+    With its graph.
 
     Args:
         towers: by name: has `module`, the transformers encoder, and `projector`, or None.
         loss: has `kind`, "softmax" or "sigmoid", `logit_scale` (a logarithm) and `logit_bias`, or None.
         batch_size: of a contrastive batch.
     """
-    embeddings = {
-        name: torch.cat([_embedding(tower, batch, name, i) for i in range(len(batch.samples))])
-        for name, tower in towers.items()
-    }
-    normalized = {name: e / e.norm(dim=-1, keepdim=True) for name, e in embeddings.items()}
-    losses = []
+    normalized: dict[str, dict[int, Tensor]] = {name: {} for name in towers}
+    for name, tower in towers.items():
+        for i, sample in enumerate(batch.samples):
+            if sample.has(name):
+                embedding = _embedding(tower, batch, name, i)
+                normalized[name][i] = embedding / embedding.norm(dim=-1, keepdim=True)
+    total, count = loss.logit_scale * 0.0, 0
     for first in range(0, len(batch.samples), batch_size):
-        part = slice(first, first + batch_size)
         for a, b in pairs:
-            logits = loss.logit_scale.exp() * normalized[a][part] @ normalized[b][part].T
-            losses.append(_clip(logits) if loss.kind == "softmax" else _siglip(logits + loss.logit_bias))
-    return torch.stack(losses).mean()
+            both = [i for i in range(first, first + batch_size) if i in normalized[a] and i in normalized[b]]
+            if not both:
+                continue
+            left, right = (torch.cat([normalized[name][i] for i in both]) for name in (a, b))
+            logits = loss.logit_scale.exp() * left @ right.T
+            mean = _clip(logits) if loss.kind == "softmax" else _siglip(logits + loss.logit_bias)
+            total, count = total + mean * len(both), count + len(both)
+    return total / max(1, count)
+
+
+def plain_caption_loss(tower: Any, decoder: Any, batch: Batch, *, reads: str, name: str) -> Tensor:
+    """The mean over all captions' tokens, caption by caption.
+
+    Args:
+        tower: as above; the decoder attends to its `last_hidden_state`, through its projector.
+        decoder: a causal model of transformers with cross-attention.
+        reads: the tower's name, `name` the decoder's.
+    """
+    total: Any = 0.0
+    count = 0
+    for i, sample in enumerate(batch.samples):
+        if not sample.has(name):
+            continue
+        states = tower.module(**batch.features(reads, i)).last_hidden_state
+        if tower.projector is not None:
+            states = tower.projector(states)
+        text = batch.features(name, i)
+        logits = decoder(input_ids=text["input_ids"][None], encoder_hidden_states=states, use_cache=False).logits[0]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        total = total + functional.cross_entropy(wide[:-1], text["labels"][1:], ignore_index=-100, reduction="sum")
+        count += int((text["labels"][1:] != -100).sum())
+    return torch.as_tensor(total) / max(1, count)
 
 
 def _clip(logits: Tensor) -> Tensor:

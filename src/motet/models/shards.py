@@ -82,6 +82,7 @@ def _columns(*paths: str) -> dict[str, tuple[int | str, ...]]:
 
 
 _SELF_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_BERT_ATTENTION = ("attention.self", "crossattention.self")
 _GATED_MLP = ("mlp.gate_proj", "mlp.up_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
 _GROUPED_QUERY = {
@@ -165,10 +166,13 @@ SHARDS: Mapping[str, FamilyShards] = {
     "siglip_text_model": _CLIP,
     "bert": FamilyShards(
         layers="encoder.layer",
-        column=_columns("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
-        row=("attention.output.dense", "output.dense"),
-        regions=("attention.self", "intermediate"),
-        counts=("attention.self.num_attention_heads", "attention.self.all_head_size"),
+        column=_columns(
+            *(f"{path}.{name}" for path in _BERT_ATTENTION for name in ("query", "key", "value")), "intermediate.dense"
+        ),
+        row=("attention.output.dense", "crossattention.output.dense", "output.dense"),
+        regions=(*_BERT_ATTENTION, "intermediate"),
+        counts=tuple(f"{path}.{name}" for path in _BERT_ATTENTION for name in ("num_attention_heads", "all_head_size")),
+        region_inputs=("encoder_hidden_states",),
         must_divide=_named("num_attention_heads", "intermediate_size"),
     ),
     "dinov2": FamilyShards(

@@ -7,6 +7,7 @@ from itertools import groupby
 from torch import nn
 
 from motet.data.sample import Sample, Segment
+from motet.models.caption_decoder import CaptionDecoderStage
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
 from motet.models.language_model_stage import (
     LanguageModelStage,
@@ -17,8 +18,9 @@ from motet.models.language_model_stage import (
 from motet.models.multimodal import ModalityModule, MultimodalModule
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.token_counts import encoder_segment
-from motet.plan import Edge, LayerRange
+from motet.plan import DECODER, Edge, LayerRange
 from motet.workload import LayerShape, Linear, ModuleWorkload, module_workload, with_projector
+from motet.workload_decoders import decoder_workload
 
 LANGUAGE_MODEL = "language_model"
 
@@ -33,7 +35,7 @@ class ModuleStructure:
     trainable: tuple[LayerRange, ...]
     """The layers with a parameter that requires a gradient."""
     loss_weight: float
-    """1 for the language model, which computes the loss; 0 for encoders."""
+    """1 for a language model, which computes the loss, or what is given for a decoder; 0 for encoders."""
 
 
 def module_structures(model: MultimodalModule, *, packing: bool = False) -> dict[str, ModuleStructure]:
@@ -79,6 +81,10 @@ def trainable_layers(name: str, module: ModalityModule) -> tuple[LayerRange, ...
         stage = LanguageModelStage(name, module.module, (0, num_language_model_layers(module.module)))
     else:
         stage = EncoderStage(name, module, (0, num_encoder_layers(module.module, module.projector)))
+    return _trainable_layers_of(stage)
+
+
+def _trainable_layers_of(stage: LanguageModelStage | EncoderStage | CaptionDecoderStage) -> tuple[LayerRange, ...]:
     layers = {
         layer
         for local_name, parameter in stage.named_parameters()
@@ -107,6 +113,16 @@ def workload_of(module: ModalityModule, *, packing: bool = False) -> ModuleWorkl
             workload = replace(workload, layers=(*workload.layers, layer), output_size=layer.hidden_size)
     assert workload.num_layers == num_encoder_layers(module.module, projector)
     return workload
+
+
+def decoder_structure(decoder: nn.Module, *, loss_weight: float) -> ModuleStructure:
+    """Of a caption decoder."""
+    workload = decoder_workload(decoder.config.to_dict())  # type: ignore[union-attr, operator]
+    return ModuleStructure(
+        workload=replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(decoder) else ()),
+        trainable=_trainable_layers_of(CaptionDecoderStage(DECODER, decoder, (0, workload.num_layers))),
+        loss_weight=loss_weight,
+    )
 
 
 def _own_projector_layer(projector: nn.Module) -> LayerShape:

@@ -1,14 +1,23 @@
 """A dict of tensors, as HuggingFace processors return it, as the batch of a contrastive model.
 
-Keys (B samples, each with one item for every tower): `pixel_values` [B, C, H, W], `input_features` [B, mel, frames],
+Keys (B samples): `pixel_values` [B, C, H, W], `input_features` [B, mel, frames],
 `input_ids` [B, T] with, for BERT, its `attention_mask` [B, T] (0 = padding on the right). Where two towers read the
 same key, each has a dict of its own under its name: `batch["left"] = {"pixel_values": ...}`. Audio may come with
 `feature_attention_mask` [B, frames].
 
+Where some samples have no item for a tower, `batch["present"][tower]` [B] says which do; what stands in the places of
+the others is not looked at. A sample is compared in the pairs of towers of which it has both.
+
 CLIP's and SigLIP's texts stay as they are, padding included: transformers computes them so.
+
+A caption decoder has a dict of its own, `batch["decoder"]`: `input_ids` [B, T], and either `labels` [B, T] as
+transformers takes them (-100: no loss) or none, if all tokens are to be predicted; `attention_mask` [B, T] (0 =
+padding, all of it where a sample has no caption). A sample without an item for the tower that the decoder reads has no
+caption.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +26,11 @@ from torch import Tensor
 from motet.data.sample import Sample, Segment
 from motet.data.tower_layouts import LEGACY_END
 from motet.errors import UserError
-from motet.models.dict_batch import DictBatch
+from motet.models.dict_batch import IGNORED_LABEL, DictBatch, texts_of
 from motet.models.encoders import family_of
 from motet.models.token_counts import encoder_segment, grid_of, reads_text
-from motet.plan import CONTRASTIVE
+from motet.plan import CONTRASTIVE, DECODER
+from motet.schedule.batch_sync import num_comparisons
 
 if TYPE_CHECKING:
     from motet.models.contrastive import ContrastiveModule
@@ -32,30 +42,68 @@ def batch_of_towers(model: "ContrastiveModule", batch: Mapping[str, Any]) -> Dic
     """Reads only configurations of `model`. Raises `UserError` naming the key that is missing or does not fit."""
     towers = model.modality_modules()
     keys = {name: family_of(tower.module).feature for name, tower in towers.items()}
-    segments: dict[str, list[Segment]] = {}
+    for name in batch.get("present", {}):
+        if name not in towers:
+            raise UserError(f"batch: present[{name!r}] is of no tower; the model has {', '.join(towers)}")
+    segments: dict[str, list[Segment | None]] = {}
     tensors: dict[str, list[dict[str, Tensor]]] = {}
     for name, tower in towers.items():
         given = batch.get(name, batch)
         if given is batch and list(keys.values()).count(keys[name]) > 1:
             raise UserError(f"batch: several towers read {keys[name]}; give each a dict of its own under its name")
-        segments[name], tensors[name] = _items(name, tower.module.config, keys[name], given)
+        present = batch.get("present", {}).get(name)
+        segments[name], tensors[name] = _items(name, tower.module.config, keys[name], given, present)
     sizes = {name: len(own) for name, own in segments.items()}
     if len(set(sizes.values())) > 1 or not all(sizes.values()):
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise UserError(f"batch: the towers have different numbers of samples ({listed}); give each sample to all")
-    samples = tuple(
-        Sample(str(i), {name: (own[i],) for name, own in segments.items()}, {CONTRASTIVE: 1})
-        for i in range(next(iter(sizes.values())))
-    )
-    return DictBatch(samples, tensors)
+    if model.reads:
+        segments[model.reads] = [s and replace(s, num_outputs=1 + s.num_tokens) for s in segments[model.reads]]
+        tensors[DECODER] = _captions(batch, segments[model.reads])
+    samples = []
+    for i in range(next(iter(sizes.values()))):
+        layouts = {name: (segment,) for name, own in segments.items() if (segment := own[i]) is not None}
+        num_loss_tokens = {CONTRASTIVE: num_comparisons(model.pairs, layouts)}
+        caption = tensors[DECODER][i] if model.reads else {}
+        if caption:
+            layouts[DECODER] = (Segment(len(caption["input_ids"])),)
+            num_loss_tokens[DECODER] = int((caption["labels"][1:] != IGNORED_LABEL).sum())
+        samples.append(Sample(str(i), layouts, num_loss_tokens))
+    return DictBatch(tuple(samples), tensors)
 
 
-def _items(name: str, config: Any, key: str, given: Mapping[str, Any]) -> tuple[list[Segment], list[dict[str, Tensor]]]:
+def _captions(batch: Mapping[str, Any], seen: Sequence[Segment | None]) -> list[dict[str, Tensor]]:
+    """Of each sample, `input_ids` and `labels`, without padding; empty where there is no caption, or nothing to see."""
+    given = batch.get(DECODER)
+    if not isinstance(given, Mapping) or "input_ids" not in given:
+        raise UserError(f"batch: {DECODER} is missing; give it a dict with the captions' input_ids")
+    mask = given.get("attention_mask")
+    written = torch.ones(len(given["input_ids"]), dtype=torch.bool) if mask is None else mask.any(1)
+    text = {"labels": given["input_ids"], **given}
+    if mask is not None:
+        text["attention_mask"] = mask.masked_fill(~written[:, None], 1)
+    if len(written) != len(seen):
+        raise UserError(f"batch: {DECODER} has {len(written)} captions for {len(seen)} samples; give each sample one")
+    captions = zip(texts_of(text), written.tolist(), seen, strict=True)
+    return [caption if is_written and segment is not None else {} for caption, is_written, segment in captions]
+
+
+def _items(
+    name: str, config: Any, key: str, given: Mapping[str, Any], present: Any
+) -> tuple[list[Segment | None], list[dict[str, Tensor]]]:
+    """Of each sample; None and empty for those that have no item."""
     features = given.get(key)
     if not isinstance(features, Tensor) or features.dim() < 2:
         raise UserError(f"batch: {key} of tower {name} is missing or no tensor of all samples")
-    segments, tensors = [], []
+    if present is not None and (not isinstance(present, Tensor) or present.shape != features.shape[:1]):
+        raise UserError(f"batch: present[{name!r}] is no tensor of {len(features)} truth values; give one a sample")
+    segments: list[Segment | None] = []
+    tensors: list[dict[str, Tensor]] = []
     for i, feature in enumerate(features.split(1)):
+        if present is not None and not present[i]:
+            segments.append(None)
+            tensors.append({})
+            continue
         if reads_text(config):
             feature = _without_padding(config, feature, given.get("attention_mask"), i)
             grid = _text_grid(config, feature[0])

@@ -12,6 +12,7 @@ from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     LANGUAGE_MODEL,
     CatalogueConfig,
+    DecoderConfig,
     LanguageModelConfig,
     ModuleParallelConfig,
     PartConfig,
@@ -27,7 +28,7 @@ from motet.data.assignment import BatchAssignment
 from motet.data.assignments import assign
 from motet.data.sample import Sample
 from motet.errors import UserError
-from motet.plan import CONTRASTIVE, ContextOptions, Edge, LayerRange, Plan
+from motet.plan import CONTRASTIVE, DECODER, ContextOptions, Edge, LayerRange, Plan
 from motet.planner import make_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
@@ -52,6 +53,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "CLIPTextConfig": "clip_text_model",
     "SiglipTextConfig": "siglip_text_model",
     "BertConfig": "bert",
+    "GPT2Config": "gpt2",
 }
 """By transformers' configuration class, which is not asked itself because it would load torch."""
 
@@ -81,7 +83,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
             name: ModuleProblem(
                 workload=workload,
                 trainable=trainable_layers(config, name, workload),
-                loss_weight=float(name in (LANGUAGE_MODEL, CONTRASTIVE)),
+                loss_weight=_loss_weight(config, name),
                 tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
                 max_stages=_max_stages(config, name),
                 cp_sizes=cp if name == LANGUAGE_MODEL else (1,),
@@ -89,7 +91,9 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
             )
             for name, workload in workloads.items()
         },
-        edges=tower_edges(config) if config.model.towers else edges_between(config, workloads[LANGUAGE_MODEL]),
+        edges=tower_edges(config, workloads)
+        if config.model.towers
+        else edges_between(config, workloads[LANGUAGE_MODEL]),
         cluster=cluster,
         table=table,
         computed=_compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
@@ -106,6 +110,12 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         num_cores=shared_cores(config),
         failures=1 if config.train.failures is None else config.train.failures.tolerate,
     )
+
+
+def _loss_weight(config: RunConfig, name: str) -> float:
+    if name == DECODER and config.model.decoder is not None:
+        return config.model.decoder.loss_weight
+    return config.model.contrastive.loss_weight if name == CONTRASTIVE else float(name == LANGUAGE_MODEL)
 
 
 def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
@@ -184,6 +194,8 @@ def read_part_values(part: PartConfig, where: str) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
+    if isinstance(part, DecoderConfig):
+        return {**stored, **part.values}
     nested = [stored[key] for key in NESTED_CONFIGS if isinstance(stored.get(key), dict)]
     wanted = "language_model" if isinstance(part, LanguageModelConfig) else "encoder"
     for values in nested:

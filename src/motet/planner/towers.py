@@ -1,5 +1,5 @@
 """From the layouts of towers to a plan: each tower on its own ranks, or several on the same, and the loss on all that
-hold features.
+hold features. A caption decoder has ranks of its own, after the towers'.
 
 Ranks are numbered tower by tower, then by replica, by stage, and tensor parallelism fastest, so tensor-parallel groups
 lie within nodes and a tower's ranks together (DistMM section 5.3). Towers come in an order in which few groups and
@@ -42,16 +42,32 @@ def tower_plan(
     first = 0
     for block in _in_order(problem, blocks, layouts):
         for name in block:
-            modules[name] = _tower(problem, name, layouts[name], first)
-        degrees = layouts[block[0]].degrees
-        first += degrees.ranks_per_stage * degrees.pp * degrees.dp
+            modules[name] = _module(problem, name, layouts[name], first)
+        first += _num_ranks(layouts[block[0]].degrees)
     members = sorted(
         {r for module in modules.values() for replica in module.replicas for r in replica.stages[-1].ranks}
     )
     modules[loss] = _loss(problem, loss, members)
+    for name in _decoders(problem):
+        modules[name] = _module(problem, name, layouts[name], first)
+        first += _num_ranks(layouts[name].degrees)
     of_batches = replace(problem, num_microbatches=problem.num_contrastive_batches)
     plan = of_batches.plan({name: modules[name] for name in problem.modules}, planner=planner, schedule=schedule)
     return replace(plan, recompute_features=tuple(recompute_features))
+
+
+def _num_ranks(degrees: Degrees) -> int:
+    return degrees.ranks_per_stage * degrees.pp * degrees.dp
+
+
+def _decoders(problem: PlanningProblem) -> list[str]:
+    """Those that read a tower's features beside the loss."""
+    kinds = {name: problem.modules[name].workload.kind for name in problem.modules}
+    return [
+        name
+        for name, kind in kinds.items()
+        if kind == "language_model" and all(kinds[e.source] == "tower" for e in problem.edges if e.target == name)
+    ]
 
 
 def _in_order(
@@ -64,7 +80,7 @@ def _in_order(
         for block in order:
             degrees = layouts[block[0]].degrees
             size = degrees.ranks_per_stage
-            last = first + size * degrees.pp * degrees.dp
+            last = first + _num_ranks(degrees)
             node = problem.cluster.node
             groups += sum(node(rank) != node(rank + size - 1) for rank in range(first, last, size))
             towers += node(last - 1) - node(first)
@@ -78,12 +94,13 @@ def _in_order(
 def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], together: Sequence[Sequence[str]]) -> str:
     """The loss's name."""
     loss = problem.loss_module
-    others = [name for name in problem.modules if name not in problem.towers and name != loss]
+    placed = (*problem.towers, *_decoders(problem))
+    others = [name for name in problem.modules if name not in placed and name != loss]
     if loss is None or not problem.towers:
         raise UserError("parallel: the model has no towers that a loss contrasts; take another planner")
     if others:
         raise UserError(f"parallel: {', '.join(others)} beside the towers has no place in this layout; leave it out")
-    for name in problem.towers:
+    for name in placed:
         if name not in layouts:
             raise UserError(f"parallel: {name} has no degrees; give its tp, pp and dp")
         problem.check_degrees(name, layouts[name].degrees)
@@ -98,7 +115,7 @@ def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], togethe
     return loss
 
 
-def _tower(problem: PlanningProblem, name: str, layout: TowerLayout, first: int) -> ModulePlan:
+def _module(problem: PlanningProblem, name: str, layout: TowerLayout, first: int) -> ModulePlan:
     module, degrees = problem.modules[name], layout.degrees
     size = degrees.ranks_per_stage
     cut = cut_module(problem, name, replace(degrees, dp=1))

@@ -1,16 +1,17 @@
 """A contrastive model as a run file describes it: the shapes of its towers, its loss, and what is trained. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from motet.config import PartConfig, RunConfig
+from motet.config import DecoderConfig, PartConfig, RunConfig
 from motet.errors import UserError
 from motet.models.shards import Config, setting
-from motet.plan import CONTRASTIVE, Edge, LayerRange, Plan
+from motet.plan import CONTRASTIVE, DECODER, Edge, LayerRange, Plan
 from motet.planner import make_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.schedule.batch_sync import pairs_of
 from motet.workload import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
+from motet.workload_decoders import decoder_workload
 
 ReadPart = Callable[[PartConfig, str], Config]
 """A part's configuration, by the part and its key in the run file."""
@@ -30,7 +31,23 @@ def tower_workloads(config: RunConfig, read: ReadPart) -> dict[str, ModuleWorklo
     loss = contrastive_loss(
         pairs_of(tuple(towers), given.anchor), width, num_parameters=1 if given.loss == "softmax" else 2
     )
-    return {**towers, CONTRASTIVE: loss}
+    if config.model.decoder is None:
+        return {**towers, CONTRASTIVE: loss}
+    return {**towers, CONTRASTIVE: loss, DECODER: _decoder(config.model.decoder, width, read)}
+
+
+def _decoder(part: DecoderConfig, width: int, read: ReadPart) -> ModuleWorkload:
+    where = f"model.{DECODER}"
+    try:
+        decoder = decoder_workload(dict(read(part, where)))
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
+    if decoder.hidden_size != width:
+        raise UserError(
+            f"{where}: is {decoder.hidden_size} wide, but the towers' features {width}; set "
+            f"model.contrastive.width to {decoder.hidden_size}, and give towers of another width a projector"
+        )
+    return decoder
 
 
 def _encoder(config: RunConfig, name: str, read: ReadPart) -> ModuleWorkload:
@@ -67,6 +84,9 @@ def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> 
     """As docs/architecture.md numbers the layers: a tower's projector is its last one."""
     if name == CONTRASTIVE:
         return ((0, 1),) if config.model.contrastive.train else ()
+    if name == DECODER:
+        assert config.model.decoder is not None
+        return ((0, workload.num_layers),) if config.model.decoder.train.module else ()
     tower = config.model.towers[name]
     last = workload.num_layers - (tower.projector is not None)
     body = [(0, last)] if tower.train.module else []
@@ -75,14 +95,23 @@ def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> 
     return ((0, workload.num_layers),) if body else ((last, workload.num_layers),)
 
 
-def tower_edges(config: RunConfig) -> tuple[Edge, ...]:
-    return tuple(Edge(source=name, target=CONTRASTIVE) for name in config.model.towers)
+def tower_edges(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> tuple[Edge, ...]:
+    edges = tuple(Edge(source=name, target=CONTRASTIVE) for name in config.model.towers)
+    decoder = config.model.decoder
+    if decoder is None:
+        return edges
+    return (*edges, Edge(source=decoder.reads, target=DECODER, layers=workloads[DECODER].blocks))
 
 
 def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that `parallel` asks for. Raises `UserError` for what no plan can satisfy."""
     parallel = config.parallel
     if parallel.planner != "explicit":
+        if config.model.decoder is not None:
+            raise UserError(
+                "parallel.planner: planners lay out towers alone; for a model with a decoder give planner: explicit "
+                "and the layout of every module"
+            )
         # The default of `planner` is one for encoders and a language model.
         if parallel.recompute_features:
             raise UserError(
@@ -105,7 +134,9 @@ def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
     }
     for name, given in parallel.explicit.items():
         if given.cp > 1:
-            raise UserError(f"parallel.explicit.{name}.cp: is {given.cp}, but towers hand on whole items; give 1")
+            raise UserError(
+                f"parallel.explicit.{name}.cp: is {given.cp}, but towers and decoders have whole items; give 1"
+            )
     if parallel.placement == "replicated":
         raise UserError(
             "parallel.placement: replicated is for encoders of a language model; give parallel or colocated"
@@ -113,7 +144,7 @@ def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
     plan = tower_plan(
         problem,
         layouts,
-        together=[tuple(layouts)] if parallel.placement == "colocated" else (),
+        together=[tuple(config.model.towers)] if parallel.placement == "colocated" else (),
         recompute_features=parallel.recompute_features,
     )
     if plan.num_ranks != problem.num_devices:

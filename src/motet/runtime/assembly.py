@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from motet.attention.rules import rule_of_family
-from motet.config import LANGUAGE_MODEL, EncoderConfig, PartConfig, RunConfig, TowerConfig
+from motet.config import LANGUAGE_MODEL, DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.errors import UserError
+from motet.models.caption_decoder import CaptionDecoderStage
 from motet.models.contrastive import ContrastiveLoss
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage
@@ -19,7 +20,7 @@ from motet.models.language_model_stage import LanguageModelStage
 from motet.models.materialize import materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stage import StageModule
-from motet.plan import CONTRASTIVE, LayerRange, ModulePlan, Plan, Stage
+from motet.plan import CONTRASTIVE, DECODER, LayerRange, ModulePlan, Plan, Stage
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs, read_workloads
 from motet.planner.towers_from_run_file import feature_width
 from motet.runtime.engine import Engine
@@ -36,6 +37,8 @@ def part_of(config: RunConfig, module: str) -> PartConfig:
     """The run file's section of a module, but for the contrastive loss, which is no transformers model."""
     if module in config.model.towers:
         return config.model.towers[module]
+    if module == DECODER and config.model.decoder is not None:
+        return config.model.decoder
     return config.model.causal_lm if module == LANGUAGE_MODEL else config.model.encoders[module]
 
 
@@ -43,7 +46,7 @@ def where_of(config: RunConfig, module: str) -> str:
     """The key of that section."""
     if module in config.model.towers:
         return f"model.towers.{module}"
-    return f"model.{module}" if module == LANGUAGE_MODEL else f"model.encoders.{module}"
+    return f"model.{module}" if module in (LANGUAGE_MODEL, DECODER) else f"model.encoders.{module}"
 
 
 def pick_device(config: RunConfig, local_rank: int) -> torch.device:
@@ -63,10 +66,14 @@ def pick_device(config: RunConfig, local_rank: int) -> torch.device:
 def build_module(config: RunConfig, name: str, layers: tuple[int, int] | None, dtype: torch.dtype) -> ModalityModule:
     """One module of the run file with weights in `layers` (None: all), its projector, and what is frozen in it."""
     part = part_of(config, name)
-    kind: Kind = "encoder" if isinstance(part, EncoderConfig | TowerConfig) else "language_model"
+    kind = kind_of(part)
     model = materialize(part, kind, name=name, where=where_of(config, name), layers=layers, dtype=dtype)
     if isinstance(part, TowerConfig):
-        return _tower(config, part, model, dtype)
+        return _tower(config, name, part, model, dtype)
+    if isinstance(part, DecoderConfig):
+        module = ModalityModule(model)
+        _set_trainable(module.module, part.train.module)
+        return module
     if not isinstance(part, EncoderConfig):
         module = ModalityModule(model)
         _set_trainable(module.module, config.model.causal_lm.train.module)
@@ -81,9 +88,15 @@ def build_module(config: RunConfig, name: str, layers: tuple[int, int] | None, d
     return module
 
 
-def _tower(config: RunConfig, part: TowerConfig, model: nn.Module, dtype: torch.dtype) -> ModalityModule:
+def kind_of(part: PartConfig) -> Kind:
+    if isinstance(part, DecoderConfig):
+        return "decoder"
+    return "encoder" if isinstance(part, EncoderConfig | TowerConfig) else "language_model"
+
+
+def _tower(config: RunConfig, name: str, part: TowerConfig, model: nn.Module, dtype: torch.dtype) -> ModalityModule:
     module = ModalityModule(model, part.projector)
-    module.pooling = "alone"
+    module.pooling = "first" if config.model.decoder is not None and config.model.decoder.reads == name else "alone"
     module.build_projector(feature_width(read_workloads(config)), seed=part.seed)
     _set_trainable(module.module, part.train.module)
     if module.projector is not None:
@@ -130,8 +143,10 @@ def build_stage(
     if owner == CONTRASTIVE and config.model.towers:
         return build_loss(config, PARAMETER_DTYPES[config.train.dtype]).to(device)
     module = build_module(config, owner, layers, PARAMETER_DTYPES[config.train.dtype])
-    made: EncoderStage | LanguageModelStage
-    if owner == LANGUAGE_MODEL:
+    made: EncoderStage | LanguageModelStage | CaptionDecoderStage
+    if owner == DECODER and config.model.towers:
+        made = CaptionDecoderStage(owner, module.module, layers, recompute=recompute)
+    elif owner == LANGUAGE_MODEL:
         made = LanguageModelStage(
             owner,
             module.module,

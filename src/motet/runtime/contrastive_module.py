@@ -16,7 +16,7 @@ Limits: as `motet.runtime.parallel_module`; the layout is the user's, a search f
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,14 +29,15 @@ from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
+from motet.models.caption_decoder import CaptionDecoderStage
 from motet.models.clip import from_transformers
 from motet.models.contrastive import ContrastiveModule
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage
-from motet.models.structure import trainable_layers, workload_of
+from motet.models.structure import decoder_structure, trainable_layers, workload_of
 from motet.models.token_counts import encoder_segment
 from motet.models.tower_batch import batch_of_towers
-from motet.plan import CONTRASTIVE, Edge, ModulePlan, Plan, Stage
+from motet.plan import CONTRASTIVE, DECODER, Edge, ModulePlan, Plan, Stage
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.runtime.engine import Engine
@@ -44,6 +45,9 @@ from motet.runtime.parallel_module import default_device, share_weights
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.schedule.generators import GENERATORS
 from motet.workload import as_tower, contrastive_loss
+
+TYPICAL_CAPTION = 32
+"""Tokens of a caption, by which a decoder's stages are cut."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class ContrastiveParallelModule(nn.Module):
     Args:
         model: a `ContrastiveModule`, or transformers' CLIPModel or SiglipModel (towers "image" and "text"). It is taken
             over: what this rank does not hold of it is freed.
-        tower_specs: by tower. Ranks are given out tower by tower.
+        tower_specs: by tower, and for "decoder" where the model has one. Ranks are given out in this order.
         num_contrastive_batches: into how many the global batch falls; the loss is the mean over them.
         schedule: a key of `motet.schedule.generators.GENERATORS`.
         recompute_features: towers whose forward keeps no graph and runs again in the backward.
@@ -120,18 +124,26 @@ class ContrastiveParallelModule(nn.Module):
         self.stages = nn.ModuleDict({name: stage for (name, _, _), stage in self._engine.model.stages.items()})  # type: ignore[misc]
         held = {module for stage in stages for module in stage.modules()}
         for name, part in contrastive.parts().items():
-            if part not in held and not name.startswith(CONTRASTIVE):
+            if part not in held and name != f"{CONTRASTIVE}.module":
                 part.to("meta")
 
     def _make_stage(
         self, name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel
-    ) -> EncoderStage | ContrastiveStage:
+    ) -> EncoderStage | ContrastiveStage | CaptionDecoderStage:
         (model,) = self._source
         if name == CONTRASTIVE:
             return model.loss_stage().to(self.device)
-        tower = model.modality_modules()[name]
-        made = EncoderStage(name, tower, stage.layers)
-        apply_tensor_parallel(made, tower.module.config.model_type, tp)
+        made: EncoderStage | CaptionDecoderStage
+        if name == DECODER:
+            assert model.decoder is not None
+            family = model.decoder.config.model_type
+            made = CaptionDecoderStage(name, model.decoder, stage.layers)
+        else:
+            tower = model.modality_modules()[name]
+            family = tower.module.config.model_type
+            made = EncoderStage(name, tower, stage.layers)
+        if tp.size > 1:
+            apply_tensor_parallel(made, family, tp)
         return made.train(model.training).to(self.device)
 
     def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
@@ -160,10 +172,14 @@ def _check(
     num_contrastive_batches: int,
 ) -> None:
     towers = list(model.towers)
-    for name in (*specs, *recompute_features):
+    modules = [*towers, DECODER] if model.reads else towers
+    for name in specs:
+        if name not in modules:
+            raise UserError(f"tower_specs: there is no tower {name!r}; the model has {', '.join(modules)}")
+    for name in recompute_features:
         if name not in towers:
-            raise UserError(f"tower_specs: there is no tower {name!r}; the model has {', '.join(towers)}")
-    for name in towers:
+            raise UserError(f"recompute_features: there is no tower {name!r}; the model has {', '.join(towers)}")
+    for name in modules:
         if name not in specs:
             raise UserError(f"tower_specs: {name} is missing; give its TowerSpec")
     if schedule not in GENERATORS:
@@ -190,17 +206,26 @@ def _plan(
     for name, tower in towers.items():
         segment = encoder_segment(tower.module.config, item=0, grid=())
         layouts[name] = (Segment(segment.num_tokens, num_outputs=1, grid=segment.grid),)
+    edges = [Edge(source=name, target=CONTRASTIVE) for name in towers]
+    num_loss_tokens = {CONTRASTIVE: len(model.pairs)}
+    if model.decoder is not None:
+        structure = decoder_structure(model.decoder, loss_weight=model.caption_weight)
+        workloads[DECODER], trained[DECODER] = structure.workload, structure.trainable
+        edges.append(Edge(source=model.reads, target=DECODER, layers=workloads[DECODER].blocks))
+        (segment,) = layouts[model.reads]
+        layouts[model.reads] = (replace(segment, num_outputs=1 + segment.num_tokens),)
+        layouts[DECODER] = (Segment(TYPICAL_CAPTION),)
+        num_loss_tokens[DECODER] = TYPICAL_CAPTION - 1
+    weights = {CONTRASTIVE: model.loss_weight, DECODER: model.caption_weight}
     problem = PlanningProblem(
         modules={
-            name: ModuleProblem(
-                workload=workload, trainable=trained[name], loss_weight=1.0 if name == CONTRASTIVE else 0.0
-            )
+            name: ModuleProblem(workload=workload, trainable=trained[name], loss_weight=weights.get(name, 0.0))
             for name, workload in workloads.items()
         },
-        edges=tuple(Edge(source=name, target=CONTRASTIVE) for name in towers),
+        edges=tuple(edges),
         cluster=cluster,
         table=analytic_table(workloads, cluster, tp_sizes={1, *(spec.tp_size for spec in specs.values())}),
-        samples=(Sample("typical", layouts, {CONTRASTIVE: 1}),) * num_contrastive_batches,
+        samples=(Sample("typical", layouts, num_loss_tokens),) * num_contrastive_batches,
         num_microbatches=1,
         schedule=schedule,
         contrastive_batch_size=1,

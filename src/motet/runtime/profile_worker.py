@@ -10,8 +10,9 @@ from motet.costs.cost_model import CostTable
 from motet.costs.profiler import ProfiledModule, ProfileOptions, profile
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
-from motet.plan import LayerRange
+from motet.plan import DECODER, LayerRange
 from motet.planner.from_run_file import edges_between, read_workloads
+from motet.planner.towers_from_run_file import tower_edges
 from motet.runtime.assembly import autocast_for, build_stage, pick_device
 from motet.runtime.tensor_parallel import TensorParallel
 
@@ -21,7 +22,8 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
     device = pick_device(config, int(os.environ["LOCAL_RANK"]))
     tp = _my_group(tp_size)
     workloads = read_workloads(config)
-    edges = () if config.model.towers else edges_between(config, workloads[LANGUAGE_MODEL])
+    towers = config.model.towers
+    edges = tower_edges(config, workloads) if towers else edges_between(config, workloads[LANGUAGE_MODEL])
 
     def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
         stage = build_stage(_all_trainable(config), name, layers, tp, device, recompute=False)
@@ -62,8 +64,9 @@ def _all_trainable(config: RunConfig) -> RunConfig:
     """The profiler itself says what is frozen in each measurement."""
     values = config.model_dump(exclude_unset=True)
     model = values["model"]
-    if "language_model" in model:
-        model["language_model"]["train"] = {"module": True}
+    for name in (LANGUAGE_MODEL, DECODER):
+        if model.get(name):
+            model[name]["train"] = {"module": True}
     for encoder in (*model.get("encoders", {}).values(), *model.get("towers", {}).values()):
         encoder["train"] = {"module": True, "projector": True}
     return RunConfig.model_validate(values)

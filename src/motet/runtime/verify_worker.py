@@ -17,8 +17,8 @@ from motet.models.contrastive import ContrastiveLoss
 from motet.models.families import model_class_of
 from motet.models.materialize import default_dtype, read_part_config
 from motet.models.multimodal import ModalityModule
-from motet.models.plain_contrastive import plain_contrastive_loss
-from motet.plan import CONTRASTIVE, Plan
+from motet.models.plain_contrastive import plain_caption_loss, plain_contrastive_loss
+from motet.plan import CONTRASTIVE, DECODER, Plan
 from motet.planner.from_run_file import read_workloads
 from motet.planner.towers_from_run_file import feature_width
 from motet.runtime.assembly import (
@@ -119,14 +119,37 @@ def _contrastive_references(config: RunConfig, weights: Mapping[str, torch.Tenso
     modules: dict[str, nn.Module] = {**towers, CONTRASTIVE: nn.ModuleDict({"module": loss})}
     pairs = pairs_of(tuple(towers), given.anchor)
     size = config.train.contrastive_batch_size or config.train.global_batch_size
+    decoder = _plain_decoder(config)
+    if decoder is not None:
+        modules[DECODER] = nn.ModuleDict({"module": decoder})
+
+    def total(batch: Batch) -> torch.Tensor:
+        contrast = plain_contrastive_loss(towers, loss, batch, pairs=pairs, batch_size=size)
+        if config.model.decoder is None:
+            return given.loss_weight * contrast
+        reads = config.model.decoder.reads
+        captions = plain_caption_loss(towers[reads], decoder, batch, reads=reads, name=DECODER)
+        return given.loss_weight * contrast + config.model.decoder.loss_weight * captions
+
     return run_plainly(
         modules,
         weights,
         batch,
-        lambda batch: plain_contrastive_loss(towers, loss, batch, pairs=pairs, batch_size=size),
+        total,
         dtype=config.train.dtype,
         autocast=autocast_for(config, torch.device("cpu")),
     )
+
+
+def _plain_decoder(config: RunConfig) -> Any:
+    part = config.model.decoder
+    if part is None:
+        return None
+    hf_config = read_part_config(part, "decoder", where=where_of(config, DECODER))
+    with default_dtype(PARAMETER_DTYPES[config.train.dtype]):
+        model = model_class_of(hf_config.model_type, "decoder")(hf_config)
+    _without_dropout(model)
+    return model.requires_grad_(part.train.module)
 
 
 class _InDtype:

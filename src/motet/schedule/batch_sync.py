@@ -5,7 +5,7 @@ it has made itself: the ranks of a tower's last stage share the samples of a rou
 loss. What the group exchanges within the action is up to `motet.models.contrastive_stage`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -32,11 +32,11 @@ def pairs_of(towers: Sequence[str], anchor: str | None) -> tuple[Pair, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Of one contrastive batch of `num_samples` samples, which count from 0 here."""
+    """Of one contrastive batch, whose samples count from 0 here."""
 
-    num_samples: int
     places: Mapping[str, Sequence[Ints]]
-    """For each tower and member of the group: the samples whose features it puts in, ascending."""
+    """For each tower and member of the group: the samples whose features it puts in, ascending. Samples without an item
+    for the tower are nobody's."""
     with_gradient: frozenset[str]
     """The towers whose features get a gradient."""
 
@@ -47,8 +47,13 @@ def samples_of_ranks(routes: Routes, route: Route) -> dict[int, tuple[int, ...]]
     return dict(zip(ranks, split_evenly(route.samples, len(ranks)), strict=True))
 
 
+def num_comparisons(pairs: Sequence[Pair], towers: Collection[str]) -> int:
+    """In how many pairs of towers a sample that has items for these ones is compared: its weight in the loss."""
+    return sum(first in towers and second in towers for first, second in pairs)
+
+
 def shares(routes: Routes, cell: Cell) -> Shares:
-    """Of a loss's cell. Raises `UserError` if one of its samples lacks a tower: it would have nothing to be alike."""
+    """Of a loss's cell."""
     members = routes.samples(cell)
     place = {sample: i for i, sample in enumerate(members)}
     ranks = routes.stage(cell).ranks
@@ -58,19 +63,12 @@ def shares(routes: Routes, cell: Cell) -> Shares:
     for route in routes.incoming[cell]:
         for rank, samples in samples_of_ranks(routes, route).items():
             held[route.source.module][ranks.index(rank)] += [place[i] for i in samples]
-    for name, of_all in held.items():
-        if sum(map(len, of_all)) < len(members):
-            raise UserError(
-                f"batch: of the {len(members)} samples of a contrastive batch {sum(map(len, of_all))} have something "
-                f"for tower {name}; give every sample an item for every tower"
-            )
     return Shares(
-        num_samples=len(members),
         places={name: [np.array(sorted(own), dtype=np.int64) for own in of_all] for name, of_all in held.items()},
         with_gradient=frozenset(route.source.module for route in routes.incoming[cell] if route.carries_gradient),
     )
 
 
-def whole(num_samples: int, towers: Sequence[str], with_gradient: frozenset[str]) -> Shares:
-    """All in one process."""
-    return Shares(num_samples, {name: [np.arange(num_samples)] for name in towers}, with_gradient)
+def whole(places: Mapping[str, Sequence[int]], with_gradient: frozenset[str]) -> Shares:
+    """All in one process. `places`: of each tower, the samples that have an item for it."""
+    return Shares({name: [np.array(own, dtype=np.int64)] for name, own in places.items()}, with_gradient)

@@ -7,6 +7,7 @@ are written; what the files hold, only servers know, and they are compared with 
 from typing import Any
 
 from motet.config import LANGUAGE_MODEL, PartConfig, RunConfig
+from motet.plan import DECODER
 
 HOW_IT_IS_DONE = {
     "workers",
@@ -27,6 +28,8 @@ def data_facts(config: RunConfig) -> dict[str, Any]:
     parts: dict[str, PartConfig] = {**model.encoders, **model.towers}
     if model.language_model is not None:
         parts[LANGUAGE_MODEL] = model.language_model
+    if model.decoder is not None:
+        parts[DECODER] = model.decoder
     return {
         "data": config.data.model_dump(mode="json", exclude=HOW_IT_IS_DONE),
         "model": {name: part.model_dump(mode="json", exclude=OF_TRAINING) for name, part in parts.items()},
