@@ -100,7 +100,10 @@ def _load(
     if workload.arrangement == "padded":
         tokens, pairs = sequences * longest, sequences * longest**2
         sees_all = workload.cross_attends and not workload.sees_own_items
-        entering, seeing = incoming * sequences if sees_all else incoming, longest if workload.sees_own_items else tokens
+        entering, seeing = (
+            incoming * sequences if sees_all else incoming,
+            longest if workload.sees_own_items else tokens,
+        )
     elif workload.arrangement == "packed":
         pairs = length**2
     return tokens, pairs, sequences, entering, seeing * incoming, outputs, tokens**2
