@@ -27,6 +27,7 @@ from motet.runtime.float64 import float64_throughout
 from motet.runtime.verify import Comparison
 
 SCENARIOS = [
+    Scenario(llm="phi3", cp=2, tp=2, placement="colocated"),  # Its attention has a configuration of its own then.
     Scenario(llm="llama", cp=2, placement="colocated"),
     Scenario(llm="qwen3", cp=3, placement="colocated", items="half", frozen="audio", num_microbatches=3),
     Scenario(llm="gemma3", cp=2, llm_pp=2, placement="colocated", frozen="all but projectors"),
@@ -194,7 +195,7 @@ def draw(seed: int) -> Scenario:
     random = Random(seed)
     while True:
         scenario = Scenario(
-            llm=random.choice(["llama", "qwen3", "gemma3", "llama-tied"]),
+            llm=random.choice(["llama", "qwen3", "gemma3", "llama-tied", "phi3", "mistral"]),
             vision=random.choice(["siglip", "clip", "dinov2"]),
             cp=random.choice([1, 2, 3, 4]),
             encoder_cp=random.choice([1, 1, 2]),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from motet.attention.backends import backend_for, check_backend
 from motet.attention.context_parallel import ContextParallel, SharedAttention, gather_rows
@@ -53,6 +53,8 @@ class ContextSequence:
         self._documents = documents
         self._distribution = _distribution(documents, rules, cp)
         self._attention: dict[int | None, SharedAttention] = {}
+        self.num_calls = 0
+        """How often attention was computed: a block that did it otherwise saw this rank's tokens only."""
 
     @property
     def num_held(self) -> int:
@@ -145,6 +147,7 @@ def shared_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (tensor[:, :, : context.num_held] for tensor in (query, key, value))
     out = context.attention(sliding_window)(query, key, value, scale)
+    context.num_calls += 1
     out = pad(out, (0, 0, 0, context.num_rows - context.num_held))
     return out.transpose(1, 2).contiguous(), None
 
@@ -210,6 +213,16 @@ class Holder:
 def shared_item_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """As `shared_attention`; the modules have the `Holder` as an attribute."""
     return shared_attention(module, *args, **kwargs, context=cast(Holder, module.motet_holder).context)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """From now on all its layers compute attention by this interface, those with a configuration of their own too:
+    tensor parallelism gives Phi3's attention one, where `set_attn_implementation` does not look."""
+    model.set_attn_implementation(name)
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = name
 
 
 AttentionInterface.register(ATTENTION, shared_attention)

@@ -36,6 +36,7 @@ from motet.models.context_sequence import (
     check_shared,
     context_sequence,
     num_rows,
+    set_attention,
 )
 from motet.models.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
 from motet.models.projector import PROJECTORS, projected_size
@@ -131,7 +132,7 @@ class EncoderStage(nn.Module):
         heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
         check_shared(self.name, self.module, self.config, cp, heads, self._widths[0] // heads)
         self._context = cp
-        self.module.set_attn_implementation(ITEM_ATTENTION)
+        set_attention(self.module, ITEM_ATTENTION)
         for part in self.module.get_submodule(self.family.blocks).modules():
             part.motet_holder = self._holder
 
@@ -253,13 +254,14 @@ class EncoderStage(nn.Module):
             self._holder.context = context  # Also when a block is run again in the backward pass.
             return _tensor(block(row, attention_mask=None))
 
-        row = hidden[None]
+        row, num_calls = hidden[None], context.num_calls
         for index in self._blocks:
             block = self.module.get_submodule(f"{self.family.blocks}.{index}")
             if self.recompute and torch.is_grad_enabled():
                 row = checkpoint(run, block, row, use_reentrant=False)
             else:
                 row = run(block, row)
+        assert context.num_calls - num_calls == len(self._blocks)
         return row[0]
 
     def _run_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -27,6 +27,7 @@ from motet.models.context_sequence import (
     check_shared,
     context_sequence,
     num_rows,
+    set_attention,
 )
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
@@ -184,7 +185,7 @@ class LanguageModelStage(nn.Module):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
         self._context, self.packing = cp, True
-        self.module.set_attn_implementation(ATTENTION)
+        set_attention(self.module, ATTENTION)
 
     def train(self, mode: bool = True) -> "LanguageModelStage":
         super().train(mode)
@@ -270,12 +271,15 @@ class LanguageModelStage(nn.Module):
             hidden = self._embed(incoming, features, samples, sequences, context)
         device = hidden.device
         if context is not None:
-            return base_model(self.module)(
+            num_calls = context.num_calls
+            output: Tensor = base_model(self.module)(
                 inputs_embeds=hidden,
                 position_ids=sequences.position_ids().to(device)[:, context.tokens],
                 use_cache=False,
                 context=context,
             ).last_hidden_state
+            assert context.num_calls - num_calls == len(base_model(self.module).layers)
+            return output
         mask = sequences.attention_mask()
         return base_model(self.module)(
             inputs_embeds=hidden,
