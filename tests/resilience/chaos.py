@@ -34,7 +34,7 @@ from motet.runtime.train_worker import train_worker
 Layout = Literal["alike", "unlike"]
 HOW = ("process", "process", "process", "process", "hang", "agent")
 STEPS = 5
-DETECT_S = 4.0
+DETECT_S = 8.0
 """More than the usual: machines that run tests may be busy, and a node that is not killed must not be lost."""
 LONGEST_DELAY_S = {"forward": 4e-3, "backward": 6e-3, "reduction": 3e-3, "optimizer step": 2e-3, "saving": 2e-2,
                    "recovery": 0.15}  # fmt: skip
@@ -120,7 +120,7 @@ def config_of(output: Path, tolerate: int, layout: Layout = "alike") -> RunConfi
 
 
 @cache
-def _plan(layout: Layout, tolerate: int, pipelines: tuple[int, ...]) -> tuple[Plan, Templates | None]:
+def plan_and_templates(layout: Layout, tolerate: int, pipelines: tuple[int, ...]) -> tuple[Plan, Templates | None]:
     config = config_of(Path(), tolerate, layout)
     if layout == "alike":
         return plan_of(config), None
@@ -145,7 +145,7 @@ def undisturbed(tolerate: int, layout: Layout = "alike") -> tuple[tuple[float, .
         if layout == "alike":
             result = train(config, timeout=120)[0]
         else:
-            plan, _ = _plan(layout, tolerate, (2,) * (tolerate + 1))
+            plan, _ = plan_and_templates(layout, tolerate, (2,) * (tolerate + 1))
             result = run_distributed(lambda _: train_worker(config, plan), plan.num_ranks, timeout=120)[0]
         return tuple(result["losses"]), applied_ids(Path(folder))
 
@@ -199,7 +199,7 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
     """Raises `AssertionError` if something is not as it must be."""
     _import_models()
     losses, ids = undisturbed(trial.tolerate, trial.layout)
-    plan, templates = _plan(trial.layout, trial.tolerate, trial.pipelines)
+    plan, templates = plan_and_templates(trial.layout, trial.tolerate, trial.pipelines)
     board = board or Board()
     victim = Victim(trial.kills, board)
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ out. What it notices, and when:
 | what | how | within |
 |---|---|---|
 | a process died | its exit | `POLL_S` |
-| a process hangs | no sign of life, and it neither computes nor is it about to | `detect_s` |
+| a process hangs | no sign of life, and no thread of it computes or is about to | `detect_s` |
 | another machine vanished, or the link to it was cut | no beat of its agent in the store | `detect_s` |
 | this machine was cut off | the store does not answer | `detect_s`; then the agent ends its processes and itself |
 
@@ -14,6 +14,7 @@ It imports no torch; the store is handed in.
 """
 
 import contextlib
+import glob
 import os
 import signal
 import threading
@@ -38,6 +39,9 @@ from motet.resilience.membership import (
 
 POLL_S = 0.02
 BEAT_S = 0.1
+STOPPED = set("TtZX")
+BUSY = set("RD")
+"""States of threads that will go on by themselves: running or waiting for a processor, or for a disk."""
 Successor = Callable[[Membership, Sequence[Change]], Membership]
 """What follows from a membership and what has happened since (motet.resilience.succession)."""
 
@@ -80,6 +84,9 @@ class NodeAgent:
             if now - self._last_round > self.detect_s / 2:
                 self._beats.forget_all()
             self._last_round = now
+            is_in = self.node is not None and self._take_over_newer(self.node)
+            if self._was_in and not is_in:
+                break  # Before its processes are heard: what failed in them has failed because they are out.
             self._hear()
             how = self._own_loss(now)
             if how is not None:
@@ -91,9 +98,8 @@ class NodeAgent:
                     self.node = register(self.store)
                 continue
             silent = self._exchange_beats(self.node, now)
-            is_in = self._take_over_newer(self.node)
             if self.membership is not None:
-                if not is_in and (self._was_in or how is not None):
+                if not is_in and how is not None:
                     break
                 if changes := self._changes(self.node, self.membership, how, silent):
                     propose(self.store, self.successor(self.membership, changes))
@@ -110,10 +116,8 @@ class NodeAgent:
         return self._beats.missing([other for other in self.membership.everyone if other != node], now)
 
     def _take_over_newer(self, node: int) -> bool:
-        """Passes a newer membership on to the processes. Whether this node has a part in the newest."""
-        generation = 0 if self.membership is None else self.membership.generation
-        newer = next_membership(self.store, generation)
-        if newer is not None:
+        """Passes newer memberships on to the processes. Whether this node has a part in the newest."""
+        while (newer := next_membership(self.store, self.membership.generation if self.membership else 0)) is not None:
             self.membership = newer
             self._call(node, newer)
         is_in = self.membership is not None and node in self.membership.everyone
@@ -174,9 +178,9 @@ class NodeAgent:
 
     def _is_idle(self, watched: WatchedProcess) -> bool:
         """Whether it is stopped, or has not computed since the last call and is not about to."""
-        state, ticks = _process_state(watched.process.pid or 0)
+        states, ticks = _process_state(watched.process.pid or 0)
         before, watched.last_cpu_ticks = watched.last_cpu_ticks, ticks
-        return state in "TtZX" or (state != "R" and before == ticks)
+        return states <= STOPPED or (before == ticks and not states & BUSY)
 
     def _changes(self, node: int, membership: Membership, how: str | None, silent: Sequence[int]) -> list[Change]:
         if node not in membership.everyone:
@@ -229,11 +233,12 @@ def _how_it_ended(exitcode: int) -> str:
     return f"exited with code {exitcode}"
 
 
-def _process_state(pid: int) -> tuple[str, int]:
-    """Its state letter and the processor ticks it has used, by /proc."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
+def _process_state(pid: int) -> tuple[set[str], int]:
+    """The state letters of its threads, and the processor ticks that they have used, by /proc."""
+    states, ticks = set(), 0
+    for path in glob.glob(f"/proc/{pid}/task/*/stat"):
+        with contextlib.suppress(OSError), open(path) as file:
             fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "X", -1
-    return fields[0], int(fields[11]) + int(fields[12])
+            states.add(fields[0])
+            ticks += int(fields[11]) + int(fields[12])
+    return states, ticks

@@ -17,8 +17,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar, cast
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 RESULT = "result"
 PATIENCE_S = 10.0
-"""After a connection broke, for the membership that explains it."""
+"""After a connection broke, for the membership that explains it, beside the time in which a silent node is noticed."""
 RENDEZVOUS_S = 120.0
 """For other ranks to come to a new membership. Whoever dies instead ends the wait by the next one."""
 
@@ -62,14 +62,15 @@ class StoppedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells all others when they meet."""
+    """What a rank tells all others when they meet. The defaults: of a new process."""
 
-    finished_steps: int
-    """-1: this process is new."""
-    settled_steps: int
-    is_saving: bool
-    gradients_are_complete: bool
-    held: dict[str, Description]
+    restored_in: int = 0
+    """The generation in which everything was last loaded or started anew. What was held before is of no use."""
+    finished_steps: int = -1
+    settled_steps: int = -1
+    is_saving: bool = False
+    gradients_are_complete: bool = False
+    held: Mapping[str, Description] = field(default_factory=dict)
 
 
 class TrainingProcess:
@@ -78,8 +79,13 @@ class TrainingProcess:
     def __init__(self, config: RunConfig, control: Control, store: tuple[str, int], node_size: int) -> None:
         self._config, self._control, self._store_address = config, control, store
         self._node_size = node_size
+        assert config.train.failures is not None
+        self._detect_s = config.train.failures.detect_s
+        self._slow_ratio = config.train.failures.slow_ratio
         self._trainers: list[Trainer] = []
         """All that hold something of value; the last one works. Others until it has all it needs."""
+        self._restored_in = 0
+        """As in `_Report`."""
         self._device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         self._producers = open_producers(config)
 
@@ -107,7 +113,7 @@ class TrainingProcess:
                 time.sleep(RENDEZVOUS_S)  # The agent ends this node.
                 raise
             except (Exception, CheckpointException) as error:
-                call = self._control.newer(PATIENCE_S)
+                call = self._control.newer(PATIENCE_S + 2 * self._detect_s)
                 if call is None and not self._control.is_finished:
                     raise
                 print(f"motet: generation {membership.generation} ended here: {error}", file=sys.stderr, flush=True)
@@ -139,12 +145,10 @@ class TrainingProcess:
 
     def _watch(self, trainer: Trainer, membership: Membership) -> None:
         """Stragglers will be told of."""
-        assert self._config.train.failures is not None
-        ratio = self._config.train.failures.slow_ratio
-        if ratio is None:
+        if self._slow_ratio is None:
             return
         executor, output = trainer.engine.executor, Path(self._config.train.output)
-        watch = StragglerWatch(trainer.engine.plan, ratio, lambda mine: _gathered(executor, mine))
+        watch = StragglerWatch(trainer.engine.plan, self._slow_ratio, lambda mine: _gathered(executor, mine))
 
         def after_step() -> None:
             for straggler in watch.after_step(executor.spans):
@@ -171,7 +175,7 @@ class TrainingProcess:
 
     def _recovered(self, membership: Membership, started: float) -> Trainer:
         """Collective: a trainer for the membership's plan, with all that it needs; on every rank at the same step."""
-        reports = _exchange(self._report())
+        reports = self._of_newest_restore(_exchange(self._report()))
         summary = self._agree(reports)
         plan = Plan.from_json(membership.plan)
         engine = build_engine(self._config, plan, self._device, num_spare_ranks=dist.get_world_size() - plan.num_ranks)
@@ -181,6 +185,7 @@ class TrainingProcess:
         handover = plan_handover([report.held for report in reports], needed)
         if summary is None or handover.missing:
             self._begin(new, summary)
+            self._trainers, self._restored_in = [], membership.generation
         else:
             hand_over(handover, tensors_of(self._holdings()), holding)
             new.go_on_from(summary, self._trainers[0] if self._trainers else None)
@@ -207,15 +212,24 @@ class TrainingProcess:
 
     def _report(self) -> _Report:
         if not self._trainers:
-            return _Report(-1, -1, False, False, {})
+            return _Report()
         oldest = self._trainers[0]
         return _Report(
+            self._restored_in,
             oldest.finished_steps,
             oldest.summary.settled_steps,
             oldest.is_saving,
             oldest.engine.gradients_are_complete,
             describe(self._holdings()),
         )
+
+    def _of_newest_restore(self, reports: Sequence[_Report]) -> list[_Report]:
+        """A failure may have come when some ranks had gone back to a checkpoint and others had not yet: what these hold
+        is of another step, so they count as new."""
+        newest = max(report.restored_in for report in reports)
+        if self._restored_in < newest:
+            self._trainers, self._restored_in = [], newest
+        return [report if report.restored_in == newest else _Report() for report in reports]
 
     def _agree(self, reports: Sequence[_Report]) -> TrainingSummary | None:
         """Collective: brings all that had trained to the same step; its summary, None if none had."""

@@ -1,0 +1,66 @@
+"""When nobody holds some layer any more, all go back to the last checkpoint, whatever happens meanwhile."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from chaos import Layout, config_of, plan_and_templates, undisturbed
+from test_recover import before_each_step, die, failures, once
+
+from motet.resilience.launch_nodes import train_on_nodes
+from motet.resilience.recover import TrainingProcess
+from motet.runtime.trainer import Trainer
+
+UNLIKE: Layout = "unlike"
+
+
+def has(trainer: Trainer, module: str) -> bool:
+    return any(name == module for name, _, _ in trainer.engine.model.stages)
+
+
+def train_without_language_model(folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
+    """Pipelines of two and three nodes; in each a node with the same layers dies in step 4. Losses and failure log."""
+    config = config_of(folder, 1, UNLIKE)
+    train_config = config.train.model_copy(update={"checkpoint_every": 2})
+    config = config.model_copy(update={"train": train_config})
+    plan, templates = plan_and_templates(UNLIKE, 1, (2, 3))
+    firsts = [once(), once()]
+
+    def at_step(trainer: Trainer) -> None:
+        if trainer.finished_steps == 3 and trainer.engine.plan == plan:
+            trainer._checkpoints.finish()
+            rank = trainer.engine.model.mesh.rank
+            if rank in (1, 4) and firsts[rank == 4]():
+                die()
+
+    with before_each_step(at_step):
+        result = train_on_nodes(config, plan, templates, num_nodes=5, node_size=1)
+    return result["losses"], failures(config)
+
+
+@pytest.mark.slow
+def test_all_go_back_where_a_layer_is_lost(tmp_path: Path) -> None:
+    losses, log = train_without_language_model(tmp_path)
+    assert log[-1]["done"] == (
+        "nobody held " + log[-1]["done"].split()[2] + " any more: went back from step 3 to the checkpoint of step 2"
+    )
+    assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][2:], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_what_was_held_before_going_back_is_not_mixed_with_the_checkpoint(tmp_path: Path) -> None:
+    """Who has the encoder dies when all have loaded the checkpoint. The one of another step is still held by others."""
+    begin, first = TrainingProcess._begin, once()
+
+    def begin_and_die(self: TrainingProcess, trainer: Trainer, before: Any) -> None:
+        begin(self, trainer, before)
+        if before is not None:
+            dist.barrier()
+            if has(trainer, "vision") and first():
+                die()
+
+    with mock.patch.object(TrainingProcess, "_begin", begin_and_die):
+        losses, _ = train_without_language_model(tmp_path)
+    assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][2:], rel=1e-12)
