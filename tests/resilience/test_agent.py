@@ -1,7 +1,12 @@
 """What agents make of what they see."""
 
-from motet.resilience.agent import NodeAgent
-from motet.resilience.membership import Change, Membership
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+
+from motet.resilience.agent import NodeAgent, WatchedProcess
+from motet.resilience.membership import Change, Membership, key_of
 
 
 class Store:
@@ -34,3 +39,36 @@ def test_own_losses_and_new_nodes_are_told() -> None:
     assert changes_of(BOTH, how="process 0 was ended by SIGKILL") == [("lost", 0)]
     assert changes_of(Membership(generation=1, nodes=(0,), num_known=1, plan="")) == [("joined", 1)]
     assert changes_of(BOTH) == []
+
+
+class FullStore(dict[str, str]):
+    """In which memberships may stand."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def get(self, key: str) -> str:  # type: ignore[override]
+        return self[key]
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        return self.setdefault(key, desired)
+
+    def add(self, key: str, amount: int) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("newest", [BOTH, ALONE])
+def test_what_fails_in_a_node_that_is_out_is_no_failure(newest: Membership) -> None:
+    """Its machine was paused, and the others went on without it: of course its process could not."""
+    store = FullStore(
+        {key_of(BOTH.generation): BOTH.to_json(), key_of(newest.generation): newest.to_json(), "beat/0": "1"}
+    )
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send(("failed", "a connection was closed"))
+    process = SimpleNamespace(exitcode=0, join=lambda timeout=None: None, pid=None)
+    agent = NodeAgent(1, store, [WatchedProcess(process, ours)], lambda membership, changes: newest, 1e6)  # type: ignore[arg-type]
+    agent.run()
+    assert ("failure" in store) == (newest == BOTH)

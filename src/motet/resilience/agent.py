@@ -119,10 +119,9 @@ class NodeAgent:
         """Passes newer memberships on to the processes. Whether this node has a part in the newest."""
         while (newer := next_membership(self.store, self.membership.generation if self.membership else 0)) is not None:
             self.membership = newer
+            self._was_in = self._was_in or node in newer.everyone
             self._call(node, newer)
-        is_in = self.membership is not None and node in self.membership.everyone
-        self._was_in = self._was_in or is_in
-        return is_in
+        return self.membership is not None and node in self.membership.everyone
 
     def _call(self, node: int, membership: Membership) -> None:
         if node not in membership.everyone:
