@@ -10,6 +10,7 @@ from motet.plan import Edge, Plan
 from motet.schedule.action import Compute, Durations, Kind
 from motet.schedule.dependencies import Dependencies, SavedGraph
 from motet.schedule.generators import Generator
+from motet.schedule.generators.bubble_filling import bubble_filling
 from motet.schedule.generators.fill_weights import is_within
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
@@ -191,6 +192,19 @@ def test_other_placements_are_split_too() -> None:
         schedule = generate(routes)
         validate(schedule, Dependencies(routes))
         assert {action.kind for actions in schedule.ranks for action in actions} == set(Kind)
+
+
+@given(st.integers(2, 5), st.integers(1, 3), seconds)
+@settings(max_examples=30, deadline=None)
+def test_over_shared_ranks_last_stages_put_weight_halves_off(num_groups: int, turns: int, slot_s: int) -> None:
+    """With equal halves no rank waits but for the first microbatch to reach it, and none holds more than before."""
+    num_microbatches = turns * num_groups + num_groups
+    routes, costs = routes_of(interleaved(num_groups, 2, num_microbatches)), halved(slot_s, slot_s, slot_s)
+    before = max(most_not_freed(bubble_filling(routes, costs.compute_s), routes))
+    for generate, times in ((zero_bubble_h1, 1), (zero_bubble_h2, 2)):
+        schedule = generate(routes, costs.compute_s)
+        assert makespan(schedule, routes, costs) == (6 * num_microbatches + num_groups - 1) * slot_s
+        assert max(most_not_freed(schedule, routes)) <= times * before
 
 
 @three

@@ -11,10 +11,14 @@ modules run beside each other, or where iterations overlap; the latter needs the
 no other rank, and motet's waits for the norm of all gradients.
 
 Over modules that cut the batch differently, ranks that stages share, or where that would not fit into memory, another
-schedule's order is split, and a rank holds no more than there: in H1 bubble filling's (interleaved 1F1B's or the list
-scheduler's, where that one does not apply), in H2 the list scheduler's with about twice as many microbatches in flight.
+schedule's order is split: bubble filling's (interleaved 1F1B's or the list scheduler's, where that one does not apply),
+in H2 without shared ranks the list scheduler's with about twice as many microbatches in flight. A rank then holds no
+more microbatches than that of its pipeline which holds most there, as in H1 above, and in H2 over shared ranks twice as
+many: last stages hold few in that order, and can now put weight halves off to the end, while first stages wait for the
+input halves.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -28,7 +32,14 @@ from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.generators.turns import one_group
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
-from motet.schedule.stage_graph import StageKey, cuts_alike, distances_to_sink, microbatches_in_flight, shares_ranks
+from motet.schedule.stage_graph import (
+    StageKey,
+    cuts_alike,
+    distances_to_sink,
+    microbatches_in_flight,
+    pipeline_numbers,
+    shares_ranks,
+)
 
 
 def zero_bubble_h1(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
@@ -48,8 +59,8 @@ def _zero_bubble(
         schedule = _closed_form(routes, costs, memory, forwards_per_stage)
         if memory is None or is_within(schedule, routes, memory):
             return schedule
-    if forwards_per_stage == 1:
-        return split(routes, bubble_filling(routes, costs, memory=memory), costs, memory)
+    if forwards_per_stage == 1 or shares_ranks(routes):
+        return split(routes, bubble_filling(routes, costs, memory=memory), costs, memory, times=forwards_per_stage)
     in_flight = {stage: forwards_per_stage * (n - 1) + 1 for stage, n in microbatches_in_flight(routes).items()}
     return split(routes, list_schedule(routes, costs, in_flight=in_flight, memory=memory), costs, memory)
 
@@ -71,14 +82,19 @@ def _closed_form(
     return fill_weights(routes, order, costs, may_hold=may_hold, memory=memory)
 
 
-def split(routes: Routes, schedule: Schedule, costs: Durations | None, memory: MemoryLimit | None) -> Schedule:
-    """Splits the backwards of a finished schedule and fills its gaps, where a rank then holds no more than before.
+def split(
+    routes: Routes, schedule: Schedule, costs: Durations | None, memory: MemoryLimit | None, *, times: int = 1
+) -> Schedule:
+    """Splits the backwards of a finished schedule and fills its gaps. A group then holds at most `times` as many
+    microbatches as that of its pipeline which holds most in the schedule.
 
     Where groups have some ranks in common and not all, the schedule is returned as it is: they would have to agree."""
     numbers = schedule.numbers(Dependencies(routes))
+    number_of_pipeline = pipeline_numbers(routes)
     order: dict[Group, Ints] = {}
+    pipeline_of: dict[Group, int] = {}
     seen: set[int] = set()
-    for *_, stage in routes.plan.stages():
+    for module, replica, _, stage in routes.plan.stages():
         group = tuple(sorted(stage.ranks))
         if group in order:
             continue
@@ -86,7 +102,12 @@ def split(routes: Routes, schedule: Schedule, costs: Durations | None, memory: M
             return schedule
         seen.update(group)
         order[group] = numbers[group[0]]
-    return fill_weights(routes, order, costs, may_hold=_peaks(order, routes), memory=memory)
+        pipeline_of[group] = number_of_pipeline[module, replica]
+    most: Counter[int] = Counter()
+    for group, peak in _peaks(order, routes).items():
+        most[pipeline_of[group]] = max(peak, most[pipeline_of[group]])
+    may_hold = {group: times * most[pipeline] for group, pipeline in pipeline_of.items()}
+    return fill_weights(routes, order, costs, may_hold=may_hold, memory=memory)
 
 
 def _peaks(order: Mapping[Group, Ints], routes: Routes) -> dict[Group, int]:
