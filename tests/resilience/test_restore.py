@@ -1,5 +1,8 @@
 """When nobody holds some layer any more, all go back to the last checkpoint, whatever happens meanwhile."""
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -7,8 +10,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from chaos import Layout, config_of, plan_and_templates, undisturbed
-from test_recover import before_each_step, die, failures, once
+from test_recover import STEPS, before_each_step, die, failures, once, train_and
+from test_recover import config_of as recover_config_of
+from test_recover import undisturbed as alike_losses
 
+from motet.resilience import launch_nodes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.trainer import Trainer
@@ -64,3 +70,27 @@ def test_what_was_held_before_going_back_is_not_mixed_with_the_checkpoint(tmp_pa
     with mock.patch.object(TrainingProcess, "_begin", begin_and_die):
         losses, _ = train_without_language_model(tmp_path)
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][2:], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_all_start_anew_where_the_store_is_lost(tmp_path: Path) -> None:
+    """What all nodes rest on: its process is killed once."""
+    host_store, first = launch_nodes._host_store, once()
+    store = multiprocessing.get_context("fork").Value("i", 0)
+
+    def host(*arguments: Any) -> None:
+        store.value = os.getpid()
+        host_store(*arguments)
+
+    def at_step(trainer: Trainer) -> None:
+        if trainer.finished_steps == 3 and first():
+            trainer._checkpoints.finish()
+            os.kill(store.value, signal.SIGKILL)
+
+    config = recover_config_of(tmp_path, train__checkpoint_every=1)
+    with mock.patch.object(launch_nodes, "_host_store", host):
+        result = train_and(config, at_step)
+    assert result["steps"] == STEPS
+    assert result["world_size"] == 4
+    assert 0 < len(result["losses"]) < STEPS
+    assert result["losses"] == pytest.approx(alike_losses()[-len(result["losses"]) :], rel=1e-12)

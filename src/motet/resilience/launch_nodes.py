@@ -70,7 +70,7 @@ def train_on_nodes(
     `templates`: what pipelines may look like on other numbers of nodes; None: only as they are in the plan.
     `listen`: where this machine is reached by nodes on others, which train when all have come; None: the nodes are
     processes of this machine.
-    Where too few nodes are left, all of them are started anew, from the last checkpoint.
+    Where too few nodes are left, or the store is lost, all of them are started anew, from the last checkpoint.
     Raises `UserError` or `WorkerFailedError` if the training could not go on."""
     assert config.train.failures is not None
 
@@ -89,7 +89,7 @@ def train_on_nodes(
 
 
 class NodesLostError(WorkerFailedError):
-    """Too few nodes are left."""
+    """Too few nodes are left, or they cannot reach each other."""
 
 
 def join_training(
@@ -127,6 +127,8 @@ def _train_here(
     try:
         for agent in agents:
             agent.join()
+        if not host.is_alive():
+            raise NodesLostError("the process that had the store died")
         return _outcome(address)
     finally:
         for process in (*agents, host):
@@ -250,7 +252,12 @@ def run_agent(
         agent.is_warned = True
 
     signal.signal(signal.SIGTERM, warn)
-    agent.run()
+    try:
+        agent.run()
+    except RuntimeError as error:  # Its processes end with it.
+        told = str(error).partition("\n")[0]
+        print(f"motet: node {agent.node}: the store does not answer any more ({told})", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _run_process(
