@@ -8,7 +8,7 @@ lost: who is left takes another place and gets what it lacks from its peers.
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -76,6 +76,11 @@ def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None
             # Once the first is recovered from: what has two holders again may lose one.
             kills.append(_draw_kill(rng, nodes[1], phase, kills[0].after_steps + 2))
     return Trial(seed, layout, tolerate, tuple(kills))
+
+
+def with_last(trial: Trial, how: str) -> Trial:
+    """The last node is lost in that way."""
+    return replace(trial, kills=(*trial.kills[:-1], replace(trial.kills[-1], how=how)))
 
 
 def _draw_nodes(rng: Random, layout: Layout, tolerate: int) -> list[int]:

@@ -10,11 +10,12 @@ import time
 from collections import Counter
 
 import pytest
-from chaos import Layout, Outcome, draw_trial, note, run_trial
+from chaos import Layout, Outcome, draw_trial, note, run_trial, with_last
 from victims import PHASES
 
 NUM_TRIALS = int(os.environ.get("MOTET_CHAOS_TRIALS", "200"))
 FIRST = int(os.environ.get("MOTET_CHAOS_FIRST", "0"))
+NUM_WARNINGS = int(os.environ.get("MOTET_CHAOS_WARNINGS", "12"))
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 
 
@@ -54,3 +55,17 @@ def test_many_trials() -> None:
         killed.update(outcome.killed_in)
     print("killed in", dict(killed))
     assert all(killed[phase] >= NUM_TRIALS // 20 for phase in PHASES[:-1]), killed
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_warnings() -> None:
+    """The last node to go is told to end (SIGTERM to its agent), and leaves."""
+    print(f"MOTET_CHAOS_SEED={SEED}")
+    for i in range(NUM_WARNINGS):
+        trial = with_last(draw_trial(f"warning/{SEED}/{i}", PHASES[i % 6]), "warning")
+        print(trial, flush=True)
+        outcome = run_trial(trial)
+        note(outcome)
+        left = {change["node"] for line in outcome.log for change in line["changes"] if change["kind"] == "left"}
+        assert left <= {trial.kills[-1].node}, (trial, outcome.log)

@@ -6,10 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
-from chaos import Trial, draw_trial, note, run_trial
+from chaos import Trial, draw_trial, note, run_trial, with_last
 from hosts import Hosts, separate_hosts
 from victims import PHASES, Board
 
@@ -24,7 +23,7 @@ def test_survivors_of_a_cut_go_on() -> None:
     cut_in: Counter[str] = Counter()
     num_missed = 0
     for i in range(NUM_TRIALS):
-        trial = draw_cut(f"{SEED}/{i}", PHASES[i % 6])
+        trial = with_last(draw_trial(f"cut/{SEED}/{i}", PHASES[i % 6]), "cut")
         board = Board()
         with separate_hosts(trial.num_nodes) as hosts, cutting(trial, board, hosts):
             outcome = run_trial(trial, board)
@@ -33,12 +32,6 @@ def test_survivors_of_a_cut_go_on() -> None:
         note(outcome)
     print("cut in", dict(cut_in), "missed", num_missed)
     assert num_missed >= NUM_TRIALS // 2  # Others were over before anyone missed the host.
-
-
-def draw_cut(seed: str, phase: str) -> Trial:
-    """The last node that is lost is cut off."""
-    trial = draw_trial(f"cut/{seed}", phase)
-    return replace(trial, kills=(*trial.kills[:-1], replace(trial.kills[-1], how="cut")))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class Kill:
     delay_s: float
     how: str
     """process: SIGKILL; hang: SIGSTOP; agent: SIGKILL for the agent, which takes its processes along;
-    cut: the cable of its host."""
+    warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host."""
 
 
 class Board:
@@ -95,8 +95,8 @@ class Victim:
             self._entries[i] += 1
             if self._entries[i] > kill.nth:
                 self._board.fire(i)
-                if kill.how == "agent":
-                    os.kill(os.getppid(), signal.SIGKILL)
+                if kill.how in ("agent", "warning"):
+                    os.kill(os.getppid(), signal.SIGKILL if kill.how == "agent" else signal.SIGTERM)
                 elif kill.how != "cut":  # The board is watched by who cuts.
                     signal_after(kill.delay_s, signal.SIGSTOP if kill.how == "hang" else signal.SIGKILL)
 

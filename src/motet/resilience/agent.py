@@ -40,8 +40,8 @@ from motet.resilience.membership import (
 POLL_S = 0.02
 BEAT_S = 0.1
 STOPPED = set("TtZX")
-BUSY = set("RD")
-"""States of threads that will go on by themselves: running or waiting for a processor, or for a disk."""
+RUNNABLE = "R"
+"""A thread's state: it computes, or waits for a processor to do so."""
 Successor = Callable[[Membership, Sequence[Change]], Membership]
 """What follows from a membership and what has happened since (motet.resilience.succession)."""
 
@@ -179,7 +179,7 @@ class NodeAgent:
         """Whether it is stopped, or has not computed since the last call and is not about to."""
         states, ticks = _process_state(watched.process.pid or 0)
         before, watched.last_cpu_ticks = watched.last_cpu_ticks, ticks
-        return states <= STOPPED or (before == ticks and not states & BUSY)
+        return states <= STOPPED or (before == ticks and RUNNABLE not in states)
 
     def _changes(self, node: int, membership: Membership, how: str | None, silent: Sequence[int]) -> list[Change]:
         if node not in membership.everyone:

@@ -80,7 +80,7 @@ class Succession:
     def _next_plan(self, plan: Plan, out: Sequence[int], num_candidates: int) -> "_NextPlan":
         """`out`: places of the nodes that the next plan cannot use."""
         if not out and not num_candidates:
-            return _NextPlan(plan, range(plan.num_ranks // self.node_size))
+            return _NextPlan(plan, range(plan.num_ranks // self.node_size), note="nothing changes")
         if self.templates is None:
             kept = drop_broken(plan, out, self.node_size)
             if kept is None:
