@@ -9,29 +9,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_configs import EVERY_MODEL
+from tower_problems import tower_problem as problem
 
-from motet.catalogue import DEVICES, LINKS
-from motet.cluster import Cluster
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
-from motet.data.sample import Sample, Segment
 from motet.errors import UserError
-from motet.plan import CONTRASTIVE, Edge, Plan
+from motet.plan import CONTRASTIVE, Plan
 from motet.planner import PLANNERS, make_plan
-from motet.planner.auto import choose
 from motet.planner.distmm import Assignment, assign_devices, assigned_plan, assignments, distmm
 from motet.planner.distmm_balance import balance
 from motet.planner.distmm_units import Choices, unit_choices
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import describe_cluster, read_costs, read_workloads
-from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.planner.problem import Degrees
 from motet.planner.remedies import remedies
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.reproduce import distmm_models
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell
-from motet.workload import as_tower, contrastive_loss, module_workload, with_projector
 
 TABLES = st.lists(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), max_size=8).map(
@@ -73,62 +68,6 @@ def test_balance_by_hand() -> None:
     large, small = ([inf, *(work / n for n in range(1, 5))] for work in (12.0, 4.0))
     assert balance([np.array(large), np.array(small)], 4) == (4.0, (3, 1))
     assert balance([np.array([inf, inf])], 1)[0] == inf
-
-
-CLUSTER = Cluster(
-    num_devices=8,
-    device=replace(DEVICES["v100-16"], memory_bytes=400e6),
-    devices_per_node=4,
-    within_node=LINKS["nvlink2"],
-    between_nodes=LINKS["ethernet25"],
-    nics_per_node=1,
-)
-
-
-def problem(
-    *,
-    num_samples: int = 64,
-    num_devices: int = 8,
-    memory_bytes: float = 400e6,
-    towers: int = 2,
-    batch: int | None = None,
-    latency_s: float = 4e-6,
-) -> PlanningProblem:
-    """Small towers of unequal work: 145 tokens of an image, 16 of a text, 16 of another text."""
-    families = {"image": "clip", "text": "clip_text", "caption": "siglip_text"}
-    names = list(families)[:towers]
-    workloads = {
-        name: as_tower(with_projector(module_workload(EVERY_MODEL[families[name]][0]), "linear", 32)) for name in names
-    }
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    workloads["loss"] = contrastive_loss(pairs, 32)
-    layouts = {name: (Segment(16, num_outputs=1, grid=(16,)),) for name in names}
-    layouts["image"] = (Segment(145, num_outputs=1, grid=(12, 12)),)
-    cluster = replace(
-        CLUSTER,
-        num_devices=num_devices,
-        device=replace(CLUSTER.device, memory_bytes=memory_bytes),
-        within_node=replace(CLUSTER.within_node, latency_s=latency_s),
-        between_nodes=replace(CLUSTER.between_nodes, latency_s=latency_s),
-    )
-    return PlanningProblem(
-        modules={
-            name: ModuleProblem(
-                workload=workload,
-                trainable=((0, workload.num_layers),),
-                loss_weight=float(name == "loss"),
-                tp_sizes=(1, 2, 4),
-                max_stages=3,
-            )
-            for name, workload in workloads.items()
-        },
-        edges=tuple(Edge(source=name, target="loss") for name in names),
-        cluster=cluster,
-        table=analytic_table(workloads, cluster, tp_sizes=(1, 2, 4)),
-        samples=tuple(Sample(str(i), layouts) for i in range(num_samples)),
-        num_microbatches=4,
-        contrastive_batch_size=batch,
-    )
 
 
 def shape(plan: Plan) -> dict[str, tuple[int, int, int]]:
@@ -233,6 +172,11 @@ def test_recomputed_features_are_named_where_they_make_a_plan_fit() -> None:
     assert evaluate(tight, replace(plan, modules=recomputed, recompute_features=roomy.towers)).fits
 
 
+def test_a_schedule_that_the_user_gives_is_the_plans() -> None:
+    given = replace(problem(), schedule="gpipe", schedules=("gpipe",))
+    assert distmm(given).schedule == "gpipe"
+
+
 def test_tensor_parallel_groups_lie_within_nodes() -> None:
     """In the problem's order the text's group would lie on two nodes of four."""
     layouts = {
@@ -246,15 +190,10 @@ def test_tensor_parallel_groups_lie_within_nodes() -> None:
     assert list(plan.modules) == ["image", "text", "loss"]
 
 
-@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "distmm"])
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name not in ("distmm", "auto")])
 def test_other_planners_refuse_towers(planner: str) -> None:
     with pytest.raises(UserError, match="give distmm"):
         make_plan(problem(), planner)
-
-
-def test_auto_refuses_towers() -> None:
-    with pytest.raises(UserError, match="give distmm, which searches those of towers"):
-        choose(problem())
 
 
 def test_mistakes_are_named() -> None:

@@ -70,10 +70,10 @@ def make_plan(
         return explicit_plan(problem, degrees, placement=placement or "parallel")
     if planner not in PLANNERS:
         raise UserError(f"parallel.planner: {planner!r} is not known; give one of explicit, {', '.join(PLANNERS)}")
-    if problem.loss_module is not None and planner != "distmm":
+    if problem.loss_module is not None and planner not in ("distmm", "auto"):
         raise UserError(
             f"parallel.planner: {planner} lays out encoders and a language model, but the model has towers that a loss "
-            "contrasts; give distmm or explicit"
+            "contrasts; give distmm, auto or explicit"
         )
     if planner != "auto":
         check_may_share_none(problem, planner)

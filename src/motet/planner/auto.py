@@ -6,7 +6,8 @@ lower bound and an estimate of memory, simulated only while their bound is below
 tried under other schedules, and the best of all with sequence parallelism.
 
 What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
-(`motet.planner.lower_bound`), whose relaxation is stated there.
+(`motet.planner.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are searched by
+`motet.planner.auto_towers`.
 
 Limits: `MAX_SIMULATED` of the candidates are simulated, fewer where programs are large, so what is best of all may be
 missed; the bound then says by how much at most.
@@ -21,6 +22,7 @@ from math import inf
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.auto_layouts import PLANNER, own_layouts
+from motet.planner.auto_towers import search_towers
 from motet.planner.bound_and_simulate import best_layout, rank
 from motet.planner.degrees import check_may_share_none, cp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
@@ -94,16 +96,11 @@ def auto(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
 def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
     """Raises `UserError` if nobody finds a plan. `placement`: as the named planners understand it; ours are then left
     out."""
-    if problem.loss_module is not None:
-        raise UserError(
-            "parallel.planner: auto compares layouts of encoders and a language model; give distmm, which searches "
-            "those of towers"
-        )
     # Hardly anything here is garbage in cycles, and to look for it takes a third of the time.
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        return _choose(problem, placement)
+        return _choose(problem, placement) if problem.loss_module is None else _choose_towers(problem, placement)
     finally:
         if was_collecting:
             gc.enable()
@@ -141,6 +138,19 @@ def _why_none(problem: PlanningProblem, refused: Mapping[str, str]) -> str:
             f"{' or '.join(map(str, backbone.cp_sizes))}; allow 1 too, or smaller sizes"
         )
     return f"parallel.planner: no planner finds a plan; {next(iter(refused.values()))}"
+
+
+def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Choice:
+    """No other planner lays out towers, and the lower bound does not cover them."""
+    found = search_towers(problem, placement=placement)
+    return Choice(
+        evaluation=replace(found.best, plan=replace(found.best.plan, planner=PLANNER)),
+        found_by="distmm" if found.best.plan == found.of_distmm.plan else PLANNER,
+        named={"distmm": found.of_distmm},
+        too_slow={},
+        refused={},
+        lower_bound_s=None,
+    )
 
 
 NOT_TRIED = (PLANNER, "oobleck")
@@ -271,7 +281,7 @@ def _shape(plan: Plan) -> str:
     """Like `vision 2 stages x 4 replicas, language_model 6 x 4`."""
     parts = []
     for name, module in plan.modules.items():
-        if module.copy_of is None:
+        if module.copy_of is None and module.kind != "loss":
             stages = module.replicas[0].stages
             groups = f" x tp {stages[0].tp_size}" if stages[0].tp_size > 1 else ""
             groups += " with sequence parallelism" if module.sequence_parallel else ""

@@ -19,13 +19,14 @@ from motet.plan import Plan
 from motet.planner.bound_and_simulate import rank
 from motet.planner.distmm_balance import balance
 from motet.planner.distmm_units import Choices, unit_choices
-from motet.planner.evaluate import evaluate
+from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.towers import TowerLayout, tower_plan
 
 NUM_SIMULATED = 4
 SCHEDULE = "distmm_pipe"
+"""Unless the user asks for another one."""
 
 Units = tuple[tuple[str, ...], ...]
 """Towers on the same ranks."""
@@ -40,6 +41,14 @@ class Assignment:
     seconds: float
     """Of the slowest unit."""
 
+    @property
+    def layouts(self) -> tuple[tuple[int, ...], ...]:
+        """Of each unit: (tp, pp, dp, K, whether features are recomputed)."""
+        return tuple(
+            tuple(int(values[0]) for values in (row.tp, row.pp, row.dp, row.per_batch, row.recomputes))
+            for row in self.rows
+        )
+
 
 def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
     """The plan with the shortest simulated iteration. `placement`: `parallel` keeps towers apart, `colocated` puts all
@@ -50,14 +59,20 @@ def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> P
         raise UserError("parallel.placement: distmm puts towers apart (parallel) or together (colocated); leave it out")
     if problem.loss_module is None:
         raise UserError("parallel.planner: distmm lays out towers that a loss contrasts; the model has none")
+    return min((each for _, each in simulated(problem, placement=placement)), key=rank).plan
+
+
+def simulated(
+    problem: PlanningProblem, *, placement: Placement | None = None
+) -> Sequence[tuple[Assignment, Evaluation]]:
+    """Every candidate's plan. Raises `UserError` if there is none."""
     found = candidates(problem, placement=placement)
     if not found:
         raise UserError(
             f"parallel.planner: no layout of {' and '.join(problem.towers)} fits into {problem.num_devices} devices; "
             "more devices, other tp sizes, recompute or a smaller contrastive_batch_size would help"
         )
-    evaluations = [evaluate(problem, assigned_plan(problem, each)) for each in found]
-    return min(evaluations, key=rank).plan
+    return [(each, evaluate(problem, assigned_plan(problem, each))) for each in found]
 
 
 def candidates(problem: PlanningProblem, *, placement: Placement | None = None) -> list[Assignment]:
@@ -122,16 +137,15 @@ def _ways_to_share(towers: Sequence[str]) -> Iterator[Units]:
 def assigned_plan(problem: PlanningProblem, assignment: Assignment) -> Plan:
     layouts: dict[str, TowerLayout] = {}
     recomputed: list[str] = []
-    for unit, row in zip(assignment.units, assignment.rows, strict=True):
-        tp, pp, dp, per_batch = (int(values[0]) for values in (row.tp, row.pp, row.dp, row.per_batch))
+    for unit, (tp, pp, dp, per_batch, recomputes) in zip(assignment.units, assignment.layouts, strict=True):
         for name in unit:
             layouts[name] = TowerLayout(degrees=Degrees(tp=tp, pp=pp, dp=dp), per_batch=per_batch)
-        recomputed += unit if row.recomputes[0] else ()
+        recomputed += unit if recomputes else ()
     return tower_plan(
         problem,
         layouts,
         together=assignment.units,
-        schedule=SCHEDULE,
+        schedule=SCHEDULE if problem.schedules is None else problem.schedule,
         planner="distmm",
         recompute_features=[name for name in problem.towers if name in recomputed],
     )

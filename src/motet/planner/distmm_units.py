@@ -13,7 +13,7 @@ Limits: messages between stages and the batch-sync are not in the estimate (simu
 the layers of a stage are taken to be an equal share of their tower.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from typing import NamedTuple
@@ -78,13 +78,15 @@ def unit_choices(
     towers: tuple[str, ...],
     *,
     may_recompute: bool = True,
+    partitions: Iterable[Partition] | None = None,
     num_partitions: int = NUM_PARTITIONS,
     computation_only: bool = False,
 ) -> Choices:
-    """All that fit into memory, of the first partitions of which any fits. `computation_only`: their seconds leave out
-    the sum of gradients and the optimizer, as the paper's load balancer does."""
+    """All that fit into memory, of the first partitions of which any fits. `partitions`: None for the paper's.
+    `computation_only`: their seconds leave out the sum of gradients and the optimizer, as the paper's load balancer
+    does."""
     found: list[Choices] = []
-    for partition in _partitions(problem, towers):
+    for partition in _partitions(problem, towers) if partitions is None else partitions:
         choices = _choices(problem, towers, partition, may_recompute, computation_only)
         if len(choices) or found:
             found.append(choices)
@@ -101,13 +103,21 @@ def unit_choices(
 
 def _partitions(problem: PlanningProblem, towers: tuple[str, ...]) -> Iterator[Partition]:
     """In the paper's order."""
-    within = problem.cluster.devices_per_node
-    sizes = [s for s in sorted(set.intersection(*(set(tp_sizes(problem, name)) for name in towers))) if s <= within]
+    sizes, most = tp_sizes_within_nodes(problem, towers), most_stages(problem, towers)
     yield from (Partition(size, 1) for size in sizes)
-    most = min(problem.modules[name].max_stages or problem.modules[name].workload.num_layers for name in towers)
     for pp in range(2, most + 1):
         if sizes and Partition(sizes[-1], pp).num_devices <= problem.num_devices:
             yield Partition(sizes[-1], pp)
+
+
+def tp_sizes_within_nodes(problem: PlanningProblem, towers: Sequence[str]) -> list[int]:
+    """Those that all these towers may have."""
+    common = set.intersection(*(set(tp_sizes(problem, name)) for name in towers))
+    return [size for size in sorted(common) if size <= problem.cluster.devices_per_node]
+
+
+def most_stages(problem: PlanningProblem, towers: Sequence[str]) -> int:
+    return min(problem.modules[name].max_stages or problem.modules[name].workload.num_layers for name in towers)
 
 
 def _choices(

@@ -1,6 +1,8 @@
 """DistMM-Pipe, and GPipe and 1F1B with batch-syncs: DistMM section 5.4 and Figure 6."""
 
+from importlib import import_module
 from random import Random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from motet.plan import Edge, Plan
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
+from motet.schedule.generators.list_schedule import list_schedule
 from motet.schedule.lower import lower
 from motet.schedule.program import make_program
 from motet.schedule.queue_rules import QueueRule, can_deadlock
@@ -149,7 +152,10 @@ def test_drawn_towers_can_be_run_under_any_queue_rule(seed: int) -> None:
             assert not can_deadlock(program, rule), f"{schedule} under {rule}"
 
 
-def test_a_decoder_beside_the_towers_is_list_scheduled() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "file"), [("distmm_pipe", "distmm_pipe"), ("1f1b", "one_f_one_b"), ("gpipe", "gpipe")]
+)
+def test_a_decoder_beside_the_towers_is_list_scheduled(schedule: str, file: str) -> None:
     """CoCa-like: the image tower's output also enters a decoder with a loss of its own."""
     towers = contrastive(
         {"image": [replica(0)], "text": [replica(1)]}, num_batches=2, num_microbatches={"image": 4, "text": 4}
@@ -160,8 +166,14 @@ def test_a_decoder_beside_the_towers_is_list_scheduled() -> None:
         num_microbatches=4,
     )
     routes = routes_of(plan, samples(8, ["image", "text", "decoder"]))
-    for schedule in SCHEDULES:
+    module_of_generator = import_module(f"motet.schedule.generators.{file}")
+    with mock.patch.object(module_of_generator, "list_schedule", wraps=list_schedule) as scheduled:
         validate(GENERATORS[schedule](routes), Dependencies(routes))
+        assert scheduled.call_count == 1
+        scheduled.reset_mock()
+        GENERATORS[schedule](two_towers(2, 2, 2))
+        # Without the decoder there is a closed form, but for 1F1B, whose batch-syncs have none.
+        assert scheduled.call_count == (schedule == "1f1b")
 
 
 def test_without_a_loss_module_it_is_1f1b() -> None:
