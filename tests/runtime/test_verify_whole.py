@@ -12,6 +12,7 @@ import pytest
 from scenario import FROZEN, Scenario
 from test_verify_assignments import LONGEST, assert_equal_to_one_process, no_media
 
+from motet.data.assignments import ASSIGNMENTS
 from motet.schedule.generators import CONTRASTING, GENERATORS
 
 SEED = os.environ.get("MOTET_FUZZ_SEED", "2")
@@ -57,6 +58,7 @@ def drawn(number: int, seed: str) -> Scenario:
             frozen=rng.choice(sorted(FROZEN)),
             items=rng.choice(["mixed", "mixed", "half", "one", "all but one", "none"]),
             packing=packing,
+            fully_sharded=rng.random() < 0.2,
             recompute=rng.random() < 0.2,
         ).consistent()
         if is_possible(scenario):
@@ -70,6 +72,8 @@ def is_possible(scenario: Scenario) -> bool:
         return False  # Copies are whole; else stages would overlap in part.
     if scenario.frozen in ("all but projectors", "all but encoders") and no_media(scenario):
         return False  # Nothing trainable is reached.
+    if scenario.fully_sharded and scenario.placement == "replicated":
+        return False  # Copies of what is shared out have to be whole.
     return scenario.num_ranks <= MAX_RANKS and can_share_tokens(scenario)
 
 
@@ -99,9 +103,9 @@ def test_the_draws_have_all_that_may_meet() -> None:
     draws = [drawn(i, "2") for i in range(200)]
     sharing = [scenario for scenario in draws if scenario.cp > 1]
     assert len(sharing) > 50
-    for name in ("assignment", "schedule", "frozen", "items", "packing", "recompute", "merge", "units", "cp_method"):
-        levels = {getattr(scenario, name) for scenario in sharing}
-        missed = {getattr(scenario, name) for scenario in draws} - levels
-        assert name == "units" or missed <= {"cross_attention"}
-        assert name != "units" or levels > {None}
-    assert {scenario.schedule for scenario in draws} == set(GENERATORS) - CONTRASTING
+    assert {scenario.schedule for scenario in sharing} == set(GENERATORS) - CONTRASTING
+    assert {scenario.assignment for scenario in sharing} == set(ASSIGNMENTS)
+    assert {scenario.frozen for scenario in sharing} == set(FROZEN)
+    assert {scenario.cp_method for scenario in sharing} == {"all_gather", "ulysses"}
+    for switch in ("packing", "fully_sharded", "recompute", "units", "max_packed_tokens"):
+        assert {bool(getattr(scenario, switch)) for scenario in sharing} == {True, False}
