@@ -75,8 +75,8 @@ class ModulePlan:
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
     fully_sharded: bool = False
-    """Inside context-parallel groups, each rank keeps a share of parameters and optimizer state only, and gathers the
-    others' to compute (FSDP)."""
+    """Inside context-parallel groups, each rank keeps a share of parameters, gradients and optimizer state only, and
+    gathers the others' parameters to compute (FSDP)."""
     loss_weight: float = 0.0
     """Weight of the loss that the module's last layer computes; 0: the module has none."""
     context: ContextOptions = ContextOptions()

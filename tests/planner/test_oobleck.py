@@ -2,17 +2,21 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from small_problem import small_problem, with_memory
 
 from motet.errors import UserError
+from motet.plan import ContextOptions
 from motet.planner import PLANNERS
 from motet.planner.evaluate import evaluate
-from motet.planner.oobleck import check_cover, make_templates, oobleck, plan_of
+from motet.planner.oobleck import _mapping_problem, _template, check_cover, make_templates, oobleck, plan_of
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import combinations
-from motet.resilience.pipelines import nodes_of_pipelines
+from motet.resilience.pipelines import Templates, nodes_of_pipelines
 from motet.resilience.reconfigure import reconfigure
+from motet.resilience.stage_mapping import map_stages
+from motet.schedule.action import Compute, Kind
 
 
 def on_nodes(num_nodes: int, devices_per_node: int = 1, *, failures: int = 1, **options: object) -> PlanningProblem:
@@ -83,3 +87,68 @@ def test_what_cannot_be_planned_is_said() -> None:
         check_cover(range(4, 6), 11, 0)
     with pytest.raises(UserError, match="do not make merged pipelines"):
         check_cover(range(3, 5), 8, 1)
+
+
+def sharded(problem: PlanningProblem, *sizes: int) -> PlanningProblem:
+    """FSDP is allowed in the language model's stages."""
+    llm = problem.modules["language_model"]
+    context = ContextOptions(block_size=16)
+    llm = replace(llm, cp_sizes=(1, *sizes), may_be_sharded=True, context=context)
+    return replace(problem, modules={**problem.modules, "language_model": llm})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_stages_may_share_tokens_and_parameters(size: int) -> None:
+    """Their costs are those of the simulation, and so is their memory."""
+    problem = on_nodes(6, 4, encoders=("vision",), frozen=())
+    plain, templates = make_templates(problem), make_templates(sharded(problem, size))
+    assert set(plain.by_nodes) <= set(templates.by_nodes)
+    for n, template in plain.by_nodes.items():
+        assert templates.by_nodes[n].iteration_s(4) <= template.iteration_s(4) * (1 + 1e-9)
+    choice = _mapping_problem(sharded(problem, size), size)
+    found = map_stages(choice, 2)
+    assert found is not None
+    template = _template(problem, 2, choice, found)
+    stages = template.replicas["language_model"].stages
+    assert {(stage.tp_size, stage.cp_size) for stage in stages} == {(1, size)}
+    assert sorted(rank for replica in template.replicas.values() for s in replica.stages for rank in s.ranks) == [
+        *range(8)
+    ]
+    pair = Templates(failures=1, devices_per_node=4, by_nodes={2: template})
+    four = on_nodes(4, 4, encoders=("vision",), frozen=())
+    plan = plan_of(sharded(four, size), pair, (2, 2))
+    assert plan.modules["language_model"].fully_sharded
+    costs = evaluate(four, plan).costs
+    for number, stage in enumerate(stages):
+        # Of both pipelines, as the templates' costs are means over all microbatches.
+        cells = [cell for cell in costs.routes.cells if (cell.module, cell.stage) == ("language_model", number)]
+        actions = [Compute(kind, cell) for cell in cells for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        mean = sum(map(costs.compute_s, actions)) / len(cells)
+        expected = sum(choice.modules["language_model"].seconds[size][slice(*stage.layers)])
+        assert mean == pytest.approx(expected)
+    static = choice.modules["language_model"].static_bytes
+    fixed = choice.modules["language_model"].fixed_bytes
+    assert static is not None
+    assert fixed is not None
+    for stage in stages:
+        blocks = slice(*stage.layers)
+        assert sum(static[size][blocks]) + fixed[size] == pytest.approx(costs.static_bytes(stage.ranks[0]), rel=1e-3)
+
+
+def test_what_does_not_fit_one_by_one_is_shared() -> None:
+    """Where tensor parallelism is not allowed, only shared parameters fit into little memory."""
+    problem = on_nodes(4, 4, encoders=("vision",), frozen=())
+    problem = replace(
+        problem, modules={name: replace(module, tp_sizes=(1,)) for name, module in problem.modules.items()}
+    )
+    shared = sharded(problem, 4)
+    for memory in np.geomspace(3e7, 3e6, 24):
+        tight = with_memory(shared, int(memory))
+        try:
+            templates = make_templates(tight)
+        except UserError:
+            continue
+        if any(t.replicas["language_model"].stages[0].cp_size > 1 for t in templates.by_nodes.values()):
+            assert evaluate(tight, oobleck(tight)).fits
+            return
+    pytest.fail("sharing was never chosen")

@@ -75,7 +75,7 @@ def test_drawn_layouts() -> None:
 
 def trained(scenario: Scenario) -> tuple[list[float], dict[str, int], int]:
     """Losses and gradient norms of three updates; and bytes on this rank after them: of all parameters, of those
-    that are here, of the optimizer's states."""
+    and gradients that are here, of the optimizer's states."""
     config = scenario.config()
     engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
     optimizer = build_optimizer(config, engine.model)
@@ -84,6 +84,7 @@ def trained(scenario: Scenario) -> tuple[list[float], dict[str, int], int]:
     for step in range(3):
         result = engine.run(batch)
         losses += [result.loss, result.gradient_norm]
+        gradients = sum(p.parameter.grad.nbytes for p in engine.model.parameters if p.parameter.grad is not None)
         optimizer.step(step)
         engine.model.zero_gradients()
     parameters = [p.parameter for p in engine.model.parameters]
@@ -91,6 +92,7 @@ def trained(scenario: Scenario) -> tuple[list[float], dict[str, int], int]:
     sizes = {
         "whole": sum(p.numel() * p.element_size() for p in parameters),
         "here": sum(storages.values()),
+        "gradients": gradients,
         "largest": max(p.numel() * p.element_size() for p in parameters),
     }
     states = sum(t.nbytes for state in optimizer.states().values() for key, t in state.items() if key != "step")
@@ -101,10 +103,12 @@ def test_training_keeps_a_share() -> None:
     scenario = replace(SHARDED, cp=2, encoder_cp=2, dtype="float32", num_samples=4)
     whole = run_distributed(lambda rank: trained(replace(scenario, fully_sharded=False)), scenario.num_ranks)
     sharded = run_distributed(lambda rank: trained(scenario), scenario.num_ranks)
-    assert [losses for losses, _, _ in sharded] == [losses for losses, _, _ in whole]
+    for (losses, _, _), (expected, _, _) in zip(sharded, whole, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6)
     for (_, all_sizes, all_states), (_, sizes, states) in zip(whole, sharded, strict=True):
         assert sizes["whole"] == all_sizes["whole"] == all_sizes["here"]
         assert sizes["here"] <= sizes["whole"] / 2 + sizes["largest"]
+        assert sizes["gradients"] <= all_sizes["gradients"] / 2 + sizes["largest"]
         assert states <= all_states / 2 + 2 * sizes["largest"]
     assert sum(states for _, _, states in sharded) == sum(states for _, _, states in whole) / 2
 

@@ -158,6 +158,9 @@ class LimitsConfig(Section):
     null: powers of two within a node that leave each member at least 4096 tokens of a microbatch, on CPUs 1."""
     dp: tuple[Count, ...] | None = None
     """Numbers of replicas; null: powers of two that leave no microbatch empty, on CPUs 1."""
+    fully_sharded: bool = False
+    """Planner `oobleck` may give the language model's stages context parallelism of the sizes in `cp`, with shared
+    parameters, in the place of tensor parallelism (FSDP)."""
     max_pp: Count | None = None
     """Most stages of a module; null: as many as it has layers."""
     modules: dict[str, ModuleLimitsConfig] = {}

@@ -314,8 +314,8 @@ class IterationCosts:
             )
             for index in range(*layers)
         )
-        stage_layers = workload.layers[slice(*layers)]
-        return static + gathered_bytes(stage_layers, tp_size=tp_size, num_shares=num_shares, options=self.memory)
+        of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
+        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.memory)
 
     # What they are derived from --------------------------------------------------------------------------------------
 

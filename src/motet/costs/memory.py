@@ -38,18 +38,22 @@ def static_layer_bytes(
     layer: LayerShape, *, trainable: bool, tp_size: int, num_holders: int, options: MemoryOptions, num_shares: int = 1
 ) -> int:
     """Parameters, gradients and moments of one layer on one rank. `num_holders`: ranks that hold the same shard.
-    `num_shares`: ranks that keep a share each of parameters and moments (FSDP), of equal size; gradients are whole."""
+    `num_shares`: ranks that keep a share each of all three (FSDP), of equal size."""
     size = layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
-    kept = -(-size // num_shares)
     if not trainable:
-        return kept
+        return -(-size // num_shares)
     moments = ADAMW_STATES * size
-    return kept + size + -(-moments // (num_holders if options.zero1 else num_shares))
+    return -(-(2 * size + (-(-moments // num_holders) if options.zero1 else moments)) // num_shares)
 
 
-def gathered_bytes(layers: Sequence[LayerShape], *, tp_size: int, num_shares: int, options: MemoryOptions) -> int:
-    """What a fully sharded stage has of others' parameters while it computes: one block, and all that is in none."""
-    sizes = [(layer.part == "block", layer.num_parameters_per_rank(tp_size)) for layer in layers]
+def gathered_bytes(
+    layers: Sequence[tuple[LayerShape, bool]], *, tp_size: int, num_shares: int, options: MemoryOptions
+) -> int:
+    """What a fully sharded stage has of others' parameters and gradients while it computes: of one block, and of all
+    that is in none. `layers`: and whether each is trainable."""
+    sizes = [
+        (layer.part == "block", layer.num_parameters_per_rank(tp_size) * (1 + trainable)) for layer, trainable in layers
+    ]
     block = max((size for is_block, size in sizes if is_block), default=0)
     whole = (block + sum(size for is_block, size in sizes if not is_block)) * options.parameter_bytes
     return whole - whole // num_shares

@@ -15,6 +15,7 @@ from motet.costs.collectives import collective_terms
 from motet.costs.contrastive import LossSeconds, loss_seconds
 from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Stage
@@ -73,8 +74,7 @@ class StageSeconds:
             exchange = self._key_exchange(workload.layers[index], stage)
             gather = self._parameter_gather(name, workload.layers[index], stage)
             forward += [layer.forward if with_graph else layer.forward_without_graph, exchange, gather]
-            if any(g.any for g in gradients):
-                input_half.append(gather)
+            input_half += [gather] * num_in_backward(workload.layers[index], needs, gradients)
             if recomputed:
                 input_half += [layer.forward, exchange]
             if reruns:
@@ -121,8 +121,7 @@ class StageSeconds:
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
             once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
             forward += [once, gather]
-            if any(g.any for g in kind.gradients):
-                input_half.append(gather)
+            input_half += [gather] * num_in_backward(layer, needs, kind.gradients)
             input_half += [once] * (int(recomputed) + int(reruns))
             if needs.input_gradient:
                 again = total([exchange, *self._collectives(kernels.input_gradient, ranks)])
@@ -149,23 +148,41 @@ class StageSeconds:
                 yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
     def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Seconds in which context-parallel ranks gather the keys and values of the whole sequence; their gradients
-        go back by a reduce-scatter, which takes as long. A function of one rank's load."""
-        attention = layer.attention
-        if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
-            return ZERO
-        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size])
-        width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
-        per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
-        return Quadratic(constant=terms.latency_s, per_token=per_token)
+        return key_exchange(layer, stage, self.cluster, self.memory)
 
     def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Seconds until a rank of a fully sharded stage has a layer's parameters, once for each action."""
-        if stage.cp_size == 1 or not self.cells.plan.modules[module].fully_sharded:
+        if not self.cells.plan.modules[module].fully_sharded:
             return ZERO
-        num_bytes = layer.num_parameters_per_rank(stage.tp_size) * self.memory.parameter_bytes
-        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size], num_bytes)
-        return Quadratic(constant=terms.seconds(num_bytes) if num_bytes else 0.0)
+        return parameter_gather(layer, stage, self.cluster, self.memory)
+
+
+def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
+    """Seconds in which context-parallel ranks gather the keys and values of the whole sequence; their gradients
+    go back by a reduce-scatter, which takes as long. A function of one rank's load."""
+    attention = layer.attention
+    if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
+        return ZERO
+    terms = collective_terms(cluster, "all_gather", stage.ranks[:: stage.tp_size])
+    width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
+    per_token = width * memory.activation_bytes * stage.cp_size / terms.bytes_per_s
+    return Quadratic(constant=terms.latency_s, per_token=per_token)
+
+
+def parameter_gather(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
+    """Seconds until a rank of a fully sharded stage has a layer's parameters; or until their owners have the sums of
+    its gradients."""
+    num_bytes = layer.num_parameters_per_rank(stage.tp_size) * memory.parameter_bytes
+    if stage.cp_size == 1 or not num_bytes:
+        return ZERO
+    terms = collective_terms(cluster, "all_gather", stage.ranks[:: stage.tp_size], num_bytes)
+    return Quadratic(constant=terms.seconds(num_bytes))
+
+
+def num_in_backward(layer: LayerShape, needs: LayerGradients, of_stage: Sequence[LayerGradients]) -> int:
+    """How often a fully sharded stage's backward sends what the layer's parameters are: it gathers blocks that have
+    one, and what is in no block in every one, and sums the gradients of what is trained."""
+    is_gathered = needs.any if layer.part == "block" else any(gradients.any for gradients in of_stage)
+    return int(is_gathered) + int(needs.weight_gradient)
 
 
 def of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:

@@ -87,6 +87,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
                 tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
                 max_stages=_max_stages(config, name),
                 cp_sizes=cp if name == LANGUAGE_MODEL else (1,),
+                may_be_sharded=name == LANGUAGE_MODEL and config.parallel.limits.fully_sharded,
                 context=_context(config, workload) if name == LANGUAGE_MODEL else ContextOptions(),
             )
             for name, workload in workloads.items()

@@ -5,11 +5,14 @@ from motet.costs.memory import saved_layer_bytes, static_layer_bytes
 from motet.planner.problem import PlanningProblem
 
 
-def static_bytes_of_layers(problem: PlanningProblem, name: str, *, tp_size: int, num_holders: int) -> list[int]:
-    """Parameters, gradients and optimizer states; `num_holders` replicas share the latter under ZeRO-1."""
+def static_bytes_of_layers(
+    problem: PlanningProblem, name: str, *, tp_size: int, num_holders: int, num_shares: int = 1
+) -> list[int]:
+    """Parameters, gradients and optimizer states; `num_holders` replicas share the latter under ZeRO-1, and
+    `num_shares` ranks of a fully sharded stage share both."""
     module = problem.modules[name]
     return problem.remembered(
-        ("static bytes", name, tp_size, num_holders),
+        ("static bytes", name, tp_size, num_holders, num_shares),
         lambda: [
             static_layer_bytes(
                 layer,
@@ -17,6 +20,7 @@ def static_bytes_of_layers(problem: PlanningProblem, name: str, *, tp_size: int,
                 tp_size=tp_size,
                 num_holders=num_holders,
                 options=problem.memory,
+                num_shares=num_shares,
             )
             for index, layer in enumerate(module.workload.layers)
         ],

@@ -8,18 +8,20 @@
 The global batch is cut into `num_microbatches` (f + 1) microbatches, whatever the pipelines: fewer pipelines compute
 more of them each. It must have a sample for each.
 Deviations: the templates' N_b is `num_microbatches`, what a pipeline gets where there are f + 1 of them (the thesis
-plans with 4 S). Limits: a plan cannot say that a stage's parameters are sharded (FSDP), so devices of a stage share it
-by tensor parallelism; context parallelism is not searched.
+plans with 4 S). FSDP inside a stage (thesis 2.6) is context parallelism with shared parameters: for each template, the
+language model has either tensor parallelism of any sizes or stages of one such size, whichever is faster
+(`parallel.limits.fully_sharded`). Limits: context parallelism by itself is not searched, and encoders have no FSDP.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 
-from motet.costs.memory import RESERVE
+from motet.costs.memory import RESERVE, gathered_bytes
+from motet.costs.stage_seconds import key_exchange, num_in_backward, parameter_gather
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
-from motet.planner.degrees import tp_sizes
+from motet.planner.degrees import cp_sizes, tp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
@@ -52,11 +54,22 @@ def oobleck(problem: PlanningProblem, *, placement: Placement | None = None) -> 
 def plan_of(problem: PlanningProblem, templates: Templates, sizes: tuple[int, ...]) -> Plan:
     """Pipelines on so many nodes each."""
     one = templates.by_nodes[sizes[0]]
-    like = problem.plan(
-        {name: problem.modules[name].planned((replica,)) for name, replica in one.replicas.items()}, planner="oobleck"
-    )
+    modules = {
+        name: problem.modules[name].planned(
+            (replica,),
+            context=problem.modules[name].context,
+            fully_sharded=any(size_of_shares(templates, name, n) > 1 for n in templates.by_nodes),
+        )
+        for name, replica in one.replicas.items()
+    }
+    like = problem.plan(modules, planner="oobleck")
     chosen = [templates.by_nodes[n] for n in sizes]
     return build_plan(like, templates, sizes, min_max_counts(chosen, total_microbatches(problem)))
+
+
+def size_of_shares(templates: Templates, name: str, num_nodes: int) -> int:
+    """Of the module's stages in a template: how many ranks share the tokens, and the parameters."""
+    return templates.by_nodes[num_nodes].replicas[name].stages[0].cp_size
 
 
 def total_microbatches(problem: PlanningProblem) -> int:
@@ -84,10 +97,11 @@ def make_templates(problem: PlanningProblem) -> Templates:
             f"cluster: {cluster.num_devices} devices do not fill {cluster.num_nodes} nodes of "
             f"{cluster.devices_per_node}; oobleck needs whole nodes"
         )
-    mapping = _mapping_problem(problem)
-    found: dict[int, StageMapping] = {}
-    for n in range(_least_nodes(mapping), cluster.num_nodes // (failures + 1) + 1):
-        best = map_stages(mapping, n)
+    _check_modules(problem)
+    choices = [_mapping_problem(problem, num_shares) for num_shares in (1, *_sharded_sizes(problem))]
+    found: dict[int, Template] = {}
+    for n in range(min(map(_least_nodes, choices)), cluster.num_nodes // (failures + 1) + 1):
+        best = _best_template(problem, choices, n)
         if best is not None:
             found[n] = best
             break
@@ -99,13 +113,23 @@ def make_templates(problem: PlanningProblem) -> Templates:
         )
     sizes = template_sizes(cluster.num_nodes, failures, next(iter(found)))
     for n in sizes[1:]:
-        best = map_stages(mapping, n)
+        best = _best_template(problem, choices, n)
         if best is None:
             break
         found[n] = best
     check_cover(range(sizes[0], max(found) + 1), cluster.num_nodes, failures)
-    by_nodes = {n: _template(problem, n, best) for n, best in found.items()}
-    return Templates(failures=failures, devices_per_node=cluster.devices_per_node, by_nodes=by_nodes)
+    return Templates(failures=failures, devices_per_node=cluster.devices_per_node, by_nodes=found)
+
+
+def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], num_nodes: int) -> Template | None:
+    """The fastest of all choices; None if nothing fits."""
+    found = [(choice, map_stages(choice, num_nodes)) for choice in choices]
+    best = min(
+        ((choice, mapping) for choice, mapping in found if mapping is not None),
+        key=lambda pair: pair[1].objective_s,
+        default=None,
+    )
+    return None if best is None else _template(problem, num_nodes, *best)
 
 
 def _least_nodes(mapping: MappingProblem) -> int:
@@ -128,15 +152,32 @@ def check_cover(sizes: range, num_nodes: int, failures: int) -> None:
         )
 
 
-def _mapping_problem(problem: PlanningProblem) -> MappingProblem:
+def _check_modules(problem: PlanningProblem) -> None:
     if (
         problem.loss_module is not None
         or len(problem.sinks) != 1
         or any(edge.target != problem.sinks[0] for edge in problem.edges)
     ):
         raise UserError("parallel.planner: oobleck needs one language model that all encoders enter directly")
+
+
+def _sharded_sizes(problem: PlanningProblem) -> list[int]:
+    """Of the language model's groups that share tokens and parameters."""
+    name = problem.sinks[0]
+    if not problem.modules[name].may_be_sharded:
+        return []
+    sizes = cp_sizes(problem, name, problem.failures + 1)
+    return [size for size in sizes if 1 < size <= problem.cluster.devices_per_node]
+
+
+def _mapping_problem(problem: PlanningProblem, num_shares: int) -> MappingProblem:
+    """`num_shares`: the ranks of each of the language model's stages that share tokens and parameters; 1: stages have
+    tensor parallelism."""
+    chains = {name: _chain_costs(problem, name) for name in (*problem.sources, *problem.sinks)}
+    if num_shares > 1:
+        chains[problem.sinks[0]] = _sharded_costs(problem, problem.sinks[0], num_shares)
     return MappingProblem(
-        modules={name: _chain_costs(problem, name) for name in (*problem.sources, *problem.sinks)},
+        modules=chains,
         devices_per_node=problem.cluster.devices_per_node,
         num_microbatches=problem.num_microbatches,
         device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
@@ -158,14 +199,46 @@ def _chain_costs(problem: PlanningProblem, name: str) -> ChainCosts:
     )
 
 
-def _template(problem: PlanningProblem, num_nodes: int, mapping: StageMapping) -> Template:
+def _sharded_costs(problem: PlanningProblem, name: str, num_shares: int) -> ChainCosts:
+    """As `IterationCosts` has them: each rank computes its share of the tokens, exchanges keys and values, and gathers
+    parameters in the forward and in the backward."""
+    num_pipelines, memory = problem.failures + 1, problem.memory
+    layers = problem.modules[name].workload.layers
+    load = problem.typical_load(name, num_pipelines, cp=num_shares)
+    stage = Stage(layers=(0, len(layers)), ranks=tuple(range(num_shares)), cp_size=num_shares)
+    seconds = []
+    for layer, needs, time in zip(
+        layers, problem.gradients[name], problem.layer_times(name, 1, num_pipelines, cp=num_shares), strict=True
+    ):
+        keys_s = key_exchange(layer, stage, problem.cluster, memory).seconds(load)
+        parameters_s = parameter_gather(layer, stage, problem.cluster, memory).seconds(load)
+        num_sent = 1 + num_in_backward(layer, needs, problem.gradients[name])
+        seconds.append(time.total_s + (1 + needs.any) * keys_s + num_sent * parameters_s)
+    trained = [(layer, problem.modules[name].is_trainable(i)) for i, layer in enumerate(layers)]
+    blocks = [entry for entry in trained if entry[0].part == "block"]
+    others = [
+        0 if entry in blocks else gathered_bytes([entry], tp_size=1, num_shares=num_shares, options=memory)
+        for entry in trained
+    ]
+    static = static_bytes_of_layers(problem, name, tp_size=1, num_holders=num_pipelines, num_shares=num_shares)
+    return ChainCosts(
+        seconds={num_shares: seconds},
+        static_bytes={num_shares: [own + gathered for own, gathered in zip(static, others, strict=True)]},
+        saved_bytes={num_shares: saved_bytes_of_layers(problem, name, load, tp_size=1)},
+        fixed_bytes={num_shares: gathered_bytes(blocks, tp_size=1, num_shares=num_shares, options=memory)},
+    )
+
+
+def _template(problem: PlanningProblem, num_nodes: int, choice: MappingProblem, mapping: StageMapping) -> Template:
+    sharded = {name for name, costs in choice.modules.items() if costs.fixed_bytes is not None}
     replicas: Mapping[str, Replica] = {
         name: Replica(
             stages=tuple(
                 Stage(
                     layers=stage.layers,
                     ranks=tuple(range(stage.first_device, stage.first_device + stage.num_devices)),
-                    tp_size=stage.num_devices,
+                    tp_size=1 if name in sharded else stage.num_devices,
+                    cp_size=stage.num_devices if name in sharded else 1,
                 )
                 for stage in mapping.stages
                 if stage.module == name

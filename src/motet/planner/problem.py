@@ -64,6 +64,8 @@ class ModuleProblem:
     """Those of a language model too; of other modules 1."""
     context: ContextOptions = DEFAULT_CONTEXT
     """How context-parallel groups that a planner chooses share tokens."""
+    may_be_sharded: bool = False
+    """Whether context-parallel groups that a planner chooses may share the parameters."""
     max_stages: int | None = None
     """That a planner may choose; None: as many as there are layers."""
 

@@ -10,7 +10,8 @@ on along chains of holders while that helps (exact for pieces of equal size, as 
 semi-matchings). A holder in the target's own node goes first: it needs no network.
 
 Limits: parameters that tensor parallelism does not cut (norms, some embeddings, projectors) count as if it did. Whoever
-has any share of a layer has them complete.
+has any share of a layer has them complete. Fully sharded stages count as if every layer were cut evenly; their ranks
+ascend, so among the devices of such a stage the best order is not looked for.
 """
 
 from collections import defaultdict
@@ -24,7 +25,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from motet.arrays import Floats
-from motet.plan import LayerRange, Plan, Stage
+from motet.plan import LayerRange, ModulePlan, Plan, Stage
 
 LayerBytes = Mapping[str, Sequence[float]]
 """Of each layer of each module: parameters and, if it is trainable, optimizer state."""
@@ -62,13 +63,20 @@ class Holdings:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         """`plans`: all whose stages are to be compared."""
-        self.units_per_layer = lcm(*(stage.tp_size for plan in plans for *_, stage in plan.stages()))
+        self.units_per_layer = lcm(
+            *(_num_shares(plan.modules[name], stage) for plan in plans for name, _, _, stage in plan.stages())
+        )
 
-    def of_stage(self, module: str, stage: Stage, place: int) -> list[Unit]:
+    def of_stage(self, name: str, module: ModulePlan, stage: Stage, place: int) -> list[Unit]:
         """What the rank at this place of the stage's group holds. Modules that repeat another are their own."""
-        size = self.units_per_layer // stage.tp_size
-        first = place % stage.tp_size * size
-        return [Unit(module, layer, u) for layer in range(*stage.layers) for u in range(first, first + size)]
+        num_shares = _num_shares(module, stage)
+        size = self.units_per_layer // num_shares
+        # Shares of a tensor-parallel shard lie one after the other.
+        member, shard = divmod(place, stage.tp_size)
+        share = shard * (num_shares // stage.tp_size) + member if module.fully_sharded else shard
+        owner = module.data_module(name)
+        units = range(share * size, (share + 1) * size)
+        return [Unit(owner, layer, u) for layer in range(*stage.layers) for u in units]
 
     def weights(self, plan: Plan, layer_bytes: LayerBytes | None) -> dict[Unit, float]:
         """Bytes of every unit. `layer_bytes`: None if all layers are equal."""
@@ -83,8 +91,13 @@ class Holdings:
         held: list[set[Unit]] = [set() for _ in range(plan.num_ranks)]
         for name, _, _, stage in plan.stages():
             for place, rank in enumerate(stage.ranks):
-                held[rank].update(self.of_stage(plan.modules[name].data_module(name), stage, place))
+                held[rank].update(self.of_stage(name, plan.modules[name], stage, place))
         return [frozenset(units) for units in held]
+
+
+def _num_shares(module: ModulePlan, stage: Stage) -> int:
+    """Into how many shares of equal size the stage's group divides each layer."""
+    return stage.tp_size * (stage.cp_size if module.fully_sharded else 1)
 
 
 Node = tuple[frozenset[Unit], ...]

@@ -57,6 +57,8 @@ class Segments:
     """[u, v]: seconds of the layers [u, v) on so many devices, forward and backward; infinite where they do not fit."""
     in_flight: Mapping[int, Floats]
     """[u, v]: the microbatches that may be in flight for the stage to fit; infinite where nothing is kept of them."""
+    is_on_every_path: bool = True
+    """Else T3 does not count its stages: they cost t wherever k* is."""
 
     def longest(self, size: int, limit: float) -> int:
         """Layers of the longest stage that takes at most `limit`."""
@@ -68,7 +70,7 @@ class Segments:
         low, high = limits.low[:, None], limits.high[:, None]
         allowed = seconds <= high
         once = seconds + limits.per_stage * low
-        twice = once + seconds - low
+        twice = once + (seconds - low if self.is_on_every_path else 0.0)
         return StageCosts(
             np.where(allowed, once, INFINITE),
             np.where(allowed & (~limits.exact[:, None] | (seconds < high)), twice, INFINITE),
@@ -101,7 +103,9 @@ def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> No
     stages = {size: [segments.costs(size, d, limits) for d in range(1, end + 1)] for size, end in longest.items()}
     width = [0]
     for c in range(1, devices_per_node + 1):
-        width.append(max((min(num_layers, end + width[c - size]) for size, end in longest.items() if size <= c)))
+        # So few devices may be fewer than any stage has.
+        fitting = (min(num_layers, end + width[c - size]) for size, end in longest.items() if size <= c)
+        width.append(max(fitting, default=0))
     nothing = np.full((batch, num_layers + 1, max(width) + 1), INFINITE)
     empty = nothing.copy()
     empty[:, :, 0] = 0.0

@@ -38,6 +38,7 @@ from motet.arrays import Floats
 from motet.plan import LayerRange
 from motet.resilience.counted_tables import CountedTables, counted_tables, trace_counted
 from motet.resilience.node_tables import (
+    Kind,
     Limits,
     NodeTables,
     Segments,
@@ -64,6 +65,8 @@ class ChainCosts:
     """On each of so many devices, whatever is in flight; None: nothing."""
     saved_bytes: Mapping[int, Sequence[float]] | None = None
     """On each of so many devices, for each microbatch in flight."""
+    fixed_bytes: Mapping[int, float] | None = None
+    """On each of so many devices, whatever layers a stage has; None: nothing."""
 
     @property
     def layers(self) -> range:
@@ -128,7 +131,12 @@ class _Search:
         num_layers = sum(len(costs.layers) for costs in problem.modules.values())
         self.most_stages = min(num_nodes * problem.devices_per_node, num_layers)
         self.segments = {
-            name: _segments(problem, costs, 1 if name == self.last else self._most_in_flight)
+            name: _segments(
+                problem,
+                costs,
+                1 if name == self.last else self._most_in_flight,
+                is_on_every_path=name == self.last or len(self.encoders) == 1,
+            )
             for name, costs in problem.modules.items()
         }
         finite = [table[np.isfinite(table)] for each in self.segments.values() for table in each.by_size.values()]
@@ -227,28 +235,30 @@ class _Search:
         [batch, a] of the last module on the devices from a on."""
         size = self.problem.devices_per_node
         paths: list[Floats] = []
+        slow_paths: list[Floats] = []
         for i, name in enumerate(self.encoders):
             before, with_slowest = spans(tables[name], self.num_nodes)
             if i == 0:
                 paths.append(before[:, 0])
+                slow_paths.append(with_slowest[:, 0])
             else:
+                slow_here = _longer_path(paths[-1], with_slowest, size)
+                slow_paths.append(np.minimum(_longer_path(slow_paths[-1], before, size), slow_here))
                 paths.append(_longer_path(paths[-1], before, size))
-        to_last = with_slowest[:, 0] if len(self.encoders) == 1 else paths[-1]
-        totals = np.stack([paths[-1][:, :-1] + slowest, to_last[:, :-1] + after], axis=1)
-        return totals.reshape(len(totals), -1).min(axis=1), _Borders(totals, paths)
+        totals = np.stack([paths[-1][:, :-1] + slowest, slow_paths[-1][:, :-1] + after], axis=1)
+        return totals.reshape(len(totals), -1).min(axis=1), _Borders(totals, paths, slow_paths)
 
     def _traced(self) -> StageMapping:
         best_x = np.array([self.best_x])
         tables = self._tables(best_x, best_x)
         first, kind, stages = 0, "slowest", []
         if self.encoders:
-            totals, paths = self._combined(tables, *self._last_from_each_device(tables[self.last]))[1]
+            borders = self._combined(tables, *self._last_from_each_device(tables[self.last]))[1]
+            totals = borders.totals
             in_encoder, first = (int(i) for i in np.unravel_index(int(totals[0].argmin()), totals.shape[1:]))
             kind = "after" if in_encoder else "slowest"
-            kind_of_encoders = "slowest" if in_encoder and len(self.encoders) == 1 else "before"
-            ends = self._ends(tables, paths, first)
-            for name, begin, end in zip(self.encoders, [0, *ends], ends, strict=False):
-                stages += self._placed(name, begin, trace(tables[name], self._parts(begin, end), kind_of_encoders))
+            for name, begin, end, of_encoder in self._traced_borders(tables, borders, first, bool(in_encoder)):
+                stages += self._placed(name, begin, trace(tables[name], self._parts(begin, end), of_encoder))
         stages += self._placed(self.last, first, self._traced_last(tables[self.last], first, kind))
         return StageMapping(tuple(stages), self.best_s, self._fill_s(stages), self.best_x)
 
@@ -268,15 +278,28 @@ class _Search:
         devices = accumulate((size for _, _, size in stages), initial=first)
         return [MappedStage(name, (u, v), device, size) for (u, v, size), device in zip(stages, devices, strict=False)]
 
-    def _ends(self, tables: Mapping[str, NodeTables], paths: Sequence[Floats], end: int) -> list[int]:
-        """Where each encoder's devices end, if those of the last end there."""
-        ends = [end]
+    def _traced_borders(
+        self, tables: Mapping[str, NodeTables], borders: "_Borders", end: int, in_encoder: bool
+    ) -> list[tuple[str, int, int, Kind]]:
+        """(encoder, first device, end, where k* is), if the devices of the last encoder end at `end`."""
+        found: list[tuple[str, int, int, Kind]] = []
         size = self.problem.devices_per_node
         for i in range(len(self.encoders) - 1, 0, -1):
-            before, _ = spans(tables[self.encoders[i]], self.num_nodes)
-            lengths = [float(max(paths[i - 1][0, p], before[0, p % size, ends[0] - p])) for p in range(ends[0])]
-            ends.insert(0, int(np.argmin(lengths)))
-        return ends
+            before, with_slowest = (table[0] for table in spans(tables[self.encoders[i]], self.num_nodes))
+            options: list[tuple[Floats, Floats, Kind, bool]] = [(borders.paths[i - 1], before, "before", False)]
+            if in_encoder:
+                options = [
+                    (borders.slow_paths[i - 1], before, "before", True),
+                    (borders.paths[i - 1], with_slowest, "slowest", False),
+                ]
+            _, begin, kind, in_encoder = min(
+                (float(max(paths[0, p], here[p % size, end - p])), p, kind, is_earlier)
+                for paths, here, kind, is_earlier in options
+                for p in range(end)
+            )
+            found.insert(0, (self.encoders[i], begin, end, kind))
+            end = begin
+        return [(self.encoders[0], 0, end, "slowest" if in_encoder else "before"), *found]
 
     def _fill_s(self, stages: Sequence[MappedStage]) -> float:
         """The longest path."""
@@ -328,6 +351,8 @@ class _Borders(NamedTuple):
     """[batch, k* in the last module or in an encoder, first device of the last module]"""
     paths: list[Floats]
     """Of each encoder: [batch, end], the longest path through it and those before it, if its devices end there."""
+    slow_paths: list[Floats]
+    """The same, if k* is in one of them."""
 
 
 def _longer_path(paths: Floats, before: Floats, size: int) -> Floats:
@@ -346,7 +371,7 @@ def _split(interval: Interval, num_parts: int) -> list[Interval]:
     return list(pairwise(borders))
 
 
-def _segments(problem: MappingProblem, costs: ChainCosts, least_in_flight: int) -> Segments:
+def _segments(problem: MappingProblem, costs: ChainCosts, least_in_flight: int, *, is_on_every_path: bool) -> Segments:
     num_layers = len(costs.layers)
     by_size, in_flight = {}, {}
     for size, seconds in costs.seconds.items():
@@ -356,14 +381,15 @@ def _segments(problem: MappingProblem, costs: ChainCosts, least_in_flight: int) 
         in_flight[size] = _in_flight(problem, costs, size)
         table[in_flight[size] < least_in_flight] = inf
         by_size[size] = table
-    return Segments(num_layers, by_size, in_flight)
+    return Segments(num_layers, by_size, in_flight, is_on_every_path)
 
 
 def _in_flight(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:
     """[u, v]: how many microbatches may be in flight in a stage with these layers; less than 1: it does not fit."""
     if costs.static_bytes is None or costs.saved_bytes is None:
         return np.full((len(costs.layers) + 1, len(costs.layers) + 1), inf)
-    left = problem.device_bytes - _sums(costs.static_bytes[size])
+    fixed = 0.0 if costs.fixed_bytes is None else costs.fixed_bytes[size]
+    left = problem.device_bytes - fixed - _sums(costs.static_bytes[size])
     with np.errstate(divide="ignore", invalid="ignore"):
         fitting = np.floor(left / np.maximum(_sums(costs.saved_bytes[size]), 0.0) * (1 + 1e-12))
     return np.where(left < 0, 0.0, np.where(np.isnan(fitting), inf, fitting))

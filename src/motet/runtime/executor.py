@@ -48,7 +48,7 @@ class Executor:
         device: torch.device,
     ) -> None:
         self.mesh, self.runners, self.reducers, self.device = mesh, runners, reducers, device
-        self._overlapping = _overlapping(mesh.rank, reducers, holders)
+        self._overlapping = _overlapping(mesh.rank, runners, reducers, holders)
         self._deadline = Deadline(mesh.timeout, device)
         self._doing: Doing = None
         self.started_s = 0.0
@@ -244,12 +244,15 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _overlapping(
-    rank: int, reducers: Mapping[Reduce, GradientReducer], holders: Mapping[Reduce, tuple[Holder, ...]]
+    rank: int,
+    runners: Mapping[tuple[str, int, int], StageRunner],
+    reducers: Mapping[Reduce, GradientReducer],
+    holders: Mapping[Reduce, tuple[Holder, ...]],
 ) -> dict[tuple[str, int, int], tuple[GradientReducer, ...]]:
     """By stage of this rank: the reductions whose gradients are all final within the stage's last backward."""
     result: dict[tuple[str, int, int], tuple[GradientReducer, ...]] = {}
     for reduce, reducer in reducers.items():
         here = [(h.module, h.replica, h.stage) for h in holders[reduce] if rank in h.ranks]
-        if len(here) == 1 and reducer.can_overlap:
+        if len(here) == 1 and reducer.can_overlap and not runners[here[0]].is_sharded:
             result[here[0]] = (*result.get(here[0], ()), reducer)
     return result

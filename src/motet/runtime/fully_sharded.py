@@ -2,8 +2,9 @@
 
 What Oobleck's code has in the place of tensor parallelism (thesis 2.6): every rank computes its own tokens with whole
 layers, keeps the parameters and the optimizer's state of its share alone, and gets the others' when a block is about to
-be computed. A block's parameters are dropped after its forward, and, in the backward, when the block before it begins.
-What belongs to no block (embedding, head, projector) is there for the whole action.
+be computed. A block's parameters are dropped after its forward, and, in the backward, when the block before it begins;
+then its gradients are summed inside the group, and the owner of each keeps it. What belongs to no block (embedding,
+head, projector) is there for the whole action.
 
 Every parameter has one owner, found by giving the largest to whom has least so far: so an owner's optimizer state is
 whole, and checkpoints, copies to other nodes and AdamW's rules need to know nothing of sharding.
@@ -11,8 +12,9 @@ whole, and checkpoints, copies to other nodes and AdamW's rules need to know not
 Not torch's `fully_shard`: it sums gradients by itself in each backward, where pipelines that do not look alike have to
 sum them layer by layer among all who hold them (`motet.runtime.gradients`).
 
-Limits: gradients are whole until the update. Nothing is gathered ahead of its use. One large embedding is not cut.
-Under autocast the graph keeps copies of the weights in bfloat16, as without sharding.
+Limits: nothing is gathered ahead of its use. One large embedding is not cut. Sums over replicas send zeros for what
+others keep, and do not begin within the backward. Under autocast the graph keeps copies of the weights in bfloat16, as
+without sharding.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,12 +36,16 @@ class _Unit:
         self._cp = cp
         self._flat: dict[int, Tensor] = {}
         """By owner: the memory of its parameters, one after the other."""
+        self._trainable: dict[int, list[nn.Parameter]] = {}
+        """By owner."""
         for owner in sorted(set(owners)):
             own = [p for p, o in zip(parameters, owners, strict=True) if o == owner]
             flat = torch.cat([p.detach().reshape(-1) for p in own])
             for parameter, values in zip(own, flat.split([p.numel() for p in own]), strict=True):
                 parameter.data = values.view_as(parameter)
             self._flat[owner] = flat
+            if trainable := [p for p in own if p.requires_grad]:
+                self._trainable[owner] = trainable
         self._num_bytes = {owner: flat.untyped_storage().nbytes() for owner, flat in self._flat.items()}
         self.is_whole = True
 
@@ -56,6 +62,24 @@ class _Unit:
             work.wait()
         self.is_whole = True
 
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Over the group; afterwards owners alone have them."""
+        sums: dict[int, tuple[dist.Work | None, Tensor]] = {}
+        for owner, parameters in self._trainable.items():
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+            work = dist.reduce(flat, group=self._cp.group, group_dst=owner, async_op=True)
+            sums[owner] = work, flat
+            for parameter in parameters:
+                parameter.grad = None
+        for owner, (work, flat) in sums.items():
+            assert work is not None
+            work.wait()
+            if owner == self._cp.rank:
+                parameters = self._trainable[owner]
+                for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                    parameter.grad = total.view_as(parameter)
+
     def drop(self) -> None:
         """Whatever is another's."""
         for owner, flat in self._flat.items():
@@ -70,6 +94,8 @@ class FullySharded:
     def __init__(self, stage: nn.Module, cp: ContextParallel) -> None:
         self._cp = cp
         self._is_backward = False
+        self._in_backward: nn.Module | None = None
+        """The block whose gradients are being computed."""
         blocks = _outermost(stage, GradientCheckpointingLayer)
         inside = {p for block in blocks for p in block.parameters()}
         rest = [p for p in stage.parameters() if p not in inside]
@@ -94,8 +120,21 @@ class FullySharded:
         self._is_backward = backward
         self._rest.gather()
         yield
+        if backward:
+            self._sum_gradients_of_block()
+            self._rest.sum_gradients()
         self._drop_all()
         self._is_backward = False
+
+    def sum_gradients(self) -> None:
+        """After a weight half, which adds to any of them."""
+        for unit in (self._rest, *self._blocks.values()):
+            unit.sum_gradients()
+
+    def _sum_gradients_of_block(self) -> None:
+        if self._in_backward is not None:
+            self._blocks[self._in_backward].sum_gradients()
+        self._in_backward = None
 
     def _drop_all(self) -> None:
         for unit in (self._rest, *self._blocks.values()):
@@ -114,10 +153,13 @@ class FullySharded:
 
     def _before_backward(self, block: nn.Module) -> None:
         """The gradient of its output is complete: the blocks after it have done all that takes their parameters."""
+        if block is not self._in_backward:
+            self._sum_gradients_of_block()
         for other, unit in self._blocks.items():
             if other is not block:
                 unit.drop()
         self._blocks[block].gather()
+        self._in_backward = block
 
 
 def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:

@@ -53,6 +53,8 @@ class Bucket:
     parameters: list[Copies]
     parts: list[Part | None]
     """Of each: what is summed here; None: all."""
+    elsewhere: Set[Tensor] = frozenset()
+    """Parameters whose sums are of no use here: another rank of a fully sharded stage keeps them."""
     missing: set[Tensor] = field(default_factory=set)
     """In an armed reduction: the parameters whose final gradient is not there yet."""
     _flat: Tensor | None = None
@@ -76,19 +78,22 @@ class Bucket:
         place = 0
         for copies, part in zip(self.parameters, self.parts, strict=True):
             size = _num_elements(copies, part)
-            _set_gradients(copies, part, self._flat[place : place + size])
+            if copies[0] not in self.elsewhere:
+                _set_gradients(copies, part, self._flat[place : place + size])
             place += size
         self._flat = self._work = None
 
 
 class GradientReducer:
     """One reduction on this rank. `parameters`: in the order of the forward, the same on every holder. `portions`: what
-    of them is summed in which group."""
+    of them is summed in which group. `elsewhere`: parameters that another rank of a fully sharded stage keeps."""
 
-    def __init__(self, parameters: Sequence[Copies], *portions: Portion) -> None:
+    def __init__(self, parameters: Sequence[Copies], *portions: Portion, elsewhere: Set[Tensor] = frozenset()) -> None:
         # Portion after portion for each run of parameters, so that none waits for the end of the backward.
         runs = zip_longest(*(_buckets(parameters, portion) for portion in portions))
         self._buckets = [bucket for run in runs for bucket in run if bucket is not None]
+        for bucket in self._buckets:
+            bucket.elsewhere = elsewhere
         self._buckets_of: dict[Tensor, list[Bucket]] = {}
         for bucket in self._buckets:
             for copies in bucket.parameters:

@@ -177,16 +177,18 @@ class LocalModel:
                 for name, (p, *_) in grouped[reduce].items()
             }
             cut = evenly_cut(held, self.mesh)
+        elsewhere = {p.parameter for p in self.parameters if not p.is_kept}
         reducers = {}
         for reduce, by_name in grouped.items():
             groups = self.mesh.reduce[reduce]
             if reduce not in unlike:
-                reducers[reduce] = GradientReducer(list(map(_tensors, by_name.values())), Portion(groups.pieces[0]))
+                everything = list(map(_tensors, by_name.values()))
+                reducers[reduce] = GradientReducer(everything, Portion(groups.pieces[0]), elsewhere=elsewhere)
                 continue
             names = [name for name in by_name if (reduce, name) in cut]
             even = [_tensors(by_name[name]) for name in names]
             shards = [cut[reduce, name] for name in names]
-            reducers[reduce] = GradientReducer(even, *portions(groups, even, shards))
+            reducers[reduce] = GradientReducer(even, *portions(groups, even, shards), elsewhere=elsewhere)
             whole = [copies for name, copies in by_name.items() if name not in names]
             if whole:
                 members = [(_tensors(copies), copies[0].shard) for copies in whole]
@@ -201,6 +203,9 @@ class LocalModel:
             tp_reduce_gradients(cast(nn.Module, stage))
         for whole_sum in self._whole_sums:
             whole_sum.run()
+        for p in self.parameters:
+            if not p.is_kept:
+                p.parameter.grad = None
 
     def counted_squared_norm(self) -> Tensor:
         """This rank's share of the squared norm of all gradients; the sum over all ranks counts each element once."""

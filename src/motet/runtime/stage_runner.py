@@ -162,6 +162,11 @@ class StageRunner:
                 [self._batch.samples[i] for i in members],
             )
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the stage's gradients are summed inside its group before they are final."""
+        return self._sharded is not None
+
     def _parameters(self, *, backward: bool) -> AbstractContextManager[object]:
         """In which the stage's parameters are here."""
         return nullcontext() if self._sharded is None else self._sharded.computing(backward=backward)
@@ -227,7 +232,9 @@ class StageRunner:
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
         """The weight half: accumulates what the input half has left; yields each parameter that has got its share."""
-        return self._half_done.pop(cell).weight_half()
+        yield from self._half_done.pop(cell).weight_half()
+        if self._sharded is not None:
+            self._sharded.sum_gradients()
 
     def parameters_left(self, cell: Cell) -> set[Tensor]:
         """Those that get a gradient in the cell's weight half."""

@@ -41,7 +41,7 @@ def collect_gradients(model: LocalModel) -> Versions | None:
     A parameter without gradient on any rank has no versions."""
     mine, missing = [], set()
     for p in model.parameters:
-        if p.reduce is not None:
+        if p.reduce is not None and p.is_kept:
             gradient = p.parameter.grad
             if gradient is None:
                 missing.add(p.name)
