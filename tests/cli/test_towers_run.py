@@ -168,7 +168,8 @@ def with_decoder(run_file: Path, family: str) -> None:
     content = yaml.safe_load(run_file.read_text())
     del content["model"]["towers"]["audio"]
     size = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32, "max_position_embeddings": 12}
-    values = {**size, "num_hidden_layers": 2, **({"intermediate_size": 16} if family == "BertConfig" else {})}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "GPT2Config" else {}
+    values = {**size, "num_hidden_layers": 2, **still}
     content["model"]["decoder"] = {"config": family, "values": values, "reads": "image"}
     content["parallel"]["explicit"] = {"image": {}, "text": {}, "decoder": {"pp": 2}}
     content["cluster"]["num_devices"] = 4
@@ -180,15 +181,19 @@ def test_a_decoder_that_captions(capsys: pytest.CaptureFixture[str], run_file: P
     planned = run(capsys, "plan", run_file)
     assert [stage["module"] for stage in planned["stages"]] == ["image", "text", "contrastive", "decoder", "decoder"]
     assert run(capsys, "verify", run_file)["passed"]
-    trained = run(capsys, "train", run_file, "--set", "train.eval_every=2")
+    trained = run(capsys, "train", run_file, "--set", "train.eval_every=2", "--set", "train.lr_schedule=constant")
     exported = load_towers(trained["export"])
     assert (exported.reads, exported.caption_weight, type(exported.decoder).__name__) == (
         "image",
         2.0,
         "GPT2LMHeadModel",
     )
-    resumed = run(capsys, "train", run_file, "--set", "train.steps=3", "--set", "train.resume=latest")
-    assert len(resumed["losses"]) == 1
+    longer = ("--set", "train.steps=4", "--set", "train.lr_schedule=constant")
+    layout = "parallel.explicit={image: {dp: 2}, text: {pp: 2}, decoder: {}}"
+    other = ("--set", layout, "--set", "cluster.num_devices=5", "--set", "parallel.zero1=true")
+    resumed = run(capsys, "train", run_file, *longer, "--set", "train.resume=latest", *other)
+    straight = run(capsys, "train", run_file, *longer, "--set", f"train.output={run_file.parent / 'straight'}")
+    assert resumed["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
     data = "data={kind: described, text_tokens: 8, images: {image: {height: 48, width: 48}}}"
     assert run(capsys, "plan", run_file, "--set", data)["fits"]
 
@@ -253,6 +258,10 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
         ("model.contrastive.loss=softmin", 'model.contrastive.loss: is "softmin"; did you mean .softmax'),
         ("model.contrastive.anchor=txet", "contrastive.anchor: there is no tower 'txet'; give one of image, audio"),
         ("model.contrastive.width=null", "contrastive.width: is missing"),
+        (
+            "model.contrastive.max_logit_scale=1.0",
+            "max_logit_scale: is 1.0, less than the initial logit_scale 2.66; give",
+        ),
         ("model.contrastive.logit_bias=1.0", "contrastive.logit_bias: the softmax loss has none"),
         ("model.merge=prepend", "merge: stands beside towers"),
         ("model.towers.text.values.vocab_size=20", "model.towers.text: its vocabulary has 20 tokens, but .* 28"),

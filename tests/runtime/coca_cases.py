@@ -165,7 +165,8 @@ def plain(case: Coca) -> tuple[float, dict[str, Tensor]]:
         captions = captions + functional.cross_entropy(logits[:-1], text["labels"][1:], reduction="sum")
         num_tokens += int((text["labels"][1:] != -100).sum())
     loss = CONTRASTIVE_WEIGHT * plain_loss(case, model, batch) + CAPTION_WEIGHT * captions / max(1, num_tokens)
-    loss.backward()
+    if loss.requires_grad:  # Not where nothing is compared and nothing captioned.
+        loss.backward()
     return loss.item(), {
         f"{part}.{name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for part, module in model.parts().items()

@@ -272,7 +272,8 @@ def plain_gradients(case: Case) -> tuple[float, dict[str, Tensor]]:
     """By the names that checkpoints have."""
     model = case.build()
     loss = plain_loss(case, model, case.batch(model))
-    loss.backward()
+    if loss.requires_grad:  # Not where nothing is compared.
+        loss.backward()
     return loss.item(), {
         f"{part}.{name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for part, module in model.parts().items()

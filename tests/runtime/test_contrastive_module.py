@@ -1,5 +1,6 @@
 """`ContrastiveParallelModule`: gradients add up over calls, and what is wrong is said."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -81,6 +82,91 @@ def test_a_decoder_and_samples_that_lack_a_tower_equal_the_module_in_one_process
     torch.testing.assert_close(
         decoder[f"decoder.module.{words}"], alone.decoder.get_parameter(words).grad, rtol=2e-4, atol=2e-5
     )
+
+
+def test_the_whole_model_comes_out_as_it_came_in() -> None:
+    """Trained for a step under tensor parallelism, stages and replicas; towers, decoder and scale."""
+
+    def worker(rank: int) -> tuple[dict[str, torch.Tensor] | None, float, float, float]:
+        torch.manual_seed(0)
+        specs = {"image": TowerSpec(tp_size=2), "text": TowerSpec(pp_size=2), "decoder": TowerSpec(dp_size=2)}
+        parallel = ContrastiveParallelModule(COCA.build().float(), specs)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        parallel.execute(coca_batch())
+        norm = parallel.clip_gradients(0.5).item()
+        optimizer.step()
+        whole = parallel.whole_model()
+        held_out, again = parallel.eval_loss(coca_batch()).item(), parallel.execute(coca_batch()).loss.item()
+        return None if whole is None else whole.state_dict(), norm, held_out, again
+
+    results = run_distributed(worker, 6)
+    alone = COCA.build().float()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    alone(**coca_batch()).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item()
+    optimizer.step()
+    expected = alone.state_dict()
+    weights = results[0][0]
+    assert weights is not None
+    assert weights.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5)
+    assert all(other is None for other, *_ in results[1:])
+    loss = alone(**coca_batch()).loss.item()
+    for _, found, held_out, again in results:
+        assert found == pytest.approx(norm, rel=1e-4)
+        assert held_out == pytest.approx(again, rel=1e-6) == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_clip_model_comes_out_as_one() -> None:
+    def worker(rank: int) -> bool:
+        torch.manual_seed(0)
+        small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text = transformers.CLIPTextConfig(**small, vocab_size=30, max_position_embeddings=9, eos_token_id=29)
+        vision = transformers.CLIPVisionConfig(**small, image_size=16, patch_size=8)
+        config = transformers.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=4)
+        given = transformers.CLIPModel(config)
+        kept = copy.deepcopy(given)
+        found = ContrastiveParallelModule(given, {"image": TowerSpec(), "text": TowerSpec(pp_size=2)}).whole_model()
+        if rank:
+            return found is None
+        same = (torch.equal(a, b) for a, b in zip(found.state_dict().values(), kept.state_dict().values(), strict=True))
+        return isinstance(found, transformers.CLIPModel) and all(same)
+
+    assert all(run_distributed(worker, 3))
+
+
+def test_ranks_that_read_different_batches_are_told() -> None:
+    def worker(rank: int) -> str:
+        parallel = ContrastiveParallelModule(CASE.build(), {"image": TowerSpec(), "text": TowerSpec()})
+        own = batch()
+        own["pixel_values"][3, 1, 5, 7] += rank
+        with pytest.raises(UserError) as caught:
+            parallel.execute(own)
+        return str(caught.value)
+
+    assert all("the ranks were given different batches" in said for said in run_distributed(worker, 2))
+
+
+def test_the_scale_stays_below_its_limit() -> None:
+    def worker(rank: int) -> tuple[float, float]:
+        model = CASE.build()
+        model.loss.max_logit_scale = 1.4  # It begins at log 4 = 1.386.
+        parallel = ContrastiveParallelModule(model, {"image": TowerSpec(), "text": TowerSpec()})
+        assert parallel.logit_scale is not None
+        with torch.no_grad():
+            parallel.logit_scale.add_(1.0)
+        loss = parallel.execute(batch()).loss.item()
+        return parallel.logit_scale.item(), loss
+
+    results = run_distributed(worker, 2)
+    alone = CASE.build()
+    with torch.no_grad():
+        alone.loss.logit_scale.fill_(1.4)
+    expected = alone(**batch()).loss.item()
+    for scale, loss in results:
+        assert scale == pytest.approx(1.4)
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_mistakes_about_the_decoder() -> None:

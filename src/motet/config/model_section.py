@@ -83,6 +83,8 @@ class ContrastiveConfig(Section):
     """The tower that each other one is compared with; null: all pairs of towers."""
     logit_scale: float | None = None
     """Logarithm of the initial scale of similarities; null: 2.66 for softmax, 2.3 for sigmoid."""
+    max_logit_scale: float | None = None
+    """Most that this logarithm may grow to (CLIP: 4.6052, a scale of 100); null: no limit."""
     logit_bias: float | None = None
     """Initial bias of similarities, of the sigmoid loss alone; null: -10."""
     train: bool = True
@@ -168,6 +170,13 @@ class ModelConfig(Section):
             )
         if self.contrastive.loss == "softmax" and self.contrastive.logit_bias is not None:
             raise ValueError("contrastive.logit_bias: the softmax loss has none; leave it out, or give loss: sigmoid")
+        given = self.contrastive
+        initial = given.logit_scale if given.logit_scale is not None else {"softmax": 2.66, "sigmoid": 2.31}[given.loss]
+        if given.max_logit_scale is not None and initial > given.max_logit_scale:
+            raise ValueError(
+                f"contrastive.max_logit_scale: is {given.max_logit_scale}, less than the initial logit_scale "
+                f"{initial:g}; give more, or a smaller logit_scale"
+            )
         if self.contrastive.width is None and all(tower.projector for tower in self.towers.values()):
             raise ValueError("contrastive.width: is missing; give the width of the features, to which projectors bring")
         return self

@@ -37,15 +37,23 @@ SIGLIP_SCALE, SIGLIP_BIAS = math.log(10.0), -10.0
 
 
 class ContrastiveLoss(nn.Module):
-    """What is trained of the loss: transformers' `logit_scale` (a logarithm), for the sigmoid loss `logit_bias` too."""
+    """What is trained of the loss: transformers' `logit_scale` (a logarithm, kept below `max_logit_scale`), for the
+    sigmoid loss `logit_bias` too."""
 
-    def __init__(self, kind: LossKind, logit_scale: float | None = None, logit_bias: float | None = None) -> None:
+    def __init__(
+        self,
+        kind: LossKind,
+        logit_scale: float | None = None,
+        logit_bias: float | None = None,
+        *,
+        max_logit_scale: float | None = None,
+    ) -> None:
         super().__init__()
         if kind not in LOSSES:
             raise UserError(f"loss: {kind!r} is not known; give one of {', '.join(LOSSES)}")
         if kind == "softmax" and logit_bias is not None:
             raise UserError("logit_bias: the softmax loss does not depend on one; leave it out")
-        self.kind = kind
+        self.kind, self.max_logit_scale = kind, max_logit_scale
         default = CLIP_SCALE if kind == "softmax" else SIGLIP_SCALE
         self.logit_scale = nn.Parameter(torch.tensor(default if logit_scale is None else logit_scale))
         self.logit_bias: nn.Parameter | None = None
@@ -148,7 +156,14 @@ class ContrastiveModule(nn.Module):
         return self
 
     def loss_stage(self) -> ContrastiveStage:
-        return ContrastiveStage(self.loss.kind, self.pairs, self.width, self.loss.logit_scale, self.loss.logit_bias)
+        return ContrastiveStage(
+            self.loss.kind,
+            self.pairs,
+            self.width,
+            self.loss.logit_scale,
+            self.loss.logit_bias,
+            max_logit_scale=self.loss.max_logit_scale,
+        )
 
     def embeddings(self, batch: Batch) -> dict[str, Tensor]:
         """Of each tower: [samples that have an item for it, width], not normalized."""

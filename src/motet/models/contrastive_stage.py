@@ -40,6 +40,7 @@ class ContrastiveStage(nn.Module):
         width: of features.
         logit_scale: log of the scale, a parameter or a plain number's tensor.
         logit_bias: None: there is none.
+        max_logit_scale: most that the logarithm may be; None: no limit.
     """
 
     needs_features = False
@@ -52,12 +53,21 @@ class ContrastiveStage(nn.Module):
         width: int,
         logit_scale: nn.Parameter,
         logit_bias: nn.Parameter | None,
+        *,
+        max_logit_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.kind, self.pairs = kind, tuple(pairs)
         self.hidden_size = self.output_size = width
         self.logit_scale, self.logit_bias = logit_scale, logit_bias
+        self.max_logit_scale = max_logit_scale
         self._cp = ALONE
+
+    @torch.no_grad()
+    def limit_scale(self) -> None:
+        """For after an update: CLIP keeps the scale below 100, so that training stays stable (Radford et al. 2021)."""
+        if self.max_logit_scale is not None:
+            self.logit_scale.clamp_(max=self.max_logit_scale)
 
     def share_context(self, cp: ContextParallel) -> None:
         """The group that shares the rows."""
@@ -79,6 +89,7 @@ class ContrastiveStage(nn.Module):
 
         `features`: for each tower of which this rank holds some: [own samples, width], in the order of its places.
         The backward exchanges nothing."""
+        self.limit_scale()
         own = {name: nn.functional.normalize(tensor, dim=-1) for name, tensor in features.items()}
         reference = self.logit_scale
         towers = dict.fromkeys(name for pair in self.pairs for name in pair)

@@ -111,7 +111,14 @@ def build_loss(config: RunConfig, dtype: torch.dtype) -> ContrastiveStage:
     loss = ContrastiveLoss(given.loss, given.logit_scale, given.logit_bias).to(dtype)
     _set_trainable(loss, given.train)
     pairs = pairs_of(tuple(config.model.towers), given.anchor)
-    return ContrastiveStage(given.loss, pairs, feature_width(read_workloads(config)), loss.logit_scale, loss.logit_bias)
+    return ContrastiveStage(
+        given.loss,
+        pairs,
+        feature_width(read_workloads(config)),
+        loss.logit_scale,
+        loss.logit_bias,
+        max_logit_scale=given.max_logit_scale,
+    )
 
 
 def _set_trainable(part: nn.Module, trainable: bool) -> None:

@@ -11,18 +11,20 @@ gives the same global batch to every process; of it a process computes what it h
         loss = model.execute(batch).loss
         optimizer.step()
         optimizer.zero_grad()
+    trained = model.whole_model()  # a CLIPModel, on rank 0
 
 Limits: as `motet.runtime.parallel_module`; the layout is the user's, a search for one is the run file's.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from motet.cluster import cpu_cluster
@@ -30,9 +32,10 @@ from motet.costs.analytic import analytic_table
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.caption_decoder import CaptionDecoderStage
-from motet.models.clip import from_transformers
+from motet.models.clip import from_transformers, to_transformers
 from motet.models.contrastive import ContrastiveModule
 from motet.models.contrastive_stage import ContrastiveStage
+from motet.models.dict_batch import DictBatch
 from motet.models.encoder_stage import EncoderStage
 from motet.models.structure import decoder_structure, trainable_layers, workload_of
 from motet.models.token_counts import encoder_segment
@@ -41,8 +44,9 @@ from motet.plan import CONTRASTIVE, DECODER, Edge, ModulePlan, Plan, Stage
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.runtime.engine import Engine
-from motet.runtime.parallel_module import default_device, share_weights
+from motet.runtime.parallel_module import check_same_on_all_ranks, default_device, share_weights
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.runtime.verify import collect_weights
 from motet.schedule.generators import GENERATORS
 from motet.workload import as_tower, contrastive_loss
 
@@ -110,6 +114,7 @@ class ContrastiveParallelModule(nn.Module):
         self.plan = _plan(contrastive, tower_specs, num_contrastive_batches, schedule, recompute_features)
         self.device = default_device() if device is None else device
         share_weights(contrastive, self.device)
+        self._is_contrastive, self._skeleton = contrastive is model, (_skeleton_of(contrastive),)
         contrastive.is_taken_over = True
         # Not registered as a submodule: what is in it is held by the stages.
         self._source = (contrastive,)
@@ -146,6 +151,12 @@ class ContrastiveParallelModule(nn.Module):
             apply_tensor_parallel(made, family, tp)
         return made.train(model.training).to(self.device)
 
+    @property
+    def logit_scale(self) -> nn.Parameter | None:
+        """The logarithm of the loss's scale; None on ranks that have no part in the loss."""
+        stages = self._engine.model.modules()
+        return next((stage.logit_scale for stage in stages if isinstance(stage, ContrastiveStage)), None)
+
     def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
         """Forward and backward of one global batch. Collective: every rank passes the same batch.
 
@@ -158,10 +169,61 @@ class ContrastiveParallelModule(nn.Module):
         trainable = self._engine.model.trainable()
         earlier = [(parameter, parameter.grad) for parameter in trainable if parameter.grad is not None]
         self._engine.model.zero_gradients()
-        loss = self._engine.run(batch_of_towers(self._source[0], batch)).loss
+        loss = self._engine.run(self._read(batch)).loss
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return ModelOutput(loss=torch.tensor(loss, dtype=torch.float64))
+
+    def eval_loss(self, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of a global batch, forward only and without dropout. Collective."""
+        was_training = self.training
+        self.eval()
+        loss = self._engine.run(self._read(batch), forward_only=True).loss
+        self.train(was_training)
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
+
+        Returns the norm before."""
+        return self._engine.clip_gradients(max_norm)
+
+    def whole_model(self) -> nn.Module | None:
+        """The model with the weights that it has now, as it was given (a CLIPModel came in: one comes out), on the CPU
+        of rank 0; None on other ranks. Collective."""
+        weights = collect_weights(self._engine.model)
+        if weights is None:
+            return None
+        (skeleton,) = self._skeleton
+        memo: dict[int, Any] = {}
+        for part, module in skeleton.parts().items():
+            for name, parameter in module.named_parameters():
+                value = weights[f"{part}.{name}"][0].to("cpu", copy=True)
+                memo[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+        whole = copy.deepcopy(skeleton, memo)
+        return whole if self._is_contrastive else to_transformers(whole)
+
+    def _read(self, batch: Mapping[str, Any]) -> DictBatch:
+        read = batch_of_towers(self._source[0], batch)
+        check_same_on_all_ranks(_tensors_of(batch), read, self.device)
+        return read
+
+
+def _skeleton_of(model: ContrastiveModule) -> ContrastiveModule:
+    """The model without its weights."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _tensors_of(batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    for key in sorted(batch):
+        if isinstance(batch[key], Mapping):
+            yield from _tensors_of(batch[key])
+        elif isinstance(batch[key], Tensor):
+            yield batch[key]
 
 
 def _check(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from motet.data.assignment import BatchAssignment, contiguous_assignment
 from motet.data.assignments import check_assignment
@@ -190,6 +191,17 @@ class Engine:
             for (name, module), value in zip(losses.items(), values[:-2], strict=True)
         )
         return IterationResult(loss, sum(tokens.values()), values[-2] ** 0.5, values[-1] > 0)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
+
+        Returns the norm before."""
+        squared = self.model.counted_squared_norm().to(self.device)
+        dist.all_reduce(squared)
+        norm = squared.sqrt()
+        if norm > max_norm:
+            self.model.scale_gradients(max_norm / norm.item())
+        return norm
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Derives what attention needs of a coming batch: who holds which tokens, and their masks. For the thread that

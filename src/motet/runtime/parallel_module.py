@@ -18,7 +18,7 @@ rank's share, so clip with `clip_gradients`. With dropout in tensor-parallel gro
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, get_args
@@ -223,12 +223,7 @@ class MultimodalParallelModule(nn.Module):
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
 
         Returns the norm before."""
-        squared = self._engine.model.counted_squared_norm().to(self.device)
-        dist.all_reduce(squared)
-        norm = squared.sqrt()
-        if norm > max_norm:
-            self._engine.model.scale_gradients(max_norm / norm.item())
-        return norm
+        return self._engine.clip_gradients(max_norm)
 
     def _read(self, batch: Mapping[str, Any]) -> DictBatch:
         if batch.get("labels") is None:
@@ -239,7 +234,7 @@ class MultimodalParallelModule(nn.Module):
                 f"batch: has {len(read.samples)} samples; give the global batch of {self.global_batch_size} "
                 "(num_microbatches x microbatch_size x replicas) to every rank"
             )
-        _check_same_on_all_ranks(batch["input_ids"], read, self.device)
+        check_same_on_all_ranks([batch["input_ids"]], read, self.device)
         return read
 
 
@@ -363,9 +358,18 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _check_same_on_all_ranks(input_ids: Tensor, batch: DictBatch, device: torch.device) -> None:
-    """Raises `UserError` on every rank if the ranks read different token ids or layouts."""
-    digest = hashlib.sha256(input_ids.cpu().numpy().tobytes())
+NUM_COMPARED = 65_536
+"""Elements of a tensor that ranks compare."""
+
+
+def check_same_on_all_ranks(tensors: Iterable[Tensor], batch: DictBatch, device: torch.device) -> None:
+    """Raises `UserError` on every rank if the ranks read different tensors (of large ones, samples are compared) or
+    layouts."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, flat.numel() // NUM_COMPARED)].cpu().contiguous()
+        digest.update(some.view(torch.uint8).numpy().tobytes())
     digest.update(repr([sorted(sample.layouts.items()) for sample in batch.samples]).encode())
     value = int.from_bytes(digest.digest()[:7])
     bounds = torch.tensor([value, -value], dtype=torch.int64, device=device)
