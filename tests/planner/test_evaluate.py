@@ -34,6 +34,20 @@ def test_folded_and_whole_tell_the_same(schedule):
     assert replace(folded, problem=gpu).mfu("float32") == pytest.approx(replace(whole, problem=gpu).mfu("float32"))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h2", "bubble_filling"])
+def test_pipelines_that_lie_otherwise_on_the_nodes_have_one_schedule(schedule):
+    """Three devices each on nodes of two: every other one lies across a node's end where the others do not."""
+    problem = four_pipelines()
+    problem = replace(problem, cluster=replace(problem.cluster, devices_per_node=2))
+    plan = replace(make_plan(problem, "explicit", degrees={name: Degrees(dp=4) for name in problem.modules}))
+    plan = replace(plan, schedule=schedule)
+    folded, whole = evaluate(problem, plan), evaluate(problem, plan, folded=False)
+    assert len(set(folded.result.folding.replica_of.values())) == 3 * len(problem.modules)
+    assert folded.iteration_time_s == whole.iteration_time_s
+    ranks = {rank for rank, like in enumerate(folded.result.folding.rank_of.tolist()) if rank == like}
+    assert set(folded.result.timeline_of(ranks).spans) == set(whole.result.timeline_of(ranks).spans)
+
+
 def test_planners_plans_too():
     problem = four_pipelines()
     for name in ("optimus", "disttrain", "megatron_balanced", "encoders_replicated"):

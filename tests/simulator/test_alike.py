@@ -15,9 +15,9 @@ from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message, lower
-from motet.schedule.program import make_program
+from motet.schedule.program import make_program, make_schedule
 from motet.schedule.routes import Cell, derive_routes
-from motet.simulator.alike import Folding, fold
+from motet.simulator.alike import Folding, copy_schedule, fold
 from motet.simulator.costs import UniformCosts
 from motet.simulator.simulate import simulate
 from motet.simulator.step_costs import Disturbances
@@ -124,6 +124,20 @@ def test_folded_and_whole_are_the_same_on_drawn_problems(generator: str) -> None
         for ours, theirs in zip(folded.memory, expected.memory, strict=True):
             assert ours.times_s.tolist() == theirs.times_s.tolist()
             assert ours.bytes_held.tolist() == theirs.bytes_held.tolist()
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_schedule_of_fewer_pipelines_is_that_of_all(generator: str) -> None:
+    for seed in range(20):
+        problem = draw_problem(Random(seed), Limits(max_modules=3, max_ranks=5, max_samples=5, tied=True))
+        whole = repeated(problem, 3)
+        folding = fold(whole.plan, whole.assignment, whole.samples)
+        costs = AlikeCosts(seed, fixed_s=0.5, folding=folding)
+        routes = derive_routes(whole.plan, folding.assignment, whole.samples)
+        limit = costs.memory_limit()
+        fewer = make_schedule(generator, routes, costs.compute_s, memory=limit)
+        copied = copy_schedule(fewer, Dependencies(routes), Dependencies(whole.routes), folding)
+        assert copied == make_schedule(generator, whole.routes, costs.compute_s, memory=limit), seed
 
 
 def test_pipelines_of_other_samples_are_not_alike() -> None:

@@ -1,5 +1,6 @@
 """What a plan would do: its schedule simulated with the problem's costs, and whether it fits into memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,17 +8,21 @@ import numpy as np
 
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import RESERVE
+from motet.data.assignment import BatchAssignment
 from motet.data.assignments import assign
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.problem import PlanningProblem
+from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS, SPLIT_BACKWARDS
-from motet.schedule.lower import Program
-from motet.schedule.program import make_program
+from motet.schedule.lower import Program, lower
+from motet.schedule.program import make_schedule
 from motet.schedule.routes import derive_routes
-from motet.simulator.alike import fold
+from motet.schedule.schedule import Schedule
+from motet.simulator.alike import Folding, copy_schedule, fold
 from motet.simulator.lower_bound import lower_bound_s
 from motet.simulator.simulate import SimulationResult, simulate
+from motet.workload import ModuleWorkload
 
 
 @dataclass(frozen=True)
@@ -96,24 +101,47 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
     check_same_model(problem, plan)
     if plan.schedule not in GENERATORS:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
-    samples = problem.samples
-    workloads = {name: module.workload for name, module in problem.modules.items()}
-    assignment, folding = assign(plan, samples, workloads=workloads, table=problem.table), None
+    whole = assign(plan, problem.samples, workloads=_workloads(problem), table=problem.table)
+    folding = None
     if folded and problem.num_cores is None:
-        folding = fold(plan, assignment, samples, problem.cluster.node)
-        assignment = folding.assignment
-    routes = derive_routes(plan, assignment, samples)
-    costs = IterationCosts(
-        routes,
-        samples,
-        workloads=workloads,
+        folding = fold(plan, whole, problem.samples, problem.cluster.node)
+    costs = _costs(problem, plan, whole if folding is None else folding.assignment)
+    schedule = None if folding is None else _schedule_of_fewer(problem, plan, whole, folding, costs)
+    if schedule is None:
+        schedule = make_schedule(plan.schedule, costs.routes, costs.compute_s, memory=costs.memory_limit())
+    program = lower(schedule, Dependencies(costs.routes), costs.compute_s)
+    result = simulate(program, costs, num_cores=problem.num_cores, folding=folding)
+    return Evaluation(problem, plan, program, costs, result)
+
+
+def _workloads(problem: PlanningProblem) -> Mapping[str, ModuleWorkload]:
+    return {name: module.workload for name, module in problem.modules.items()}
+
+
+def _costs(problem: PlanningProblem, plan: Plan, assignment: BatchAssignment) -> IterationCosts:
+    return IterationCosts(
+        derive_routes(plan, assignment, problem.samples),
+        problem.samples,
+        workloads=_workloads(problem),
         table=problem.table,
         cluster=problem.cluster,
         memory=problem.memory,
     )
-    program = make_program(plan.schedule, routes, costs.compute_s, memory=costs.memory_limit())
-    result = simulate(program, costs, num_cores=problem.num_cores, folding=folding)
-    return Evaluation(problem, plan, program, costs, result)
+
+
+def _schedule_of_fewer(
+    problem: PlanningProblem, plan: Plan, whole: BatchAssignment, folding: Folding, costs: IterationCosts
+) -> Schedule | None:
+    """The schedule, made for one of those pipelines that differ only in how they lie on the nodes; None if there are
+    none, or if what actions take depends on it: where members of a group exchange keys, or towers are contrasted."""
+    if plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages()):
+        return None
+    fewer = fold(plan, whole, problem.samples)
+    if len(fewer.copies) == len(folding.copies):
+        return None
+    few = _costs(problem, plan, fewer.assignment)
+    schedule = make_schedule(plan.schedule, few.routes, few.compute_s, memory=few.memory_limit())
+    return copy_schedule(schedule, Dependencies(few.routes), Dependencies(costs.routes), fewer)
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:

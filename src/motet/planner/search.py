@@ -100,12 +100,13 @@ def _replicated(
         bound_s = max(bound(problem, tp, dp, cuts[sink]) for bound in (_replicated_work_s, _sink_alone_s))
         choices.append((bound_s, {name: replace(d, layers_per_stage=cuts[name]) for name, d in degrees.items()}))
     evaluations: list[Evaluation] = []
-    if wanted == ("replicated",) and choices and all(bound_s >= problem.cutoff_s for bound_s, _ in choices):
-        raise TooSlowError(min(bound_s for bound_s, _ in choices))
     for bound_s, exact in sorted(choices, key=lambda choice: choice[0]):
         if not any(e.fits and e.iteration_time_s <= bound_s for e in evaluations) and bound_s < problem.cutoff_s:
             plan = build_plan(problem, exact, placement="replicated", planner=planner)
             evaluations.append(evaluate(problem, plan))
+    left_out = [bound_s for bound_s, _ in choices if bound_s >= problem.cutoff_s]
+    if wanted == ("replicated",) and left_out and not any(e.fits for e in evaluations):
+        raise TooSlowError(min(left_out))
     return evaluations
 
 

@@ -9,6 +9,7 @@ from motet.schedule.generators import GENERATORS, WITHIN_MEMORY
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Program, lower
 from motet.schedule.routes import Routes
+from motet.schedule.schedule import Schedule
 
 
 def make_program(
@@ -18,5 +19,12 @@ def make_program(
 
     `schedule`: a key of `GENERATORS`. `duration_s`: seconds of each compute action, as far as they are known
     (`Costs.compute_s`); None: all alike. `memory`: for the schedules that go by it (`WITHIN_MEMORY`)."""
-    ordered = GENERATORS[schedule](routes, duration_s, memory=memory if schedule in WITHIN_MEMORY else None)
+    ordered = make_schedule(schedule, routes, duration_s, memory=memory)
     return lower(ordered, Dependencies(routes), duration_s or unit_duration)
+
+
+def make_schedule(
+    schedule: str, routes: Routes, duration_s: Durations | None = None, *, memory: MemoryLimit | None = None
+) -> Schedule:
+    """The order of its compute actions; as for `make_program`."""
+    return GENERATORS[schedule](routes, duration_s, memory=memory if schedule in WITHIN_MEMORY else None)

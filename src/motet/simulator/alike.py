@@ -6,6 +6,9 @@ layouts. Then all that they do happens at the same moments; they meet only in re
 just arrived. So one of them is given its microbatches, and the others none (a microbatch without samples has no
 actions), and what is seen on its ranks holds for theirs.
 
+Those that differ only in how their ranks lie on the nodes take different times, but their actions have the same order,
+which is then found once (`copy_schedule`): orders go by what actions take, not messages.
+
 Limits: the costs of a pipeline may depend on nothing else (`motet.costs` keeps to that); all ranks compute equally
 fast. Schedules must not let one pipeline's order depend on another's; ours do not.
 """
@@ -21,7 +24,9 @@ from motet.arrays import Ints
 from motet.data.assignment import BatchAssignment
 from motet.data.sample import Sample, kinds_of_samples
 from motet.plan import Plan
-from motet.schedule.stage_graph import ReplicaKey, pipelines
+from motet.schedule.dependencies import NOTHING, Dependencies
+from motet.schedule.schedule import Schedule
+from motet.schedule.stage_graph import ReplicaKey, pipeline_numbers, pipelines
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,3 +93,28 @@ def _form(
             form.append(tuple([(sample_numbers.setdefault(i, len(sample_numbers)), kinds[i]) for i in microbatch]))
     form.append(tuple([nodes.setdefault(node(rank), len(nodes)) for rank in ranks]))
     return tuple(form), list(ranks)
+
+
+def copy_schedule(schedule: Schedule, source: Dependencies, target: Dependencies, folding: Folding) -> Schedule:
+    """The schedule of `source` on every pipeline of `target` for which, by `folding`, one of `source` stands."""
+    num_cells, first = source.routes.num_cells, {stage[:3]: stage.first for stage in source.routes.stages}
+    number = pipeline_numbers(target.routes)
+    cell_of: dict[int, Ints] = defaultdict(lambda: np.zeros(num_cells, dtype=np.int64))
+    """For each pipeline of `target`, by the cell of `source` that its cell is like."""
+    pipeline_of_rank: dict[int, int] = {}
+    for stage in target.routes.stages:
+        pipeline, like = number[stage.module, stage.replica], folding.replica_of[stage.module, stage.replica]
+        begin = first[*like, stage.stage]
+        cell_of[pipeline][begin : begin + stage.last - stage.first] = np.arange(stage.first, stage.last)
+        pipeline_of_rank |= dict.fromkeys(stage.planned.ranks, pipeline)
+    numbers, nothing = schedule.numbers(source), np.zeros(0, dtype=np.int64)
+    copies: dict[tuple[int, int], Ints] = {}
+    ranks = []
+    for rank, like_rank in enumerate(folding.rank_of.tolist()):
+        pipeline, actions = pipeline_of_rank.get(rank, NOTHING), numbers[like_rank]
+        key = (pipeline, id(actions))
+        if pipeline != NOTHING and key not in copies:
+            kind, cell = np.divmod(actions, num_cells)
+            copies[key] = kind * target.routes.num_cells + cell_of[pipeline][cell]
+        ranks.append(copies.get(key, nothing))
+    return Schedule.of_numbers(target, ranks)

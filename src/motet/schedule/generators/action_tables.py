@@ -5,13 +5,14 @@ import numpy as np
 from motet.arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING, Dependencies
+from motet.schedule.order import seconds_of_actions
 
 
 class ActionTables:
     def __init__(self, dependencies: Dependencies, present: Ints, duration_s: Durations) -> None:
         """`present`: the numbers of the schedule's actions."""
         seconds = np.zeros(dependencies.num_actions)
-        seconds[present] = [duration_s(action) for action in dependencies.actions(present)]
+        seconds[present] = seconds_of_actions(present, dependencies, duration_s)[present]
         self.present: list[int] = present.tolist()
         self.seconds: list[float] = seconds.tolist()
         """0 for actions that are not present."""

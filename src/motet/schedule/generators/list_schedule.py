@@ -12,19 +12,24 @@ ranks are free and every ready backward would have begun, so if work is left, so
 limit alone; the most urgent one is let through. So no pipeline's order depends on another's.
 
 Limits: greedy, hence not optimal; backwards are not split.
+
+Cells, actions and stages are numbers here (`motet.schedule.dependencies`), as are urgencies: an action's place when all
+are sorted by what is stated in `_urgencies`. *Units* are ranks that hold the same stages: they do all things together.
 """
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import inf
 
-from motet.schedule.action import Compute, Durations, Kind, unit_duration
-from motet.schedule.dependencies import Dependencies, Value
+import numpy as np
+
+from motet.schedule.action import Durations, Kind, unit_duration
+from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
+from motet.schedule.generators.action_tables import ActionTables
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
-from motet.schedule.stage_graph import StageKey, due_microbatches, pipeline_numbers, stage_of
+from motet.schedule.stage_graph import StageKey, due_by_cell, pipeline_numbers
 
 
 @dataclass(frozen=True)
@@ -37,18 +42,6 @@ class MemoryLimit:
     """For each rank."""
     half_saved_bytes: Callable[[Cell], int] | None = None
     """What it keeps between the halves of its backward: with recomputation more than before. None: as much."""
-
-
-class Urgency(NamedTuple):
-    """Smaller goes first."""
-
-    turn: int
-    """0: forwards that someone waits for; 1: backwards; 2: forwards that nobody waits for."""
-    due: int
-    """The first microbatch of a last stage that waits for this cell."""
-    remaining: float
-    """Minus the longest time from the action's start to the end of the iteration."""
-    order: int
 
 
 def list_schedule(
@@ -64,100 +57,125 @@ def list_schedule(
     `in_flight`: how many microbatches a stage may have begun and not finished; None: any number. A microbatch that has
     no backward is finished when its output is consumed. `all_forwards_first`: no backward before the last forward.
     """
-    clock = _Clock(routes, costs or unit_duration, in_flight or {}, memory, all_forwards_first)
-    return clock.run()
+    ranks = _Ranks(routes)
+    lists = _Clock(routes, ranks, costs or unit_duration, in_flight or {}, memory, all_forwards_first).run()
+    arrays = [np.array(actions, dtype=np.int64) for actions in lists]
+    return Schedule.of_numbers(Dependencies(routes), [arrays[unit] for unit in ranks.unit_of_rank])
+
+
+class _Ranks:
+    """Which ranks hold which stages of the routes."""
+
+    def __init__(self, routes: Routes) -> None:
+        held: list[list[int]] = [[] for _ in range(routes.plan.num_ranks)]
+        for s, stage in enumerate(routes.stages):
+            for rank in stage.planned.ranks:
+                held[rank].append(s)
+        unit_of = {stages: unit for unit, stages in enumerate(dict.fromkeys(map(tuple, held)))}
+        self.stages_of_unit = list(unit_of)
+        self.unit_of_rank = [unit_of[tuple(stages)] for stages in held]
+        self.units = [
+            tuple(dict.fromkeys(self.unit_of_rank[rank] for rank in stage.planned.ranks)) for stage in routes.stages
+        ]
+        """Of each stage."""
 
 
 class _Clock:
     def __init__(
         self,
         routes: Routes,
+        ranks: _Ranks,
         duration_s: Durations,
         in_flight: Mapping[StageKey, int],
         memory: MemoryLimit | None,
         all_forwards_first: bool,
     ) -> None:
-        self.routes, self.duration_s = routes, duration_s
         self.all_forwards_first = all_forwards_first
-        self.dependencies = Dependencies(routes)
-        self.actions = self.dependencies.required()
-        held: list[list[StageKey]] = [[] for _ in range(routes.plan.num_ranks)]
-        for module, replica, s, stage in routes.plan.stages():
-            for rank in stage.ranks:
-                held[rank].append(StageKey(module, replica, s))
-        unit_of = {stages: unit for unit, stages in enumerate(dict.fromkeys(map(tuple, held)))}
-        self.stages_of_unit = list(unit_of)
-        """A unit are ranks that hold the same stages: they do all things together."""
-        self.unit_of_rank = [unit_of[tuple(stages)] for stages in held]
-        self.units: dict[StageKey, tuple[int, ...]] = {}
-        for module, replica, s, stage in routes.plan.stages():
-            ranks = dict.fromkeys(self.unit_of_rank[rank] for rank in stage.ranks)
-            self.units[StageKey(module, replica, s)] = tuple(ranks)
-        self.limit = {key: in_flight.get(key, float("inf")) for key in self.units}
-        num_units = len(unit_of)
-
-        self.urgency = self._urgencies()
-        self.reads_missing: dict[Compute, int] = {}
-        self.readers: dict[Value, list[Compute]] = defaultdict(list)
-        self.ready: dict[tuple[StageKey, Kind], list[tuple[Urgency, Compute]]] = defaultdict(list)
-        self.forwards_left = [0] * num_units
-        for action in self.actions:
-            if action.kind is Kind.FORWARD:
-                for unit in self.units[stage_of(action.cell)]:
-                    self.forwards_left[unit] += 1
-            reads = self.dependencies.reads(action)
-            self.reads_missing[action] = len(reads)
-            for value in reads:
-                self.readers[value].append(action)
-
-        self.busy = [False] * num_units
-        self.begun: dict[StageKey, int] = defaultdict(int)
-        self.consumers_left = {cell: len(routes.outgoing[cell]) for cell in routes.cells}
-        self.bytes_held = [0] * num_units
-        self.holding: dict[StageKey, int] = defaultdict(int)
-        """Microbatches of each stage that are saved for the backward."""
-        self.to_save = Counter(stage_of(cell) for cell in routes.with_backward)
-        """Those that are not yet."""
-        self.largest: dict[StageKey, int] = defaultdict(int)
-        """Bytes of the largest one."""
-        self.sizes: dict[Cell, int] = {}
-        """Bytes that cells keep until their backward; empty without a limit."""
-        self.limit_bytes = [float("inf")] * num_units
-        if memory is not None:
-            self.sizes = {cell: memory.saved_bytes(cell) for cell in routes.with_backward}
-            for cell, size in self.sizes.items():
-                self.largest[stage_of(cell)] = max(self.largest[stage_of(cell)], size)
-            for rank, unit in enumerate(self.unit_of_rank):
-                self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
-        self.lists: list[list[Compute]] = [[] for _ in range(num_units)]
-        self.running: list[tuple[float, int, Compute]] = []
-        self.num_started = 0
+        self.num_cells = routes.num_cells
+        self.stages_of_unit, self.units = ranks.stages_of_unit, ranks.units
+        self.cell_stage: list[int] = routes.cell_stage.tolist()
+        self.has_backward: list[bool] = routes.cell_has_backward.tolist()
+        self.first_backward = KINDS.index(Kind.BACKWARD) * routes.num_cells
+        backwards = self.first_backward + np.flatnonzero(routes.cell_has_backward)
+        self.actions = np.concatenate([np.arange(routes.num_cells), backwards[::-1]])
+        """In topological order."""
+        self.tables = ActionTables(Dependencies(routes), self.actions, duration_s)
+        self.routes_out = routes.routes_out.lengths.tolist()
+        source = routes.route_source.tolist()
+        self.sources = [[source[route] for route in entering] for entering in routes.routes_in.to_lists()]
+        """For each cell, those whose output it reads."""
+        self._set_urgencies(due_by_cell(routes))
         number = pipeline_numbers(routes)
-        self.pipeline = {key: number[key.module, key.replica] for key in self.units}
+        self.pipeline = [number[stage.module, stage.replica] for stage in routes.stages]
+
+        num_stages, num_units = len(routes.stages), len(self.stages_of_unit)
+        self.limit = [in_flight.get(StageKey(*stage[:3]), inf) for stage in routes.stages]
+        self.ready_forwards: list[list[int]] = [[] for _ in range(num_stages)]
+        """Heaps of urgencies."""
+        self.ready_backwards: list[list[int]] = [[] for _ in range(num_stages)]
+        self.missing = [len(values) for values in self.tables.reads]
+        self.consumers_left = list(self.routes_out)
+        self.begun = [0] * num_stages
+        self.busy = [False] * num_units
+        self.forwards_left = [
+            sum(routes.stages[s].last - routes.stages[s].first for s in own) for own in ranks.stages_of_unit
+        ]
+        self.lists: list[list[int]] = [[] for _ in range(num_units)]
+        self.running: list[tuple[float, int, int]] = []
+        self.num_started = 0
         self.num_running = [0] * (1 + max(number.values()))
         """Actions of each pipeline."""
+        self._set_memory(routes, ranks, memory)
 
-    def _urgencies(self) -> dict[Compute, Urgency]:
-        due = due_microbatches(self.routes)
-        readers: dict[Value, list[Compute]] = defaultdict(list)
-        for action in self.actions:
-            for value in self.dependencies.reads(action):
-                readers[value].append(action)
-        urgency: dict[Compute, Urgency] = {}
-        for order, action in reversed(list(enumerate(self.actions))):
-            after = [-urgency[r].remaining for value in self.dependencies.writes(action) for r in readers[value]]
-            waited_for = action.cell in self.routes.with_backward or bool(self.routes.outgoing[action.cell])
-            turn = 1 if action.kind is Kind.BACKWARD else 0 if waited_for else 2
-            urgency[action] = Urgency(turn, due[action.cell], -max(after, default=0.0) - self.duration_s(action), order)
-        return urgency
+    def _set_urgencies(self, due: Sequence[int]) -> None:
+        """Smaller goes first: forwards that someone waits for, backwards, forwards that nobody waits for; then the
+        first microbatch of a last stage that waits for the cell; then the longest time from the action's start to the
+        end of the iteration."""
+        tables, actions = self.tables, self.actions.tolist()
+        remaining_s = [0.0] * len(tables.seconds)
+        for action in reversed(actions):
+            after = [remaining_s[reader] for value in tables.writes[action] for reader in tables.readers.get(value, ())]
+            remaining_s[action] = max(after, default=0.0) + tables.seconds[action]
+        is_forward = self.actions < self.num_cells
+        cells = self.actions % self.num_cells
+        waited_for = np.array(self.has_backward, dtype=bool) | (np.array(self.routes_out) > 0)
+        turn = np.where(is_forward, np.where(waited_for[cells], 0, 2), 1)
+        keys = (-np.array(remaining_s)[self.actions], np.array(due, dtype=np.int64)[cells], turn)
+        self.action_of: list[int] = self.actions[np.lexsort(keys)].tolist()
+        """By urgency."""
+        self.urgency = [NOTHING] * len(tables.seconds)
+        for urgency, action in enumerate(self.action_of):
+            self.urgency[action] = urgency
 
-    def run(self) -> Schedule:
-        for action in self.actions:
-            if self.reads_missing[action] == 0:
+    def _set_memory(self, routes: Routes, ranks: _Ranks, memory: MemoryLimit | None) -> None:
+        self.sizes: list[int] | None = None
+        """Bytes that cells keep until their backward; None without a limit."""
+        self.bytes_held = [0] * len(self.stages_of_unit)
+        self.holding = [0] * len(routes.stages)
+        """Microbatches of each stage that are saved for the backward."""
+        self.to_save = [int(routes.cell_has_backward[stage.first : stage.last].sum()) for stage in routes.stages]
+        """Those that are not yet."""
+        if memory is None:
+            return
+        self.sizes = [
+            memory.saved_bytes(cell) if kept else 0 for cell, kept in zip(routes.cells, self.has_backward, strict=True)
+        ]
+        self.largest = [max(self.sizes[stage.first : stage.last], default=0) for stage in routes.stages]
+        """Bytes of each stage's largest microbatch."""
+        self.limit_bytes = [inf] * len(self.stages_of_unit)
+        for rank, unit in enumerate(ranks.unit_of_rank):
+            self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
+
+    def run(self) -> list[list[int]]:
+        """What each unit executes."""
+        for action in self.actions.tolist():
+            if not self.missing[action]:
                 self._push(action)
-        now, idle, touched = 0.0, set(range(len(self.busy))), set(self.pipeline.values())
+        now, idle, touched = 0.0, set(range(len(self.busy))), set(self.pipeline)
         while True:
-            self._dispatch(now, idle)
+            for unit in sorted(idle):
+                if not self.busy[unit]:
+                    self._dispatch(now, unit)
             stalled = {pipeline for pipeline in touched if not self.num_running[pipeline]}
             if stalled:
                 self._let_one_through_each(now, stalled)
@@ -167,45 +185,43 @@ class _Clock:
             idle, touched = set(), set()
             while self.running and self.running[0][0] == now:
                 action = heapq.heappop(self.running)[2]
-                idle |= self._finish(action)
-                touched.add(self.pipeline[stage_of(action.cell)])
+                self._finish(action, idle)
+                touched.add(self.pipeline[self.cell_stage[action % self.num_cells]])
         assert self.num_started == len(self.actions), "work is left, but nothing is ready"
-        lists = [tuple(actions) for actions in self.lists]
-        return Schedule(tuple(lists[unit] for unit in self.unit_of_rank))
+        return self.lists
 
-    def _push(self, action: Compute) -> None:
-        heapq.heappush(self.ready[stage_of(action.cell), action.kind], (self.urgency[action], action))
+    def _push(self, action: int) -> int:
+        """Returns the action's stage."""
+        stage = self.cell_stage[action % self.num_cells]
+        queues = self.ready_forwards if action < self.num_cells else self.ready_backwards
+        heapq.heappush(queues[stage], self.urgency[action])
+        return stage
 
-    def _dispatch(self, now: float, idle: set[int]) -> None:
-        """Starts the most urgent actions on the idle units."""
-        for unit in sorted(idle):
-            while not self.busy[unit]:
-                action = min(
-                    (a for key in self.stages_of_unit[unit] if (a := self._candidate(key))),
-                    key=self.urgency.__getitem__,
-                    default=None,
-                )
-                if action is None:
-                    break
-                self._start(now, action)
+    def _dispatch(self, now: float, unit: int) -> None:
+        """Starts the most urgent action that may start on an idle unit, if there is one."""
+        best = len(self.action_of)
+        for stage in self.stages_of_unit[unit]:
+            forwards, backwards = self.ready_forwards[stage], self.ready_backwards[stage]
+            if not (forwards or backwards) or not self._is_free(stage):
+                continue
+            if backwards and backwards[0] < best and not self._waits_for_forwards(stage):
+                best = backwards[0]
+            if forwards and forwards[0] < best and self._is_within_limits(stage, self.action_of[forwards[0]]):
+                best = forwards[0]
+        if best < len(self.action_of):
+            self._start(now, self.action_of[best])
 
-    def _candidate(self, stage: StageKey) -> Compute | None:
-        """The stage's most urgent action that may start now."""
-        forwards, backwards = self.ready[stage, Kind.FORWARD], self.ready[stage, Kind.BACKWARD]
+    def _is_free(self, stage: int) -> bool:
         units = self.units[stage]
-        if not (forwards or backwards) or any(self.busy[unit] for unit in units):
-            return None
-        if self.all_forwards_first and any(self.forwards_left[unit] for unit in units):
-            backwards = []
-        candidates = [backwards[0]] if backwards else []
-        if forwards and self._within_limits(stage, forwards[0][1].cell):
-            candidates.append(forwards[0])
-        return min(candidates)[1] if candidates else None
+        return len(units) == 1 or not any(self.busy[unit] for unit in units)
 
-    def _within_limits(self, stage: StageKey, cell: Cell) -> bool:
+    def _waits_for_forwards(self, stage: int) -> bool:
+        return self.all_forwards_first and any(self.forwards_left[unit] for unit in self.units[stage])
+
+    def _is_within_limits(self, stage: int, cell: int) -> bool:
         if self.begun[stage] >= self.limit[stage]:
             return False
-        if cell not in self.sizes:
+        if self.sizes is None or not self.has_backward[cell]:
             return True
         size = self.sizes[cell]
         return all(
@@ -213,72 +229,71 @@ class _Clock:
             for unit in self.units[stage]
         )
 
-    def _kept_free(self, unit: int, stage: StageKey) -> int:
+    def _kept_free(self, unit: int, stage: int) -> int:
         """Room on the unit's ranks for one microbatch of each other stage that has none, lest it wait for what waits
         for it."""
-        others = (other for other in self.stages_of_unit[unit] if other != stage and not self.holding[other])
-        return sum(self.largest[other] for other in others if self.to_save[other])
+        return sum(
+            self.largest[other]
+            for other in self.stages_of_unit[unit]
+            if other != stage and not self.holding[other] and self.to_save[other]
+        )
 
     def _let_one_through_each(self, now: float, stalled: Set[int]) -> None:
         """Starts, in spite of the limits, the most urgent forward of each of these pipelines that has one."""
-        most_urgent: dict[int, tuple[Urgency, Compute]] = {}
-        for (stage, kind), queue in self.ready.items():
-            pipeline = self.pipeline[stage]
-            if kind is Kind.FORWARD and queue and pipeline in stalled:
-                most_urgent[pipeline] = min(queue[0], most_urgent.get(pipeline, queue[0]))
-        for _, action in most_urgent.values():
-            self._start(now, action)
+        most_urgent: dict[int, int] = {}
+        for pipeline, forwards in zip(self.pipeline, self.ready_forwards, strict=True):
+            if forwards and pipeline in stalled:
+                most_urgent[pipeline] = min(forwards[0], most_urgent.get(pipeline, forwards[0]))
+        for urgency in most_urgent.values():
+            self._start(now, self.action_of[urgency])
 
-    def _start(self, now: float, action: Compute) -> None:
-        stage = stage_of(action.cell)
-        _, started = heapq.heappop(self.ready[stage, action.kind])
-        assert started == action
+    def _start(self, now: float, action: int) -> None:
+        stage, is_forward = self.cell_stage[action % self.num_cells], action < self.num_cells
+        started = heapq.heappop((self.ready_forwards if is_forward else self.ready_backwards)[stage])
+        assert self.action_of[started] == action
         for unit in self.units[stage]:
             self.busy[unit] = True
             self.lists[unit].append(action)
-        if action.kind is Kind.FORWARD:
-            self._begin_cell(action.cell, +1)
+        if is_forward:
+            self._count(action, +1)
         self.num_started += 1
         self.num_running[self.pipeline[stage]] += 1
-        heapq.heappush(self.running, (now + self.duration_s(action), self.num_started, action))
+        heapq.heappush(self.running, (now + self.tables.seconds[action], self.num_started, action))
 
-    def _begin_cell(self, cell: Cell, sign: int) -> None:
+    def _count(self, cell: int, sign: int) -> None:
         """Counts a cell as in flight (+1), or as finished (-1)."""
-        stage = stage_of(cell)
+        stage = self.cell_stage[cell]
         self.begun[stage] += sign
-        if cell in self.sizes:
+        if self.sizes is not None and self.has_backward[cell]:
             self.holding[stage] += sign
             self.to_save[stage] -= sign > 0
             for unit in self.units[stage]:
                 self.bytes_held[unit] += sign * self.sizes[cell]
 
-    def _finish(self, action: Compute) -> set[int]:
-        """Frees the action's ranks, hands on what it wrote; returns the units that may have something to start."""
-        stage = stage_of(action.cell)
-        touched = set(self.units[stage])
+    def _finish(self, action: int, idle: set[int]) -> None:
+        """Frees the action's ranks and hands on what it wrote; adds the units that may have something to start."""
+        stage = self.cell_stage[action % self.num_cells]
         self.num_running[self.pipeline[stage]] -= 1
         for unit in self.units[stage]:
             self.busy[unit] = False
-            self.forwards_left[unit] -= action.kind is Kind.FORWARD
-        for value in self.dependencies.writes(action):
-            for reader in self.readers[value]:
-                self.reads_missing[reader] -= 1
-                if self.reads_missing[reader] == 0:
-                    self._push(reader)
-                    touched.update(self.units[stage_of(reader.cell)])
+            self.forwards_left[unit] -= action < self.num_cells
+            idle.add(unit)
+        for value in self.tables.writes[action]:
+            for reader in self.tables.readers.get(value, ()):
+                self.missing[reader] -= 1
+                if not self.missing[reader]:
+                    idle.update(self.units[self._push(reader)])
         for cell in self._finished_cells(action):
-            self._begin_cell(cell, -1)
-            touched.update(self.units[stage_of(cell)])
-        return touched
+            self._count(cell, -1)
+            idle.update(self.units[self.cell_stage[cell]])
 
-    def _finished_cells(self, action: Compute) -> list[Cell]:
-        if action.kind is Kind.BACKWARD:
-            return [action.cell]
-        finished = []
-        if action.cell not in self.routes.with_backward and not self.routes.outgoing[action.cell]:
-            finished.append(action.cell)
-        for route in self.routes.incoming[action.cell]:
-            self.consumers_left[route.source] -= 1
-            if self.consumers_left[route.source] == 0 and route.source not in self.routes.with_backward:
-                finished.append(route.source)
-        return finished
+    def _finished_cells(self, action: int) -> Iterator[int]:
+        if action >= self.num_cells:
+            yield action - self.first_backward
+            return
+        if not self.has_backward[action] and not self.routes_out[action]:
+            yield action
+        for source in self.sources[action]:
+            self.consumers_left[source] -= 1
+            if not self.consumers_left[source] and not self.has_backward[source]:
+                yield source
