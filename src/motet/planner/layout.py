@@ -51,7 +51,7 @@ class Layout:
         return 1 if module in self.split else self.group_sizes[group] // self.cp(module)
 
     def cp(self, module: str) -> int:
-        return dict(self.shared).get(module, 1)
+        return next((size for name, size in self.shared if name == module), 1)
 
     def num_replicas(self, module: str) -> int:
         if module not in self.split:

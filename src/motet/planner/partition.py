@@ -5,7 +5,9 @@ falls, so the best j is where they cross, which one sorted search finds for all 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -21,31 +23,45 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[LayerRange, ...]
     Raises `ValueError` if there are fewer layers than stages.
     """
     num_layers = len(costs)
-    _, boundaries = _solve(costs, num_stages)
+    boundaries = _table(costs, num_stages).boundaries
     cuts = [num_layers]
-    for boundary in reversed(boundaries):
-        cuts.append(int(boundary[cuts[-1]]))
+    for s in range(num_stages, 1, -1):
+        cuts.append(int(boundaries[s][cuts[-1]]))
     cuts.append(0)
     return tuple(pairwise(reversed(cuts)))
 
 
 def bottlenecks(costs: Sequence[float], max_stages: int) -> np.ndarray:
     """[num_stages - 1]: the slowest stage's cost in the best cut into 1, 2, ... `max_stages` stages, all at once."""
-    return np.array(_solve(costs, max_stages)[0])
+    return np.array(_table(costs, max_stages).slowest[1 : max_stages + 1])
 
 
-def _solve(costs: Sequence[float], num_stages: int) -> tuple[list[float], list[np.ndarray]]:
-    """D(number of layers, s) for each s up to `num_stages`; for each s from 2, where the last stage of layers 0 to i
-    begins."""
-    num_layers = len(costs)
-    if not 1 <= num_stages <= num_layers:
-        raise UserError(f"pp: is {num_stages}, but there are {num_layers} layers; give 1 to {num_layers}")
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
-    assert (np.diff(prefix) >= 0).all(), "costs must not be negative"
+def _table(costs: Sequence[float], num_stages: int) -> "_Table":
+    """Of these costs, known up to so many stages."""
+    if not 1 <= num_stages <= len(costs):
+        raise UserError(f"pp: is {num_stages}, but there are {len(costs)} layers; give 1 to {len(costs)}")
+    table = _remembered(tuple(costs))
+    while len(table.slowest) <= num_stages:
+        table.add_stage()
+    return table
 
-    best = prefix.copy()  # D(i, 1)
-    slowest, boundaries = [float(best[-1])], []
-    for s in range(2, num_stages + 1):
+
+class _Table:
+    """By number of stages s. Searches ask for many numbers of stages of the same layers."""
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        self.prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
+        assert (np.diff(self.prefix) >= 0).all(), "costs must not be negative"
+        self.best = self.prefix.copy()
+        """D(i, s) for the last s."""
+        self.slowest = [inf, float(self.best[-1])]
+        """D(number of layers, s)."""
+        nothing = np.zeros(0, dtype=int)
+        self.boundaries = [nothing, nothing]
+        """From s = 2 on, for each i, where the last stage of layers 0 to i begins."""
+
+    def add_stage(self) -> None:
+        prefix, best, s, num_layers = self.prefix, self.best, len(self.slowest), len(self.prefix) - 1
         ends = np.arange(s, num_layers + 1)
         starts = np.arange(s - 1, num_layers)
         # The first start at which the stages before it cost as much as the stage after it.
@@ -57,10 +73,12 @@ def _solve(costs: Sequence[float], num_stages: int) -> tuple[list[float], list[n
         # To the left of the crossing the last stage decides: equally good starts lie at the end of layers without cost.
         chosen = np.where(bottlenecks[0] <= bottlenecks[1], candidates[0], candidates[1])
         chosen = np.minimum(chosen, np.maximum(s - 1, np.searchsorted(prefix, prefix[ends] - bottleneck)))
-        best = np.concatenate([np.full(s, np.inf), bottleneck])
-        boundaries.append(np.concatenate([np.zeros(s, dtype=int), chosen]))
-        slowest.append(float(best[-1]))
-    return slowest, boundaries
+        self.best = np.concatenate([np.full(s, np.inf), bottleneck])
+        self.boundaries.append(np.concatenate([np.zeros(s, dtype=int), chosen]))
+        self.slowest.append(float(self.best[-1]))
+
+
+_remembered = lru_cache(maxsize=64)(_Table)
 
 
 def stage_costs(costs: Sequence[float], stages: Sequence[LayerRange]) -> list[float]:

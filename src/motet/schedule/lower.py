@@ -191,7 +191,7 @@ class _Carriers:
             for code in codes.tolist():
                 source, target = (routes.stages[i] for i in divmod(code, num_stages))
                 first.append(len(pairs))
-                pairs += _pairs_of_route(routes.plan, source, target, gradient=gradient)
+                pairs += pairs_of_route(routes.plan, source, target, gradient=gradient)
                 count.append(len(pairs) - first[-1])
         which = np.concatenate([pair, len(codes) + pair])
         self.first_pair = np.array(first, dtype=np.int64)[which]
@@ -210,11 +210,11 @@ def messages(value: Value, dependencies: Dependencies) -> list[Message]:
     source, target = (
         dependencies.stage_cells[cell.module, cell.replica, cell.stage] for cell in (value.source, value.target)
     )
-    pairs = _pairs_of_route(dependencies.routes.plan, source, target, gradient=gradient)
+    pairs = pairs_of_route(dependencies.routes.plan, source, target, gradient=gradient)
     return [Message(value.source, value.target, gradient, sender, receiver) for sender, receiver in pairs]
 
 
-def _pairs_of_route(plan: Plan, source: StageCells, target: StageCells, *, gradient: bool) -> list[tuple[int, int]]:
+def pairs_of_route(plan: Plan, source: StageCells, target: StageCells, *, gradient: bool) -> list[tuple[int, int]]:
     """(sender, receiver) of the messages between two stages.
 
     None into a loss or out of it: its members hold their own features, what they exchange is part of the action."""

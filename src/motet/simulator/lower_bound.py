@@ -11,16 +11,18 @@ Limits: fixed are the plan, the assignment and the durations; memory is not look
 """
 
 import heapq
-from collections import defaultdict
 from math import inf
 from typing import NamedTuple
 
-from motet.schedule.action import Compute, Kind
-from motet.schedule.dependencies import Dependencies, Value
-from motet.schedule.lower import messages
+import numpy as np
+
+from motet.schedule.action import Kind
+from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
+from motet.schedule.generators.action_tables import ActionTables
+from motet.schedule.lower import messages, pairs_of_route
+from motet.schedule.order import seconds_of_actions
 from motet.schedule.routes import Routes
-from motet.schedule.stage_graph import StageKey, stage_of
-from motet.simulator.costs import Costs
+from motet.simulator.costs import ArrayCosts, Costs
 
 
 class Job(NamedTuple):
@@ -33,12 +35,14 @@ class Job(NamedTuple):
 
 def lower_bound_s(routes: Routes, costs: Costs, *, split_backward: bool = False) -> float:
     """No schedule takes less. `split_backward`: not even one that splits backwards into their halves."""
-    dependencies = Dependencies(routes)
-    jobs: list[list[Job]] = [[] for _ in range(routes.plan.num_ranks)]
-    for action, action_jobs in _jobs(dependencies, costs, split_backward).items():
-        for rank in dependencies.ranks(action):
-            jobs[rank] += action_jobs
-    return max(map(preemptive_time_s, jobs)) + costs.fixed_s
+    of_stage = _jobs(routes, costs, split_backward)
+    held: list[list[int]] = [[] for _ in range(routes.plan.num_ranks)]
+    for s, stage in enumerate(routes.stages):
+        for rank in stage.planned.ranks:
+            held[rank].append(s)
+    # Ranks with the same stages have the same jobs.
+    different = {tuple(stages) for stages in held}
+    return max(preemptive_time_s([job for s in stages for job in of_stage[s]]) for stages in different) + costs.fixed_s
 
 
 def preemptive_time_s(jobs: list[Job]) -> float:
@@ -63,54 +67,89 @@ def preemptive_time_s(jobs: list[Job]) -> float:
     return result
 
 
-def _jobs(dependencies: Dependencies, costs: Costs, split_backward: bool) -> dict[Compute, list[Job]]:
-    """What the ranks of each forward and each whole backward have to do: one job, or two if backwards may be split."""
-    actions = dependencies.required()
-    writer = {value: action for action in actions for value in dependencies.writes(action)}
-    delay_s = {value: max(map(costs.message_s, messages(value, dependencies)), default=0.0) for value in writer}
-    readers: dict[Value, list[Compute]] = defaultdict(list)
-    heads: dict[Compute, float] = {}
-    durations = {action: _durations_s(action, costs, split_backward) for action in actions}
+def _jobs(routes: Routes, costs: Costs, split_backward: bool) -> list[list[Job]]:
+    """What the ranks of each stage have to do for each forward and each whole backward: one job, or two if backwards
+    may be split."""
+    dependencies, num_cells = Dependencies(routes), routes.num_cells
+    first_backward = KINDS.index(Kind.BACKWARD) * num_cells
+    backwards = first_backward + np.flatnonzero(routes.cell_has_backward)
+    in_order = np.concatenate([np.arange(num_cells), backwards[::-1]])
+    tables, delay_s = ActionTables(dependencies, in_order, costs.compute_s), _delays_s(dependencies, costs)
+    actions, (now, later) = in_order.tolist(), _durations_s(dependencies, tables, costs, split_backward)
+    writer = [NOTHING] * len(delay_s)
     for action in actions:
-        heads[action] = 0.0
-        for value in dependencies.reads(action):
-            readers[value].append(action)
-            before = writer[value]
-            heads[action] = max(heads[action], heads[before] + durations[before][0] + delay_s[value])
-    reduce_s = _reduce_s(dependencies, costs)
-    tails: dict[Compute, float] = {}
-    jobs: dict[Compute, list[Job]] = {}
+        for value in tables.writes[action]:
+            writer[value] = action
+    heads, tails = [0.0] * len(now), [0.0] * len(now)
+    for action in actions:
+        before = [(writer[value], delay_s[value]) for value in tables.reads[action]]
+        heads[action] = max((heads[other] + now[other] + delay for other, delay in before), default=0.0)
+    jobs: list[list[Job]] = [[] for _ in routes.stages]
+    reduce_s, cell_stage = _reduce_s(dependencies, costs), routes.cell_stage.tolist()
+    has_weight_gradient = routes.cell_has_weight_gradient.tolist()
     for action in reversed(actions):
-        now, later = durations[action]
-        end = 0.0
-        if action.kind is Kind.BACKWARD and action.cell in dependencies.routes.with_weight_gradient:
-            end = reduce_s[stage_of(action.cell)]
-        tails[action] = later + end
-        for value in dependencies.writes(action):
-            for after in readers[value]:
-                tails[action] = max(tails[action], delay_s[value] + durations[after][0] + tails[after])
-        jobs[action] = [Job(heads[action], now, tails[action])]
-        if later:
-            jobs[action].append(Job(heads[action] + now, later, end))
+        cell = action % num_cells
+        end_s = reduce_s[cell_stage[cell]] if action >= first_backward and has_weight_gradient[cell] else 0.0
+        tails[action] = max(
+            (
+                delay_s[value] + now[after] + tails[after]
+                for value in tables.writes[action]
+                for after in tables.readers.get(value, ())
+            ),
+            default=0.0,
+        )
+        tails[action] = max(tails[action], later[action] + end_s)
+        jobs[cell_stage[cell]].append(Job(heads[action], now[action], tails[action]))
+        if later[action]:
+            jobs[cell_stage[cell]].append(Job(heads[action] + now[action], later[action], end_s))
     return jobs
 
 
-def _durations_s(action: Compute, costs: Costs, split_backward: bool) -> tuple[float, float]:
-    """What others wait for, and what may be put off to the end."""
-    whole = costs.compute_s(action)
-    if not split_backward or action.kind is not Kind.BACKWARD:
-        return whole, 0.0
-    input_half = costs.compute_s(Compute(Kind.INPUT, action.cell))
-    halves = input_half + costs.compute_s(Compute(Kind.WEIGHT, action.cell))
-    now = min(whole, input_half)
-    return now, min(whole, halves) - now
+def _durations_s(
+    dependencies: Dependencies, tables: ActionTables, costs: Costs, split_backward: bool
+) -> tuple[list[float], list[float]]:
+    """For each action, what others wait for, and what may be put off to the end."""
+    now, later = np.array(tables.seconds), np.zeros(dependencies.num_actions)
+    if split_backward:
+        num_cells, cells = dependencies.routes.num_cells, np.flatnonzero(dependencies.routes.cell_has_backward)
+        kinds = Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
+        whole, input_half, weight_half = (KINDS.index(kind) * num_cells + cells for kind in kinds)
+        halves = seconds_of_actions(np.concatenate([input_half, weight_half]), dependencies, costs.compute_s)
+        all_s = np.minimum(now[whole], halves[input_half] + halves[weight_half])
+        now[whole] = np.minimum(now[whole], halves[input_half])
+        later[whole] = all_s - now[whole]
+    return now.tolist(), later.tolist()
 
 
-def _reduce_s(dependencies: Dependencies, costs: Costs) -> dict[StageKey, float]:
-    """The longest reduction that waits for each stage's last backward."""
-    longest: dict[StageKey, float] = defaultdict(float)
+def _delays_s(dependencies: Dependencies, costs: Costs) -> list[float]:
+    """For each value, how long the slowest of the messages that carry it takes."""
+    routes = dependencies.routes
+    num_values = 2 * routes.num_routes + 3 * routes.num_cells
+    if not isinstance(costs, ArrayCosts):
+        return [
+            max(map(costs.message_s, messages(dependencies.value(value), dependencies)), default=0.0)
+            for value in range(num_values)
+        ]
+    result, sizes = np.zeros(num_values), costs.carried_sizes(dependencies)
+    codes, pair = routes.stage_pairs
+    for i, code in enumerate(codes.tolist()):
+        source, target = (routes.stages[s] for s in divmod(code, len(routes.stages)))
+        for gradient in (False, True):
+            values = np.flatnonzero(pair == i) + gradient * routes.num_routes
+            for sender, receiver in pairs_of_route(routes.plan, source, target, gradient=gradient):
+                latency_s, bytes_per_s = costs.link(sender, receiver)
+                result[values] = np.maximum(result[values], latency_s + sizes[values] / bytes_per_s)
+    return result.tolist()
+
+
+def _reduce_s(dependencies: Dependencies, costs: Costs) -> list[float]:
+    """For each stage, the longest reduction that waits for its last backward."""
+    number = {stage[:3]: s for s, stage in enumerate(dependencies.routes.stages)}
+    longest = [0.0] * len(number)
     for reduce, holders in dependencies.reductions.items():
+        seconds = costs.reduce_s(reduce)
         for holder in holders:
-            stage = StageKey(holder.module, holder.replica, holder.stage)
-            longest[stage] = max(longest[stage], costs.reduce_s(reduce))
+            s = number.get((holder.module, holder.replica, holder.stage))
+            if s is not None:
+                longest[s] = max(longest[s], seconds)
     return longest

@@ -54,7 +54,8 @@ def fill_weights(
     """
     dependencies = Dependencies(routes)
     split = _SplitOrder(dependencies, list(order.values()), costs or unit_duration)
-    runs = [_Clock(split, order, may_hold, memory, lateness) for lateness in LATENESS]
+    limits = _Limits(split, [may_hold[group] for group in order], list(order), memory)
+    runs = [_Clock(split, limits, lateness) for lateness in LATENESS]
     best = min(runs, key=lambda run: run.run())
     lists = [np.array(actions, dtype=np.int64) for actions in best.lists]
     return schedule_of_groups(dependencies, zip(order, lists, strict=True))
@@ -110,32 +111,52 @@ class _SplitOrder:
         ends frees memory for what begins after it, which is as well as if it did so at its beginning."""
 
 
-class _Clock:
+class _Limits:
+    """What each group may hold."""
+
     def __init__(
-        self,
-        order: _SplitOrder,
-        groups: Mapping[Group, Ints],
-        may_hold: Mapping[Group, int],
-        memory: MemoryLimit | None,
-        lateness: float,
+        self, order: _SplitOrder, may_hold: list[int], groups: list[Group], memory: MemoryLimit | None
     ) -> None:
-        self.order, self.memory, self.lateness = order, memory, lateness
-        self.groups, self.may_hold = list(groups), [may_hold[group] for group in groups]
-        self.lists: list[list[int]] = [[] for _ in groups]
-        self.position = [0] * len(groups)
-        self.deferred: list[deque[int]] = [deque() for _ in groups]
-        self.held = [0] * len(groups)
-        self.bytes_held = [0] * len(groups)
+        self.may_hold = may_hold
+        self.limit_bytes = [inf if memory is None else min(map(memory.limit_bytes, group)) for group in groups]
+        self.more_bytes = [0] * len(order.holds)
+        """By how much each action changes what is kept."""
+        if memory is not None:
+            for action in order.tables.present:
+                self.more_bytes[action] = _more_bytes(order, memory, action)
+
+
+def _more_bytes(order: _SplitOrder, memory: MemoryLimit, action: int) -> int:
+    kind, number = KINDS[action // order.num_cells], action % order.num_cells
+    cell = order.cells[number]
+    whole = memory.saved_bytes(cell) if order.holds[number] else 0
+    if kind is Kind.FORWARD:
+        return whole
+    if kind is Kind.BACKWARD:
+        return -whole
+    half = whole if memory.half_saved_bytes is None else memory.half_saved_bytes(cell)
+    return half - whole if kind is Kind.INPUT else -half
+
+
+class _Clock:
+    def __init__(self, order: _SplitOrder, limits: _Limits, lateness: float) -> None:
+        self.order, self.limits, self.lateness = order, limits, lateness
+        num_groups = len(order.fixed)
+        self.lists: list[list[int]] = [[] for _ in range(num_groups)]
+        self.position = [0] * num_groups
+        self.deferred: list[deque[int]] = [deque() for _ in range(num_groups)]
+        self.held = [0] * num_groups
+        self.bytes_held = [0] * num_groups
         self.missing = [len(values) for values in order.tables.reads]
         self.written_at: dict[int, float] = {}
         """When each value that is written, or being written, is there."""
         self.running: list[tuple[float, int, int]] = []
-        self.busy = [False] * len(groups)
+        self.busy = [False] * num_groups
         self.num_started = 0
 
     def run(self) -> float:
         """The iteration's time in seconds."""
-        now, touched = 0.0, list(range(len(self.groups)))
+        now, touched = 0.0, list(range(len(self.busy)))
         while True:
             for group in touched:
                 self._dispatch(now, group)
@@ -164,26 +185,12 @@ class _Clock:
 
     def _fits(self, group: int, action: int) -> bool:
         is_forward = self.order.holds[action] > 0
-        if is_forward and self.held[group] >= self.may_hold[group]:
+        if is_forward and self.held[group] >= self.limits.may_hold[group]:
             return False
-        more = self._more_bytes(action)
-        if self.memory is None or more <= 0 or not (is_forward or self.deferred[group]):
+        more = self.limits.more_bytes[action]
+        if more <= 0 or not (is_forward or self.deferred[group]):
             return True
-        size = self.bytes_held[group] + more
-        return all(size <= self.memory.limit_bytes(rank) for rank in self.groups[group])
-
-    def _more_bytes(self, action: int) -> int:
-        """By how much the action changes what is kept."""
-        if self.memory is None:
-            return 0
-        kind, cell = KINDS[action // self.order.num_cells], self.order.cells[action % self.order.num_cells]
-        whole = self.memory.saved_bytes(cell) if self.order.holds[action % self.order.num_cells] else 0
-        if kind is Kind.FORWARD:
-            return whole
-        if kind is Kind.BACKWARD:
-            return -whole
-        half = whole if self.memory.half_saved_bytes is None else self.memory.half_saved_bytes(cell)
-        return half - whole if kind is Kind.INPUT else -half
+        return self.bytes_held[group] + more <= self.limits.limit_bytes[group]
 
     def _is_worth_it(self, now: float, head: int, half: int) -> bool:
         ready_s = max(self.written_at.get(value, inf) for value in self.order.tables.reads[head])
@@ -191,7 +198,7 @@ class _Clock:
 
     def _let_one_through(self, now: float) -> bool:
         """Starts a forward in spite of a limit in bytes that is too small for it; False if there is none."""
-        for group in range(len(self.groups)):
+        for group in range(len(self.busy)):
             head = self._head(group)
             if head is not None and not self.missing[head]:
                 self._start(now, head)
@@ -205,7 +212,7 @@ class _Clock:
         self.lists[group].append(action)
         self.busy[group] = True
         self.held[group] += holds
-        self.bytes_held[group] += self._more_bytes(action)
+        self.bytes_held[group] += self.limits.more_bytes[action]
         self.num_started += 1
         end_s = now + self.order.tables.seconds[action]
         for value in self.order.tables.writes[action]:
