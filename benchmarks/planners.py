@@ -43,8 +43,9 @@ class Search:
 
 
 def _partition() -> Callable[[], object]:
-    costs = np.random.default_rng(0).uniform(0.5, 2.0, 512).tolist()
-    return partial(partition, costs, 64)
+    """Of other layers each time: what is known of the same ones is remembered."""
+    rng = np.random.default_rng(0)
+    return lambda: partition(rng.uniform(0.5, 2.0, 512).tolist(), 64)
 
 
 def _orchestration(num_devices: int, global_batch_size: int) -> Callable[[], object]:

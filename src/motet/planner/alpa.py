@@ -92,7 +92,7 @@ def _fewest_seconds(
     allowed = {size: np.where(t <= limit * (1 + 1e-12), t, np.inf) for size, t in times.items()}
     least = np.full((num_devices + 1, num_layers + 1), np.inf)
     least[0, num_layers] = 0.0
-    choice: dict[tuple[int, int], tuple[int, int]] = {}
+    chosen_end, chosen_size = (np.zeros(least.shape, dtype=int) for _ in range(2))
     for devices in range(1, num_devices + 1):
         for size, runs in allowed.items():
             if size > devices or not np.isfinite(least[devices - size]).any():
@@ -100,15 +100,15 @@ def _fewest_seconds(
             totals = runs + least[devices - size][None, :]
             ends = totals.argmin(axis=1)
             values = totals[np.arange(num_layers + 1), ends]
-            for start in np.flatnonzero(values < least[devices]):
-                least[devices, start] = values[start]
-                choice[devices, int(start)] = (int(ends[start]), size)
+            less = values < least[devices]
+            least[devices, less] = values[less]
+            chosen_end[devices, less], chosen_size[devices, less] = ends[less], size
     if not np.isfinite(least[num_devices, 0]):
         return np.inf, None
     stages: list[tuple[int, int]] = []
     devices, first = num_devices, 0
     while first < num_layers:
-        last, size = choice[devices, first]
+        last, size = int(chosen_end[devices, first]), int(chosen_size[devices, first])
         stages.append((last, size))
         devices, first = devices - size, last
     return float(least[num_devices, 0]), stages

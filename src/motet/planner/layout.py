@@ -44,6 +44,11 @@ class Layout:
     """The one that it is made for; None: the problem's."""
 
     @property
+    def content(self) -> tuple[object, ...]:
+        """What it is, whoever made it for whatever schedule: searches come upon the same ones."""
+        return self.chunks, self.group_sizes, self.dp, self.split, self.shared
+
+    @property
     def num_devices(self) -> int:
         return self.dp * sum(self.group_sizes)
 

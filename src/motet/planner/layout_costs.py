@@ -48,6 +48,10 @@ class LayoutCosts:
 
     def bound_s(self, layout: Layout, *, split_backward: bool = True) -> float:
         """Of one iteration. `split_backward`: valid for schedules that split backwards into their halves too."""
+        key = ("bound", *layout.content, split_backward)
+        return self.problem.remembered(key, lambda: self._bound_s(layout, split_backward))
+
+    def _bound_s(self, layout: Layout, split_backward: bool) -> float:
         heads, tails = self._heads_and_tails(layout)
         work, weight = [0.0] * len(layout.group_sizes), [0.0] * len(layout.group_sizes)
         head, tail = [float("inf")] * len(work), [float("inf")] * len(work)
@@ -161,6 +165,9 @@ class LayoutCosts:
 
     def excess_bytes(self, layout: Layout) -> float:
         """By how much the fullest rank seems to exceed its memory; 0 if all fit."""
+        return self.problem.remembered(("excess", *layout.content), lambda: self._excess_bytes(layout))
+
+    def _excess_bytes(self, layout: Layout) -> float:
         problem = self.problem
         behind: dict[str, int] = {}
         needed = [0.0] * len(layout.group_sizes)

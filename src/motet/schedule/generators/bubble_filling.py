@@ -16,7 +16,7 @@ interleaved 1F1B with the adjusted warm-up.
 """
 
 from collections.abc import Iterable
-from operator import itemgetter
+from math import inf
 
 from motet.arrays import Ints
 from motet.schedule.action import Durations, unit_duration
@@ -44,10 +44,10 @@ def bubble_filling(routes: Routes, costs: Durations | None = None, *, memory: Me
         return _without_fillings(routes, costs, memory)
     bubbles = BubblesToFill(dependencies, usual, duration_s, memory)
     best = _best(bubbles, map(Policy, _lookaheads(routes)))
-    best = min(best, _best(bubbles, [best[1].policy._replace(lateness=late) for late in LATENESS]), key=itemgetter(0))
+    best = _best(bubbles, [best[1].policy._replace(lateness=late) for late in LATENESS], best)
     # Of equals the usual warm-up is taken: it leaves more time for messages.
     bubbles = BubblesToFill(dependencies, adjusted, duration_s, memory)
-    time_s, clock = min(best, _best(bubbles, [best[1].policy]), key=itemgetter(0))
+    time_s, clock = _best(bubbles, [best[1].policy], best)
     if most_actions(routes) > MAX_LISTED:
         return clock.schedule()
     listed = list_schedule(routes, costs, in_flight=microbatches_in_flight(routes), memory=memory)
@@ -72,12 +72,19 @@ def _without_fillings(routes: Routes, costs: Durations | None, memory: MemoryLim
     return closed if fits else interleaved_1f1b_adjusted(routes, costs, memory=memory)
 
 
-def _best(bubbles: BubblesToFill, policies: Iterable[Policy]) -> tuple[float, FillingClock]:
-    """The shortest iteration in seconds, and its clock; the first of equal ones."""
-    clocks = [FillingClock(bubbles, policy) for policy in policies]
-    times_s = [clock.run() for clock in clocks]
-    shortest = min(range(len(clocks)), key=times_s.__getitem__)
-    return times_s[shortest], clocks[shortest]
+Run = tuple[float, FillingClock]
+"""The iteration in seconds, and the clock that has run."""
+
+
+def _best(bubbles: BubblesToFill, policies: Iterable[Policy], best: Run | None = None) -> Run:
+    """The shortest iteration under these policies, if it is shorter than the `best` so far; the first of equal ones."""
+    for policy in policies:
+        clock = FillingClock(bubbles, policy)
+        time_s = clock.run(inf if best is None else best[0])
+        if best is None or time_s < best[0]:
+            best = time_s, clock
+    assert best is not None, "there are policies"
+    return best
 
 
 def _lookaheads(routes: Routes) -> list[int]:

@@ -14,6 +14,7 @@ when nothing of a pipeline (replicas that hang together) runs, every action of i
 
 import heapq
 from collections.abc import Sequence, Set
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -79,15 +80,21 @@ class BubblesToFill:
         fillings = {tuple(units): None for units, given in zip(self.units, self.is_given, strict=True) if not given}
         self.lanes = list(fillings)
         """The units of filling stages that stand on the same ones: what is ready of them waits in one queue."""
+        lane_of = {units: lane for lane, units in enumerate(self.lanes)}
         self.lane_of_stage = [
-            NOTHING if given else self.lanes.index(tuple(units))
-            for units, given in zip(self.units, self.is_given, strict=True)
+            NOTHING if given else lane_of[tuple(units)] for units, given in zip(self.units, self.is_given, strict=True)
         ]
-        self.lanes_of_unit = [
-            [lane for lane, units in enumerate(self.lanes) if unit in units] for unit in range(len(unit_of))
-        ]
+        self.lanes_of_unit: list[list[int]] = [[] for _ in unit_of]
+        for lane, units in enumerate(self.lanes):
+            for unit in units:
+                self.lanes_of_unit[unit].append(lane)
+        self.groups_of_lane = [sorted({self.group_of_unit[unit] for unit in units} - {NOTHING}) for units in self.lanes]
         backwards = KINDS.index(Kind.BACKWARD) * routes.num_cells + np.flatnonzero(routes.cell_has_backward)
         self.tables = ActionTables(dependencies, np.concatenate([np.arange(routes.num_cells), backwards]), duration_s)
+        self.seconds_left = [
+            list(accumulate(self.tables.seconds[action] for action in reversed(order)))[::-1] for order in self.given
+        ]
+        """From each place of each given order on."""
         number = pipeline_numbers(routes)
         self.pipeline_of_stage = [number[stage.module, stage.replica] for stage in routes.stages]
         self.needs = _needs(routes, self.is_given)
@@ -143,16 +150,18 @@ class FillingClock:
         self.lists: list[list[int]] = [[] for _ in range(num_units)]
         self.running: list[tuple[float, int, int]] = []
         self.num_started = 0
+        self.earliest_end_s = 0.0
+        """By what of the given order is left on some group."""
         self.num_running = [0] * (1 + max(bubbles.pipeline_of_stage, default=0))
         """Actions of each pipeline."""
 
-    def run(self) -> float:
-        """The iteration's time in seconds."""
+    def run(self, limit_s: float = inf) -> float:
+        """The iteration's time in seconds; infinite as soon as it is seen to take `limit_s` or more."""
         for action in self.tables.present:
             if not self.missing[action]:
                 self._push(action)
         now, touched, pipelines = 0.0, set(range(len(self.busy))), set(self.bubbles.pipeline_of_stage)
-        while True:
+        while self.earliest_end_s < limit_s:
             self._dispatch(now, touched)
             stalled = {pipeline for pipeline in pipelines if not self.num_running[pipeline]}
             if stalled:
@@ -165,6 +174,8 @@ class FillingClock:
                 action = heapq.heappop(self.running)[2]
                 touched |= self._finish(action)
                 pipelines.add(self._pipeline(action))
+        if self.earliest_end_s >= limit_s:
+            return inf
         assert self.num_started == len(self.tables.present), "work is left, but nothing is ready"
         return now
 
@@ -189,6 +200,8 @@ class FillingClock:
             head = None if group == NOTHING else self._head(group)
             is_free = head is not None and not any(self.busy[unit] for unit in self.bubbles.given_units[group])
             if head is not None and is_free and not self.missing[head]:
+                left_s = self.bubbles.seconds_left[group][self.position[group]]
+                self.earliest_end_s = max(self.earliest_end_s, now + left_s)
                 self._start(now, head)
         while (found := self._filling(now, lanes)) is not None:
             self._start(now, found)
@@ -215,12 +228,14 @@ class FillingClock:
 
     def _forward(self, lane: int) -> tuple[int, int] | None:
         """The lane's next forward, if its units are free and have room for what it keeps."""
-        queue, units = self.forwards[lane], self.bubbles.lanes[lane]
-        if not queue or any(self.busy[unit] for unit in units):
+        queue = self.forwards[lane]
+        if not queue:
             return None
-        size = self.bubbles.sizes[queue[0][1]]
-        fits = all(self.bytes_held[unit] + size <= self.bubbles.room[unit] for unit in units)
-        return queue[0] if fits else None
+        size, room, held, busy = self.bubbles.sizes[queue[0][1]], self.bubbles.room, self.bytes_held, self.busy
+        for unit in self.bubbles.lanes[lane]:
+            if busy[unit] or held[unit] + size > room[unit]:
+                return None
+        return queue[0]
 
     def _backward(self, lane: int) -> tuple[int, int] | None:
         queue = self.backwards[lane]
@@ -229,7 +244,7 @@ class FillingClock:
     def _fits_gap(self, now: float, lane: int, action: int) -> bool:
         """Whether the given order of all the lane's units can spare them for as long."""
         end_s = now + self.tables.seconds[action] * (1 - self.policy.lateness)
-        for group in {self.bubbles.group_of_unit[unit] for unit in self.bubbles.lanes[lane]} - {NOTHING}:
+        for group in self.bubbles.groups_of_lane[lane]:
             head = self._head(group)
             if head is not None:
                 ready_s = max((self.written_at.get(value, inf) for value in self.tables.reads[head]), default=0.0)
