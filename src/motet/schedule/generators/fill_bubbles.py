@@ -85,8 +85,8 @@ class BubblesToFill:
             NOTHING if given else lane_of[tuple(units)] for units, given in zip(self.units, self.is_given, strict=True)
         ]
         self.lanes_of_unit: list[list[int]] = [[] for _ in unit_of]
-        for lane, units in enumerate(self.lanes):
-            for unit in units:
+        for lane, together in enumerate(self.lanes):
+            for unit in together:
                 self.lanes_of_unit[unit].append(lane)
         self.groups_of_lane = [sorted({self.group_of_unit[unit] for unit in units} - {NOTHING}) for units in self.lanes]
         backwards = KINDS.index(Kind.BACKWARD) * routes.num_cells + np.flatnonzero(routes.cell_has_backward)
