@@ -21,8 +21,8 @@ class Reader:
 
     def __call__(self, key: str) -> int:
         value = self.values.get(key)
-        if not isinstance(value, int) or value < 0:
-            raise UserError(f"model: {self.family}: {key} is {value!r}; give a whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"model: {self.family}: {key} is {value!r}; give a whole number of at least 1")
         return value
 
     def flag(self, key: str) -> bool:

@@ -75,6 +75,12 @@ def test_files_that_are_no_run_files(
             "model.encoders.vision.values.hidden_size=big",
             "model.encoders.vision: .*hidden_size is .big.; give a whole number",
         ),
+        (
+            "model.language_model.values.num_hidden_layers=0",
+            "model.language_model: llama: num_hidden_layers is 0; give a whole number of at least 1",
+        ),
+        ("model.language_model.values.num_attention_heads=true", "num_attention_heads is True; give a whole number"),
+        ("model.encoders.vision.feature_layer=-9", "model.encoders.vision.feature_layer: -9 is not within -3 to 2"),
         ("model.placeholder_tokens={vision: <picture>}", "placeholder_tokens.vision: .*does not know '<picture>'"),
         ("model.encoders.audio.values.max_source_positions=26", "max_source_positions: 26 does not divide"),
         # The layout.
@@ -120,6 +126,14 @@ def test_files_that_are_no_run_files(
         ("parallel={planner: explicit, explicit: {vision: {}}}", "parallel.explicit: has no audio, language_model"),
         ("parallel.recompute=[video]", "parallel.recompute: there is no module 'video'; the model has vision, audio"),
         ("cluster.num_devices=1", "cluster.num_devices: is 1, but vision and audio and language_model need at least 2"),
+        ("parallel.limits={tp: [3]}", "parallel.limits: tp is 3, which vision cannot be cut into; allow 1"),
+        ("parallel={planner: auto, limits: {tp: [3]}}", "parallel.limits: tp is 3, which vision cannot be cut into"),
+        (
+            "parallel.limits={dp: [3]}",
+            "cornstarch finds no layout of vision and audio .* on 4 devices within the limits",
+        ),
+        ("parallel={planner: disttrain, limits: {dp: [3]}}", "dp is 3, but disttrain deals out the global batch of"),
+        ("parallel={planner: entrain, limits: {dp: [3]}}", "entrain finds no layout of vision and audio"),
         ("cluster.accelerator=h1000", "cluster: device 'h1000' is not known; give one of cpu, v100-16, a40"),
         ("cluster.costs=nothing.json", r"costs: nothing.json: cannot be read .*motet profile. writes one"),
         ("cluster.costs=/dev/null", "costs: /dev/null is no cost table"),

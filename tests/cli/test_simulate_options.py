@@ -35,6 +35,21 @@ def test_slow_and_uneven_ranks_take_longer(capsys: pytest.CaptureFixture[str], r
     assert iteration_s(capsys, run_file, "--share-cards") == pytest.approx(alone)  # All on one node.
 
 
+def test_a_plan_for_more_devices_than_there_are(
+    capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["plan", str(run_file), "--set", LAYOUT, "--out", str(plan)]) == 0
+    assert main(["simulate", str(run_file), "--plan", str(plan), "--set", "cluster.num_devices=3"]) == 2
+    assert "--plan: has 4 ranks, but cluster.num_devices is 3; give as many devices" in capsys.readouterr().err
+
+
+def test_pictures_go_into_folders_of_their_own(run_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "timeline.svg"
+    assert main(["simulate", str(run_file), "--set", LAYOUT, "--picture", str(picture)]) == 0
+    assert picture.exists()
+
+
 def test_memory_is_drawn_and_traced(capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path) -> None:
     picture, trace = tmp_path / "memory.png", tmp_path / "trace.json"
     iteration_s(capsys, run_file, "--memory-picture", picture, "--trace", trace)
@@ -67,7 +82,13 @@ def test_of_many_ranks_those_that_differ_are_traced_and_drawn(run_file: Path, tm
         (["--straggler", "fast"], "'fast' is not RANK=FACTOR"),
         (["--straggler", "9=2"], "needs a rank of 0..3"),
         (["--straggler", "1=0"], "a factor above 0"),
+        (["--straggler", "1=inf"], "a factor above 0"),
         (["--jitter", "-1"], "--jitter: is -1.0; give a share of 0 or more"),
+        (["--jitter", "nan"], "--jitter: is nan; give a share of 0 or more"),
+        (["--picture", "timeline.xyz"], "--picture timeline.xyz: is no picture that can be drawn; give .png or .svg"),
+        (["--memory-picture", "memory.json"], "--memory-picture memory.json: is no picture"),
+        (["--trace", "/dev/null/trace.json"], "--trace /dev/null/trace.json: cannot be written ("),
+        (["--trace", "/"], "--trace /: cannot be written; give the path of a file"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

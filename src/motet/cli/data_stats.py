@@ -2,10 +2,9 @@
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
+from motet.cli.run_file import add_plan, add_run_file, load_config, picture_file, read_plan
 from motet.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,16 +40,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.data_stats import data_stats
     from motet.planner.from_run_file import plan_for
 
+    picture = picture_file(arguments.picture, "--picture") if arguments.picture else None
     problem = read_problem(config)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
     samples = read_samples(config, max(arguments.samples, len(problem.samples)))
     stats = data_stats(problem, plan, samples, num_batches=arguments.batches, seed=arguments.seed)
     result = as_json(stats)
     print(as_text(result))
-    if arguments.picture:
+    if picture:
         from motet.plots.data_stats import save_data_stats
 
-        save_data_stats(stats, Path(arguments.picture))
+        save_data_stats(stats, picture)
     return result
 
 

@@ -1,12 +1,15 @@
 """The arguments that name a run file, and how it is read."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
     from motet.plan import Plan
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def add_run_file(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +41,29 @@ def read_plan(path: str) -> "Plan":
         return Plan.from_json(text)
     except ValueError as error:
         raise UserError(f"--plan {path}: {error}") from None
+
+
+def picture_file(path: str, option: str) -> Path:
+    """As `file_to_write`, of a picture."""
+    from motet.errors import UserError
+
+    if Path(path).suffix not in PICTURE_SUFFIXES:
+        raise UserError(f"{option} {path}: is no picture that can be drawn; give {' or '.join(PICTURE_SUFFIXES)}")
+    return file_to_write(path, option)
+
+
+def file_to_write(path: str, option: str) -> Path:
+    """Makes its folder; asked for before the work is done. Raises `UserError` naming the option."""
+    from motet.errors import UserError
+
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror}); give another path") from None
+    if Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{option} {path}: cannot be written; give the path of a file")
+    return Path(path)
 
 
 def write_text(path: Path, text: str, option: str) -> None:

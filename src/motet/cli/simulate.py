@@ -2,10 +2,11 @@
 
 import argparse
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
+from motet.cli.run_file import add_plan, add_run_file, file_to_write, load_config, picture_file, read_plan
 from motet.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,37 +71,53 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     problem = read_problem(config)
     if arguments.failures:
         return _with_failures(problem, config.train.checkpoint_every, arguments)
+    files = _files(arguments)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
+    if plan.num_ranks > problem.num_devices:
+        raise UserError(
+            f"--plan: has {plan.num_ranks} ranks, but cluster.num_devices is {problem.num_devices}; give as many "
+            "devices, or another plan"
+        )
     is_disturbed = bool(arguments.straggler or arguments.jitter or arguments.share_cards)
     evaluation = evaluate(problem, plan, folded=not is_disturbed)
     if is_disturbed:
         evaluation = _disturbed(evaluation, arguments)
     result = report_evaluation(evaluation, dtype=config.train.dtype)
     print(report_text(result))
-    _draw(evaluation, arguments)
+    _draw(evaluation, **files)
     return result
 
 
-def _draw(evaluation: "Evaluation", arguments: argparse.Namespace) -> None:
+def _files(arguments: argparse.Namespace) -> dict[str, Path | None]:
+    """What is to be drawn or written."""
+    picture, memory = (
+        picture_file(path, option) if path else None
+        for path, option in ((arguments.picture, "--picture"), (arguments.memory_picture, "--memory-picture"))
+    )
+    trace = file_to_write(arguments.trace, "--trace") if arguments.trace else None
+    return {"picture": picture, "memory": memory, "trace": trace}
+
+
+def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None, trace: Path | None) -> None:
     result, title = evaluation.result, "predicted"
-    if arguments.picture or arguments.trace:
+    if picture or trace:
         is_large = result.num_ranks > MOST_LANES
         groups = result.alike_ranks if is_large else [(rank,) for rank in range(result.num_ranks)]
         timelines = {title: result.timeline_of({ranks[0] for ranks in groups})}
-    if arguments.picture:
+    if picture:
         from motet.plots.timeline import save_timelines
 
-        save_timelines(timelines, Path(arguments.picture), {title: groups})
-    if arguments.trace:
+        save_timelines(timelines, picture, {title: groups})
+    if trace:
         from motet.plots.trace import save_trace
 
-        save_trace(timelines, Path(arguments.trace), {title: result.memory}, {title: groups})
-    if arguments.memory_picture:
+        save_trace(timelines, trace, {title: result.memory}, {title: groups})
+    if memory:
         from motet.costs.memory import RESERVE
         from motet.plots.memory import save_memory
 
         limit = evaluation.problem.cluster.device.memory_bytes * (1 - RESERVE)
-        save_memory({title: result.memory}, Path(arguments.memory_picture), limit_bytes=limit)
+        save_memory({title: result.memory}, memory, limit_bytes=limit)
 
 
 def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -156,7 +173,7 @@ def _disturbed(evaluation: "Evaluation", arguments: argparse.Namespace) -> "Eval
     from motet.simulator.simulate import simulate
     from motet.simulator.step_costs import Disturbances
 
-    if arguments.jitter < 0:
+    if not 0 <= arguments.jitter < inf:
         raise UserError(f"--jitter: is {arguments.jitter}; give a share of 0 or more, such as 0.05")
     factors = dict(_straggler(text, evaluation.plan.num_ranks) for text in arguments.straggler)
     cluster = evaluation.problem.cluster
@@ -176,6 +193,6 @@ def _straggler(text: str, num_ranks: int) -> tuple[int, float]:
         number, times = int(rank), float(factor)
     except ValueError:
         raise UserError(f"--straggler: {text!r} is not RANK=FACTOR, such as 3=1.5") from None
-    if not 0 <= number < num_ranks or not times > 0:
+    if not 0 <= number < num_ranks or not 0 < times < inf:
         raise UserError(f"--straggler: {text!r} needs a rank of 0..{num_ranks - 1} and a factor above 0")
     return number, times

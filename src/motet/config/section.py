@@ -10,7 +10,7 @@ LANGUAGE_MODEL = "language_model"
 Count = Annotated[int, Field(ge=1)]
 CountOrNever = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-PositiveNumber = Annotated[float, Field(gt=0)]
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):

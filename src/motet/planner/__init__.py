@@ -16,7 +16,7 @@ from motet.planner.baselines import (
     proportional,
 )
 from motet.planner.cornstarch import cornstarch
-from motet.planner.degrees import check_may_share_none
+from motet.planner.degrees import check_limits, check_may_share_none
 from motet.planner.distmm import distmm
 from motet.planner.disttrain import disttrain
 from motet.planner.entrain import entrain
@@ -75,6 +75,7 @@ def make_plan(
             f"parallel.planner: {planner} lays out encoders and a language model, but the model has towers that a loss "
             "contrasts; give distmm, auto or explicit"
         )
+    check_limits(problem)
     if planner != "auto":
         check_may_share_none(problem, planner)
     return PLANNERS[planner](problem, placement=placement)

@@ -24,7 +24,7 @@ from motet.plan import Plan
 from motet.planner.auto_layouts import PLANNER, own_layouts
 from motet.planner.auto_towers import search_towers
 from motet.planner.bound_and_simulate import best_layout, rank
-from motet.planner.degrees import check_may_share_none, cp_sizes
+from motet.planner.degrees import check_limits, check_may_share_none, cp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
@@ -96,6 +96,7 @@ def auto(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
 def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
     """Raises `UserError` if nobody finds a plan. `placement`: as the named planners understand it; ours are then left
     out."""
+    check_limits(problem)
     # Hardly anything here is garbage in cycles, and to look for it takes a third of the time.
     was_collecting = gc.isenabled()
     gc.disable()

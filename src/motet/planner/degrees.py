@@ -48,6 +48,14 @@ def check_may_share_none(problem: PlanningProblem, planner: str) -> None:
             )
 
 
+def check_limits(problem: PlanningProblem) -> None:
+    """Raises `UserError` if the limits leave a module no tensor-parallel size at all."""
+    for name, module in problem.modules.items():
+        if not tp_sizes(problem, name):
+            allowed = " or ".join(map(str, module.tp_sizes))
+            raise UserError(f"parallel.limits: tp is {allowed}, which {name} cannot be cut into; allow 1")
+
+
 def dp_sizes(problem: PlanningProblem, num_devices: int | None = None) -> list[int]:
     """Of those allowed, the ones that divide the devices (None: all of them) and leave no replica without a sample."""
     total = problem.num_devices if num_devices is None else num_devices
@@ -85,6 +93,13 @@ def _common_tp_sizes(problem: PlanningProblem, modules: tuple[str, ...] | None) 
     return sorted(set.intersection(*(set(tp_sizes(problem, name)) for name in names)))
 
 
+def no_layout(problem: PlanningProblem, planner: str) -> UserError:
+    return UserError(
+        f"parallel.planner: {planner} finds no layout of {' and '.join(problem.modules)} on {problem.num_devices} "
+        "devices within the limits on degrees; allow other tp or dp sizes, or more devices"
+    )
+
+
 def best_plan(
     problem: PlanningProblem,
     layouts: Iterable[Layout],
@@ -103,8 +118,5 @@ def best_plan(
     if not any(evaluation.fits for evaluation in evaluations):
         evaluations = sorted([*evaluations, *best_layout(problem, otherwise)], key=rank)
     if not evaluations:
-        raise UserError(
-            f"parallel.planner: {planner} finds no layout of {' and '.join(problem.modules)} on "
-            f"{problem.num_devices} devices within the limits on degrees; allow other tp or dp sizes, or more devices"
-        )
+        raise no_layout(problem, planner)
     return evaluations[0].plan

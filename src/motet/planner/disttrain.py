@@ -24,7 +24,7 @@ from motet.costs.memory import RESERVE, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
-from motet.planner.degrees import tp_sizes
+from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, cut_module
 from motet.planner.layer_bytes import saved_bytes_of_layers
@@ -59,6 +59,8 @@ def disttrain(problem: PlanningProblem, *, placement: Placement | None = None) -
         found = _candidates(replace(orchestration, device_bytes=inf))
         evaluations = [evaluate(problem, orchestrated_plan(problem, each)) for each in found]
     if not evaluations:
+        if len(problem.modules) <= problem.num_devices:
+            raise no_layout(problem, "disttrain")
         names = " and ".join(problem.modules)
         raise UserError(f"cluster.num_devices: is {problem.num_devices}, but {names} need ranks of their own")
     return min(evaluations, key=rank).plan
@@ -114,6 +116,12 @@ def _roles(problem: PlanningProblem) -> dict[str, Role]:
 def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
     module = problem.modules[name]
     dp_sizes = tuple(dp for dp in problem.dp_sizes if len(problem.samples) % dp == 0)
+    if not dp_sizes:
+        allowed = " or ".join(map(str, problem.dp_sizes))
+        raise UserError(
+            f"parallel.limits: dp is {allowed}, but disttrain deals out the global batch of {len(problem.samples)} "
+            "evenly; allow a number that divides it"
+        )
     fits = {size: _linear_fit(problem, name, size, dp_sizes) for size in tp_sizes(problem, name)}
     num_samples = _samples_per_microbatch(problem, dp_sizes[0])
     memory = problem.memory

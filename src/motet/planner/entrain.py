@@ -24,7 +24,7 @@ import numpy as np
 from motet.errors import UserError
 from motet.plan import Edge, Plan
 from motet.planner.bound_and_simulate import rank
-from motet.planner.degrees import dp_sizes, tp_sizes
+from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.partition import partition, stage_costs
@@ -120,6 +120,8 @@ def entrain(problem: PlanningProblem, *, placement: Placement | None = None) -> 
         raise UserError(f"parallel.placement: entrain gives every module its own ranks; {placement} shares them")
     found = sorted(_with_dp(problem), key=lambda each: each[1].iteration_s)
     if not found:
+        if len(problem.modules) <= problem.num_devices:
+            raise no_layout(problem, "entrain")
         names = " and ".join(problem.modules)
         raise UserError(f"cluster.num_devices: is {problem.num_devices}, but {names} need ranks of their own")
     evaluations: list[Evaluation] = []

@@ -159,7 +159,10 @@ def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
         if encoder.kind != "encoder":
             raise UserError(f"model.encoders.{name}: {encoder.family} is a language model; give an encoder")
         if part.feature_layer is not None:
-            encoder = with_feature_layer(encoder, part.feature_layer)
+            try:
+                encoder = with_feature_layer(encoder, part.feature_layer)
+            except UserError as error:
+                raise UserError(f"model.encoders.{name}.{error}") from None
         if part.projector is not None:
             encoder = with_projector(encoder, part.projector, language_model.hidden_size)
         elif encoder.output_size != language_model.hidden_size:

@@ -25,7 +25,7 @@ from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.memory import RESERVE
 from motet.errors import UserError
 from motet.plan import LayerRange
-from motet.planner.degrees import dp_sizes, tp_sizes
+from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.optimus_bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus_kernels import stage_kernels
@@ -94,10 +94,7 @@ def solutions(problem: PlanningProblem) -> list[Solution]:
                 continue
             found.append(side.solve(encoder, timeline))
     if not found:
-        raise UserError(
-            f"parallel.planner: optimus finds no layout on {problem.num_devices} devices within the limits on degrees; "
-            "allow other tp or dp sizes"
-        )
+        raise no_layout(problem, "optimus")
     return sorted(found, key=lambda solution: (solution.excess_bytes, solution.iteration_s))
 
 

@@ -13,7 +13,7 @@ from math import comb
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.bound_and_simulate import best_layout, rank
-from motet.planner.degrees import cp_sizes, dp_sizes, most_stages, tp_sizes
+from motet.planner.degrees import cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.layout import Chunk, Layout, layout_of_degrees
@@ -42,9 +42,12 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
         evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
         if evaluations:
             return min(evaluations, key=rank).plan
+    fewest = min(_fewest_devices(problem, placement) for placement in wanted)
+    if fewest <= problem.num_devices:
+        raise no_layout(problem, planner)
     raise UserError(
         f"cluster.num_devices: is {problem.num_devices}, but {' and '.join(problem.modules)} need at least "
-        f"{min(_fewest_devices(problem, placement) for placement in wanted)} under placement {' or '.join(wanted)}"
+        f"{fewest} under placement {' or '.join(wanted)}"
     )
 
 
