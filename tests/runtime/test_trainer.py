@@ -27,6 +27,7 @@ from motet.data.preprocessing.tickets import Corrupt, Split
 from motet.data.run_file import open_data
 from motet.data.sample import Sample
 from motet.errors import UserError
+from motet.runtime.engine import Engine, IterationResult
 from motet.runtime.train_worker import train_worker
 from motet.timeline import Timeline
 
@@ -146,6 +147,18 @@ def test_ranks_that_cannot_read_the_same_samples_are_told(tmp_path: Path, monkey
     monkeypatch.setattr(Preparer, "_sample", sample)
     with pytest.raises(Exception, match="the ranks do not agree on which samples can be prepared; do all of them"):
         train(run_config(tmp_path, data__on_corrupt="skip"))
+
+
+def test_a_batch_is_cut_once_however_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by the thread that trains, which would wait for it."""
+
+    def run(self: Engine, batch: LoadedBatch, **options: Any) -> IterationResult:
+        assert any(samples is batch.samples for samples, _ in self._assigned)
+        return original(self, batch, **options)
+
+    original = Engine.run
+    monkeypatch.setattr(Engine, "run", run)
+    train(run_config(tmp_path, data__batches_ahead=9, train__steps=4))
 
 
 def test_a_step_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ class Loader:
         self._producer, self._batch_size, self._seed, self._wanted = producer, batch_size, seed, wanted
         self._position = (0, 0)
         self._orders: dict[int, np.ndarray] = {}
-        self._batches_ahead = batches_ahead
+        self.batches_ahead = batches_ahead
         self._threads = ThreadPoolExecutor(batches_ahead, "loader") if batches_ahead else None
         self._ahead: deque[Future[LoadedBatch]] = deque()
         self.prepare: Callable[[Sequence[Sample]], None] = lambda samples: None
@@ -140,7 +140,7 @@ class Loader:
 
     def _fill_ahead(self) -> None:
         if self._threads is not None:
-            while len(self._ahead) < self._batches_ahead:
+            while len(self._ahead) < self.batches_ahead:
                 indices = self._indices(len(self._ahead))
                 self._ahead.append(self._threads.submit(self._load_wanted, indices))
 

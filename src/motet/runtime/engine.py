@@ -39,8 +39,8 @@ from motet.timeline import Span, Timeline
 MAX_PROGRAMS = 64
 """That are kept; batches whose microbatches have the same modalities share one."""
 
-MAX_ASSIGNMENTS = 4
-"""That are kept for `Engine.assignment`."""
+MIN_ASSIGNMENTS = 4
+"""That are kept for `Engine.assignment`, or more: see `Engine.keep_ahead`."""
 
 Assign = Callable[[Plan, Sequence[Sample]], BatchAssignment]
 
@@ -116,10 +116,15 @@ class Engine:
         self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
         """By the form of their routes; the last used at the end."""
         self._compared: set[bool] = set()
-        self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MAX_ASSIGNMENTS)
+        self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Of the last batches: some are prepared ahead."""
-        self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MAX_ASSIGNMENTS)
+        self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MIN_ASSIGNMENTS)
         """Held for the stages, which find them by their contents."""
+
+    def keep_ahead(self, num_batches: int) -> None:
+        """What was derived of so many batches in advance, and of the one that is run: none is cut twice."""
+        number = max(MIN_ASSIGNMENTS, num_batches + 1)
+        self._assigned, self._prepared = deque(self._assigned, number), deque(self._prepared, number)
 
     def assignment(self, samples: Sequence[Sample]) -> BatchAssignment:
         """How a batch is cut."""

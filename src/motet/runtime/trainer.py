@@ -104,6 +104,7 @@ class Trainer:
         self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
         self.settings = settings
         loader.prepare = engine.prepare
+        engine.keep_ahead(loader.batches_ahead)
         self.output = Path(settings.output)
         self.is_first = dist.get_rank() == 0
         self.is_paused = False
