@@ -45,7 +45,7 @@ def end_waits(*, except_inodes: Collection[int], num_ranks: int) -> int:
             number += 1
             if _is_listening(tcp_socket):
                 for pair in range(num_ranks):
-                    _connect_and_hang_up(tcp_socket.getsockname(), pair)
+                    _connect_and_hang_up(tcp_socket, pair)
             else:
                 tcp_socket.shutdown(socket.SHUT_RDWR)
     return number
@@ -71,6 +71,8 @@ def _is_listening(tcp_socket: socket.socket) -> bool:
     return tcp_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
 
 
-def _connect_and_hang_up(address: tuple[str, int], pair: int) -> None:
-    with socket.create_connection(address[:2], timeout=_CONNECT_S) as connection:
+def _connect_and_hang_up(listener: socket.socket, pair: int) -> None:
+    with socket.socket(listener.family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_CONNECT_S)
+        connection.connect(listener.getsockname())
         connection.sendall(_SEQUENCE_NUMBER.pack(pair))
