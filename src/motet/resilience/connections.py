@@ -34,21 +34,18 @@ def tcp_sockets() -> frozenset[int]:
     return frozenset(inodes)
 
 
-def end_waits(*, except_inodes: Collection[int], num_ranks: int) -> int:
-    """Shuts all connections down but those, and connects to what listens for others of `num_ranks` ranks. Returns how
-    many sockets there were. Their owners still close them."""
-    number = 0
+def end_waits(*, except_inodes: Collection[int], num_ranks: int) -> None:
+    """Shuts all connections down but those, and connects to what listens for others of `num_ranks` ranks. Their owners
+    still close them."""
     for inode, tcp_socket in _tcp_sockets():
         with tcp_socket, suppress(OSError):  # It may be shut already.
             if inode in except_inodes:
                 continue
-            number += 1
             if _is_listening(tcp_socket):
                 for pair in range(num_ranks):
                     _connect_and_hang_up(tcp_socket, pair)
             else:
                 tcp_socket.shutdown(socket.SHUT_RDWR)
-    return number
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
