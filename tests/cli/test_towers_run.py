@@ -211,6 +211,7 @@ def test_a_pretrained_decoder_gets_cross_attention(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("parallel={planner: auto}", "parallel.planner: planners lay out towers alone; for a model with a decoder"),
         ("parallel={}", "parallel.planner: planners lay out towers alone; for a model with a decoder give .* explicit"),
         ("model.decoder.reads=sound", "model.decoder.reads: there is no tower 'sound'; give one of image, text"),
         ("model.decoder.config=LlamaConfig", "model.decoder: model_type 'llama' is no caption decoder; known are gpt2"),
@@ -277,6 +278,18 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
             "parallel={planner: distmm, recompute_features: [image]}",
             "parallel.recompute_features: planners choose that themselves",
         ),
+        (
+            "parallel={planner: auto, recompute_features: [image]}",
+            "recompute_features: planners choose that themselves",
+        ),
+        ("parallel={planner: auto, limits: {cp: [2]}}", "parallel.limits.cp: towers have whole items; leave it out"),
+        (
+            "parallel={planner: distmm, limits: {dp: [2]}}",
+            "parallel.limits.dp: planners balance towers by their replicas",
+        ),
+        ("parallel={planner: distmm, packing: true}", "parallel.packing: is of a language model's samples"),
+        ("parallel={planner: auto, placement: replicated}", "parallel.placement: distmm puts towers apart"),
+        ("parallel={planner: cornstarch}", "the model has towers that a loss contrasts; give distmm, auto or explicit"),
         ("parallel.placement=replicated", "parallel.placement: replicated is for encoders of a language model"),
     ],
 )

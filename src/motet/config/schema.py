@@ -337,3 +337,21 @@ class RunConfig(Section):
                 f"train.contrastive_batch_size: is {size}, which does not divide train.global_batch_size {whole}; "
                 "give a divisor"
             )
+        self._check_layout_of_towers()
+
+    def _check_layout_of_towers(self) -> None:
+        parallel = self.parallel
+        if parallel.packing:
+            raise ValueError("parallel.packing: is of a language model's samples; with towers leave it out")
+        if parallel.planner == "explicit":
+            return
+        if parallel.limits.cp:
+            raise ValueError("parallel.limits.cp: towers have whole items; leave it out")
+        if parallel.limits.dp:
+            raise ValueError(
+                "parallel.limits.dp: planners balance towers by their replicas; leave it out, or give planner: explicit"
+            )
+        if parallel.recompute_features:
+            raise ValueError(
+                "parallel.recompute_features: planners choose that themselves; leave it out, or give planner: explicit"
+            )

@@ -54,18 +54,23 @@ def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> P
     """The plan with the shortest simulated iteration. `placement`: `parallel` keeps towers apart, `colocated` puts all
     on the same ranks; None: whatever is fastest.
 
-    Raises `UserError` for a model without towers, and if nothing fits into memory."""
-    if placement == "replicated":
-        raise UserError("parallel.placement: distmm puts towers apart (parallel) or together (colocated); leave it out")
-    if problem.loss_module is None:
-        raise UserError("parallel.planner: distmm lays out towers that a loss contrasts; the model has none")
+    Raises `UserError` for a model without towers or with others beside, and if nothing fits into memory."""
     return min((each for _, each in simulated(problem, placement=placement)), key=rank).plan
 
 
 def simulated(
     problem: PlanningProblem, *, placement: Placement | None = None
 ) -> Sequence[tuple[Assignment, Evaluation]]:
-    """Every candidate's plan. Raises `UserError` if there is none."""
+    """Every candidate's plan. Raises `UserError` as `distmm` does."""
+    if placement == "replicated":
+        raise UserError("parallel.placement: distmm puts towers apart (parallel) or together (colocated); leave it out")
+    if problem.loss_module is None:
+        raise UserError("parallel.planner: distmm lays out towers that a loss contrasts; the model has none")
+    if problem.modules.keys() - {*problem.towers, problem.loss_module}:
+        raise UserError(
+            "parallel.planner: planners lay out towers alone; for a model with a decoder give planner: explicit and "
+            "the layout of every module"
+        )
     found = candidates(problem, placement=placement)
     if not found:
         raise UserError(

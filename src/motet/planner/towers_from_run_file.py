@@ -107,16 +107,7 @@ def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
     """The plan that `parallel` asks for. Raises `UserError` for what no plan can satisfy."""
     parallel = config.parallel
     if parallel.planner != "explicit":
-        if config.model.decoder is not None:
-            raise UserError(
-                "parallel.planner: planners lay out towers alone; for a model with a decoder give planner: explicit "
-                "and the layout of every module"
-            )
         # The default of `planner` is one for encoders and a language model.
-        if parallel.recompute_features:
-            raise UserError(
-                "parallel.recompute_features: planners choose that themselves; leave it out, or give planner: explicit"
-            )
         planner = parallel.planner if "planner" in parallel.model_fields_set else "distmm"
         return make_plan(problem, planner, placement=parallel.placement)
     layouts = {
