@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -21,11 +22,13 @@ from training import plan_of, run_config, train
 
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
+from motet.plan import ContextOptions, Replica, Stage
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import run_agent, train_on_nodes
 from motet.resilience.membership import Call
+from motet.resilience.pipelines import Template, Templates
 from motet.resilience.recover import TrainingProcess, leave_world
 from motet.resilience.succession import Succession
 from motet.runtime.launch import WorkerFailedError
@@ -190,6 +193,39 @@ def test_pipelines_become_others_and_copy_what_they_lack(tmp_path: Path, rank: i
         result = train_on_nodes(config, plan, templates, num_nodes=3, node_size=2)
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 4
+    [failure] = failures(config)
+    assert failure["moved_bytes"] > 0
+
+
+def sharded_templates(num_vision_layers: int, num_layers: int) -> Templates:
+    """On nodes of three processes: the language model's stages share tokens and parameters between two of them."""
+
+    def chain(*stages: tuple[int, int, tuple[int, ...]]) -> Replica:
+        return Replica(stages=tuple(Stage(layers=(a, b), ranks=ranks, cp_size=len(ranks)) for a, b, ranks in stages))
+
+    one = {"vision": chain((0, num_vision_layers, (0,))), "language_model": chain((0, num_layers, (1, 2)))}
+    two = {
+        "vision": chain((0, 1, (0,)), (1, num_vision_layers, (5,))),
+        "language_model": chain((0, 2, (1, 2)), (2, num_layers, (3, 4))),
+    }
+    by_nodes = {n: Template(num_nodes=n, replicas=replicas) for n, replicas in ((1, one), (2, two))}
+    return Templates(failures=1, devices_per_node=3, by_nodes=by_nodes)
+
+
+@pytest.mark.slow
+def test_shared_parameters_are_copied_from_those_that_keep_them(tmp_path: Path) -> None:
+    config = unlike_config(tmp_path, 3)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": 9})})
+    problem = read_problem(config)
+    llm = replace(problem.modules["language_model"], context=ContextOptions(block_size=4))
+    problem = replace(problem, modules={**problem.modules, "language_model": llm})
+    templates = sharded_templates(*(module.workload.num_layers for module in problem.modules.values()))
+    plan = plan_of_sizes(problem, templates, (1, 2))
+    assert plan.modules["language_model"].fully_sharded
+    with before_each_step(at(2, 3, die)):
+        result = train_on_nodes(config, plan, templates, num_nodes=3, node_size=3)
+    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    assert result["world_size"] == 6
     [failure] = failures(config)
     assert failure["moved_bytes"] > 0
 
