@@ -192,19 +192,35 @@ class FillingClock:
 
     def _dispatch(self, now: float, touched: set[int]) -> None:
         """Starts what may begin on these units, the most urgent first."""
-        units = sorted(unit for unit in touched if not self.busy[unit])
-        lanes = sorted({lane for unit in units for lane in self.bubbles.lanes_of_unit[unit]})
-        while (found := self._urgent(lanes)) is not None:
+        bubbles, busy = self.bubbles, self.busy
+        units = sorted([unit for unit in touched if not busy[unit]])
+        lanes = sorted(
+            {
+                lane
+                for unit in units
+                for lane in bubbles.lanes_of_unit[unit]
+                if self.forwards[lane] or self.backwards[lane]
+            }
+        )
+        while lanes and (found := self._urgent(lanes)) is not None:
             self._start(now, found)
-        for group in dict.fromkeys(self.bubbles.group_of_unit[unit] for unit in units):
-            head = None if group == NOTHING else self._head(group)
-            is_free = head is not None and not any(self.busy[unit] for unit in self.bubbles.given_units[group])
-            if head is not None and is_free and not self.missing[head]:
-                left_s = self.bubbles.seconds_left[group][self.position[group]]
-                self.earliest_end_s = max(self.earliest_end_s, now + left_s)
-                self._start(now, head)
-        while (found := self._filling(now, lanes)) is not None:
+        for group in dict.fromkeys([bubbles.group_of_unit[unit] for unit in units]):
+            if group != NOTHING:
+                self._start_given(now, group)
+        while lanes and (found := self._filling(now, lanes)) is not None:
             self._start(now, found)
+
+    def _start_given(self, now: float, group: int) -> None:
+        """Starts the next action of the group's given order, if it is ready and its ranks are free."""
+        head = self._head(group)
+        if head is None or self.missing[head]:
+            return
+        for unit in self.bubbles.given_units[group]:
+            if self.busy[unit]:
+                return
+        left_s = self.bubbles.seconds_left[group][self.position[group]]
+        self.earliest_end_s = max(self.earliest_end_s, now + left_s)
+        self._start(now, head)
 
     def _urgent(self, lanes: Sequence[int]) -> int | None:
         best: tuple[int, int] | None = None
