@@ -1,8 +1,7 @@
 """Is planner `auto` ever slower than the best named planner, by how much is it faster, how far from a lower bound?
 
 On the configurations of the papers that `motet reproduce` holds as planning problems, and on run files for up to 16,384
-devices, all simulated. The bound is
-`motet.planner.lower_bound`'s: no plan of the problem takes less, whoever makes it.
+devices, all simulated. The bound is `motet.planner.lower_bound`'s: no plan of the problem takes less, whoever makes it.
 """
 
 import argparse

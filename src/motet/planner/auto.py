@@ -9,6 +9,8 @@ What fits goes before what is fast. How far the choice is from the best possible
 (`motet.planner.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are searched by
 `motet.planner.auto_towers`.
 
+Context parallelism of the language model is a degree of its own layouts; the named planners choose none.
+
 Limits: `MAX_SIMULATED` of the candidates are simulated, fewer where programs are large, so what is best of all may be
 missed; the bound then says by how much at most.
 """
