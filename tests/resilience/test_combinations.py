@@ -103,6 +103,11 @@ def test_no_combination_is_faster(seed: int) -> None:
     assert combination_s(templates, listed[0], total) == pytest.approx(expected, rel=1e-9)
 
 
+def test_one_microbatch_is_for_one_pipeline() -> None:
+    templates = draw_templates(Random(1), range(2, 6))
+    assert best_combination(templates, 5, 0, 1) == (5,)
+
+
 def test_billions_of_combinations_are_not_written_down() -> None:
     sizes = template_sizes(256, 1, 8)
     templates = draw_templates(Random(3), sizes)

@@ -4,15 +4,20 @@ import multiprocessing
 import os
 import signal
 import socket
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from test_recover import at, before_each_step, config_of, failures, undisturbed
 from training import plan_of
 
 from motet.errors import UserError
+from motet.resilience import launch_nodes
 from motet.resilience.interfaces import interface_towards
-from motet.resilience.launch_nodes import join_training, train_on_nodes
+from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
 
 
 def free_port() -> int:
@@ -62,3 +67,27 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
 def test_the_interface_is_that_of_the_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
         assert interface_towards(connection) == "lo"
+
+
+def test_a_store_that_dies_is_started_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody has come yet."""
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "restarts": 1})
+    address = ("127.0.0.1", free_port())
+    original = launch_nodes._start_store
+    begun: list[BaseProcess] = []
+
+    def start(*arguments: Any) -> Any:
+        process, at_address = original(*arguments)
+        begun.append(process)
+        process.kill()
+        process.join()
+        return process, at_address
+
+    with (
+        mock.patch.object(launch_nodes, "_start_store", start),
+        mock.patch.object(launch_nodes, "STORE_TIMEOUT", timedelta(seconds=1)),
+        pytest.raises(NodesLostError, match="the process that had the store died"),
+    ):
+        train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=address)
+    assert len(begun) == 2
+    assert "the process that had the store died; starting anew" in capfd.readouterr().err

@@ -147,9 +147,10 @@ def _most_microbatches(
     for n in range(1, num_nodes + 1):
         fitting = sizes <= n
         computed = most[:, n - sizes[fitting]] + within[fitting]
-        for to_row, from_rows in ((slice(1, None), slice(None, -1)), (slice(last, None), slice(last, None))):
-            if (to_row.start == last and is_counted) or not fitting.any():
-                continue
+        steps = [(slice(1, None), slice(None, -1))]
+        if not is_counted:
+            steps.append((slice(last, None), slice(last, None)))
+        for to_row, from_rows in steps if fitting.any() else ():
             best = computed[from_rows].argmax(axis=1)
             value = np.take_along_axis(computed[from_rows], best[:, None], axis=1)[:, 0]
             better = value > most[to_row, n]

@@ -154,6 +154,10 @@ def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tupl
         )
         _wait_while_some_live(store, membership, max(5.0, 3 * config.train.failures.detect_s))
         return _outcome(address)
+    except dist.DistError:
+        if host.is_alive():
+            raise
+        raise NodesLostError("the process that had the store died") from None
     finally:
         host.kill()
         host.join()
