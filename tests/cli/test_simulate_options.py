@@ -44,6 +44,13 @@ def test_a_plan_for_more_devices_than_there_are(
     assert "--plan: has 4 ranks, but cluster.num_devices is 3; give as many devices" in capsys.readouterr().err
 
 
+def test_accelerators_share_no_cores(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Whoever plans for GPUs on a laptop is not told how long its cores would take."""
+    gpus = ["--set", "cluster.accelerator=h100"]
+    assert iteration_s(capsys, run_file, *gpus) == iteration_s(capsys, run_file, *gpus, "--set", "cluster.device=cuda")
+    assert iteration_s(capsys, run_file, *gpus, "--set", "cluster.num_cores=1") > iteration_s(capsys, run_file, *gpus)
+
+
 def test_pictures_go_into_folders_of_their_own(run_file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "timeline.svg"
     assert main(["simulate", str(run_file), "--set", LAYOUT, "--picture", str(picture)]) == 0

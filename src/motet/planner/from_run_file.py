@@ -249,8 +249,7 @@ def edges_between(config: RunConfig, language_model: ModuleWorkload) -> tuple[Ed
 
 
 def describe_cluster(config: RunConfig) -> Cluster:
-    cluster = config.cluster
-    is_cpu = cluster.device == "cpu"
+    cluster, is_cpu = config.cluster, _is_cpu(config)
     values: dict[str, Any] = {
         "num_devices": cluster.num_devices,
         "devices_per_node": cluster.num_devices // cluster.num_nodes,
@@ -328,9 +327,15 @@ def _compute_costs(
 
 def shared_cores(config: RunConfig) -> float | None:
     """The cores that all processes share, on one machine of CPUs; None: each device computes by itself."""
-    if config.cluster.device != "cpu" or config.cluster.num_nodes > 1:
+    is_cpu = _is_cpu(config) or (config.cluster.device == "cpu" and config.cluster.num_cores is not None)
+    if not is_cpu or config.cluster.num_nodes > 1:
         return None
     return float(config.cluster.num_cores or available_cores())
+
+
+def _is_cpu(config: RunConfig) -> bool:
+    """Who names an accelerator asks about it, also from a run file for this machine."""
+    return config.cluster.device == "cpu" and config.cluster.accelerator in (None, "cpu")
 
 
 def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
@@ -367,7 +372,7 @@ def _dp_sizes(config: RunConfig) -> tuple[int, ...]:
 
 def _powers_of_two(config: RunConfig, most: int) -> tuple[int, ...]:
     """From 1 to `most`; 1 alone on CPUs, whose cores are shared and which no collective makes faster."""
-    return (1,) if config.cluster.device == "cpu" else tuple(2**i for i in range(most.bit_length()))
+    return (1,) if _is_cpu(config) else tuple(2**i for i in range(most.bit_length()))
 
 
 def _max_stages(config: RunConfig, name: str) -> int | None:

@@ -132,7 +132,7 @@ def figure_16() -> Table:
             for row, speedup in paper.FIGURE_16
         ),
         "The order is the paper's. Ours are too low by about what our Optimus is too slow in Table 5 with as many "
-        "microbatches (16: 7.2%); without that they would be within 4%. Ours spread more: the published speedups hardly "
+        "microbatches (16: 7.2%); without that they would be within 4%. Ours spread more: published speedups hardly "
         "depend on the encoders' size. Narrow encoders at the efficiency of their kernels' shapes (5 to 14% more "
         "seconds for each FLOP than ViT-22B) were tried; DualEnc(11B, 5B) then comes to 1.142.",
     )
