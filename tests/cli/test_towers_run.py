@@ -161,6 +161,8 @@ def test_files_in_which_items_are_lacking(capsys: pytest.CaptureFixture[str], ru
         ["plan", run_file, "--set", "model.contrastive.anchor=text"],
         "pairs.jsonl:1: has image to be compared; give text and image",
     )
+    (folder / "pairs.jsonl").write_text(json.dumps({"image": "0.png"}))
+    expect_mistake(capsys, ["profile", run_file], "profile: no sample of the first global batch has anything for text")
 
 
 def with_decoder(run_file: Path, family: str) -> None:

@@ -169,6 +169,18 @@ def test_the_scale_stays_below_its_limit() -> None:
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_loaded_decoder_is_trained() -> None:
+    """from_pretrained returns it in evaluation mode."""
+    model = ContrastiveModule(
+        CASE.build().modality_modules(), decoder=CaptionDecoder(tiny_decoder("gpt2").eval(), "image")
+    )
+    assert model.decoder.training
+    assert all(parameter.requires_grad for parameter in model.decoder.parameters())
+    model.decoder.eval()
+    model.train()
+    assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
+
+
 def test_mistakes_about_the_decoder() -> None:
     towers = CASE.build().modality_modules()
     with pytest.raises(UserError, match="decoder: there is no tower 'video' to read; give one of image, text"):

@@ -5,7 +5,8 @@ gathers these towers' features from their ranks; after its forward, the log-sum-
 for each sample, without which its gradients would be incomplete. No gradient of a feature leaves its rank. A member of
 one tower of two so receives half of what one receives that holds both: it needs its own tower's features from nobody.
 
-The fullest member decides: of a tower on few ranks, or of several towers on the same ranks.
+The fullest member decides: of a tower on few ranks, or of several towers on the same ranks. Samples that lack a tower
+are counted as if they had it.
 """
 
 from collections.abc import Mapping, Sequence

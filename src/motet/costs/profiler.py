@@ -39,6 +39,7 @@ from motet.costs.profiler_links import (
 )
 from motet.data.batch import Batch
 from motet.data.sample import Sample
+from motet.errors import UserError
 from motet.models.stage import StageModule
 from motet.plan import LayerRange
 from motet.workload import ModuleWorkload
@@ -119,7 +120,8 @@ def profile(
 def _choose_microbatches(name: str, batch: Batch, options: ProfileOptions) -> list[_Microbatch]:
     """From small to large: at each size, samples spread over the distribution of lengths."""
     able = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
-    assert able, f"no sample has {name}"
+    if not able:
+        raise UserError(f"profile: no sample of the first global batch has anything for {name}; give data that have")
     by_length = sorted(able, key=lambda i: batch.samples[i].num_tokens(name))
     chosen = []
     for n in range(options.num_microbatches):

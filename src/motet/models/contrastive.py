@@ -119,6 +119,8 @@ class ContrastiveModule(nn.Module):
         if decoder is not None:
             _check_decoder(decoder, self.modality_modules(), self.width)
             self.modality_modules()[decoder.reads].pooling = "first"
+            # from_pretrained returns models in evaluation mode, which here would mean frozen.
+            decoder.module.train()
         dtype = next(self.towers.parameters()).dtype
         self.loss.to(dtype)
         self.train()

@@ -19,7 +19,7 @@ HOW_IT_IS_DONE = {
 }
 """Keys of `data` that change no sample."""
 
-OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "projector"}
+OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "projector", "loss_weight"}
 """Keys of a part of the model that change no sample."""
 
 
