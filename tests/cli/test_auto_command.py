@@ -63,5 +63,9 @@ def test_limits_on_context_parallelism(capsys: pytest.CaptureFixture[str], run_f
     assert shown["choice"]["named"] == {}
     alone = r"parallel.limits.cp: is \[2\], but planner cornstarch chooses no context parallelism; allow 1 too, or take"
     expect_mistake(capsys, ["plan", run_file, "--set", "parallel.limits={cp: [2]}"], alone)
+    placed = ("--set", "parallel.placement=parallel", "--set", "parallel.limits={cp: [2]}")
+    expect_mistake(
+        capsys, ["plan", run_file, *one, *placed], "parallel.placement: who puts encoders parallel chooses no"
+    )
     none = "parallel.limits.cp: no layout on 4 devices has context parallelism of 8; allow 1 too, or smaller sizes"
     expect_mistake(capsys, ["plan", run_file, *one, "--set", "parallel.limits={cp: [8]}"], none)

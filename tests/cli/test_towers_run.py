@@ -233,6 +233,13 @@ def test_mistakes_about_a_decoder(
     expect_mistake(capsys, ["plan", run_file, "--set", override], message)
 
 
+def test_towers_share_no_tokens(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    limits = "parallel.limits={cp: [1, 2]}"
+    expect_mistake(
+        capsys, ["plan", run_file, "--set", limits], "parallel.limits.cp: is .*, but towers hand on whole items"
+    )
+
+
 def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """Measured costs, and sizes instead of data."""
     costs = run_file.with_name("costs.json")

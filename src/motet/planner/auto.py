@@ -87,7 +87,8 @@ class Choice:
             else:
                 parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
         if self.lower_bound_s is not None and self.lower_bound_s < float("inf"):
-            parts.append(f"{seconds / self.lower_bound_s - 1:.1%} above what no plan undercuts")
+            # Where nothing is relaxed the two are equal but for rounding.
+            parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above what no plan undercuts")
         return "; ".join(parts)
 
 
@@ -117,7 +118,7 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         layouts = list(own_layouts(problem, schedules))
         evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
     if not evaluations:
-        raise UserError(_why_none(problem, refused))
+        raise UserError(_why_none(problem, placement, refused))
     evaluations += _rescheduled(sorted(evaluations, key=rank)[:NUM_RESCHEDULED], schedules)
     evaluations += _sequence_parallel(min(evaluations, key=rank))
     best = min(evaluations, key=rank)
@@ -133,8 +134,13 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     )
 
 
-def _why_none(problem: PlanningProblem, refused: Mapping[str, str]) -> str:
+def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
     backbone = problem.modules[language_model(problem)]
+    if 1 not in backbone.cp_sizes and placement is not None:
+        return (
+            f"parallel.placement: who puts encoders {placement} chooses no context parallelism, but "
+            f"parallel.limits.cp is {list(backbone.cp_sizes)}; allow 1 too, or leave placement out"
+        )
     if 1 not in backbone.cp_sizes:
         return (
             f"parallel.limits.cp: no layout on {problem.num_devices} devices has context parallelism of "

@@ -351,8 +351,11 @@ def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
 
 def _cp_sizes(config: RunConfig, samples: Sequence[Sample]) -> tuple[int, ...]:
     """Of the language model."""
-    if config.parallel.limits.cp or config.model.towers:
-        return config.parallel.limits.cp or (1,)
+    given = config.parallel.limits.cp
+    if config.model.towers and given not in (None, (1,)):
+        raise UserError(f"parallel.limits.cp: is {list(given or ())}, but towers hand on whole items; leave it out")
+    if given or config.model.towers:
+        return given or (1,)
     longest = max((sample.num_tokens(LANGUAGE_MODEL) for sample in samples), default=0)
     within_node = config.cluster.num_devices // config.cluster.num_nodes
     return _powers_of_two(config, max(1, min(within_node, longest // MIN_SHARED_TOKENS)))
