@@ -17,6 +17,10 @@ NUM_DRAWS = int(os.environ.get("MOTET_UNLIKE_DRAWS", "12"))
 SEED = os.environ.get("MOTET_UNLIKE_SEED", "5")
 
 
+OF_ALL = ("llm", "vision", "audio", "frozen", "schedule", "packing", "fully_sharded")
+"""What pipelines have in common."""
+
+
 @dataclass(frozen=True)
 class Unlike(Scenario):
     """The model, data and freezing of the scenario itself; a layout from each of its pipelines."""
@@ -50,7 +54,7 @@ class Unlike(Scenario):
         return [
             replace(
                 self.pipelines[i],
-                **{name: getattr(self, name) for name in ("llm", "vision", "audio", "frozen", "schedule", "packing")},
+                **{name: getattr(self, name) for name in OF_ALL},
             )
             for i in range(len(self.pipelines))
         ]
@@ -88,6 +92,11 @@ CASES = {
     "tp 2, 1 and cp 2": Unlike(
         pipelines=pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1}, {"cp": 2, "placement": "shared"}),
         counts=(2, 1, 2),
+    ),
+    "tp 2, 1 and shared parameters": Unlike(
+        pipelines=pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1}, {"cp": 2, "placement": "shared"}),
+        counts=(2, 1, 2),
+        fully_sharded=True,
     ),
     "zero bubble": Unlike(pipelines=TWO_BESIDE_ONE, counts=(2, 2), schedule="zero_bubble_h1"),
     "tied embeddings": Unlike(pipelines=TWO_BESIDE_ONE, counts=(2, 1), llm="llama-tied"),
