@@ -20,6 +20,7 @@ HOW = {
     "process": "SIGKILL of a process",
     "agent": "SIGKILL of a node's agent, with its processes",
     "hang": "SIGSTOP of a process",
+    "warning": "SIGTERM of an agent (a warning)",
     "cut": "link cut (network namespaces)",
 }
 
@@ -40,7 +41,8 @@ def main() -> None:
         "those that were killed."
     )
     losses = [loss for trial in trials for loss in trial["losses"]]
-    report.table(("phase in which it was", *HOW.values(), "together"), _by_phase(losses))
+    seen = [how for how in HOW if any(loss["how"] == how for loss in losses)]
+    report.table(("phase in which it was", *(HOW[how] for how in seen), "together"), _by_phase(losses, seen))
     report.table(("trials", "number"), [(what, number) for what, number in _kinds(trials).items()])
     times = [seconds for trial in trials for seconds in trial["recovery_s"]]
     report.add(
@@ -50,11 +52,11 @@ def main() -> None:
     report.write()
 
 
-def _by_phase(losses: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+def _by_phase(losses: list[dict[str, Any]], seen: list[str]) -> list[tuple[object, ...]]:
     counts = Counter((loss["phase"], loss["how"]) for loss in losses)
     phases = sorted({loss["phase"] for loss in losses})
-    rows = [(phase, *(counts[phase, how] for how in HOW), sum(counts[phase, how] for how in HOW)) for phase in phases]
-    return [*rows, ("together", *(sum(counts[phase, how] for phase in phases) for how in HOW), len(losses))]
+    rows = [(phase, *(counts[phase, how] for how in seen), sum(counts[phase, how] for how in seen)) for phase in phases]
+    return [*rows, ("together", *(sum(counts[phase, how] for phase in phases) for how in seen), len(losses))]
 
 
 def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
