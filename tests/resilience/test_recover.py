@@ -31,6 +31,7 @@ from motet.resilience.membership import Call
 from motet.resilience.pipelines import Template, Templates
 from motet.resilience.recover import TrainingProcess, leave_world
 from motet.resilience.succession import Succession
+from motet.runtime.executor import Executor
 from motet.runtime.launch import WorkerFailedError
 from motet.runtime.train_worker import train_worker
 from motet.runtime.trainer import Trainer
@@ -110,6 +111,37 @@ def test_survivors_go_on_and_lose_nothing(tmp_path: Path) -> None:
     assert [(change["kind"], change["node"]) for change in failure["changes"]] == [("lost", 3)]
     assert "was ended by SIGKILL" in failure["changes"][0]["how"]
     assert failure["done"] == "went on with step 3: 1 whole pipelines are left"
+
+
+@pytest.mark.slow
+def test_who_had_not_applied_an_update_applies_it_and_counts_it(tmp_path: Path) -> None:
+    """Rank 1 dies after the sum that ends step 3. Rank 3 has applied the update, rank 2 had an error instead; it alone
+    holds the encoders then, and how many updates their optimizer has had."""
+    original = Executor.sum_over_ranks
+    is_due = [False]
+    has_applied = multiprocessing.get_context("fork").Event()
+
+    def note(trainer: Trainer) -> None:
+        is_due[0] = trainer.finished_steps == 2
+        if trainer.finished_steps == 3 and trainer.engine.model.mesh.rank == 3:
+            has_applied.set()
+
+    def sum_and_fail(self: Executor, values: Any, what: str) -> None:
+        original(self, values, what)
+        if is_due[0] and self.mesh.world_size == 4:
+            if self.mesh.rank == 1:
+                has_applied.wait()
+                die()
+            if self.mesh.rank == 2:
+                raise RuntimeError("as if the sum had been interrupted")
+
+    config = config_of(tmp_path)
+    plan = plan_of(config)
+    with before_each_step(note), mock.patch.object(Executor, "sum_over_ranks", sum_and_fail):
+        result = train_on_nodes(config, plan, None, num_nodes=4, node_size=1)
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+    [failure] = failures(config)
+    assert failure["step"] == 4
 
 
 def test_a_world_that_never_came_about_leaves_no_trace() -> None:

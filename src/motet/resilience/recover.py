@@ -17,8 +17,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar, cast
@@ -33,7 +33,7 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
-from motet.resilience.handover import Description, Holding, describe, hand_over, plan_handover, tensors_of
+from motet.resilience.handover import Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.membership import Call, Membership, unlogged_changes
 from motet.resilience.stragglers import StragglerWatch
 from motet.runtime.assembly import build_engine, pick_device
@@ -70,7 +70,6 @@ class _Report:
     settled_steps: int = -1
     is_saving: bool = False
     gradients_are_complete: bool = False
-    held: Mapping[str, Description] = field(default_factory=dict)
 
 
 class TrainingProcess:
@@ -181,8 +180,9 @@ class TrainingProcess:
         engine = build_engine(self._config, plan, self._device, num_spare_ranks=dist.get_world_size() - plan.num_ranks)
         new = make_trainer(self._config, engine, self._producers)
         holding = Holding(engine.model, new.optimizer)
-        needed = _exchange(holding.describe())
-        handover = plan_handover([report.held for report in reports], needed)
+        # Not before all are at the same step: what is held tells how many updates it has had.
+        described = _exchange((describe(self._holdings()), holding.describe()))
+        handover = plan_handover([held for held, _ in described], [needed for _, needed in described])
         if summary is None or handover.missing:
             self._begin(new, summary)
             self._trainers, self._restored_in = [], membership.generation
@@ -220,7 +220,6 @@ class TrainingProcess:
             oldest.summary.settled_steps,
             oldest.is_saving,
             oldest.engine.gradients_are_complete,
-            describe(self._holdings()),
         )
 
     def _of_newest_restore(self, reports: Sequence[_Report]) -> list[_Report]:
