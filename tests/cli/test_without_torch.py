@@ -54,6 +54,11 @@ TEXTS = {
     "BertConfig": {**TEXT, "max_position_embeddings": 12},
 }
 """Text towers."""
+DECODERS = {
+    "GPT2Config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32},
+    "BertConfig": {**TEXT, "hidden_size": 32},
+}
+"""That caption what a tower sees."""
 PAIRS = [(encoder, list(LANGUAGE_MODELS)[i % len(LANGUAGE_MODELS)]) for i, encoder in enumerate(ENCODERS)]
 
 
@@ -70,8 +75,8 @@ def plan_and_simulate(run_file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_every_family_is_among_the_pairs() -> None:
-    assert {*ENCODERS, *LANGUAGE_MODELS, *TEXTS} == set(MODEL_TYPES)
-    assert {name for pair in PAIRS for name in pair} == set(MODEL_TYPES) - set(TEXTS)
+    assert {*ENCODERS, *LANGUAGE_MODELS, *TEXTS, *DECODERS} == set(MODEL_TYPES)
+    assert {name for pair in PAIRS for name in pair} == {*ENCODERS, *LANGUAGE_MODELS}
 
 
 @pytest.mark.parametrize(("encoder", "language_model"), PAIRS)
@@ -111,6 +116,28 @@ def test_no_tower_needs_torch(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
     assert {stage["module"] for stage in planned["stages"]} == {"image", "text", "contrastive"}
+    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_no_decoder_needs_torch(tmp_path: Path, decoder: str) -> None:
+    run = {
+        "model": {
+            "towers": {
+                "image": {"config": "SiglipVisionConfig", "values": VISION, "projector": "linear"},
+                "text": {"config": "BertConfig", "values": TEXTS["BertConfig"], "projector": "linear"},
+            },
+            "contrastive": {"width": 32},
+            "decoder": {"config": decoder, "values": DECODERS[decoder], "reads": "image"},
+        },
+        "data": {"kind": "same-digits", "num_train": 16},
+        "cluster": {"num_devices": 4},
+        "parallel": {"planner": "explicit", "explicit": {"image": {}, "text": {}, "decoder": {"pp": 2}}},
+        "train": {"global_batch_size": 4},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
+    assert {stage["module"] for stage in planned["stages"]} == {"image", "text", "contrastive", "decoder"}
     assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
 
 
