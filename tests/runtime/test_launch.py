@@ -1,5 +1,6 @@
 """A failure on any rank ends all of them, with the cause; interrupts and kills leave no process behind."""
 
+import json
 import os
 import shutil
 import signal
@@ -93,6 +94,47 @@ def test_a_failure_ends_all_with_its_cause(how: str, error: type[Exception], mes
     with pytest.raises(error, match=message):
         launch(fail_on_rank_1, how, num_processes=3)
     assert time.monotonic() - started < 60
+
+
+def end_child(folder: Path, rank: int, *, code: int | None = None) -> int:
+    """A worker that exits, or that is ended by SIGTERM; it stays to be reaped."""
+    pid = os.fork()
+    if pid == 0:
+        if code is None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(code or 0)
+    (folder / f"pid_{pid}").write_text(str(rank))
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
+
+
+def tell(folder: Path, rank: int) -> None:
+    failure = launching._Failure(rank=rank, failed_at=0.0, is_user_error=True, message="told", trace="")
+    (folder / f"failure_{rank}.json").write_text(json.dumps(vars(failure)))
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+def test_whom_torchelastic_ended_is_not_blamed(tmp_path: Path, is_reaped: bool) -> None:
+    """On a busy machine the first death is heard of after torchelastic has ended the others."""
+    tell(tmp_path, 0)
+    pids = [end_child(tmp_path, 0, code=2), end_child(tmp_path, 1)]
+    if is_reaped:
+        os.waitpid(pids.pop(0), 0)
+    deaths = launching._FirstDeaths(tmp_path)
+    deaths._note()
+    assert str(launching._explain(tmp_path, deaths)) == "told"
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def test_who_was_ended_before_others_failed_is_blamed(tmp_path: Path) -> None:
+    pid = end_child(tmp_path, 1)
+    deaths = launching._FirstDeaths(tmp_path)
+    deaths._note()
+    tell(tmp_path, 0)
+    assert str(launching._explain(tmp_path, deaths)) == "rank 1 was ended by SIGTERM"
+    os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

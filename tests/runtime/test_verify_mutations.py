@@ -145,7 +145,7 @@ def a_mean_of_means_over_microbatches(patch: pytest.MonkeyPatch) -> None:
 
 @bug(CHAIN, "vision", "audio", "language_model")
 def labels_shifted_by_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, language_model_stage, "_next_labels", lambda original, labels: original(original(labels)))
+    wrap(patch, language_model_stage, "next_labels", lambda original, labels: original(original(labels)))
 
 
 @bug(PACKED, "language_model")

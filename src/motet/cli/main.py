@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = COMMANDS[arguments.command].run(arguments)
         if arguments.json and _is_first_rank():
             print(json.dumps(result))
+        sys.stdout.flush()  # Here, where it is known what to do if nobody reads any more.
         return 1 if result.get("passed") is False else 0
     except UserError as error:
         print(f"motet: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -122,8 +122,9 @@ class Engine:
         """Held for the stages, which find them by their contents."""
 
     def keep_ahead(self, num_batches: int) -> None:
-        """What was derived of so many batches in advance, and of the one that is run: none is cut twice."""
-        number = max(MIN_ASSIGNMENTS, num_batches + 1)
+        """What was derived of so many batches in advance, and of the one that is run: none is cut twice. Threads derive
+        it, and may overtake each other: so many may come after a batch that is still to be run, twice over."""
+        number = max(MIN_ASSIGNMENTS, 2 * num_batches + 1)
         self._assigned, self._prepared = deque(self._assigned, number), deque(self._prepared, number)
 
     def assignment(self, samples: Sequence[Sample]) -> BatchAssignment:

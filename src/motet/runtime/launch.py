@@ -191,10 +191,11 @@ def _explain(folder: Path, deaths: "_FirstDeaths") -> Exception:
     """The failure that came first, as the exception that the user shall see."""
     written = [_Failure(**json.loads(path.read_text())) for path in folder.glob("failure_*.json")]
     failures = {failure.rank: failure for failure in sorted(written, key=lambda f: f.failed_at)}
-    # Who died without a word is the cause of what the others say.
-    for rank, how in deaths.how.items():
-        if rank not in failures:
-            return WorkerFailedError(f"rank {rank} {how}")
+    # Who died without a word is the cause of what the others say, unless torchelastic ended it after them.
+    was_told = any(rank in failures for rank in (*deaths.of_rank, *deaths.reaped))
+    for rank, death in deaths.of_rank.items():
+        if rank not in failures and not (was_told and death.si_status == signal.SIGTERM):
+            return WorkerFailedError(f"rank {rank} {_how_it_died(death)}")
     if not failures:
         return WorkerFailedError("a process ended before it could do anything")
     cause = next(iter(failures.values()))
@@ -204,11 +205,14 @@ def _explain(folder: Path, deaths: "_FirstDeaths") -> Exception:
 
 
 class _FirstDeaths:
-    """Notes which ranks have failed, and how, when the first failure is heard of: torchelastic then ends the others."""
+    """Notes which ranks have failed, and how, when the first failure is heard of: torchelastic then ends the others; on
+    a busy machine it has done so before."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.how: dict[int, str] = {}
+        self.of_rank: dict[int, os.waitid_result] = {}
+        self.reaped: list[int] = []
+        """Ranks of whose end torchelastic had learned already."""
 
     def __enter__(self) -> "_FirstDeaths":
         signal.signal(signal.SIGCHLD, self._note)
@@ -218,16 +222,20 @@ class _FirstDeaths:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _note(self, *_: object) -> None:
-        if self.how:
+        if self.of_rank:
             return
+        reaped = []
         for path in self._folder.glob("pid_*"):
+            rank = int(path.read_text())
             try:
                 # WNOWAIT: torchelastic still has to learn of it.
                 info = os.waitid(os.P_PID, int(path.name.removeprefix("pid_")), os.WEXITED | os.WNOWAIT | os.WNOHANG)
             except ChildProcessError:
+                reaped.append(rank)
                 continue
             if info is not None and info.si_status != 0:
-                self.how[int(path.read_text())] = _how_it_died(info)
+                self.of_rank[rank] = info
+        self.reaped = reaped
 
 
 def _how_it_died(info: os.waitid_result) -> str:
