@@ -35,7 +35,7 @@ def main() -> None:
     told = ", ".join(f"{number} of seed {seed}" for seed, number in seeds.items())
     worst = max(trial["max_loss_error"] for trial in trials)
     report.add(
-        f"{len(trials)} trials ({told}), each a training of 4 to 7 processes. In all of them: no hang; losses within "
+        f"{len(trials)} trials ({told}), each a training of 4 to 7 processes. All ended, and in all of them: losses within "
         f"{worst:.1g} (relative) of the undisturbed run's; in every step the samples of the undisturbed run; no step "
         "begun again but an interrupted one; all replicas equal to the bit after every recovery; no node lost but "
         "those that were killed."
@@ -49,6 +49,8 @@ def main() -> None:
         f"{len(times)} recoveries, from when a process heard of the loss until all had what they need: median "
         f"{median(times):.2f} s, longest {max(times):.2f} s."
     )
+    if lengths := [trial["seconds"] for trial in trials if "seconds" in trial]:
+        report.add(f"A trial took {median(lengths):.0f} s (median), the longest {max(lengths):.0f} s.")
     report.write()
 
 

@@ -8,6 +8,7 @@ lost: who is left takes another place and gets what it lacks from its peers.
 import json
 import os
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,8 @@ DETECT_S = 8.0
 LONGEST_DELAY_S = {"forward": 4e-3, "backward": 6e-3, "reduction": 3e-3, "optimizer step": 2e-3, "saving": 2e-2,
                    "recovery": 0.15}  # fmt: skip
 """About as long as the phase lasts."""
+LONGEST_S = 120.0
+"""Of a trial: two losses that are noticed by silence take 2 `DETECT_S`; with more, something had hung."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,8 @@ class Outcome:
     killed: tuple[tuple[str, Kill], ...]
     """The phase in which each victim was, of those that were killed."""
     max_loss_error: float
+    seconds: float
+    """From the start of the processes to their end."""
     log: tuple[dict[str, Any], ...]
 
     @property
@@ -187,6 +192,7 @@ class Outcome:
                 "moved_bytes": self.moved_bytes,
                 "max_loss_error": self.max_loss_error,
                 "recovery_s": [line["recovery_s"] for line in self.log],
+                "seconds": self.seconds,
             }
         )
 
@@ -209,18 +215,21 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
     victim = Victim(trial.kills, board)
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(Path(folder), trial.tolerate, trial.layout)
+        started = time.monotonic()
         with recorded(Path(folder)), observed(victim):
             result = train_on_nodes(config, plan, templates, num_nodes=trial.num_nodes, node_size=1)
+        seconds = time.monotonic() - started
         path = Path(folder) / FAILURES
         log = tuple(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
         assert applied_ids(Path(folder)) == ids, trial  # No sample lost or doubled, and their order.
     fired = [kill for i, kill in enumerate(trial.kills) if board.is_fired(i)]
     assert len(result["losses"]) == len(losses), (trial, result["losses"], log)
     assert result["checkpoint"].endswith(f"step_{STEPS:08d}"), (trial, result["checkpoint"], log)
+    assert seconds < LONGEST_S, (trial, seconds, log)
     error = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], losses, strict=True))
     assert error <= 1e-6, (trial, error, log)
     lost = {change["node"] for line in log for change in line["changes"] if change["kind"] == "lost"}
     assert lost <= {kill.node for kill in fired}, (trial, log)
     for line in log:
         assert line["done"].startswith(("went on", "nothing had been trained")), (trial, log)
-    return Outcome(trial, tuple((board.phase_of(kill), kill) for kill in fired), error, log)
+    return Outcome(trial, tuple((board.phase_of(kill), kill) for kill in fired), error, seconds, log)
