@@ -35,10 +35,10 @@ def main() -> None:
     told = ", ".join(f"{number} of seed {seed}" for seed, number in seeds.items())
     worst = max(trial["max_loss_error"] for trial in trials)
     report.add(
-        f"{len(trials)} trials ({told}), each a training of 4 to 7 processes. All ended, and in all of them: losses within "
-        f"{worst:.1g} (relative) of the undisturbed run's; in every step the samples of the undisturbed run; no step "
-        "begun again but an interrupted one; all replicas equal to the bit after every recovery; no node lost but "
-        "those that were killed."
+        f"{len(trials)} trials ({told}), each a training of 4 to 7 processes. All ended, and in all of them: losses "
+        f"within {worst:.1g} (relative) of the undisturbed run's; in every step the samples of the undisturbed run; "
+        "no step begun again but an interrupted one; all replicas equal to the bit after every recovery; "
+        "no node lost but those that were killed."
     )
     losses = [loss for trial in trials for loss in trial["losses"]]
     seen = [how for how in HOW if any(loss["how"] == how for loss in losses)]

@@ -36,6 +36,7 @@ def test_waiting_for_a_rank_that_does_not_connect(tmp_path: Path, waiting_rank: 
     """Either one may be the one that listens. Both can meet again."""
 
     def work(rank: int) -> int:
+        dist.barrier()  # Nobody leaves before all have come.
         leave_world()
         store = dist.FileStore(str(tmp_path / "store"), 2)
         if rank != waiting_rank:

@@ -39,6 +39,8 @@ from motet.resilience.membership import (
 
 POLL_S = 0.02
 BEAT_S = 0.1
+SEEN_END = "seen_end"
+"""The store's count of agents that know that all is over: it may go then."""
 STOPPED = set("TtZX")
 RUNNABLE = "R"
 """A thread's state: it computes, or waits for a processor to do so."""
@@ -105,6 +107,8 @@ class NodeAgent:
                     propose(self.store, self.successor(self.membership, changes))
                     continue
             time.sleep(POLL_S)
+        else:
+            self.store.add(SEEN_END, 1)
         self._finish()
 
     def _exchange_beats(self, node: int, now: float) -> list[int]:

@@ -33,7 +33,7 @@ from motet.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.resilience.agent import NodeAgent, WatchedProcess
+from motet.resilience.agent import SEEN_END, NodeAgent, WatchedProcess
 from motet.resilience.control import Control
 from motet.resilience.interfaces import interface_towards
 from motet.resilience.membership import (
@@ -152,7 +152,9 @@ def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tupl
         membership = propose(
             store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan.to_json())
         )
-        _wait_while_some_live(store, membership, max(5.0, 3 * config.train.failures.detect_s))
+        patience_s = max(5.0, 3 * config.train.failures.detect_s)
+        membership = _wait_while_some_live(store, membership, patience_s)
+        _wait_until_seen(store, len(membership.everyone), patience_s)
         return _outcome(address)
     except dist.DistError:
         if host.is_alive():
@@ -163,13 +165,21 @@ def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tupl
         host.join()
 
 
-def _wait_while_some_live(store: dist.Store, membership: Membership, timeout_s: float) -> None:
-    """Until the training is over, or no node has given a sign of life for so long."""
+def _wait_while_some_live(store: dist.Store, membership: Membership, timeout_s: float) -> Membership:
+    """Until the training is over, or no node has given a sign of life for so long. Returns the last membership."""
     beats = Beats(store, timeout_s)
     while not store.check(["finished"]):
         membership = next_membership(store, membership.generation) or membership
         if len(beats.missing(membership.everyone, time.monotonic())) == len(membership.everyone):
-            return
+            break
+        time.sleep(POLL_S)
+    return membership
+
+
+def _wait_until_seen(store: dist.Store, num_nodes: int, timeout_s: float) -> None:
+    """Else agents would find no store where they look for the end, and take that for a failure."""
+    deadline = time.monotonic() + timeout_s
+    while store.add(SEEN_END, 0) < num_nodes and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
