@@ -1,12 +1,13 @@
 """What one microbatch means for the layers of a module: the few sums on which times and sizes depend."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from motet.arrays import Floats
-from motet.data.sample import Sample, Segment
+from motet.data.sample import Sample
 from motet.models.token_counts import token_counts
 from motet.workload import ModuleWorkload
 
@@ -67,7 +68,8 @@ def sample_loads(
         return np.tile(microbatch_load(workload, data_module, samples[:1]), (len(samples), 1))
     known: dict[tuple[int, ...], int] = {}
     sums = [_sums(workload, data_module, (s,), sources, known) if s.has(data_module) else NOTHING for s in samples]
-    return np.stack(np.broadcast_arrays(*_load(workload, *np.array(sums, dtype=np.float64).T)), axis=1)
+    columns = np.fromiter(chain.from_iterable(sums), np.float64, len(sums) * len(NOTHING)).reshape(len(sums), -1).T
+    return np.stack(np.broadcast_arrays(*_load(workload, *columns)), axis=1)
 
 
 class _Sums(NamedTuple):
@@ -116,35 +118,32 @@ def _sums(
     sources: Sequence[str],
     known: dict[tuple[int, ...], int],
 ) -> _Sums:
-    """`known`: tokens of an item by its grid, as far as they have been asked for."""
+    """An encoder's items are sequences of their own (and so are an item's tiles); other modules have one each. `known`:
+    tokens of an item by its grid, as far as they have been asked for."""
     length = squared = longest = sequences = incoming = outputs = 0
     encodes_items = workload.encodes_items
     for sample in samples:
-        for num_tokens in _sequence_lengths(workload, encodes_items, sample.layouts.get(data_module, ()), known):
-            length += num_tokens
-            squared += num_tokens**2
-            longest = max(longest, num_tokens)
-            sequences += 1
+        layout = sample.layouts.get(data_module, ())
         for source in sources:
             incoming += sample.num_outputs(source)
-        if encodes_items:
-            outputs += sample.num_outputs(data_module)
-        else:
+        if not encodes_items:
             outputs += sample.num_loss_tokens.get(data_module, 0)
+            if layout:
+                num_tokens = sum([segment.num_tokens for segment in layout])
+                length += num_tokens
+                squared += num_tokens**2
+                longest = max(longest, num_tokens)
+                sequences += 1
+            continue
+        for segment in layout:
+            outputs += segment.outputs
+            of_grid = known.get(segment.grid)
+            if of_grid is None:
+                of_grid = known[segment.grid] = token_counts(workload.config, segment.grid).num_tokens
+            num_tiles = max(1, segment.num_tokens // of_grid)
+            num_tokens = segment.num_tokens // num_tiles
+            length += num_tokens * num_tiles
+            squared += num_tokens**2 * num_tiles
+            longest = max(longest, num_tokens)
+            sequences += num_tiles
     return _Sums(length, squared, longest, sequences, incoming, outputs)
-
-
-def _sequence_lengths(
-    workload: ModuleWorkload, encodes_items: bool, layout: Sequence[Segment], known: dict[tuple[int, ...], int]
-) -> list[int]:
-    """An encoder's items are sequences of their own (and so are an item's tiles); other modules have one each."""
-    if not encodes_items:
-        return [sum([segment.num_tokens for segment in layout])] if layout else []
-    lengths = []
-    for segment in layout:
-        of_grid = known.get(segment.grid)
-        if of_grid is None:
-            of_grid = known[segment.grid] = token_counts(workload.config, segment.grid).num_tokens
-        num_tiles = max(1, segment.num_tokens // of_grid)
-        lengths += [segment.num_tokens // num_tiles] * num_tiles
-    return lengths

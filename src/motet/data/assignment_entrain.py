@@ -71,9 +71,10 @@ def evenly_on_both(
     are_alike = bool((sizes == sizes[0]).all())
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     encoder_load, llm_load = np.zeros(num_replicas), np.zeros(num_replicas)
+    larger, with_llm = np.empty(num_replicas), np.empty(num_replicas)
     order = np.argsort(-np.maximum(encoder, llm), kind="stable")
     for i, e, w in zip(order.tolist(), encoder[order].tolist(), llm[order].tolist(), strict=True):
-        larger = np.maximum(encoder_load + e, llm_load + w)
+        np.maximum(np.add(encoder_load, e, out=larger), np.add(llm_load, w, out=with_llm), out=larger)
         r = int((larger if are_alike else larger / sizes).argmin())
         replicas[r].append(i)
         encoder_load[r] += e

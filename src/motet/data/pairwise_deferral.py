@@ -32,20 +32,22 @@ def nearest_subsets(items: Floats, targets: Floats) -> tuple[Bools, Floats]:
     masks, sums = _all_sums(items) if len(items) <= MAX_EXACT else _rounded_sums(items)
     by_sum = np.argsort(sums, kind="stable")
     sums = sums[by_sum]
-    above = np.clip(np.searchsorted(sums, targets), 1, len(sums) - 1) if len(sums) > 1 else np.zeros(len(targets), int)
+    above = np.minimum(np.searchsorted(sums, targets), len(sums) - 1)
     below = np.maximum(above - 1, 0)
     nearest = np.where(targets - sums[below] <= sums[above] - targets, below, above)
     return masks[by_sum[nearest]], sums[nearest]
 
 
 @cache
-def _all_masks(num_items: int) -> Floats:
-    return ((np.arange(2**num_items)[:, None] >> np.arange(num_items)) & 1).astype(np.float64)
+def _all_masks(num_items: int) -> tuple[Bools, Floats]:
+    """The same as truth values and as numbers."""
+    masks = (np.arange(2**num_items)[:, None] >> np.arange(num_items)) & 1
+    return masks.astype(bool), masks.astype(np.float64)
 
 
 def _all_sums(items: Floats) -> tuple[Bools, Floats]:
-    masks = _all_masks(len(items))
-    return masks.astype(bool), masks @ items
+    masks, numbers = _all_masks(len(items))
+    return masks, numbers @ items
 
 
 def _rounded_sums(items: Floats) -> tuple[Bools, Floats]:

@@ -44,7 +44,7 @@ class Sample:
 
     def num_outputs(self, module: str) -> int:
         """Tokens that the module hands on."""
-        return sum(segment.outputs for segment in self.layouts.get(module, ()))
+        return sum([segment.outputs for segment in self.layouts.get(module, ())])
 
 
 def kinds_of_samples(samples: Sequence[Sample]) -> list[int]:
