@@ -42,10 +42,13 @@ class Search:
     """What the paper says of its own."""
 
 
+_layers = np.random.default_rng(0)
+
+
 def _partition() -> Callable[[], object]:
     """Of other layers each time: what is known of the same ones is remembered."""
-    rng = np.random.default_rng(0)
-    return lambda: partition(rng.uniform(0.5, 2.0, 512).tolist(), 64)
+    costs = _layers.uniform(0.5, 2.0, 512).tolist()
+    return lambda: partition(costs, 64)
 
 
 def _orchestration(num_devices: int, global_batch_size: int) -> Callable[[], object]:

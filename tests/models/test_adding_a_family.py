@@ -12,7 +12,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from motet import workload_families
 from motet.config import LanguageModelConfig
-from motet.models import families, language_model_stage, shards
+from motet.models import families, language_models, shards
 from motet.models.language_model_stage import LanguageModelStage
 from motet.models.materialize import materialize
 from motet.runtime.float64 import float64_throughout
@@ -27,7 +27,7 @@ SETTINGS = {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_inte
 def _with_the_guides_lines(monkeypatch):
     """Each line of the form `"smollm3": value,` goes into the table that the guide names before it."""
     tables = {
-        "LANGUAGE_MODELS": (language_model_stage, language_model_stage.LANGUAGE_MODELS),
+        "LANGUAGE_MODELS": (language_models, language_models.LANGUAGE_MODELS),
         "SHARDS": (shards, shards.SHARDS),
         "DEFAULTS": (workload_families, workload_families.DEFAULTS),
         "FAMILIES": (workload_families, workload_families.FAMILIES),
@@ -37,9 +37,7 @@ def _with_the_guides_lines(monkeypatch):
     for table, value in found:
         module, entries = tables[table]
         monkeypatch.setitem(entries, "smollm3", eval(value, vars(module)))
-    monkeypatch.setitem(
-        families.MODEL_CLASSES["language_model"], "smollm3", language_model_stage.LANGUAGE_MODELS["smollm3"]
-    )
+    monkeypatch.setitem(families.MODEL_CLASSES["language_model"], "smollm3", language_models.LANGUAGE_MODELS["smollm3"])
     monkeypatch.setitem(TINY, "smollm3", (SmolLM3ForCausalLM, SmolLM3Config, SETTINGS))
 
 

@@ -21,7 +21,8 @@ from motet.models.context_sequence import (
     num_rows,
     shared_attention,
 )
-from motet.models.language_model_stage import LanguageModelStage, num_language_model_layers
+from motet.models.language_model_stage import LanguageModelStage
+from motet.models.language_models import num_language_model_layers
 from motet.plan import ContextOptions
 
 CPU = torch.device("cpu")

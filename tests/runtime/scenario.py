@@ -15,7 +15,7 @@ from motet.config import RunConfig
 from motet.data.sample import Sample, Segment
 from motet.models.encoder_stage import num_encoder_layers
 from motet.models.families import model_class_of
-from motet.models.language_model_stage import cross_attention_layers, is_tied, num_language_model_layers
+from motet.models.language_models import cross_attention_layers, is_tied, num_language_model_layers
 from motet.models.materialize import read_part_config
 from motet.models.token_counts import encoder_segment
 from motet.plan import ContextOptions, Edge, ModulePlan, Plan, Replica, Stage

@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +147,31 @@ def test_ranks_that_read_different_batches_are_told() -> None:
         return str(caught.value)
 
     assert all("the ranks were given different batches" in said for said in run_distributed(worker, 2))
+
+
+@pytest.mark.parametrize("when", ["reading", "computing"])
+def test_gradients_outlive_a_batch_that_fails(when: str) -> None:
+    """Of calls before, that are to be added up."""
+
+    def worker(rank: int) -> bool:
+        parallel = ContrastiveParallelModule(CASE.build(), {"image": TowerSpec(), "text": TowerSpec()})
+        parallel.execute(batch())
+        before = {name: parameter.grad.clone() for name, parameter in parallel.named_parameters()}
+        run = parallel._engine.run
+
+        def run_and_fail(*args: object, **kwargs: object) -> None:
+            run(*args, **kwargs)
+            raise RuntimeError("lost")
+
+        if when == "reading":
+            with pytest.raises(UserError):
+                parallel.execute({})
+        else:
+            with mock.patch.object(parallel._engine, "run", run_and_fail), pytest.raises(RuntimeError, match="lost"):
+                parallel.execute(batch())
+        return all(torch.equal(before[name], parameter.grad) for name, parameter in parallel.named_parameters())
+
+    assert all(run_distributed(worker, 2))
 
 
 def test_the_scale_stays_below_its_limit() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from tp_cases import CASES, Case
 
 from motet.data.sample import Sample, Segment
-from motet.models.language_model_stage import LanguageModelStage, num_language_model_layers
+from motet.models.language_model_stage import LanguageModelStage
+from motet.models.language_models import num_language_model_layers
 from motet.runtime.sharding import gather_full
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
 

@@ -197,7 +197,7 @@ def _exchange(rank_of_block: Int64, workloads: Int64, num_ranks: int, fixed: int
     is_partner = np.zeros(num_ranks, bool)
     for _ in range(_MOST_EXCHANGES):
         most = int(loads.argmax())
-        if (loads[most] - aim) * _GOOD_ENOUGH <= aim:
+        if (int(loads[most]) - aim) * _GOOD_ENOUGH <= aim:
             return
         is_partner[:] = False
         is_partner[np.argsort(loads, kind="stable")[:num_partners]] = True

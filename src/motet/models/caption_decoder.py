@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from motet.data.sample import Sample
-from motet.models.language_model_stage import IGNORED_LABEL, is_tied, next_labels
+from motet.models.language_models import IGNORED_LABEL, is_tied, next_labels
 from motet.models.merge import SequenceLayout, layout_of
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import LayerRange

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from motet.errors import UserError
 from motet.models.caption_decoder import DECODER_FAMILIES
 from motet.models.encoders import ENCODER_FAMILIES
-from motet.models.language_model_stage import LANGUAGE_MODELS
+from motet.models.language_models import LANGUAGE_MODELS
 
 Kind = Literal["encoder", "language_model", "decoder"]
 

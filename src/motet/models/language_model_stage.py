@@ -29,63 +29,21 @@ from motet.models.context_sequence import (
     num_rows,
     set_attention,
 )
+from motet.models.language_models import (
+    IGNORED_LABEL,
+    base_model,
+    is_tied,
+    next_labels,
+    num_language_model_layers,
+)
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import ContextOptions, LayerRange
 from motet.runtime.tensor_collectives import reduce_from_group
 from motet.runtime.vocab_parallel import cross_entropy_sum, vocabulary_group
 
-IGNORED_LABEL = -100
-
 PreprocessCallback = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
 """(encoder outputs, inputs) -> inputs; see `MultimodalModule`."""
-
-LANGUAGE_MODELS: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "mllama_text_model": "MllamaForCausalLM",
-}
-"""By `model_type` of the configuration: the class in transformers. Any model of the form `model.{embed_tokens, layers,
-norm}` and `lm_head` whose base model takes `inputs_embeds` needs no more than its line here and its shards."""
-
-
-def num_language_model_layers(model: nn.Module) -> int:
-    """embed, the blocks, and the head."""
-    return len(base_model(model).layers) + 2
-
-
-def language_model_layer_parts(model: nn.Module, layer: int) -> tuple[str, ...]:
-    """The paths of the sub-modules that make up one layer."""
-    num_blocks = len(base_model(model).layers)
-    if 1 <= layer <= num_blocks:
-        return (f"model.layers.{layer - 1}",)
-    return ("model.embed_tokens",) if layer == 0 else ("model.norm", "lm_head")
-
-
-def base_model(model: nn.Module) -> Any:
-    """The part of a causal language model under its head."""
-    return model.model
-
-
-def cross_attention_layers(model: nn.Module) -> tuple[int, ...]:
-    """The layers, in motet's numbering, at which encoder output enters by cross-attention."""
-    return tuple(1 + block for block in getattr(model.config, "cross_attention_layers", ()))
-
-
-def is_language_model(model: nn.Module) -> bool:
-    """Whether it is a causal language model of a supported family."""
-    return getattr(model.config, "model_type", None) in LANGUAGE_MODELS and hasattr(model, "lm_head")
-
-
-def is_tied(model: Any) -> bool:
-    """Whether embedding and head share their weight."""
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    if head.is_meta != embedding.is_meta:  # One of them is another stage's.
-        return bool(model.config.tie_word_embeddings)
-    return head is embedding
 
 
 class LanguageModelStage(nn.Module):
@@ -406,11 +364,6 @@ class LanguageModelStage(nn.Module):
         logits = self.module.lm_head(hidden)
         cap = getattr(self.module.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def next_labels(labels: Tensor) -> Tensor:
-    """What each token is to predict: [T] -> [T]."""
-    return torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)])
 
 
 def _owners(samples: Sequence[Sample], source: str) -> Tensor:

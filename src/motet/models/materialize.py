@@ -32,7 +32,7 @@ from motet.errors import UserError
 from motet.models.caption_decoder import decoder_layer_parts, is_added, num_decoder_layers
 from motet.models.encoder_stage import encoder_layer_parts, num_encoder_layers
 from motet.models.families import Kind, config_class_named, model_class_of, part_type
-from motet.models.language_model_stage import language_model_layer_parts, num_language_model_layers
+from motet.models.language_models import language_model_layer_parts, num_language_model_layers
 from motet.plan import LayerRange
 
 Parts = Mapping[int, tuple[str, ...]]

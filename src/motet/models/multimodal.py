@@ -18,7 +18,8 @@ from transformers.utils import ModelOutput
 from motet.attention.own_masks import rule_named
 from motet.errors import UserError
 from motet.models.encoders import family_of
-from motet.models.language_model_stage import PreprocessCallback, is_language_model
+from motet.models.language_model_stage import PreprocessCallback
+from motet.models.language_models import is_language_model
 from motet.models.projector import build_projector, projected_size
 from motet.models.token_counts import FeatureSelect
 

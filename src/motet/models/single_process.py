@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from motet.data.batch import Batch
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
-from motet.models.language_model_stage import LanguageModelStage, num_language_model_layers
+from motet.models.language_model_stage import LanguageModelStage
+from motet.models.language_models import num_language_model_layers
 from motet.models.merge import layout_of
 
 if TYPE_CHECKING:

@@ -9,12 +9,8 @@ from torch import nn
 from motet.data.sample import Sample, Segment
 from motet.models.caption_decoder import CaptionDecoderStage
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
-from motet.models.language_model_stage import (
-    LanguageModelStage,
-    cross_attention_layers,
-    is_tied,
-    num_language_model_layers,
-)
+from motet.models.language_model_stage import LanguageModelStage
+from motet.models.language_models import cross_attention_layers, is_tied, num_language_model_layers
 from motet.models.multimodal import ModalityModule, MultimodalModule
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.token_counts import encoder_segment

@@ -85,12 +85,12 @@ def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | 
 def _describe_files(folder: Path, group: dist.ProcessGroup | None) -> dict[str, checkpoint_folder.FileRecord]:
     """Every rank reads its share."""
     names = on_first_rank(lambda: sorted(path.name for path in folder.iterdir()), group)
-    shares = on_every_rank(lambda: checkpoint_folder.describe_files(folder, _share(names)), group)
+    shares = on_every_rank(lambda: checkpoint_folder.describe_files(folder, _share(names, group)), group)
     return {name: record for share in shares for name, record in share.items()}
 
 
-def _share(items: Iterable[Any]) -> list[Any]:
-    return list(items)[dist.get_rank() :: dist.get_world_size()]
+def _share(items: Iterable[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+    return list(items)[dist.get_rank(group) :: dist.get_world_size(group)]
 
 
 def read_training_state(checkpoint: Path) -> TrainingState:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
@@ -44,7 +43,7 @@ from motet.plan import CONTRASTIVE, DECODER, Edge, ModulePlan, Plan, Stage
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.runtime.engine import Engine
-from motet.runtime.parallel_module import check_same_on_all_ranks, default_device, share_weights
+from motet.runtime.parallel_base import ParallelModule, check_same_on_all_ranks, default_device, share_weights
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.runtime.verify import collect_weights
 from motet.schedule.generators import GENERATORS
@@ -75,7 +74,7 @@ class TowerSpec:
                 raise UserError(f"TowerSpec: {key} is {getattr(self, key)}; give at least 1")
 
 
-class ContrastiveParallelModule(nn.Module):
+class ContrastiveParallelModule(ParallelModule):
     """This rank's part of a contrastive model. Collective: every rank makes one with the same arguments.
 
     Args:
@@ -156,37 +155,6 @@ class ContrastiveParallelModule(nn.Module):
         """The logarithm of the loss's scale; None on ranks that have no part in the loss."""
         stages = self._engine.model.modules()
         return next((stage.logit_scale for stage in stages if isinstance(stage, ContrastiveStage)), None)
-
-    def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
-        """Forward and backward of one global batch. Collective: every rank passes the same batch.
-
-        Args:
-            batch: what HuggingFace processors return (`motet.models.tower_batch`).
-
-        Afterwards the gradients of this rank's parameters have been added to their `.grad`, summed over replicas.
-        Returns a `ModelOutput` with `loss`, a scalar tensor that is the same on every rank.
-        """
-        trainable = self._engine.model.trainable()
-        earlier = [(parameter, parameter.grad) for parameter in trainable if parameter.grad is not None]
-        self._engine.model.zero_gradients()
-        loss = self._engine.run(self._read(batch)).loss
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        return ModelOutput(loss=torch.tensor(loss, dtype=torch.float64))
-
-    def eval_loss(self, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of a global batch, forward only and without dropout. Collective."""
-        was_training = self.training
-        self.eval()
-        loss = self._engine.run(self._read(batch), forward_only=True).loss
-        self.train(was_training)
-        return torch.tensor(loss, dtype=torch.float64)
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
-
-        Returns the norm before."""
-        return self._engine.clip_gradients(max_norm)
 
     def whole_model(self) -> nn.Module | None:
         """The model with the weights that it has now, as it was given (a CLIPModel came in: one comes out), on the CPU

@@ -17,16 +17,14 @@ Limits: one degree of data parallelism for all modules. The norm of `parameters(
 rank's share, so clip with `clip_gradients`. With dropout in tensor-parallel groups, seed their ranks alike.
 """
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from torch import nn
 
 from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
@@ -46,6 +44,7 @@ from motet.plan import ContextOptions, ModulePlan, Plan, Stage
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.runtime.engine import Engine
+from motet.runtime.parallel_base import ParallelModule, check_same_on_all_ranks, default_device, share_weights
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.schedule.generators import GENERATORS
 
@@ -98,7 +97,7 @@ class MultimodalParallelSpec:
         return MultimodalParallelModule(model, **vars(self), device=device, timeout=timeout)
 
 
-class MultimodalParallelModule(nn.Module):
+class MultimodalParallelModule(ParallelModule):
     """This rank's part of a `MultimodalModule`. Collective: every rank makes one with the same arguments.
 
     `model` is taken over: what this rank does not hold of it is freed. `parameters()` are those that this rank holds;
@@ -188,42 +187,6 @@ class MultimodalParallelModule(nn.Module):
             made = EncoderStage(owner, module, stage.layers, recompute=recompute)
         apply_tensor_parallel(made, module.module.config.model_type, tp)
         return made.train(self._source.model.training).to(self.device)
-
-    def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
-        """Forward and backward of one global batch. Collective: every rank passes the same batch.
-
-        Args:
-            batch: what HuggingFace processors return (`motet.models.dict_batch`), with `labels`.
-
-        Afterwards the gradients of this rank's parameters have been added to their `.grad`, summed over replicas.
-        Returns a `ModelOutput` with `loss`, a scalar tensor that is the same on every rank: the mean over all tokens of
-        the global batch that have a label.
-        """
-        trainable = self._engine.model.trainable()
-        if not any(module.trainable for module in self.plan.modules.values()):
-            raise UserError("nothing is trainable; put a part into training mode and let it require gradients")
-        read = self._read(batch)
-        # The sum over replicas must not count what an earlier call has left.
-        earlier = [(parameter, parameter.grad) for parameter in trainable if parameter.grad is not None]
-        self._engine.model.zero_gradients()
-        loss = self._engine.run(read).loss
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        return ModelOutput(loss=torch.tensor(loss, dtype=torch.float64))
-
-    def eval_loss(self, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of a global batch, forward only and without dropout. Collective."""
-        was_training = self.training
-        self.eval()
-        loss = self._engine.run(self._read(batch), forward_only=True).loss
-        self.train(was_training)
-        return torch.tensor(loss, dtype=torch.float64)
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
-
-        Returns the norm before."""
-        return self._engine.clip_gradients(max_norm)
 
     def _read(self, batch: Mapping[str, Any]) -> DictBatch:
         if batch.get("labels") is None:
@@ -335,44 +298,3 @@ def _fill_world(
             f"divided into; start a multiple of {ranks_per_copy}, or change tp_size and pp_size"
         )
     return plan_with(dist.get_world_size() // ranks_per_copy)
-
-
-@torch.no_grad()
-def share_weights(model: nn.Module, device: torch.device) -> None:
-    """Gives all ranks rank 0's weights, if theirs differ (models with random weights, built under different seeds)."""
-    tensors = [*model.parameters(), *model.buffers()]
-    sums = torch.stack([tensor.sum(dtype=torch.float64).cpu() for tensor in tensors]).to(device)
-    bounds = torch.cat([sums, -sums])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    differ = bounds[: len(tensors)] != -bounds[len(tensors) :]
-    for tensor, differs in zip(tensors, differ.tolist(), strict=True):
-        if differs:
-            shared = tensor.to(device).contiguous()
-            dist.broadcast(shared, src=0)
-            tensor.copy_(shared)
-
-
-def default_device() -> torch.device:
-    if torch.cuda.is_available() and dist.get_backend() != "gloo":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-NUM_COMPARED = 65_536
-"""Elements of a tensor that ranks compare."""
-
-
-def check_same_on_all_ranks(tensors: Iterable[Tensor], batch: DictBatch, device: torch.device) -> None:
-    """Raises `UserError` on every rank if the ranks read different tensors (of large ones, samples are compared) or
-    layouts."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, flat.numel() // NUM_COMPARED)].cpu().contiguous()
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    digest.update(repr([sorted(sample.layouts.items()) for sample in batch.samples]).encode())
-    value = int.from_bytes(digest.digest()[:7])
-    bounds = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    if bounds[0].item() != -bounds[1].item():
-        raise UserError("batch: the ranks were given different batches; give the same global batch to every rank")
