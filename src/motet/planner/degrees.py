@@ -7,6 +7,7 @@ from itertools import product
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.bound_and_simulate import best_layout, rank
+from motet.planner.check_degrees import check_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import Degrees, PlanningProblem
@@ -17,7 +18,7 @@ def tp_sizes(problem: PlanningProblem, name: str) -> list[int]:
     fitting = []
     for size in problem.modules[name].tp_sizes:
         try:
-            problem.check_degrees(name, Degrees(tp=size))
+            check_degrees(problem, name, Degrees(tp=size))
         except UserError:
             continue
         fitting.append(size)
@@ -31,7 +32,7 @@ def cp_sizes(problem: PlanningProblem, name: str, dp: int = 1) -> list[int]:
     fitting = []
     for size in problem.modules[name].cp_sizes:
         try:
-            problem.check_degrees(name, Degrees(cp=size, dp=dp, context=problem.modules[name].context))
+            check_degrees(problem, name, Degrees(cp=size, dp=dp, context=problem.modules[name].context))
         except UserError:
             continue
         fitting.append(size)

@@ -21,6 +21,7 @@ from typing import Literal
 
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
+from motet.planner.check_degrees import check_degrees
 from motet.planner.partition import partition, partition_by_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -93,7 +94,7 @@ def _check(problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: 
     for name in problem.modules:
         if name not in degrees:
             raise UserError(f"parallel: {name} has no degrees; give its tp, pp and dp")
-        problem.check_degrees(name, degrees[name])
+        check_degrees(problem, name, degrees[name])
     by_dp: dict[int, str] = {}
     for name in problem.modules:
         by_dp.setdefault(degrees[name].dp, name)

@@ -14,8 +14,9 @@ from itertools import accumulate
 
 from motet.costs.memory import RESERVE
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
+from motet.planner.layer_times import LayerTime
 from motet.planner.layout import Chunk, Layout
-from motet.planner.problem import LayerTime, PlanningProblem
+from motet.planner.problem import PlanningProblem
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,16 @@ from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
-from motet.attention.distribution import check_ulysses
 from motet.cluster import Cluster
-from motet.costs.cost_model import ZERO, CostTable, LayerCost
+from motet.costs.cost_model import CostTable
 from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
 from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.data.assignment import split_evenly
 from motet.data.sample import Sample, kinds_of_samples
 from motet.errors import UserError
-from motet.models.shards import check_tp
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
+from motet.planner.layer_times import LayerTime, lightest_load, mean_load, times_of_layers
 from motet.planner.ranks_on_nodes import on_nodes
 from motet.workload import ModuleWorkload
 
@@ -94,20 +93,6 @@ class ModuleProblem:
             context=context,
             num_microbatches=num_microbatches,
         )
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """Seconds of one layer for a typical microbatch."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
-    """The part of the backward that nothing waits for."""
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +266,7 @@ class PlanningProblem:
     def typical_load(self, name: str, dp: int = 1, *, cp: int = 1) -> Load:
         """The mean over the microbatches, of each rank of a context-parallel group."""
         loads = self.loads(name, dp, packed=cp > 1)
-        return self.remembered(("mean", name, dp, cp), lambda: _mean([load for load, _ in loads]).share(cp))
+        return self.remembered(("mean", name, dp, cp), lambda: mean_load([load for load, _ in loads]).share(cp))
 
     def layer_times(
         self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, frozen_aware: bool = True, lightest: bool = False
@@ -318,7 +303,7 @@ class PlanningProblem:
         """For each layer: at least what a microbatch of so many samples takes."""
 
         def compute() -> list[LayerTime]:
-            lightest = [_lightest(*kind) for kind in self._kinds(name, self._sample_loads(name), True)]
+            lightest = [lightest_load(*kind) for kind in self._kinds(name, self._sample_loads(name), True)]
             several = [(gradients, Load(*(num_samples * x for x in load)), n) for gradients, load, n in lightest]
             return self._times(name, tp, cp, several)
 
@@ -332,13 +317,13 @@ class PlanningProblem:
     def _layer_times(self, name: str, tp: int, dp: int, cp: int, frozen_aware: bool, lightest: bool) -> list[LayerTime]:
         kinds = self._kinds(name, self.loads(name, dp, packed=cp > 1), frozen_aware)
         if lightest:
-            return self._times(name, tp, cp, [_lightest(gradients, members) for gradients, members in kinds])
+            return self._times(name, tp, cp, [lightest_load(gradients, members) for gradients, members in kinds])
         # An empty microbatch is no action: it does not pay what every action pays.
         return self._times(
             name,
             tp,
             cp,
-            [(gradients, _mean(members), sum(map(any, members)) / len(members)) for gradients, members in kinds],
+            [(gradients, mean_load(members), sum(map(any, members)) / len(members)) for gradients, members in kinds],
         )
 
     def _kinds(
@@ -358,88 +343,13 @@ class PlanningProblem:
     def _times(
         self, name: str, tp: int, cp: int, kinds: Sequence[tuple[Sequence[LayerGradients], Load, float]]
     ) -> list[LayerTime]:
-        """`kinds`: the gradients of each layer, the microbatches' load, and how many actions it stands for."""
-        costs, workload = self.table.of(name, tp).layers, self.modules[name].workload
-        assert len(costs) == workload.num_layers, (
-            f"{name}: {len(costs)} layers in the table, {workload.num_layers} here"
+        """As `times_of_layers` has it; `kinds` with the load of all ranks of a context-parallel group."""
+        workload, table = self.modules[name].workload, self.table.of(name, tp)
+        assert len(table.layers) == workload.num_layers, (
+            f"{name}: {len(table.layers)} layers in the table, {workload.num_layers} here"
         )
-        times: list[LayerTime] = []
-        known: dict[object, LayerTime] = {}
-        for i, cost in enumerate(costs):
-            recompute = name in self.recompute and workload.has_block((i, i + 1))
-            # Most layers are alike.
-            key = (id(cost), recompute, *(gradients[i] for gradients, _, _ in kinds))
-            if key not in known:
-                parts = [
-                    _layer_time(cost, gradients[i], load.share(cp), num_actions, recompute=recompute)
-                    for gradients, load, num_actions in kinds
-                ]
-                known[key] = LayerTime(*(sum(values) for values in zip(*parts, strict=True)))
-            times.append(known[key])
-        return times
-
-    def check_degrees(self, name: str, degrees: Degrees) -> None:
-        """Raises `ValueError` naming what is wrong with a module's degrees."""
-        workload = self.modules[name].workload
-        for key in ("tp", "cp", "pp", "dp"):
-            if getattr(degrees, key) < 1:
-                raise UserError(f"parallel: {name}.{key} is {getattr(degrees, key)}; give at least 1")
-        if degrees.pp > workload.num_layers:
-            raise UserError(
-                f"parallel: {name}.pp is {degrees.pp}, but it has {workload.num_layers} layers; "
-                f"give at most {workload.num_layers}"
-            )
-        try:
-            check_tp(workload.family, workload.config, degrees.tp)
-        except UserError as error:
-            raise UserError(f"parallel: {name}.{error}") from None
-        if degrees.cp > 1:
-            self._check_context(name, degrees)
-        elif degrees.fully_sharded:
-            raise UserError(
-                f"parallel: {name}.fully_sharded: context-parallel ranks share the parameters, but cp is 1; "
-                "give a larger cp, or leave fully_sharded out"
-            )
-
-    def _check_context(self, name: str, degrees: Degrees) -> None:
-        workload = self.modules[name].workload
-        samples_each = -(-len(self.samples) // (self.num_microbatches * degrees.dp))
-        longest = samples_each * max(sample.num_tokens(name) for sample in self.samples)
-        block_size = degrees.context.block_size
-        if longest <= (degrees.cp - 1) * block_size:
-            raise UserError(
-                f"parallel: {name}.cp is {degrees.cp}, but microbatches have about {longest} tokens, too few for "
-                f"{degrees.cp} blocks of {block_size}; give a smaller cp or context.block_size"
-            )
-        attention = next((layer.attention for layer in workload.layers if layer.attention is not None), None)
-        if degrees.context.method == "ulysses" and attention is not None:
-            try:
-                check_ulysses(
-                    attention.num_heads // degrees.tp, attention.num_key_value_heads // degrees.tp, degrees.cp
-                )
-            except UserError as error:
-                raise UserError(f"parallel: {name}.{error}") from None
-
-
-def _mean(loads: Sequence[Load]) -> Load:
-    return Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
-
-
-def _lightest(
-    gradients: Sequence[LayerGradients], members: Sequence[Load]
-) -> tuple[Sequence[LayerGradients], Load, float]:
-    return gradients, Load(*(min(values) for values in zip(*members, strict=True))), float(all(map(any, members)))
-
-
-def _layer_time(
-    cost: LayerCost, needs: LayerGradients, load: Load, num_actions: float, *, recompute: bool
-) -> tuple[float, float, float]:
-    """Seconds of forward, backward and the backward's weight half. The load's sums, and so many times the constants."""
-    recomputed = needs.any and recompute
-    forward = cost.forward if needs.any and not recomputed else cost.forward_without_graph
-    backward = cost.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
-    weight = ZERO if not needs.weight_gradient else cost.weight_gradient if needs.input_gradient else backward
-    if recomputed:
-        backward = backward.plus(cost.forward)
-    seconds = [q.seconds(load) + (num_actions - 1) * q.constant for q in (forward, backward, weight)]
-    return seconds[0], seconds[1], seconds[2]
+        recomputed = [
+            name in self.recompute and workload.has_block((layer, layer + 1)) for layer in range(workload.num_layers)
+        ]
+        shares = [(gradients, load.share(cp), num_actions) for gradients, load, num_actions in kinds]
+        return times_of_layers(table.layers, shares, recomputed)

@@ -12,6 +12,7 @@ from itertools import permutations
 
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.planner.check_degrees import check_degrees
 from motet.planner.explicit import cut_module
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -103,7 +104,7 @@ def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], togethe
     for name in placed:
         if name not in layouts:
             raise UserError(f"parallel: {name} has no degrees; give its tp, pp and dp")
-        problem.check_degrees(name, layouts[name].degrees)
+        check_degrees(problem, name, layouts[name].degrees)
         if layouts[name].per_batch < 1:
             raise UserError(f"parallel: {name}.num_microbatches is {layouts[name].per_batch}; give at least 1")
     for block in together:
