@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from motet.data.sample import Sample
-from motet.models.language_models import IGNORED_LABEL, is_tied, next_labels
-from motet.models.merge import SequenceLayout, layout_of
-from motet.models.stage import keep_frozen_in_eval_mode
+from motet.models.causal_stage import CausalStage, labels_of, token_ids
+from motet.models.language_models import CausalPaths, causal_layer_parts, num_causal_layers
+from motet.models.merge import layout_of
 from motet.plan import LayerRange
-from motet.runtime.vocab_parallel import cross_entropy_sum, vocabulary_group
 
 
 class _NoPositions(nn.Module):
@@ -46,22 +45,13 @@ class _PassThrough(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFamily:
-    """Where the parts of a family's model are: paths in it."""
+class DecoderFamily(CausalPaths):
+    """Of a family of caption decoders; paths are of parts in its models."""
 
     model_class: str
     """In transformers."""
-    base: str
-    """The model under the head."""
-    words: str
-    """The table of tokens."""
-    blocks: str
-    embed_parts: tuple[str, ...]
-    head_parts: tuple[str, ...]
     logits: str
     """From hidden states to logits."""
-    output: str
-    """The linear onto the vocabulary."""
     after_embedding: Mapping[str, type[nn.Module]]
     """What stands for parts of the embedding where it has been computed."""
     added_parts: tuple[str, ...] = ("crossattention",)
@@ -113,16 +103,11 @@ def is_caption_decoder(model: nn.Module) -> bool:
 
 
 def num_decoder_layers(model: nn.Module) -> int:
-    """embed, the blocks, and the head."""
-    return _num_blocks(model) + 2
+    return num_causal_layers(model, decoder_family(model))
 
 
 def decoder_layer_parts(model: nn.Module, layer: int) -> tuple[str, ...]:
-    """The paths of the sub-modules that make up one layer."""
-    family = decoder_family(model)
-    if 1 <= layer <= _num_blocks(model):
-        return (f"{family.blocks}.{layer - 1}",)
-    return family.embed_parts if layer == 0 else family.head_parts
+    return causal_layer_parts(model, decoder_family(model), layer)
 
 
 def is_added(model: nn.Module, name: str) -> bool:
@@ -130,11 +115,7 @@ def is_added(model: nn.Module, name: str) -> bool:
     return any(f".{part}." in name for part in decoder_family(model).added_parts)
 
 
-def _num_blocks(model: nn.Module) -> int:
-    return len(list(model.get_submodule(decoder_family(model).blocks).children()))
-
-
-class CaptionDecoderStage(nn.Module):
+class CaptionDecoderStage(CausalStage):
     """Layers [first, last) of a caption decoder. Takes over `model`: its other layers are dropped.
 
     Args:
@@ -145,61 +126,22 @@ class CaptionDecoderStage(nn.Module):
     """
 
     def __init__(self, name: str, model: Any, layers: LayerRange, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.name, self.layers, self.module = name, layers, model
         self._family = decoder_family(model)
-        self._num_layers = num_decoder_layers(model)
-        assert 0 <= layers[0] < layers[1] <= self._num_layers, layers
-        self.is_first, self.is_last = layers[0] == 0, layers[1] == self._num_layers
-        self.needs_features = self.is_first or self.is_last
-        self.is_tied = is_tied(model)
-        self.hidden_size = self.output_size = int(model.config.hidden_size)
-        self._first_block = max(0, layers[0] - 1)
-        if layers != (0, self._num_layers):
+        super().__init__(name, model, layers, self._family)
+        if layers != (0, self.num_layers):
             self._keep_own_layers()
         if recompute:
-            model.activation_checkpointing_enable()
-            self.train(self.training)
+            self.recompute_blocks()
 
     def _keep_own_layers(self) -> None:
         blocks = list(self.module.get_submodule(self._family.blocks).children())
-        own = blocks[self._first_block : max(0, min(self.layers[1], self._num_layers - 1) - 1)]
-        self.module.set_submodule(self._family.blocks, nn.ModuleList(own))
+        self.module.set_submodule(self._family.blocks, nn.ModuleList(blocks[block] for block in self.own_blocks))
         if not self.is_first:
             for path, stand_in in self._family.after_embedding.items():
                 self.module.set_submodule(path, stand_in())
         if not self.is_last:
             for path in self._family.head_parts:
                 self.module.set_submodule(path, nn.Identity())
-
-    def train(self, mode: bool = True) -> "CaptionDecoderStage":
-        super().train(mode)
-        keep_frozen_in_eval_mode(self.module)
-        # transformers recomputes in training mode only; dropout is decided by the modules inside.
-        for block in self.module.get_submodule(self._family.blocks).children():
-            block.training = block.training or getattr(block, "gradient_checkpointing", False)
-        return self
-
-    def canonical_name(self, local_name: str) -> str:
-        """The parameter's name in the whole module; of a tied head, the embedding's."""
-        if self.is_tied and local_name == f"module.{self._family.output}.weight":
-            return f"module.{self._family.words}.weight"
-        blocks = f"module.{self._family.blocks}."
-        if not local_name.startswith(blocks):
-            return local_name
-        block, _, rest = local_name.removeprefix(blocks).partition(".")
-        return f"{blocks}{int(block) + self._first_block}.{rest}"
-
-    def layers_of(self, local_name: str) -> tuple[int, ...]:
-        """The layer that the parameter belongs to, or the two that share it."""
-        name = self.canonical_name(local_name)
-        blocks = f"module.{self._family.blocks}."
-        if name.startswith(blocks):
-            return (1 + int(name.removeprefix(blocks).partition(".")[0]),)
-        if self.is_tied and name == f"module.{self._family.words}.weight":
-            return (0, self._num_layers - 1)
-        in_embedding = any(name.startswith(f"module.{part}.") for part in self._family.embed_parts)
-        return (0,) if in_embedding else (self._num_layers - 1,)
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         return (*layout_of(samples, self.name, packed=False).shape, self.hidden_size)
@@ -218,10 +160,7 @@ class CaptionDecoderStage(nn.Module):
         `incoming`: the image tower's outputs, where the stage has a block."""
         sequences = layout_of(samples, self.name, packed=False)
         if hidden is None:
-            ids = features[0]["input_ids"].new_zeros(sequences.shape[0] * sequences.shape[1])
-            ids[sequences.places().to(ids.device)] = torch.cat([f["input_ids"] for f in features])
-            hidden = self.module.get_submodule(self._family.words)(ids.view(sequences.shape))
-        assert hidden is not None
+            hidden = self.embed_tokens(token_ids(features, sequences))
         mask = sequences.attention_mask()
         output: Tensor = self.module.get_submodule(self._family.base)(
             inputs_embeds=hidden,
@@ -230,7 +169,7 @@ class CaptionDecoderStage(nn.Module):
             use_cache=False,
             **self._encoder_states(incoming, samples, hidden),
         ).last_hidden_state
-        return self._loss_sum(output, features, sequences) if self.is_last else output
+        return self.labelled_loss_sum(output, labels_of(features), sequences.places()) if self.is_last else output
 
     def _encoder_states(
         self, incoming: Mapping[str, Tensor], samples: Sequence[Sample], hidden: Tensor
@@ -247,11 +186,6 @@ class CaptionDecoderStage(nn.Module):
             states["encoder_attention_mask"] = (torch.arange(max(counts) - 1) < lengths).long().to(hidden.device)
         return states
 
-    def _loss_sum(self, hidden: Tensor, features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayout) -> Tensor:
-        """Each token predicts the next of its own sample."""
-        labels = torch.cat([next_labels(f["labels"]) for f in features])
-        counted = labels != IGNORED_LABEL
-        rows = hidden.flatten(0, 1).index_select(0, sequences.places().to(hidden.device)[counted])
-        logits = self.module.get_submodule(self._family.logits)(rows)
-        vocabulary = vocabulary_group(self.module.get_submodule(self._family.output))
-        return cross_entropy_sum(logits, labels[counted], vocabulary)
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.module.get_submodule(self._family.logits)(hidden)
+        return logits

@@ -20,6 +20,7 @@ from motet.attention.context_parallel import ContextParallel
 from motet.attention.layout import Document
 from motet.data.sample import Sample
 from motet.errors import UserError
+from motet.models.causal_stage import CausalStage, labels_of, token_ids
 from motet.models.context_sequence import (
     ATTENTION,
     ContextSequence,
@@ -31,22 +32,19 @@ from motet.models.context_sequence import (
 )
 from motet.models.language_models import (
     IGNORED_LABEL,
+    LANGUAGE_MODEL_PATHS,
     base_model,
-    is_tied,
-    next_labels,
-    num_language_model_layers,
+    cross_attention_layers,
 )
 from motet.models.merge import SequenceLayout, layout_of, merge, places_of_outputs
-from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import ContextOptions, LayerRange
 from motet.runtime.tensor_collectives import reduce_from_group
-from motet.runtime.vocab_parallel import cross_entropy_sum, vocabulary_group
 
 PreprocessCallback = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
 """(encoder outputs, inputs) -> inputs; see `MultimodalModule`."""
 
 
-class LanguageModelStage(nn.Module):
+class LanguageModelStage(CausalStage):
     """Layers [first, last) of a causal language model.
 
     Takes over `model`: its other layers are dropped.
@@ -73,36 +71,24 @@ class LanguageModelStage(nn.Module):
         media_attention: str = "causal",
         preprocess_callback: PreprocessCallback | None = None,
     ) -> None:
-        super().__init__()
-        self.name, self.layers, self.packing = name, layers, packing
+        super().__init__(name, model, layers, LANGUAGE_MODEL_PATHS)
+        self.packing = packing
         self._preprocess = preprocess_callback
-        num_layers = num_language_model_layers(model)
-        assert 0 <= layers[0] < layers[1] <= num_layers, layers
-        self.is_first, self.is_last = layers[0] == 0, layers[1] == num_layers
-        self.needs_features = self.is_first or self.is_last
-        self.is_tied = is_tied(model)
-        self._num_layers = num_layers
-        self._first_block = max(0, layers[0] - 1)
-        self.hidden_size: int = model.config.hidden_size
-        self.output_size = self.hidden_size
-        self.cross_attends = bool(getattr(model.config, "cross_attention_layers", ()))
+        self.cross_attends = bool(cross_attention_layers(model))
         self._rules = attention_rules(model.config, media_attention)
-        own = self._rules[self._first_block : min(layers[1] - 1, len(self._rules))]
-        self._windows = {rule.window for rule in own}
+        self._windows = {self._rules[block].window for block in self.own_blocks}
         """Of the blocks that the stage holds."""
         self._context: ContextParallel | None = None
-        self.module = model
-        if layers != (0, num_layers):
-            self._keep_own_layers(num_layers)
+        if layers != (0, self.num_layers):
+            self._keep_own_layers()
         if recompute:
-            self._recompute_blocks()
+            self.recompute_blocks()
         if media_attention != "causal":
             alone = ContextOptions(media_attention=media_attention)
             self.share_context(ContextParallel(group=None, rank=0, size=1, options=alone))
 
-    def _keep_own_layers(self, num_layers: int) -> None:
-        base = base_model(self.module)
-        blocks = range(self._first_block, min(self.layers[1], num_layers - 1) - 1)
+    def _keep_own_layers(self) -> None:
+        base, blocks = base_model(self.module), self.own_blocks
         config = copy.deepcopy(base.config)
         config.num_hidden_layers = len(blocks)
         config.use_cache = False
@@ -110,7 +96,7 @@ class LanguageModelStage(nn.Module):
             config.layer_types = [base.config.layer_types[block] for block in blocks]
         if self.cross_attends:
             base.cross_attention_layers = [
-                block - self._first_block for block in base.config.cross_attention_layers if block in blocks
+                block - blocks.start for block in base.config.cross_attention_layers if block in blocks
             ]
         base.config = config
         base.layers = nn.ModuleList([base.layers[block] for block in blocks])
@@ -119,10 +105,6 @@ class LanguageModelStage(nn.Module):
             self.module.lm_head = nn.Identity()
         if not self.is_first:
             base.embed_tokens = nn.Identity()
-
-    def _recompute_blocks(self) -> None:
-        self.module.activation_checkpointing_enable()
-        self.train(self.training)
 
     def share_context(self, cp: ContextParallel) -> None:
         """From now on this rank holds its share of every sequence only; samples are packed, and see each other as the
@@ -144,33 +126,6 @@ class LanguageModelStage(nn.Module):
         check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
         self._context, self.packing = cp, True
         set_attention(self.module, ATTENTION)
-
-    def train(self, mode: bool = True) -> "LanguageModelStage":
-        super().train(mode)
-        keep_frozen_in_eval_mode(self.module)
-        # transformers recomputes in training mode only; dropout is decided by the modules inside.
-        for block in base_model(self.module).layers:
-            block.training = block.training or getattr(block, "gradient_checkpointing", False)
-        return self
-
-    def canonical_name(self, local_name: str) -> str:
-        """The parameter's name in the whole module; of a tied head, the embedding's."""
-        head, _, tail = local_name.partition("model.layers.")
-        if tail:
-            block, _, rest = tail.partition(".")
-            return f"{head}model.layers.{int(block) + self._first_block}.{rest}"
-        if self.is_tied and local_name == "module.lm_head.weight":
-            return "module.model.embed_tokens.weight"
-        return local_name
-
-    def layers_of(self, local_name: str) -> tuple[int, ...]:
-        """The layer that the parameter belongs to, or the two that share it."""
-        name = self.canonical_name(local_name)
-        if name.startswith("module.model.layers."):
-            return (1 + int(name.split(".")[3]),)
-        if name.startswith("module.model.embed_tokens."):
-            return (0, self._num_layers - 1) if self.is_tied else (0,)
-        return (self._num_layers - 1,)
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         if self._context is not None:
@@ -258,13 +213,10 @@ class LanguageModelStage(nn.Module):
         """[rows, columns, H]: own tokens embedded, encoder outputs merged where the layouts have them."""
         if context is not None:
             return self._embed_held(incoming, features, samples, sequences, context)
-        flat = features[0]["input_ids"].new_zeros(sequences.shape[0] * sequences.shape[1])
-        places = sequences.places().to(flat.device)
-        flat[places] = torch.cat([f["input_ids"] for f in features])
-        embedded = base_model(self.module).embed_tokens(flat.view(sequences.shape))
+        embedded = self.embed_tokens(token_ids(features, sequences))
         if self._preprocess is not None:
-            merged = merge(embedded, self._merged_by_callback(embedded, incoming, features, samples, sequences), places)
-            return merged
+            merged = self._merged_by_callback(embedded, incoming, features, samples, sequences)
+            return merge(embedded, merged, sequences.places())
         for source, tokens in incoming.items():
             at = places_of_outputs(samples, self.name, source, sequences)
             if len(at):
@@ -281,7 +233,7 @@ class LanguageModelStage(nn.Module):
     ) -> Tensor:
         """[1, held, H]. Of encoder outputs, those that this rank holds have come in."""
         ids = torch.cat([f["input_ids"] for f in features])
-        embedded = base_model(self.module).embed_tokens(ids[context.tokens][None])
+        embedded = self.embed_tokens(ids[context.tokens][None])
         for source, tokens in incoming.items():
             at = context.own(places_of_outputs(samples, self.name, source, sequences))
             embedded = merge(embedded, tokens, at)
@@ -347,20 +299,16 @@ class LanguageModelStage(nn.Module):
         context: ContextSequence | None = None,
     ) -> Tensor:
         """The sum of the losses of all tokens with a label; each token predicts the next of its own sample."""
-        labels = torch.cat([next_labels(f["labels"]) for f in features])
-        places = sequences.places().to(hidden.device)
+        labels, places = labels_of(features), sequences.places()
         if context is not None:
             labels = labels[context.tokens].masked_fill(~context.held, IGNORED_LABEL)
-            places = torch.arange(hidden.shape[1], device=hidden.device)
-        counted = labels != IGNORED_LABEL
-        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places[counted])
-        loss = cross_entropy_sum(self.logits(rows), labels[counted], vocabulary_group(self.module.lm_head))
+            places = torch.arange(hidden.shape[1])
+        loss = self.labelled_loss_sum(hidden, labels, places)
         if self._context is None or self._context.size == 1:
             return loss
         return reduce_from_group(loss, self._context.as_group())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] -> [..., vocabulary], of this rank's share of the vocabulary."""
         logits = self.module.lm_head(hidden)
         cap = getattr(self.module.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,6 +1,7 @@
 """What holds of every supported causal language model: its family, its layers as a partition moves them, its labels."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +21,53 @@ LANGUAGE_MODELS: Mapping[str, str] = {
 norm}` and `lm_head` whose base model takes `inputs_embeds` needs no more than its line here and its shards."""
 
 
-def num_language_model_layers(model: nn.Module) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CausalPaths:
+    """Where the parts of a causal model are: paths in it."""
+
+    base: str
+    """The model under the head."""
+    words: str
+    """The table of tokens."""
+    blocks: str
+    embed_parts: tuple[str, ...]
+    head_parts: tuple[str, ...]
+    output: str
+    """The linear onto the vocabulary."""
+
+
+LANGUAGE_MODEL_PATHS = CausalPaths(
+    base="model",
+    words="model.embed_tokens",
+    blocks="model.layers",
+    embed_parts=("model.embed_tokens",),
+    head_parts=("model.norm", "lm_head"),
+    output="lm_head",
+)
+
+
+def num_causal_layers(model: nn.Module, paths: CausalPaths) -> int:
     """embed, the blocks, and the head."""
-    return len(base_model(model).layers) + 2
+    return _num_blocks(model, paths) + 2
+
+
+def causal_layer_parts(model: nn.Module, paths: CausalPaths, layer: int) -> tuple[str, ...]:
+    """The paths of the sub-modules that make up one layer."""
+    if 1 <= layer <= _num_blocks(model, paths):
+        return (f"{paths.blocks}.{layer - 1}",)
+    return paths.embed_parts if layer == 0 else paths.head_parts
+
+
+def _num_blocks(model: nn.Module, paths: CausalPaths) -> int:
+    return len(list(model.get_submodule(paths.blocks).children()))
+
+
+def num_language_model_layers(model: nn.Module) -> int:
+    return num_causal_layers(model, LANGUAGE_MODEL_PATHS)
 
 
 def language_model_layer_parts(model: nn.Module, layer: int) -> tuple[str, ...]:
-    """The paths of the sub-modules that make up one layer."""
-    num_blocks = len(base_model(model).layers)
-    if 1 <= layer <= num_blocks:
-        return (f"model.layers.{layer - 1}",)
-    return ("model.embed_tokens",) if layer == 0 else ("model.norm", "lm_head")
+    return causal_layer_parts(model, LANGUAGE_MODEL_PATHS, layer)
 
 
 def base_model(model: nn.Module) -> Any:
