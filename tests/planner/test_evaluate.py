@@ -8,6 +8,7 @@ from small_problem import sample, small_problem
 from motet.planner import PLANNERS, Degrees, make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.report import report_evaluation
+from motet.reproduce.optimus_problems import problems
 from motet.schedule.generators import GENERATORS
 
 
@@ -56,3 +57,14 @@ def test_planners_plans_too():
         assert folded.iteration_time_s == pytest.approx(whole.iteration_time_s, rel=1e-12)
         assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
         assert folded.lower_bound_s == pytest.approx(whole.lower_bound_s, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_schedules_that_fill_memory_leave_room_for_messages():
+    """Weight halves are put off until memory is full; what ranks send and receive must fit beside them."""
+    (_, problem), *_ = problems()
+    plan = replace(PLANNERS["optimus"](problem), schedule="zero_bubble_h1")
+    found = evaluate(problem, plan)
+    most = max(found.result.peak_memory_bytes)
+    assert found.fits
+    assert most > 1.2 * max(evaluate(problem, replace(plan, schedule="bubble_filling")).result.peak_memory_bytes)

@@ -25,6 +25,7 @@ from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
 from motet.costs.memory import (
     DEFAULT_MEMORY,
+    NUM_BUFFERS,
     RESERVE,
     MemoryOptions,
     gathered_bytes,
@@ -176,6 +177,11 @@ class IterationCosts:
     def carried_sizes(self, dependencies: Dependencies) -> Ints:
         """`message_bytes` of each route's activation, then of its gradient."""
         assert dependencies.routes is self.routes
+        return np.tile(self._route_bytes, 2)
+
+    @cached_property
+    def _route_bytes(self) -> Ints:
+        """What each route carries."""
         routes, cells = self.routes, self.cells
         stages = [cells.kinds[kind] for kind in cells.kind[routes.route_source].tolist()]
         to_other = np.array([stage.module for stage in routes.stages])[routes.cell_stage]
@@ -186,7 +192,7 @@ class IterationCosts:
                 sizes[i] = self._output_bytes(kind.module, routes.route_samples(i))
             else:
                 sizes[i] = self._boundary_bytes(kind, cells.loads[load])
-        return np.tile(sizes, 2)
+        return sizes
 
     def _boundary_bytes(self, kind: CellKind, load: Load) -> int:
         """What one rank of the stage hands on to the next stage of its module."""
@@ -268,8 +274,9 @@ class IterationCosts:
         )
 
     def memory_limit(self) -> MemoryLimit:
-        """What the parameters and all that is static leave for activations on the cluster's devices."""
-        usable = int(self.cluster.device.memory_bytes * (1 - RESERVE))
+        """What parameters, all that is static and the buffers of messages leave for activations on a device."""
+        buffers = NUM_BUFFERS * int(self._route_bytes.max(initial=0))
+        usable = int(self.cluster.device.memory_bytes * (1 - RESERVE)) - buffers
         return MemoryLimit(
             saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
             limit_bytes=lambda rank: usable - self.static_bytes(rank),
