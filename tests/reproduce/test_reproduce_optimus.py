@@ -10,9 +10,11 @@ from motet.planner.optimus_bubbles import schedule_bubbles
 from motet.planner.optimus_layouts import solutions
 from motet.planner.partition import partition
 from motet.reproduce import optimus_published as paper
-from motet.reproduce.optimus import problems, table_1, table_5, table_7, table_7_narrow, table_10
-from motet.reproduce.optimus_figures import figure_15, figure_16
+from motet.reproduce.optimus import problems, table_1, table_5, table_7, table_7_narrow
+from motet.reproduce.optimus_alpa import a100, alpa_s, small, table_10, table_10_alpa
+from motet.reproduce.optimus_figures import figure_15, figure_16, figure_16_limits
 from motet.reproduce.optimus_model import (
+    GPU_BYTES,
     balanced_s,
     coarse_efficiency,
     encoder_layer,
@@ -189,6 +191,44 @@ def test_maxima_of_the_figures():
     assert [row.ours for row in rows] == sorted(row.ours for row in rows)
 
 
-def test_table_10_within_8_percent_but_for_alpa():
+def test_tables_4_and_10_within_8_percent():
     rows = {row.what: row for row in table_10().rows}
-    assert all(abs(row.ratio - 1) <= 0.08 for what, row in rows.items() if what != "Alpa (s)")
+    assert all(abs(row.ratio - 1) <= 0.08 for row in rows.values())
+    assert {what for what, row in rows.items() if not row.held_out} == {"Megatron-LM balanced (s)", "Alpa (s)"}
+
+
+def test_only_float32_makes_alpa_that_slow():
+    *rest, last = table_10_alpa().rows
+    assert all(row.held_out and row.ratio < 0.8 for row in rest)
+    assert not last.held_out
+    case = small(1)
+    constants = a100(case)
+    # Nothing but the plan is left without these: Megatron-LM's balanced one.
+    plain_s = alpa_s(case, constants, recomputes=False, fused=True, single=False)
+    assert plain_s == pytest.approx(balanced_s(case, constants))
+    # Half the rate and twice the bytes.
+    assert alpa_s(case, constants) == pytest.approx(2 * alpa_s(case, constants, single=False))
+
+
+def test_alpa_in_float32_needs_recomputation():
+    """Activations of the first of two stages, two microbatches in flight (Korthikanti et al. 2022, section 4.1), and 16
+    bytes of states for each parameter."""
+    case = small(1)
+    models = [model for model in (*case.encoders, case.llm) for _ in range(model.depth)]
+    (first, last), _ = partition([layer_flops(model) for model in models], case.pp)
+    elements = sum(
+        case.tokens * (17 * model.width + 2.5 * model.width / paper.HEAD_DIM * paper.SEQUENCE_LENGTH)
+        for model in models[first:last]
+    )
+    states = 16 * sum(model.parameters_per_layer for model in models[first:last]) / case.tp
+    held = {num_bytes: 2 * num_bytes * elements / case.tp + states for num_bytes in (2, 4)}
+    assert held[2] < GPU_BYTES < held[4]
+
+
+@pytest.mark.slow
+def test_limits_of_figure_16():
+    found, limits = figure_16().rows, figure_16_limits().rows
+    free, scaled = limits[::2], limits[1::2]
+    assert all(row.ours < limit.ours for row, limit in zip(found, free, strict=True))
+    assert all(abs(row.ratio - 1) < 0.04 for row in scaled)
+    assert min(row.ratio for row in free) < 0.93, "not even encoders that take no time reach the first row"

@@ -147,7 +147,7 @@ def balanced(case: Setting, constants: Constants) -> LlmTimeline:
     layers = [(m, encoder_layer(m, case, constants)) for m in case.encoders for _ in range(m.depth)]
     layers += [(case.llm, llm_layer(case, constants))] * case.llm.depth
     runs = partition([layer_flops(model) for model, _ in layers], case.pp * case.num_chunks)
-    return _chain(case, constants, [[layer for _, layer in layers[first:last]] for first, last in runs])
+    return pipeline_timeline(case, constants, [[layer for _, layer in layers[first:last]] for first, last in runs])
 
 
 def balanced_s(case: Setting, constants: Constants) -> float:
@@ -159,7 +159,7 @@ def first_stage_s(case: Setting, constants: Constants) -> float:
     own = [encoder_layer(m, case, constants) for m in case.encoders for _ in range(m.depth)]
     backbone, size = llm_layer(case, constants), case.llm.depth // case.pp
     stages = [own + [backbone] * size] + [[backbone] * size] * (case.pp - 1)
-    return _chain(case, constants, stages).iteration_s
+    return pipeline_timeline(case, constants, stages).iteration_s
 
 
 def layers_moved_s(case: Setting, constants: Constants) -> float:
@@ -167,7 +167,7 @@ def layers_moved_s(case: Setting, constants: Constants) -> float:
     return balanced_s(replace(case, num_chunks=1), constants)
 
 
-def _chain(case: Setting, constants: Constants, stages: Sequence[Sequence[Layer]]) -> LlmTimeline:
+def pipeline_timeline(case: Setting, constants: Constants, stages: Sequence[Sequence[Layer]]) -> LlmTimeline:
     """The usual warm-up, and data parallelism around it."""
     held = parameters((*case.encoders, case.llm)) / (case.pp * case.tp)
     reduction_s = constants.reduction_s_per_parameter * held * case.reduced_share

@@ -14,10 +14,9 @@ from motet.costs.memory import MemoryOptions
 from motet.data.sample import Sample, Segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.reproduce.optimus_published import MODELS, SEQUENCE_LENGTH
+from motet.reproduce.optimus_published import HEAD_DIM, MODELS, SEQUENCE_LENGTH
 from motet.workload import module_workload, with_projector
 
-HEAD_DIM = 128
 PATCHES_PER_SIDE = 32
 VOCABULARY = 51200
 """Of Megatron-LM's GPT; the paper names none."""

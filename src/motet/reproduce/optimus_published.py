@@ -27,6 +27,8 @@ MODELS = {
     "GPT-175B": _plain(12288, 96),
 }
 
+HEAD_DIM = 128
+"""Of all models in Tables 8 and 9."""
 SEQUENCE_LENGTH = 2048
 BATCH = 1536
 """Of Tables 5 and 7."""
