@@ -1,6 +1,7 @@
 """`ContrastiveParallelModule`: gradients add up over calls, and what is wrong is said."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -175,24 +176,36 @@ def test_gradients_outlive_a_batch_that_fails(when: str) -> None:
 
 
 def test_the_scale_stays_below_its_limit() -> None:
-    def worker(rank: int) -> tuple[float, float]:
+    uses: dict[str, Callable[[ContrastiveParallelModule], Any]] = {
+        "execute": lambda parallel: parallel.execute(batch()).loss.item(),
+        "eval_loss": lambda parallel: parallel.eval_loss(batch()).item(),
+        "whole_model": lambda parallel: parallel.whole_model(),
+    }
+
+    def worker(rank: int) -> dict[str, tuple[float, Any]]:
         model = CASE.build()
         model.loss.max_logit_scale = 1.4  # It begins at log 4 = 1.386.
         parallel = ContrastiveParallelModule(model, {"image": TowerSpec(), "text": TowerSpec()})
-        assert parallel.logit_scale is not None
-        with torch.no_grad():
-            parallel.logit_scale.add_(1.0)
-        loss = parallel.execute(batch()).loss.item()
-        return parallel.logit_scale.item(), loss
+        scale, results = parallel.logit_scale, {}
+        assert scale is not None
+        for name, use in uses.items():
+            with torch.no_grad():
+                scale.add_(1.0)  # As an optimizer of the user's own.
+            result = use(parallel)
+            results[name] = scale.item(), result if isinstance(result, float) else result and result.loss.logit_scale
+        return results
 
-    results = run_distributed(worker, 2)
+    first, second = run_distributed(worker, 2)
     alone = CASE.build()
+    alone.loss.max_logit_scale = 1.4
     with torch.no_grad():
-        alone.loss.logit_scale.fill_(1.4)
+        alone.loss.logit_scale.fill_(2.4)
     expected = alone(**batch()).loss.item()
-    for scale, loss in results:
-        assert scale == pytest.approx(1.4)
-        assert loss == pytest.approx(expected, rel=1e-5)
+    assert alone.loss.logit_scale.item() == pytest.approx(1.4)
+    for results in (first, second):
+        assert all(scale == pytest.approx(1.4) for scale, _ in results.values())
+        assert results["execute"][1] == results["eval_loss"][1] == pytest.approx(expected, rel=1e-5)
+    assert first["whole_model"][1].item() == pytest.approx(1.4)
 
 
 def test_a_loaded_decoder_is_trained() -> None:

@@ -27,6 +27,7 @@ from motet.data.preprocessing.tickets import Corrupt, Split
 from motet.data.run_file import open_data
 from motet.data.sample import Sample
 from motet.errors import UserError
+from motet.models.language_model_stage import LanguageModelStage
 from motet.runtime.engine import Engine, IterationResult
 from motet.runtime.train_worker import train_worker
 from motet.timeline import Timeline
@@ -82,6 +83,18 @@ def test_metrics_are_complete_and_not_doubled_when_resumed(tmp_path: Path) -> No
         for line in steps
     )
     assert all(line["step_s"] >= line["data_s"] >= 0 and line["gradient_norm"] > 0 for line in steps)
+
+
+def test_stages_are_told_of_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "told"
+
+    def after_update(stage: LanguageModelStage) -> None:
+        with told.open("a") as file:
+            file.write("language model\n")
+
+    monkeypatch.setattr(LanguageModelStage, "after_update", after_update)
+    train(run_config(tmp_path / "run", train__eval_every=2, train__eval_samples=6))
+    assert len(told.read_text().splitlines()) == 4
 
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ class ToyStage(nn.Module):
             trainable = plan.modules[self.data_name].is_trainable((layer, layer + 1))
             self.weights[str(layer)] = nn.Parameter(initial_weight(self.data_name, layer), requires_grad=trainable)
 
+    def after_update(self) -> None:
+        """No parameter has a limit."""
+
     def canonical_name(self, local: str) -> str:
         return local
 

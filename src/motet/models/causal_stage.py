@@ -67,6 +67,9 @@ class CausalStage(nn.Module):
         in_embedding = any(name.startswith(f"module.{part}.") for part in self.paths.embed_parts)
         return (0,) if in_embedding else (self.num_layers - 1,)
 
+    def after_update(self) -> None:
+        """No parameter has a limit."""
+
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """[rows, columns] -> [rows, columns, hidden_size]; on the first stage."""
         embedded: Tensor = self.module.get_submodule(self.paths.words)(ids)

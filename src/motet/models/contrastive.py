@@ -212,6 +212,7 @@ class ContrastiveModule(nn.Module):
             raise UserError("this ContrastiveModule was handed to a ContrastiveParallelModule; call that one's execute")
         if self.training:
             self.freeze_eval_parts()
+        self.loss_stage().after_update()  # The user's optimizer does not say when it steps.
         return self.run(batch_of_towers(self, batch))
 
     def run(self, batch: Batch) -> ModelOutput:

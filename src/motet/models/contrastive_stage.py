@@ -64,8 +64,8 @@ class ContrastiveStage(nn.Module):
         self._cp = ALONE
 
     @torch.no_grad()
-    def limit_scale(self) -> None:
-        """For after an update: CLIP keeps the scale below 100, so that training stays stable (Radford et al. 2021)."""
+    def after_update(self) -> None:
+        """CLIP keeps the scale below 100, so that training stays stable (Radford et al. 2021)."""
         if self.max_logit_scale is not None:
             self.logit_scale.clamp_(max=self.max_logit_scale)
 
@@ -89,7 +89,6 @@ class ContrastiveStage(nn.Module):
 
         `features`: for each tower of which this rank holds some: [own samples, width], in the order of its places.
         The backward exchanges nothing."""
-        self.limit_scale()
         own = {name: nn.functional.normalize(tensor, dim=-1) for name, tensor in features.items()}
         reference = self.logit_scale
         towers = dict.fromkeys(name for pair in self.pairs for name in pair)

@@ -176,6 +176,9 @@ class EncoderStage(nn.Module):
                 return (layer,)
         raise AssertionError(f"{local_name} belongs to none of the layers {self.layers}")
 
+    def after_update(self) -> None:
+        """No parameter has a limit."""
+
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
         """Of `hidden`, from metadata alone; not for the first stage."""
         return self._boundary_shape(self.layers[0], samples)

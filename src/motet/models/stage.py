@@ -37,6 +37,9 @@ class StageModule(Protocol):
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         """The layer that the parameter belongs to, or the two that share it."""
 
+    def after_update(self) -> None:
+        """Called when an optimizer has stepped: brings parameters back within their limits."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 

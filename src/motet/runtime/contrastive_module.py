@@ -159,6 +159,7 @@ class ContrastiveParallelModule(ParallelModule):
     def whole_model(self) -> nn.Module | None:
         """The model with the weights that it has now, as it was given (a CLIPModel came in: one comes out), on the CPU
         of rank 0; None on other ranks. Collective."""
+        self._engine.model.after_update()
         weights = collect_weights(self._engine.model)
         if weights is None:
             return None

@@ -119,6 +119,9 @@ class EmulatedStage(nn.Module):
         )
         self._sleeper = Sleeper()
 
+    def after_update(self) -> None:
+        """No parameter has a limit."""
+
     def canonical_name(self, local_name: str) -> str:
         return local_name
 

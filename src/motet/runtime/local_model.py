@@ -224,6 +224,11 @@ class LocalModel:
     def trainable(self) -> list[nn.Parameter]:
         return [p.parameter for p in self.parameters if p.parameter.requires_grad]
 
+    def after_update(self) -> None:
+        """For when an optimizer has stepped."""
+        for stage in self.stages.values():
+            stage.after_update()
+
     def zero_gradients(self) -> None:
         for parameter in self.trainable():
             parameter.grad = None

@@ -37,6 +37,7 @@ class ParallelModule(nn.Module, ABC):
         an error they are what they were. Returns a `ModelOutput` with `loss`, a scalar tensor that is the same on every
         rank: the mean over all tokens of the global batch that have a label, or over what a contrastive loss compares.
         """
+        self._engine.model.after_update()  # The user's optimizer does not say when it steps.
         trainable = self._engine.model.trainable()
         if not any(module.trainable for module in self.plan.modules.values()):
             raise UserError("nothing is trainable; put a part into training mode and let it require gradients")
@@ -56,6 +57,7 @@ class ParallelModule(nn.Module, ABC):
 
     def eval_loss(self, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a global batch, forward only and without dropout. Collective."""
+        self._engine.model.after_update()
         was_training = self.training
         self.eval()
         try:

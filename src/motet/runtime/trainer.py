@@ -21,7 +21,6 @@ from motet.config import TrainConfig
 from motet.data.batch import Batch
 from motet.data.loader import LoadedBatch, Loader
 from motet.errors import UserError
-from motet.models.contrastive_stage import ContrastiveStage
 from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
 from motet.runtime.checkpoint import checkpoint_bytes, load_checkpoint
 from motet.runtime.checkpoint_folder import TrainingState, check_free_space
@@ -238,9 +237,7 @@ class Trainer:
                 if clip and result.gradient_norm + 1e-6 > clip:
                     engine.model.scale_gradients(clip / (result.gradient_norm + 1e-6))
                 self.optimizer.step(finished_steps)
-                for stage in engine.model.modules():
-                    if isinstance(stage, ContrastiveStage):
-                        stage.limit_scale()
+                engine.model.after_update()
         else:
             self.summary.skipped_steps.append(finished_steps + 1)
         self.summary.losses.append(result.loss)
