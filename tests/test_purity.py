@@ -66,6 +66,7 @@ PURE = (
     "motet.resilience.failures",
     "motet.resilience.interfaces",
     "motet.resilience.members",
+    "motet.resilience.waits",
     "motet.resilience.replay",
     "motet.resilience.forecast",
     "motet.resilience.counted_tables",

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from distributed import run_distributed
 
-from motet.resilience.connections import end_waits, tcp_sockets
+from motet.resilience.connections import Connections
 from motet.resilience.recover import leave_world
 
 NEVER = timedelta(minutes=5)
@@ -43,11 +43,11 @@ def test_waiting_for_a_rank_that_does_not_connect(tmp_path: Path, waiting_rank: 
             with pytest.raises(RuntimeError, match="halted"):
                 dist.init_process_group("gloo", store=HaltingStore(store), rank=rank, world_size=2)
             return meet_again(store, rank)
-        kept = tcp_sockets()
+        connections = Connections()
 
         def end() -> None:
             while not store.check(["over"]):
-                end_waits(except_inodes=kept, num_ranks=2)
+                connections.end_waits(num_ranks=2)
 
         ender = threading.Thread(target=end)
         ender.start()

@@ -5,7 +5,10 @@ word. But when their sockets are shut down, all of them fail at once (within a f
 and a client of the store that are under way). The sockets belong to this process, so nothing else is touched.
 
 One wait has no socket: of two ranks that make a pair, one listens for the other. If the other one has died by then, we
-connect in its place and hang up: the pair is made, and fails.
+connect in its place and hang up: the pair is made, and fails. Once for each pair: gloo keeps the connection until the
+pair is waited for, and forgets to close what comes after it.
+
+Some operations are told nothing even so (waits.py).
 
 Limits: Linux (/proc). gloo; on CUDA, NCCL's own abort would take its place. Whatever TCP sockets were not there before
 count as torch.distributed's: a client that connects later must be able to connect again, and a server must not begin to
@@ -15,7 +18,7 @@ listen in this process.
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 _FDS = "/proc/self/fd"
@@ -25,27 +28,40 @@ _CONNECT_S = 0.5
 """To this process itself."""
 
 
-def tcp_sockets() -> frozenset[int]:
-    """The inodes of this process's TCP sockets, connected or listening."""
+class Connections:
+    """Those that are made in this process from now on: all there are now (to data servers) are left alone."""
+
+    def __init__(self) -> None:
+        self._kept = _inodes()
+        self._hung_up: set[tuple[int, int]] = set()
+        """Listening sockets, and the pairs for which we have connected to them."""
+
+    def end_waits(self, *, num_ranks: int) -> None:
+        """Shuts them down, and connects to what listens for others of `num_ranks` ranks. Their owners still close
+        them."""
+        for inode, tcp_socket in _tcp_sockets():
+            with tcp_socket, suppress(OSError):  # It may be shut already.
+                if inode in self._kept:
+                    continue
+                if _is_listening(tcp_socket):
+                    self._take_places(inode, tcp_socket, num_ranks)
+                else:
+                    tcp_socket.shutdown(socket.SHUT_RDWR)
+
+    def _take_places(self, inode: int, listener: socket.socket, num_ranks: int) -> None:
+        for pair in range(num_ranks):
+            if (inode, pair) not in self._hung_up:
+                _connect_and_hang_up(listener, pair)
+                self._hung_up.add((inode, pair))
+
+
+def _inodes() -> frozenset[int]:
+    """Of this process's TCP sockets, connected or listening."""
     inodes = set()
     for inode, tcp_socket in _tcp_sockets():
         tcp_socket.close()
         inodes.add(inode)
     return frozenset(inodes)
-
-
-def end_waits(*, except_inodes: Collection[int], num_ranks: int) -> None:
-    """Shuts all connections down but those, and connects to what listens for others of `num_ranks` ranks. Their owners
-    still close them."""
-    for inode, tcp_socket in _tcp_sockets():
-        with tcp_socket, suppress(OSError):  # It may be shut already.
-            if inode in except_inodes:
-                continue
-            if _is_listening(tcp_socket):
-                for pair in range(num_ranks):
-                    _connect_and_hang_up(tcp_socket, pair)
-            else:
-                tcp_socket.shutdown(socket.SHUT_RDWR)
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:

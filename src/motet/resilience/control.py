@@ -1,19 +1,25 @@
 """A training process's line to the agent of its node: signs of life go one way, memberships come the other.
 
-A thread holds this end, so that it works whatever the process waits for. An urgent membership ends what that is: its
-connections are shut down, and only then is the new membership shown to the training loop.
+Threads hold this end, so that it works whatever the process waits for. An urgent membership ends what that is: its
+connections are shut down, what waits even so is called off, and only then is the new membership shown to the training
+loop. Who does not come even then hangs.
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from motet.resilience.connections import end_waits, tcp_sockets
+from motet.resilience.connections import Connections
 from motet.resilience.membership import Call
+from motet.resilience.waits import Waits
 
 BEAT_S = 0.1
+_SWEEP_S = 0.05
+"""Between two attempts to end what is over."""
 FINISH = "finish"
 """The agent's last word: every process has finished, or the training is over."""
 
@@ -23,24 +29,32 @@ class Control:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._kept: frozenset[int] = frozenset()
+        self.waits = Waits()
+        self._connections: Connections | None = None
         self._num_ranks = 0
+        self._patience_s = math.inf
         self._changed = threading.Condition()
         self._newest: Call | None = None
         self._newest_urgent = 0
         """Generation of the newest one that does not wait."""
+        self._urgent_since = 0.0
+        """When it was heard of, by `time.monotonic()`."""
+        self._was_told_hung = 0
+        """The newest generation for which it was."""
         self._finished = False
         self._sending = threading.Lock()
         self._generation = 0
         """Of the membership under which this process works."""
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
-    def begin(self, generation: int, num_ranks: int) -> None:
-        """Called before anything is done under a membership. Connections that there are now (to data servers) outlive
-        it."""
+    def begin(self, generation: int, num_ranks: int, patience_s: float) -> None:
+        """Called before anything is done under a membership. Connections that there were before the first (to data
+        servers) outlive them all. `patience_s`: for this process to leave when a newer one is urgent."""
         with self._changed:
-            self._generation, self._num_ranks = generation, num_ranks
-            self._kept = tcp_sockets()
+            self._generation, self._num_ranks, self._patience_s = generation, num_ranks, patience_s
+            self.waits.generation = generation
+            self._connections = self._connections or Connections()
 
     def is_change_due(self) -> bool:
         """Whether a newer membership waits for the end of the iteration."""
@@ -61,15 +75,17 @@ class Control:
         with self._sending, contextlib.suppress(OSError):
             self._pipe.send((word, more))
 
-    def _listen(self) -> None:
-        last_beat = 0.0
+    def _beat(self) -> None:
+        """In a thread of its own: nothing else may make them late."""
         while True:
-            if time.monotonic() - last_beat >= BEAT_S:
-                self.tell("alive")
-                last_beat = time.monotonic()
+            self.tell("alive")
+            time.sleep(BEAT_S)
+
+    def _listen(self) -> None:
+        while True:
             self._end_what_is_over()
             try:
-                if not self._pipe.poll(BEAT_S / 2):
+                if not self._pipe.poll(_SWEEP_S):
                     continue
                 received = self._pipe.recv()
             except (EOFError, OSError):
@@ -79,15 +95,22 @@ class Control:
                     self._finished = True
                 else:
                     assert isinstance(received, Call)
-                    self._newest = received
+                    self._newest = replace(received, heard_at=time.monotonic())
                     if received.membership.is_urgent:
                         self._newest_urgent = received.membership.generation
+                        self._urgent_since = self._newest.heard_at
             self._end_what_is_over()
             with self._changed:
                 self._changed.notify_all()
 
     def _end_what_is_over(self) -> None:
-        """Again and again until the training loop has noticed: it may be about to connect for what is over."""
+        """Again and again until the training loop has noticed: it may be about to connect for what is over. And after
+        that too: a thread that writes a checkpoint may wait for others of an older membership."""
         with self._changed:
-            if self._newest_urgent > self._generation:
-                end_waits(except_inodes=self._kept, num_ranks=self._num_ranks)
+            if self._newest_urgent > self._generation and self._connections is not None:
+                self._connections.end_waits(num_ranks=self._num_ranks)
+                late_s = time.monotonic() - self._urgent_since
+                if late_s > self._patience_s and self._was_told_hung < self._newest_urgent:
+                    self._was_told_hung = self._newest_urgent
+                    self.tell("hung", f"hung: a process did not leave generation {self._generation} in {late_s:.0f} s")
+        self.waits.call_off(self._newest_urgent, self._urgent_since)

@@ -128,6 +128,8 @@ class Call:
 
     membership: Membership
     rank: int
+    heard_at: float = 0.0
+    """When that process heard of it, by its `time.monotonic()`."""
 
 
 class Beats:

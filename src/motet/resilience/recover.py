@@ -36,6 +36,7 @@ from motet.resilience.failure_log import Recovery, write_recovery, write_straggl
 from motet.resilience.handover import Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.membership import Call, Membership, unlogged_changes
 from motet.resilience.stragglers import StragglerWatch
+from motet.resilience.waits import release_in_background
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint import read_latest
 from motet.runtime.deadline import StepOverrunError
@@ -81,6 +82,7 @@ class TrainingProcess:
         assert config.train.failures is not None
         self._detect_s = config.train.failures.detect_s
         self._slow_ratio = config.train.failures.slow_ratio
+        self._step_timeout_s = config.train.step_timeout_s
         self._trainers: list[Trainer] = []
         """All that hold something of value; the last one works. Others until it has all it needs."""
         self._restored_in = 0
@@ -91,7 +93,8 @@ class TrainingProcess:
     def run(self) -> None:
         """Until the training is over. Rank 0 puts what `motet train --json` prints into the store, under `RESULT`."""
         try:
-            self._run()
+            with self._control.waits.can_be_called_off(dist.Work):
+                self._run()
         finally:
             self._producers.close()
 
@@ -100,10 +103,9 @@ class TrainingProcess:
         call = self._control.newer(None)
         while call is not None:
             membership = call.membership
-            self._control.begin(membership.generation, self._num_ranks(membership))
-            started = time.monotonic()
+            self._control.begin(membership.generation, self._num_ranks(membership), self._step_timeout_s)
             try:
-                self._work(call, started)
+                self._work(call, call.heard_at if membership.is_urgent else time.monotonic())
                 call = self._control.newer(None)
             except (UserError, NonFiniteError, TooFewNodesError, StoppedError):
                 raise
@@ -166,7 +168,8 @@ class TrainingProcess:
             store=dist.PrefixStore(f"generation/{call.membership.generation}", store),
             rank=call.rank,
             world_size=self._num_ranks(call.membership),
-            timeout=timedelta(seconds=max(RENDEZVOUS_S, self._config.train.step_timeout_s)),
+            # Who hangs in the world before is taken out after a step's time: the others must still be here then.
+            timeout=timedelta(seconds=RENDEZVOUS_S + self._step_timeout_s),
         )
 
     def _num_ranks(self, membership: Membership) -> int:
@@ -279,6 +282,7 @@ def _exchange(mine: T) -> list[T]:
 def leave_world() -> None:
     """Whatever state it is in, so that the next one can be made."""
     if dist.is_initialized():
+        release_in_background(list(dist.distributed_c10d._world.pg_map))
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
     # Groups are named by their number, and one whose making failed has been counted: without this the ranks that it

@@ -1,0 +1,139 @@
+"""What gloo does not end by itself, though all connections are shut."""
+
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+
+from motet.resilience.connections import Connections
+from motet.resilience.launch_nodes import end_with_parent
+from motet.resilience.recover import leave_world
+from motet.resilience.waits import Waits
+
+NEVER = timedelta(minutes=5)
+"""Longer than the test may take."""
+NUM_BYTES = 64 << 20
+"""More than the buffers of a connection hold."""
+
+
+def buffer() -> torch.Tensor:
+    return torch.zeros(NUM_BYTES, dtype=torch.uint8)
+
+
+def half_buffer(path: Path) -> torch.Tensor:
+    """Sending it fails in the middle: the second half of its file is missing."""
+    path.write_bytes(bytes(NUM_BYTES))
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), NUM_BYTES)
+    os.truncate(path, NUM_BYTES // 2)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def meet(path: Path, rank: int, size: int) -> None:
+    store = dist.FileStore(str(path), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
+
+
+class Peer:
+    """A process of its own that acts as rank 1, and then stands still or lets go on what is under way."""
+
+    def __init__(self, store: Path, act: Callable[[], object], *, stops: bool) -> None:
+        self._ready, ready = os.pipe()
+        self._process = os.fork()
+        self._stops = stops
+        if self._process == 0:
+            try:
+                end_with_parent()
+                meet(store, 1, 2)
+                kept = act()
+                os.write(ready, b"1")
+                if stops:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pause()
+                del kept
+            finally:
+                os._exit(1)
+        os.close(ready)
+
+    def await_act(self) -> None:
+        assert os.read(self._ready, 1) == b"1"
+        if self._stops:
+            assert os.WIFSTOPPED(os.waitpid(self._process, os.WUNTRACED)[1])
+
+    def kill(self) -> None:
+        os.kill(self._process, signal.SIGKILL)
+
+
+def wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait(NEVER)
+
+
+def check_wait_ends(
+    folder: Path, act: Callable[[], object], peer_act: Callable[[], object], *, stops: bool = True, kill: bool = False
+) -> None:
+    """And the group can be left, and another one be made. `kill`: the peer, when `act` waits for it; else it stays."""
+
+    def work(_: int) -> int:
+        leave_world()
+        connections, waits = Connections(), Waits()
+        peer = Peer(folder / "store", peer_act, stops=stops)
+        meet(folder / "store", 0, 2)
+        over = threading.Event()
+
+        def end() -> None:
+            time.sleep(0.2)  # The message is under way.
+            if kill:
+                peer.kill()
+            since = time.monotonic()
+            while not over.wait(0.05):
+                connections.end_waits(num_ranks=2)
+                waits.call_off(before_generation=1, since=since)
+
+        ender = threading.Thread(target=end)
+        peer.await_act()
+        ender.start()
+        with waits.can_be_called_off(dist.Work), pytest.raises(RuntimeError):
+            act()
+        over.set()
+        ender.join()
+        leave_world()
+        peer.kill()
+        meet(folder / "again", 0, 1)
+        return dist.get_world_size()
+
+    assert run_distributed(work, 1) == [1]
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_peer_stands_still_while_it_is_sent_to(tmp_path: Path, kill: bool) -> None:
+    check_wait_ends(tmp_path, lambda: wait(dist.isend(buffer(), 1)), lambda: dist.irecv(buffer(), 0), kill=kill)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_peer_stands_still_in_a_collective(tmp_path: Path, kill: bool) -> None:
+    """The thread that runs it does not end, nor does the destructor of its group."""
+
+    def take_part() -> object:
+        return dist.broadcast(buffer(), 0, async_op=True)
+
+    check_wait_ends(tmp_path, lambda: dist.broadcast(buffer(), 0), take_part, kill=kill)
+
+
+def test_a_peer_fails_in_the_middle_of_a_message(tmp_path: Path) -> None:
+    """And lives on; its connections are closed."""
+
+    def send_half() -> object:
+        half = half_buffer(tmp_path / "half")
+        return half, dist.isend(half, 0)
+
+    check_wait_ends(tmp_path, lambda: wait(dist.irecv(buffer(), 1)), send_half, stops=False)
