@@ -60,6 +60,15 @@ def test_neighbours_lost_at_once_are_a_restart_for_redundancy() -> None:
         assert usage.num_restarts == restarts, lost
 
 
+def test_redundancy_needs_pipelines_of_two_nodes() -> None:
+    """Those of one would be the fastest, but nobody could take over. Starts at 8 s, 2 + 11 s for an iteration."""
+    for count, iterations in ((1, 0.0), (2, 32 / 13)):
+        usage = replay([Change(0.0, (), nodes(count))], 40.0, grid(RedundantMembers))
+        assert usage.iterations == pytest.approx(iterations)
+    usage = replay([Change(0.0, (), nodes(6)), Change(30.0, ("n0",))], 80.0, grid(RedundantMembers))
+    assert usage.num_restarts == 0
+
+
 def test_the_fastest_grid() -> None:
     assert best_grid(TEMPLATES, 5, 12) == (1, 2 + 2 * 2.0)
     assert best_grid({3: TEMPLATES[3]}, 5, 12) == (3, 2 + 11 * 2 / 3)

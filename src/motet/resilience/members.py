@@ -225,7 +225,11 @@ class GridMembers:
 
 @dataclass
 class RedundantMembers(GridMembers):
-    """Bamboo's: a lost node's predecessor takes over; two neighbours lost at once are a restart."""
+    """Bamboo's: a lost node's predecessor takes over; two neighbours lost at once are a restart. Pipelines have two
+    nodes at least: with one there is no predecessor."""
+
+    def __post_init__(self) -> None:
+        self.templates = {num_nodes: template for num_nodes, template in self.templates.items() if num_nodes > 1}
 
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
         depth, _ = best_grid(self.templates, min(len(self.nodes), self.most_nodes), self.num_microbatches)
