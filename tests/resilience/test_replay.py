@@ -21,7 +21,7 @@ from motet.resilience.members import (
     best_grid,
 )
 from motet.resilience.pipelines import Template
-from motet.resilience.replay import KINDS, Members, replay
+from motet.resilience.replay import KINDS, Members, Usage, replay
 
 TEMPLATES = {n: Template(num_nodes=n, replicas={}, first_s=2.0, slowest_s=2.0 / n) for n in (1, 2, 3)}
 TIMES = Times(detect_s=1.0, rebuild_s=2.0, start_s=5.0, load_s=3.0)
@@ -62,11 +62,13 @@ def test_neighbours_lost_at_once_are_a_restart_for_redundancy() -> None:
 
 def test_redundancy_needs_pipelines_of_two_nodes() -> None:
     """Those of one would be the fastest, but nobody could take over. Starts at 8 s, 2 + 11 s for an iteration."""
-    for count, iterations in ((1, 0.0), (2, 32 / 13)):
-        usage = replay([Change(0.0, (), nodes(count))], 40.0, grid(RedundantMembers))
-        assert usage.iterations == pytest.approx(iterations)
-    usage = replay([Change(0.0, (), nodes(6)), Change(30.0, ("n0",))], 80.0, grid(RedundantMembers))
-    assert usage.num_restarts == 0
+
+    def usage(*changes: Change) -> Usage:
+        return replay(changes, 40.0, RedundantMembers(TEMPLATES, 12, TIMES, 6, 0, 0.0))
+
+    assert usage(Change(0.0, (), nodes(1))).iterations == 0
+    assert usage(Change(0.0, (), nodes(2))).iterations == pytest.approx(32 / 13)
+    assert usage(Change(0.0, (), nodes(6)), Change(30.0, ("n0",))).num_restarts == 0
 
 
 def test_the_fastest_grid() -> None:
