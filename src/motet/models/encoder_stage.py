@@ -38,10 +38,10 @@ from motet.models.context_sequence import (
     num_rows,
     set_attention,
 )
+from motet.models.encoder_outputs import EncoderOutputs
 from motet.models.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.stage import keep_frozen_in_eval_mode
-from motet.models.token_counts import Selection, selection_of
 from motet.plan import LayerRange
 from motet.runtime.tensor_collectives import scale_gradient
 
@@ -93,29 +93,34 @@ class EncoderStage(nn.Module):
         if self._pooling is not None and self.family.pool is None:
             raise UserError(f"towers: {self.family.model_class} has no features of a whole item; take another encoder")
         self._is_last = layers[1] == num_layers
-        self._has_projector = modality_module.projector is not None
+        projector = modality_module.projector
         self._preprocess = modality_module.preprocess_callback
         self._postprocess_module = modality_module.postprocess_module_callback
         self._postprocess_projector = modality_module.postprocess_projector_callback
-        self._widths = (
-            getattr(self.config, self.family.hidden_size),
-            getattr(self.config, self.family.output_size),
-            projected_size(modality_module.projector) if self._has_projector else 0,
+        self._outputs = EncoderOutputs(
+            name=name,
+            config=self.config,
+            head_layer=self._head_layer,
+            block_width=getattr(self.config, self.family.hidden_size),
+            head_width=getattr(self.config, self.family.output_size),
+            projector_width=None if projector is None else projected_size(projector),
+            is_pooled=self._pooling is not None,
+            has_callback_after_head=self._postprocess_module is not None,
         )
         for layer in range(num_layers):
             if not self.holds(layer):
                 for part in encoder_layer_parts(modality_module.module, layer):
                     modality_module.module.set_submodule(part, nn.Identity())
         self.module = modality_module.module
-        self.hidden_size = self._boundary_width(layers[0])
-        self.output_size = self._boundary_width(layers[1])
+        self.hidden_size = self._outputs.width(layers[0])
+        self.output_size = self._outputs.width(layers[1])
         # The embedding reads features, and so do the callbacks after the head and after the projector.
         self.needs_features = (
             self.holds(0)
             or (self.holds(self._head_layer) and self._postprocess_module is not None)
             or (self._is_last and self._postprocess_projector is not None)
         )
-        self.projector = modality_module.projector if self.holds(self._head_layer + 1) else None
+        self.projector = projector if self.holds(self._head_layer + 1) else None
         self._context: ContextParallel | None = None
         self._holder = Holder()
 
@@ -130,7 +135,7 @@ class EncoderStage(nn.Module):
                 "use cp 1"
             )
         heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
-        check_shared(self.name, self.module, self.config, cp, heads, self._widths[0] // heads)
+        check_shared(self.name, self.module, self.config, cp, heads, self._outputs.block_width // heads)
         self._context = cp
         set_attention(self.module, ITEM_ATTENTION)
         for part in self.module.get_submodule(self.family.blocks).modules():
@@ -152,7 +157,7 @@ class EncoderStage(nn.Module):
         return context_sequence(self._documents(samples), (FULL,), self._context, device)
 
     def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
-        return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples))
+        return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._outputs.tiles(samples))
 
     def train(self, mode: bool = True) -> "EncoderStage":
         super().train(mode)
@@ -234,7 +239,7 @@ class EncoderStage(nn.Module):
             if items != sorted(items):
                 raise UserError(f"layout: sample {sample.id!r} has {self.name}'s items as {items}; put them in order")
         tensors = [sample_inputs[key] for sample_inputs in inputs]
-        hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._tiles(samples)])
+        hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._outputs.tiles(samples)])
         expected = sum(sample.num_tokens(self.name) for sample in samples)
         if hidden.shape[0] != expected:
             ids = ", ".join(repr(sample.id) for sample in samples)
@@ -275,7 +280,7 @@ class EncoderStage(nn.Module):
                 self._pooled(self.family.finish(self.module, self._arrange(r, len(g)), g), g) for g, r in groups
             ]
             hidden = torch.cat([group.reshape(-1, group.shape[-1]) for group in finished])
-        return self._select(hidden, samples)
+        return self._outputs.select(hidden, samples)
 
     def _run_blocks_and_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
         blocks = self._blocks
@@ -296,7 +301,7 @@ class EncoderStage(nn.Module):
                 group = self._pooled(self.family.finish(self.module, group, grids), grids)
             outputs.append(group.reshape(-1, group.shape[-1]))
         hidden = torch.cat(outputs)
-        return self._select(hidden, samples) if self.holds(self._head_layer) else hidden
+        return self._outputs.select(hidden, samples) if self.holds(self._head_layer) else hidden
 
     def _pooled(self, group: Tensor, grids: Grids) -> Tensor:
         """What a tower hands on of its items' features: one vector of each, or that before all of them."""
@@ -308,7 +313,7 @@ class EncoderStage(nn.Module):
 
     def _hand_on(self, hidden: Tensor, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
         """The callbacks after the head and after the projector, and the projector between them, sample by sample."""
-        entering = self._head_outputs if self.holds(self._head_layer) else self._projector_inputs
+        entering = self._outputs.of_head if self.holds(self._head_layer) else self._outputs.projector_inputs
         outputs = list(hidden.split(entering(samples)))
         if self.holds(self._head_layer) and self._postprocess_module is not None:
             outputs = [_tensor(self._postprocess_module(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
@@ -316,7 +321,7 @@ class EncoderStage(nn.Module):
             outputs = self._project(outputs)
         if self._is_last and self._postprocess_projector is not None:
             outputs = [_tensor(self._postprocess_projector(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
-        expected = self._final_outputs(samples) if self._is_last else self._projector_inputs(samples)
+        expected = self._outputs.num_tokens(self.layers[1], samples)
         for sample, output, num_outputs in zip(samples, outputs, expected, strict=True):
             if output.shape[0] != num_outputs:
                 raise UserError(
@@ -332,69 +337,16 @@ class EncoderStage(nn.Module):
             return list(self.projector(torch.cat(outputs)).split([len(output) for output in outputs]))
         return [_tensor(self.projector(output)) for output in outputs]
 
-    def _boundary_width(self, layer: int) -> int:
-        inside, features, projected = self._widths
-        if layer <= self._head_layer:
-            return inside
-        return features if layer == self._head_layer + 1 else projected
-
     def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
         """Of what enters `layer` (of what leaves the last one)."""
+        width = self._outputs.width(layer)
         if layer <= self._head_layer and self._context is not None:
-            return num_rows(self._documents(samples), (FULL,), self._context), self._boundary_width(layer)
-        if layer <= self._head_layer:
-            num_tokens = [sample.num_tokens(self.name) for sample in samples]
-        elif layer == self._head_layer + 1 and self._has_projector:
-            num_tokens = self._projector_inputs(samples)
-        else:
-            num_tokens = self._final_outputs(samples)
-        return sum(num_tokens), self._boundary_width(layer)
-
-    def _head_outputs(self, samples: Sequence[Sample]) -> list[int]:
-        """Tokens of each sample that the head hands on, before the callback after it."""
-        if self._pooling is not None:
-            return self._final_outputs(samples)
-        return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
-
-    def _projector_inputs(self, samples: Sequence[Sample]) -> list[int]:
-        """A callback after the head makes what the layout says, or the shape here would not be known from metadata."""
-        return self._head_outputs(samples) if self._postprocess_module is None else self._final_outputs(samples)
-
-    def _final_outputs(self, samples: Sequence[Sample]) -> list[int]:
-        return [sample.num_outputs(self.name) for sample in samples]
-
-    def _selections(self, samples: Sequence[Sample]) -> list[Selection]:
-        return [selection_of(self.config, segment) for sample in samples for segment in sample.layouts[self.name]]
-
-    def _select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Of each tile's features, those that the layout hands on."""
-        if self._pooling is not None:
-            return hidden
-        selections = self._selections(samples)
-        if all(selection.num_tokens == selection.num_full for selection in selections):
-            return hidden
-        items = hidden.split([selection.num_tiles * selection.num_full for selection in selections])
-        return torch.cat(
-            [
-                item.unflatten(0, (selection.num_tiles, selection.num_full))
-                .narrow(1, selection.first, selection.num_tokens)
-                .flatten(0, 1)
-                for item, selection in zip(items, selections, strict=True)
-            ]
-        )
-
-    def _tiles(self, samples: Sequence[Sample]) -> list[tuple[tuple[int, ...], int]]:
-        """(grid, number of tokens) of every image or clip in order."""
-        tiles = []
-        for sample in samples:
-            for segment in sample.layouts[self.name]:
-                num_tiles = selection_of(self.config, segment).num_tiles
-                tiles += [(segment.grid, segment.num_tokens // num_tiles)] * num_tiles
-        return tiles
+            return num_rows(self._documents(samples), (FULL,), self._context), width
+        return sum(self._outputs.num_tokens(layer, samples)), width
 
     def _groups(self, hidden: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[Grids, Tensor]]:
         """What runs together, in order: everything, or runs of tiles of equal length where the blocks take a batch."""
-        tiles = self._tiles(samples)
+        tiles = self._outputs.tiles(samples)
         if self.family.arrangement is not Arrangement.BATCH:
             yield [grid for grid, _ in tiles], hidden
             return
