@@ -20,9 +20,10 @@ from reporting import Report
 from motet.reproduce.oobleck_model import planning_problem
 from motet.reproduce.oobleck_published import PLANNED_LAYERS, PLANNING_S
 from motet.resilience.combinations import best_combination, num_combinations, template_sizes
+from motet.resilience.mapping_problem import ChainCosts, MappingProblem
 from motet.resilience.microbatches import iteration_s, least_variance_counts, min_max_counts
 from motet.resilience.pipelines import Template
-from motet.resilience.stage_mapping import ChainCosts, MappingProblem, map_stages
+from motet.resilience.stage_mapping import map_stages
 
 SIZES = (1, 2, 4, 8)
 

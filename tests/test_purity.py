@@ -63,6 +63,7 @@ PURE = (
     "motet.resilience.holdings",
     "motet.resilience.reconfigure",
     "motet.resilience.node_tables",
+    "motet.resilience.mapping_problem",
     "motet.resilience.failures",
     "motet.resilience.interfaces",
     "motet.resilience.members",

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from motet.resilience.stage_mapping import ChainCosts, MappedStage, MappingProblem, StageMapping, map_stages
+from motet.resilience.mapping_problem import ChainCosts, MappingProblem
+from motet.resilience.stage_mapping import MappedStage, StageMapping, map_stages
 
 Fits = Callable[[int, slice, int], bool]
 """(devices, layers, number from the end) of a stage"""

@@ -27,9 +27,10 @@ from motet.planner.explicit import Placement
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import best_combinations, recommended_batch, template_sizes, uncovered
+from motet.resilience.mapping_problem import ChainCosts, MappingProblem
 from motet.resilience.microbatches import min_max_counts
 from motet.resilience.pipelines import Template, Templates, build_plan
-from motet.resilience.stage_mapping import ChainCosts, MappingProblem, StageMapping, map_stages
+from motet.resilience.stage_mapping import StageMapping, map_stages
 
 MAX_SIMULATED = 6
 

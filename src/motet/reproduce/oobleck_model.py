@@ -14,10 +14,11 @@ from functools import cache
 from motet.reproduce.oobleck_published import HOURS, NUM_NODES, RENDEZVOUS_S, Model
 from motet.resilience.combinations import best_combinations, combination_s, template_sizes
 from motet.resilience.failures import Change, draw_changes
+from motet.resilience.mapping_problem import ChainCosts, MappingProblem
 from motet.resilience.members import GridMembers, RedundantMembers, SizeMembers, Times
 from motet.resilience.pipelines import Template, Templates
 from motet.resilience.replay import Members, Usage, replay
-from motet.resilience.stage_mapping import ChainCosts, MappingProblem, map_stages
+from motet.resilience.stage_mapping import map_stages
 
 FAILURES = 1
 """f, which the thesis does not give for its experiments."""

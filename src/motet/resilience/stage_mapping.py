@@ -37,11 +37,11 @@ import numpy as np
 from motet.arrays import Floats
 from motet.plan import LayerRange
 from motet.resilience.counted_tables import CountedTables, counted_tables, trace_counted
+from motet.resilience.mapping_problem import MappingProblem, in_flight_of, segments_of
 from motet.resilience.node_tables import (
     Kind,
     Limits,
     NodeTables,
-    Segments,
     from_each_device,
     node_tables,
     spans,
@@ -53,33 +53,6 @@ BATCH = 16
 """Intervals of X that are bounded at once."""
 FIRST_RATIO = 1.06
 """Of the ends of an interval of X, before it is split."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainCosts:
-    """One module's layers, for each number of devices that a stage may have."""
-
-    seconds: Mapping[int, Sequence[float]]
-    """Forward and backward of one microbatch, as far as there is one (frozen layers), on so many devices."""
-    static_bytes: Mapping[int, Sequence[float]] | None = None
-    """On each of so many devices, whatever is in flight; None: nothing."""
-    saved_bytes: Mapping[int, Sequence[float]] | None = None
-    """On each of so many devices, for each microbatch in flight."""
-    fixed_bytes: Mapping[int, float] | None = None
-    """On each of so many devices, whatever layers a stage has; None: nothing."""
-
-    @property
-    def layers(self) -> range:
-        return range(len(next(iter(self.seconds.values()))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MappingProblem:
-    modules: Mapping[str, ChainCosts]
-    """Encoders first; all of them enter the last."""
-    devices_per_node: int
-    num_microbatches: int | None
-    device_bytes: float = inf
 
 
 class MappedStage(NamedTuple):
@@ -113,7 +86,7 @@ def _fits(problem: MappingProblem, mapping: StageMapping) -> bool:
     limit = problem.num_microbatches or len(last)
     costs = problem.modules[last[0].module]
     return all(
-        _in_flight(problem, costs, size)[layers] >= min(number, limit)
+        in_flight_of(problem, costs, size)[layers] >= min(number, limit)
         for number, (_, layers, _, size) in enumerate(reversed(last), start=1)
     )
 
@@ -131,7 +104,7 @@ class _Search:
         num_layers = sum(len(costs.layers) for costs in problem.modules.values())
         self.most_stages = min(num_nodes * problem.devices_per_node, num_layers)
         self.segments = {
-            name: _segments(
+            name: segments_of(
                 problem,
                 costs,
                 1 if name == self.last else self._most_in_flight,
@@ -369,40 +342,3 @@ def _split(interval: Interval, num_parts: int) -> list[Interval]:
     first, end = interval
     borders = np.unique(np.linspace(first, end, min(num_parts, end - first) + 1).astype(int)).tolist()
     return list(pairwise(borders))
-
-
-def _segments(problem: MappingProblem, costs: ChainCosts, least_in_flight: int, *, is_on_every_path: bool) -> Segments:
-    num_layers = len(costs.layers)
-    by_size, in_flight = {}, {}
-    for size, seconds in costs.seconds.items():
-        # Rounded, so that runs of the same layers at other places take exactly as long.
-        table = _rounded(_sums(seconds))
-        table[np.tril_indices(num_layers + 1)] = inf
-        in_flight[size] = _in_flight(problem, costs, size)
-        table[in_flight[size] < least_in_flight] = inf
-        by_size[size] = table
-    return Segments(num_layers, by_size, in_flight, is_on_every_path)
-
-
-def _in_flight(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:
-    """[u, v]: how many microbatches may be in flight in a stage with these layers; less than 1: it does not fit."""
-    if costs.static_bytes is None or costs.saved_bytes is None:
-        return np.full((len(costs.layers) + 1, len(costs.layers) + 1), inf)
-    fixed = 0.0 if costs.fixed_bytes is None else costs.fixed_bytes[size]
-    left = problem.device_bytes - fixed - _sums(costs.static_bytes[size])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        fitting = np.floor(left / np.maximum(_sums(costs.saved_bytes[size]), 0.0) * (1 + 1e-12))
-    return np.where(left < 0, 0.0, np.where(np.isnan(fitting), inf, fitting))
-
-
-def _sums(values: Sequence[float]) -> Floats:
-    """[u, v]: of those from u to before v."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    table: Floats = sums[None, :] - sums[:, None]
-    return table
-
-
-def _rounded(seconds: Floats) -> Floats:
-    """To 40 of a float's 53 bits, of the largest."""
-    unit = 2.0 ** (np.ceil(np.log2(seconds.max())) - 40)
-    return np.round(seconds / unit) * unit

@@ -1,0 +1,77 @@
+"""What mapping layers to devices is given, and which runs of layers fit on them (`motet.resilience.stage_mapping`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from motet.arrays import Floats
+from motet.resilience.node_tables import Segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainCosts:
+    """One module's layers, for each number of devices that a stage may have."""
+
+    seconds: Mapping[int, Sequence[float]]
+    """Forward and backward of one microbatch, as far as there is one (frozen layers), on so many devices."""
+    static_bytes: Mapping[int, Sequence[float]] | None = None
+    """On each of so many devices, whatever is in flight; None: nothing."""
+    saved_bytes: Mapping[int, Sequence[float]] | None = None
+    """On each of so many devices, for each microbatch in flight."""
+    fixed_bytes: Mapping[int, float] | None = None
+    """On each of so many devices, whatever layers a stage has; None: nothing."""
+
+    @property
+    def layers(self) -> range:
+        return range(len(next(iter(self.seconds.values()))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappingProblem:
+    modules: Mapping[str, ChainCosts]
+    """Encoders first; all of them enter the last."""
+    devices_per_node: int
+    num_microbatches: int | None
+    device_bytes: float = inf
+
+
+def segments_of(
+    problem: MappingProblem, costs: ChainCosts, least_in_flight: int, *, is_on_every_path: bool
+) -> Segments:
+    """The stages that fit with so many microbatches in flight."""
+    num_layers = len(costs.layers)
+    by_size, in_flight = {}, {}
+    for size, seconds in costs.seconds.items():
+        # Rounded, so that runs of the same layers at other places take exactly as long.
+        table = _rounded(_sums(seconds))
+        table[np.tril_indices(num_layers + 1)] = inf
+        in_flight[size] = in_flight_of(problem, costs, size)
+        table[in_flight[size] < least_in_flight] = inf
+        by_size[size] = table
+    return Segments(num_layers, by_size, in_flight, is_on_every_path)
+
+
+def in_flight_of(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:
+    """[u, v]: how many microbatches may be in flight in a stage with these layers; less than 1: it does not fit."""
+    if costs.static_bytes is None or costs.saved_bytes is None:
+        return np.full((len(costs.layers) + 1, len(costs.layers) + 1), inf)
+    fixed = 0.0 if costs.fixed_bytes is None else costs.fixed_bytes[size]
+    left = problem.device_bytes - fixed - _sums(costs.static_bytes[size])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fitting = np.floor(left / np.maximum(_sums(costs.saved_bytes[size]), 0.0) * (1 + 1e-12))
+    return np.where(left < 0, 0.0, np.where(np.isnan(fitting), inf, fitting))
+
+
+def _sums(values: Sequence[float]) -> Floats:
+    """[u, v]: of those from u to before v."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    table: Floats = sums[None, :] - sums[:, None]
+    return table
+
+
+def _rounded(seconds: Floats) -> Floats:
+    """To 40 of a float's 53 bits, of the largest."""
+    unit = 2.0 ** (np.ceil(np.log2(seconds.max())) - 40)
+    return np.round(seconds / unit) * unit
