@@ -100,15 +100,17 @@ def test_parameters_gradients_and_moments():
     layer = module_workload(EVERY_MODEL["llama"][0]).layers[1]
     size = 4 * layer.num_parameters
 
-    def static(trainable, num_holders=1, zero1=False):
+    def static(trainable, num_holders=1, **options):
         return static_layer_bytes(
-            layer, trainable=trainable, tp_size=1, num_holders=num_holders, options=MemoryOptions(zero1=zero1)
+            layer, trainable=trainable, tp_size=1, num_holders=num_holders, options=MemoryOptions(**options)
         )
 
     assert static(False) == size
     assert static(True) == 4 * size
     assert static(True, num_holders=2) == 4 * size
     assert static(True, num_holders=2, zero1=True) == 3 * size
+    assert static(True, optimizer_bytes=12) == 5 * size
+    assert static(True, num_holders=3, zero1=True, optimizer_bytes=12) == 3 * size
 
 
 def test_nothing_is_kept_where_no_gradient_passes():

@@ -138,7 +138,8 @@ def test_estimates_are_near_the_simulation(memory_mib: int) -> None:
 
 def test_the_adaptive_partition_goes_from_data_to_tensor_to_pipeline_parallelism() -> None:
     """Section 5.1, by how much memory a device has: a tower of 6.7 B parameters on 8 nodes of 8."""
-    whole = distmm_models.problem("6.7B", "2.7B", 64)
+    halves = distmm_models.Assumed(optimizer_bytes=4, shared=False)
+    whole = distmm_models.problem("6.7B", "2.7B", 64, assumed=halves)
     first = []
     for memory_bytes in (80e9, 16e9, 6e9):
         device = replace(whole.cluster.device, memory_bytes=memory_bytes)

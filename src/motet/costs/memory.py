@@ -16,7 +16,7 @@ from motet.costs.load import Load
 from motet.workload import LayerShape, Linear
 
 ADAMW_STATES = 2
-"""Moments for each parameter, in float32 like the parameter itself."""
+"""Moments for each parameter, of its own precision."""
 RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
 NUM_BUFFERS = 8
@@ -31,7 +31,14 @@ class MemoryOptions:
     activation_bytes: int = 4
     """Of each element between and within layers."""
     zero1: bool = False
-    """The moments are sharded over the ranks that hold the same layers."""
+    """What the optimizer keeps is sharded over the ranks that hold the same layers."""
+    optimizer_bytes: int | None = None
+    """Of what the optimizer keeps for each parameter; None: its moments. In half precision also a float32 parameter."""
+
+    @property
+    def state_bytes(self) -> int:
+        """`optimizer_bytes`, or of the moments."""
+        return ADAMW_STATES * self.parameter_bytes if self.optimizer_bytes is None else self.optimizer_bytes
 
 
 DEFAULT_MEMORY = MemoryOptions()
@@ -45,8 +52,8 @@ def static_layer_bytes(
     size = layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
     if not trainable:
         return -(-size // num_shares)
-    moments = ADAMW_STATES * size
-    return -(-(2 * size + (-(-moments // num_holders) if options.zero1 else moments)) // num_shares)
+    state = layer.num_parameters_per_rank(tp_size) * options.state_bytes
+    return -(-(2 * size + (-(-state // num_holders) if options.zero1 else state)) // num_shares)
 
 
 def gathered_bytes(

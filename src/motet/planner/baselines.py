@@ -83,7 +83,9 @@ def fsdp_iteration_s(problem: PlanningProblem, compute_s: float) -> float:
 def fsdp_memory_bytes(problem: PlanningProblem) -> float:
     """Parameters, gradients and moments of one device; activations come on top."""
     trainable, frozen = _parameters(problem)
-    return (4 * trainable + frozen) * problem.memory.parameter_bytes / problem.num_devices
+    options = problem.memory
+    num_bytes = (2 * trainable + frozen) * options.parameter_bytes + trainable * options.state_bytes
+    return num_bytes / problem.num_devices
 
 
 def _parameters(problem: PlanningProblem) -> tuple[int, int]:

@@ -9,8 +9,7 @@ The time of a choice is that of DistMM-Pipe: (batches x K + stages - 1) turns of
 and the optimizer's step. Its memory: what is static, and K + stages - 1 microbatches, all of which wait for a
 batch-sync; or with recomputed features their inputs, and one graph.
 
-Limits: messages between stages and the batch-sync are not in the estimate (simulation decides in the end); in memory,
-the layers of a stage are taken to be an equal share of their tower.
+Limits: messages between stages and the batch-sync are not in the estimate (simulation decides in the end).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +23,10 @@ from motet.arrays import Bools, Floats, Ints
 from motet.costs.communication import BUCKET_BYTES
 from motet.costs.cost_model import Quadratic, total
 from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import ADAMW_STATES, RESERVE
+from motet.costs.memory import RESERVE
 from motet.planner.degrees import tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers
-from motet.planner.partition import bottlenecks
+from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import PlanningProblem
 
 NUM_PARTITIONS = 3
@@ -86,8 +85,8 @@ def unit_choices(
     `computation_only`: their seconds leave out the sum of gradients and the optimizer, as the paper's load balancer
     does."""
     found: list[Choices] = []
-    for partition in _partitions(problem, towers) if partitions is None else partitions:
-        choices = _choices(problem, towers, partition, may_recompute, computation_only)
+    for degrees in _partitions(problem, towers) if partitions is None else partitions:
+        choices = _choices(problem, towers, degrees, may_recompute, computation_only)
         if len(choices) or found:
             found.append(choices)
         if len(found) == num_partitions:
@@ -123,12 +122,12 @@ def most_stages(problem: PlanningProblem, towers: Sequence[str]) -> int:
 def _choices(
     problem: PlanningProblem,
     towers: tuple[str, ...],
-    partition: Partition,
+    degrees: Partition,
     may_recompute: bool,
     computation_only: bool,
 ) -> Choices:
     batch_size = -(-len(problem.samples) // problem.num_contrastive_batches)
-    most = min(problem.num_devices // partition.num_devices, batch_size)
+    most = min(problem.num_devices // degrees.num_devices, batch_size)
     dp, per_batch, recomputes = (
         axis.ravel()
         for axis in np.meshgrid(
@@ -142,16 +141,16 @@ def _choices(
     sensible = (per_batch <= samples) & ((per_batch > 1) | ~recomputes)
     dp, per_batch, recomputes, samples = (x[sensible] for x in (dp, per_batch, recomputes, samples))
     size = -(-samples // per_batch)
-    estimates = [_Estimate(problem, name, partition) for name in towers]
-    turns = problem.num_contrastive_batches * per_batch + partition.pp - 1
+    estimates = [_Estimate(problem, name, degrees) for name in towers]
+    turns = problem.num_contrastive_batches * per_batch + degrees.pp - 1
     seconds = turns * sum(e.turn_s(size, recomputes) for e in estimates)
     if not computation_only:
         seconds = seconds + sum(e.reduce_s(dp) + e.optimizer_s(dp) for e in estimates)
-    held = np.minimum(per_batch + partition.pp - 1, problem.num_contrastive_batches * per_batch)
+    held = np.minimum(per_batch + degrees.pp - 1, problem.num_contrastive_batches * per_batch)
     needed = sum(e.static_bytes(dp) + e.saved_bytes(size, held, recomputes) for e in estimates)
     fits = needed <= problem.cluster.device.memory_bytes * (1 - RESERVE)
-    tp, pp = (np.full(len(dp), n) for n in partition)
-    every = Choices(dp * partition.num_devices, np.asarray(seconds), tp, pp, dp, per_batch, recomputes)
+    tp, pp = (np.full(len(dp), n) for n in degrees)
+    every = Choices(dp * degrees.num_devices, np.asarray(seconds), tp, pp, dp, per_batch, recomputes)
     return every.take(np.asarray(fits, dtype=bool))
 
 
@@ -163,10 +162,9 @@ def _microbatch_counts(batch_size: int) -> list[int]:
 class _Estimate:
     """Of one tower under a partition, on the rank that has most of it."""
 
-    def __init__(self, problem: PlanningProblem, name: str, partition: Partition) -> None:
-        self.problem, self.name, self.tp, self.pp = problem, name, *partition
+    def __init__(self, problem: PlanningProblem, name: str, degrees: Partition) -> None:
+        self.problem, self.name, self.tp, self.pp = problem, name, *degrees
         module = problem.modules[name]
-        self.num_layers = module.workload.num_layers
         costs = problem.table.of(name, self.tp)
         gradients = problem.gradients[name]
         self.load = _mean_load(problem, name)
@@ -184,12 +182,13 @@ class _Estimate:
             self.backward = total([self.backward, *blocks])
         self.trains = any(needs.any for needs in gradients)
         work = [layer.forward.plus(layer.backward(input_gradient=True, weight_gradient=True)) for layer in costs.layers]
-        slowest = bottlenecks([cost.seconds(self.load) for cost in work], self.pp)[self.pp - 1]
-        self.time_share = slowest / total(work).seconds(self.load)
-        self.layer_share = -(-self.num_layers // self.pp) / self.num_layers
+        times = [cost.seconds(self.load) for cost in work]
+        self.stages = partition(times, self.pp)
+        self.time_share = max(stage_costs(times, self.stages)) / sum(times)
         parameters = [layer.num_parameters_per_rank(self.tp) for layer in module.workload.layers]
-        self.num_parameters = sum(parameters) * self.layer_share
-        self.num_trained = sum(n for i, n in enumerate(parameters) if module.is_trainable(i)) * self.layer_share
+        trained = [n * module.is_trainable(i) for i, n in enumerate(parameters)]
+        self.num_parameters = max(stage_costs(parameters, self.stages))
+        self.num_trained = max(stage_costs(trained, self.stages))
 
     def turn_s(self, size: Ints, recomputes: Bools) -> Floats:
         """A microbatch's forward and backward on the slowest stage."""
@@ -226,8 +225,8 @@ class _Estimate:
     def static_bytes(self, dp: Ints) -> Floats:
         options = self.problem.memory
         holders = dp if options.zero1 else np.ones_like(dp)
-        moments = ADAMW_STATES * self.num_trained / holders
-        return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained + moments))
+        state = options.state_bytes * self.num_trained / holders
+        return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained) + state)
 
     def saved_bytes(self, size: Ints, held: Ints, recomputes: Bools) -> Floats:
         """`held`: microbatches that wait for their backwards."""
@@ -241,7 +240,7 @@ class _Estimate:
     def _graph_bytes(self) -> float:
         """Of one sample on the fullest stage."""
         saved = saved_bytes_of_layers(self.problem, self.name, self.load, tp_size=self.tp)
-        return self.layer_share * sum(saved)
+        return max(stage_costs(saved, self.stages))
 
     @property
     def _boundary_bytes(self) -> float:

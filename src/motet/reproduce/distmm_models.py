@@ -2,16 +2,16 @@
 
 What the paper leaves out, and what is assumed instead:
 
-* Parameters, gradients and both moments in half precision: 8 bytes a parameter. With 16 (mixed precision) CoCa of
-  26 B parameters would not fit into the 16 partitions that section 7.1 gives it, nor a model of 1.5 B onto one V100.
+* Mixed precision (`Assumed`): 2 bytes for a parameter and 2 for its gradient, 12 for a float32 copy and both moments.
+  The 12 are shared by data-parallel ranks, as Megatron-LM's distributed optimizer does: else CLIP of 1.1 B parameters
+  would not fit onto one V100, nor CoCa of 26 B into the 16 partitions that section 7.1 gives it.
 * Patches of 14 pixels (577 tokens an image), CLIP's vocabulary, MLPs of four times the width, features of 512, heads
   that all degrees of tensor parallelism in the paper divide. Hidden size 5140 is not divisible by 8: 5120.
 
 **The V100.** A matrix product takes `overhead + work / (limit x peak)` (`motet.costs.speeds`). Neither is fitted to
 DistMM's bars. The overhead comes from products that DeepBench measured on "Tesla V100 Mixed Precision" (its README; the
-one whose width no tensor core takes is left out). The limit is the one with which a model of 1.2 B parameters reaches
-the 48% of peak on one V100 that Megatron-LM itself reports (nv-adlr.github.io/MegatronLMV1: 40 layers of 1536, batches
-of 8 x 1024 tokens).
+one whose width no tensor core takes is left out). The limit is the one with which Megatron-LM trains a model of 350 M
+parameters as fast as it did on one GPU of the same machine, a p3.16xlarge: `ALPA`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,7 +42,42 @@ MEASURED_PRODUCTS: Mapping[tuple[int, int, int], float] = {
     (3072, 128, 1024): 18.73e12,
 }
 """(m, n, k): FLOPs per second."""
-MEGATRON_UTILIZATION = 0.48
+
+
+@dataclass(frozen=True)
+class Training:
+    """Megatron-LM trains a GPT of 16 heads on sequences of 1024 tokens, on one V100, recomputing activations."""
+
+    layers: int
+    hidden_size: int
+    sequences: int
+    """A microbatch."""
+    utilization: float
+    """FLOPs, recomputed ones too, over peak and time."""
+
+
+ALPA = Training(24, 1024, 16, utilization=47.53 / 125)
+"""Alpa's artifact for OSDI 2022, github.com/alpa-projects/alpa: osdi22_artifact/results_e2e.tsv (47.53 teraFLOPs a
+second) and megatron/benchmark_gpt.py."""
+MEGATRON_2019 = Training(40, 1536, 8, utilization=0.30)
+"""Shoeybi et al. 2019, on a DGX-2H."""
+MEGATRON_1_0 = replace(MEGATRON_2019, utilization=0.48)
+"""With more fused kernels: nv-adlr.github.io/MegatronLMV1."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What the paper does not say of both systems."""
+
+    training: Training = ALPA
+    """How fast a V100 is."""
+    optimizer_bytes: int = 12
+    """Kept by the optimizer for each parameter."""
+    shared: bool = True
+    """By data-parallel ranks: a share each."""
+
+
+ASSUMED = Assumed()
 
 
 @dataclass(frozen=True)
@@ -83,7 +118,8 @@ def cluster() -> Cluster:
 
 
 @cache
-def v100_speeds() -> Speeds:
+def v100_speeds(training: Training = ALPA) -> Speeds:
+    """With which a V100 trains as fast as measured."""
     device = DEVICES["v100-16"]
     peak, assumed = device.peak("float16"), default_speeds(device)
 
@@ -95,26 +131,32 @@ def v100_speeds() -> Speeds:
         return Speeds(gemm=product, convolution=product, attention=attention, memory=assumed.memory, source=__name__)
 
     def too_fast(limit: float) -> float:
-        return utilization(speeds(limit)) - MEGATRON_UTILIZATION
+        return utilization(speeds(limit), training) - training.utilization
 
     return speeds(brentq(too_fast, 0.2, 1.0))
 
 
-def utilization(speeds: Speeds) -> float:
-    """Of one V100 by Megatron-LM's model of 1.2 B parameters: model FLOPs over peak and time."""
-    body = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 40, "num_attention_heads": 16}
+def utilization(speeds: Speeds, training: Training) -> float:
+    """That these speeds give."""
+    size, sequences = training.hidden_size, training.sequences
+    body = {
+        "hidden_size": size,
+        "intermediate_size": 4 * size,
+        "num_hidden_layers": training.layers,
+        "num_attention_heads": 16,
+    }
     model = {"gpt": module_workload({"model_type": "clip_text_model", **body})}
-    load = Load(tokens=8 * 1024, pairs=8 * 1024**2, sequences=8)
+    load = Load(tokens=sequences * 1024, pairs=sequences * 1024**2, sequences=sequences)
     (costs,) = analytic_table(model, cluster(), dtype="float16", dtype_bytes=2, speeds=speeds).modules["gpt"].values()
 
-    def forward_and_backward(layers: Iterable[LayerCost]) -> float:
+    def step(layers: Iterable[LayerCost]) -> float:
         return sum(
-            layer.forward.plus(layer.backward(input_gradient=True, weight_gradient=True)).seconds(load)
+            2 * layer.forward.seconds(load) + layer.backward(input_gradient=True, weight_gradient=True).seconds(load)
             for layer in layers
         )
 
-    flops = forward_and_backward(map(layer_flops, model["gpt"].layers))
-    return flops / forward_and_backward(costs.layers) / DEVICES["v100-16"].peak("float16")
+    flops = step(map(layer_flops, model["gpt"].layers))
+    return flops / step(costs.layers) / DEVICES["v100-16"].peak("float16")
 
 
 def tower(modality: str, size: str) -> ModuleWorkload:
@@ -133,7 +175,9 @@ def tower(modality: str, size: str) -> ModuleWorkload:
 
 
 @cache
-def problem(vision: str, text: str, global_batch_size: int, *, recompute: bool = False) -> PlanningProblem:
+def problem(
+    vision: str, text: str, global_batch_size: int, *, recompute: bool = False, assumed: Assumed = ASSUMED
+) -> PlanningProblem:
     """A model of Table 2, by the sizes of its towers, on the 64 GPUs."""
     towers = {"vision": tower("vision", vision), "text": tower("text", text)}
     workloads = {**towers, "loss": contrastive_loss([("vision", "text")], FEATURE_SIZE)}
@@ -144,7 +188,15 @@ def problem(vision: str, text: str, global_batch_size: int, *, recompute: bool =
     }
     machines = cluster()
     table = analytic_table(
-        workloads, machines, dtype="float16", dtype_bytes=2, tp_sizes=(1, 2, 4, 8, 16), speeds=v100_speeds()
+        workloads,
+        machines,
+        dtype="float16",
+        dtype_bytes=2,
+        tp_sizes=(1, 2, 4, 8, 16),
+        speeds=v100_speeds(assumed.training),
+    )
+    memory = MemoryOptions(
+        parameter_bytes=2, activation_bytes=2, zero1=assumed.shared, optimizer_bytes=assumed.optimizer_bytes
     )
     return PlanningProblem(
         modules={
@@ -163,5 +215,5 @@ def problem(vision: str, text: str, global_batch_size: int, *, recompute: bool =
         samples=tuple(Sample(str(i), layouts) for i in range(global_batch_size)),
         num_microbatches=1,
         recompute=tuple(towers) if recompute else (),
-        memory=MemoryOptions(parameter_bytes=2, activation_bytes=2),
+        memory=memory,
     )
