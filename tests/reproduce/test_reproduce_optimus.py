@@ -228,7 +228,8 @@ def test_alpa_in_float32_needs_recomputation():
 @pytest.mark.slow
 def test_limits_of_figure_16():
     found, limits = figure_16().rows, figure_16_limits().rows
-    free, scaled = limits[::2], limits[1::2]
-    assert all(row.ours < limit.ours for row, limit in zip(found, free, strict=True))
+    free, without, scaled = (limits[i::3] for i in range(3))
+    for row, without_collectives, limit in zip(found, without, free, strict=True):
+        assert row.ours < without_collectives.ours <= limit.ours
     assert all(abs(row.ratio - 1) < 0.04 for row in scaled)
     assert min(row.ratio for row in free) < 0.93, "not even encoders that take no time reach the first row"
