@@ -74,12 +74,14 @@ PURE = (
     "motet.resilience.combinations",
     "motet.resilience.stage_mapping",
     "motet.resilience.agent",
+    "motet.resilience.children",
     "motet.resilience.control",
     "motet.resilience.copies",
     "motet.resilience.failure_log",
     "motet.resilience.membership",
     "motet.resilience.stragglers",
     "motet.resilience.succession",
+    "motet.resilience.watchdog",
 )
 """Modules, and packages with all that they hold."""
 

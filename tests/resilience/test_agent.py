@@ -7,6 +7,9 @@ import pytest
 
 from motet.resilience.agent import NodeAgent, WatchedProcess
 from motet.resilience.membership import Change, Membership, key_of
+from motet.resilience.watchdog import Watchdog
+
+WATCHDOG = Watchdog(1e6, lambda: None)
 
 
 class Store:
@@ -20,12 +23,13 @@ class Store:
 def changes_of(
     membership: Membership, *, how: str | None = None, silent: tuple[int, ...] = ()
 ) -> list[tuple[str, int]]:
-    agent = NodeAgent(0, Store(), (), lambda membership, changes: membership, 1.0)  # type: ignore[arg-type]
+    agent = NodeAgent(0, Store(), (), lambda membership, changes: membership, 1.0, WATCHDOG)  # type: ignore[arg-type]
     changes: list[Change] = agent._changes(0, membership, how, silent)
     return [(change.kind, change.node) for change in changes]
 
 
 BOTH = Membership(generation=1, nodes=(0, 1), num_known=2, plan="")
+SPARE = Membership(generation=1, nodes=(0,), waiting=(1,), num_known=2, plan="")
 ALONE = Membership(generation=2, nodes=(0,), num_known=2, plan="")
 
 
@@ -69,6 +73,15 @@ def test_what_fails_in_a_node_that_is_out_is_no_failure(newest: Membership) -> N
     ours, theirs = multiprocessing.Pipe()
     theirs.send(("failed", "a connection was closed"))
     process = SimpleNamespace(exitcode=0, join=lambda timeout=None: None, pid=None)
-    agent = NodeAgent(1, store, [WatchedProcess(process, ours)], lambda membership, changes: newest, 1e6)  # type: ignore[arg-type]
+    agent = NodeAgent(1, store, [WatchedProcess(process, ours)], lambda membership, changes: newest, 1e6, WATCHDOG)  # type: ignore[arg-type]
     agent.run()
     assert ("failure" in store) == (newest == BOTH)
+
+
+def test_a_spare_that_is_warned_ends() -> None:
+    """It has nothing to hand over."""
+    store = FullStore({key_of(1): SPARE.to_json(), "beat/0": "1"})
+    agent = NodeAgent(1, store, (), lambda membership, changes: membership, 1e6, WATCHDOG)  # type: ignore[arg-type]
+    agent.is_warned = True
+    agent.run()
+    assert key_of(2) not in store

@@ -8,16 +8,14 @@ out. What it notices, and when:
 | a process died | its exit | `POLL_S` |
 | a process hangs | no sign of life, and no thread of it computes or is about to | `detect_s` |
 | another machine vanished, or the link to it was cut | no beat of its agent in the store | `detect_s` |
-| this machine was cut off | the store does not answer | `detect_s`; then the agent ends its processes and itself |
+| this machine was cut off | the store does not answer | `store_patience_s`; then the agent and its processes end |
 
 It imports no torch; the store is handed in.
 """
 
 import contextlib
 import glob
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from multiprocessing.process import BaseProcess
 
 from motet.resilience.control import FINISH
 from motet.resilience.membership import (
+    BEAT_S,
     Beats,
     Call,
     Change,
@@ -36,23 +35,30 @@ from motet.resilience.membership import (
     register,
     registered,
 )
+from motet.resilience.watchdog import Watchdog
 
 POLL_S = 0.02
-BEAT_S = 0.1
 SEEN_END = "seen_end"
 """The store's count of agents that know that all is over: it may go then."""
 STOPPED = set("TtZX")
 RUNNABLE = "R"
 """A thread's state: it computes, or waits for a processor to do so."""
+FINISH_S = 5.0
+"""For its processes to end by themselves when all is over."""
 Successor = Callable[[Membership, Sequence[Change]], Membership]
 """What follows from a membership and what has happened since (motet.resilience.succession)."""
+
+
+def store_patience_s(detect_s: float) -> float:
+    """For how long a store may not answer before it is given up."""
+    return max(5.0, 3 * detect_s)
 
 
 @dataclass
 class WatchedProcess:
     process: BaseProcess
     pipe: Connection
-    last_sign: float | None = None
+    last_sign: float = field(default_factory=time.monotonic)
     """By `time.monotonic()`."""
     last_cpu_ticks: int = -1
     is_ready: bool = False
@@ -69,6 +75,8 @@ class NodeAgent:
     processes: Sequence[WatchedProcess]
     successor: Successor
     detect_s: float
+    watchdog: Watchdog
+    """Ends this process when it waits for the store for too long."""
     membership: Membership | None = None
     is_warned: bool = False
     """Set by the handler of SIGTERM: this machine is about to be taken away."""
@@ -80,12 +88,9 @@ class NodeAgent:
 
     def run(self) -> None:
         self._beats = Beats(self.store, self.detect_s)
-        threading.Thread(target=self._end_if_cut_off, daemon=True).start()
         while not self.store.check(["finished"]):
-            now = time.monotonic()
-            if now - self._last_round > self.detect_s / 2:
-                self._beats.forget_all()
-            self._last_round = now
+            self._come_round(time.monotonic())
+            now = self._last_round
             is_in = self.node is not None and self._take_over_newer(self.node)
             if self._was_in and not is_in:
                 break  # Before its processes are heard: what failed in them has failed because they are out.
@@ -93,23 +98,27 @@ class NodeAgent:
             how = self._own_loss(now)
             if how is not None:
                 self._end_processes()
+            if not is_in and (how is not None or self.is_warned):
+                break
             if self.node is None:
-                if how is not None:
-                    return
                 if all(watched.is_ready for watched in self.processes):
                     self.node = register(self.store)
                 continue
             silent = self._exchange_beats(self.node, now)
-            if self.membership is not None:
-                if not is_in and how is not None:
-                    break
-                if changes := self._changes(self.node, self.membership, how, silent):
-                    propose(self.store, self.successor(self.membership, changes))
-                    continue
+            if self.membership is not None and (changes := self._changes(self.node, self.membership, how, silent)):
+                propose(self.store, self.successor(self.membership, changes))
+                continue
             time.sleep(POLL_S)
         else:
             self.store.add(SEEN_END, 1)
         self._finish()
+
+    def _come_round(self, now: float) -> None:
+        self.watchdog.come_round()
+        if now - self._last_round > self.detect_s / 2:  # Held up itself, it has not heard them.
+            for watched in self.processes:
+                watched.last_sign = now
+        self._last_round = now
 
     def _exchange_beats(self, node: int, now: float) -> list[int]:
         """Other nodes whose beats are missing."""
@@ -173,7 +182,7 @@ class NodeAgent:
             process = watched.process
             if process.exitcode is not None:
                 self._failure = f"process {place} (pid {process.pid}) {_how_it_ended(process.exitcode)}"
-            elif watched.last_sign is not None and now - watched.last_sign > self.detect_s and self._is_idle(watched):
+            elif now - watched.last_sign > self.detect_s and self._is_idle(watched):
                 self._failure = (
                     f"process {place} (pid {process.pid}) hung: no sign of life for {now - watched.last_sign:.1f} s"
                 )
@@ -214,20 +223,12 @@ class NodeAgent:
         for watched in self.processes:
             with contextlib.suppress(OSError):
                 watched.pipe.send(FINISH)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + FINISH_S
         for watched in self.processes:
-            watched.process.join(max(0.0, deadline - time.monotonic()))
+            while watched.process.exitcode is None and time.monotonic() < deadline:
+                self.watchdog.come_round()
+                watched.process.join(POLL_S)
         self._end_processes()
-
-    def _end_if_cut_off(self) -> None:
-        """In a thread: a store behind a cut link answers nothing at all."""
-        while True:
-            time.sleep(self.detect_s / 4)
-            if time.monotonic() - self._last_round >= max(5.0, 3 * self.detect_s):
-                for watched in self.processes:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(watched.process.pid or 0, signal.SIGKILL)
-                os._exit(1)
 
 
 def _how_it_ended(exitcode: int) -> str:

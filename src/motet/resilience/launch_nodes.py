@@ -1,7 +1,7 @@
 """Starts a training that survives the loss of nodes: a store, an agent for each node, and each node's processes.
 
 On one machine, groups of processes stand for nodes. The store has a process of its own, so that no node's end takes it
-along; everything dies with the process that calls this.
+along; everything dies with the process that calls this, and nothing is waited for that may be stopped.
 
     this process -- store
                  -- agent of node 0 -- processes
@@ -11,7 +11,6 @@ On several machines, this process is on one of them, or on another that trains n
 until all nodes have come (`join_training`, one process on each machine), and ends when the training does.
 """
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -20,7 +19,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -33,13 +33,15 @@ from motet.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.resilience.agent import SEEN_END, NodeAgent, WatchedProcess
+from motet.resilience.agent import FINISH_S, SEEN_END, NodeAgent, WatchedProcess, store_patience_s
+from motet.resilience.children import Children
 from motet.resilience.control import Control
 from motet.resilience.interfaces import interface_towards
 from motet.resilience.membership import (
     FIRST_GENERATION,
     Beats,
     Membership,
+    key_of,
     next_membership,
     propose,
     register,
@@ -48,12 +50,12 @@ from motet.resilience.membership import (
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import RESULT, StoppedError, TooFewNodesError, TrainingProcess
 from motet.resilience.succession import Succession
+from motet.resilience.watchdog import Watchdog
 from motet.runtime.launch import WorkerFailedError
 
-STORE_TIMEOUT = timedelta(seconds=60)
+STORE_TIMEOUT = timedelta(seconds=10)
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
-PR_SET_PDEATHSIG = 1
 
 
 def train_on_nodes(
@@ -114,72 +116,78 @@ def _train_here(
 ) -> dict[str, Any]:
     assert config.train.failures is not None
     succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
-    context = multiprocessing.get_context("fork")
-    # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
-    host, address = _start_store((LOOPBACK, 0), plan.to_json(), num_nodes)
-    print(f"motet: nodes may join: motet train RUN.yaml --join {address[0]}:{address[1]}", file=sys.stderr, flush=True)
-    agents = [
-        context.Process(target=run_agent, args=(config, address, node, node_size, succession))
-        for node in range(num_nodes)
-    ]
-    for agent in agents:
-        agent.start()
-    try:
-        for agent in agents:
-            agent.join()
-        if not host.is_alive():
-            raise NodesLostError("the process that had the store died")
-        return _outcome(address)
-    finally:
-        for process in (*agents, host):
-            process.kill()
-            process.join()
+    with Children() as children:
+        # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
+        host, address = _start_store(children, (LOOPBACK, 0), plan.to_json(), num_nodes)
+        told = f"motet: nodes may join: motet train RUN.yaml --join {address[0]}:{address[1]}"
+        print(told, file=sys.stderr, flush=True)
+        agents = [children.start(run_agent, config, address, node, node_size, succession) for node in range(num_nodes)]
+        with _watched_store(host, address, config) as (store, watchdog):
+            _wait_for_end(store, watchdog, config, agents)
+            return _outcome(store)
 
 
 def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tuple[str, int]) -> dict[str, Any]:
     assert config.train.failures is not None
-    host, address = _start_store(listen, plan.to_json(), 0)
-    try:
-        print(
-            f"motet: waiting for {num_nodes} nodes: motet train RUN.yaml --join {address[0]}:{address[1]}",
-            file=sys.stderr,
-            flush=True,
-        )
-        store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
-        while registered(store) < num_nodes:
-            time.sleep(POLL_S)
-        nodes = tuple(range(num_nodes))
-        membership = propose(
-            store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan.to_json())
-        )
-        patience_s = max(5.0, 3 * config.train.failures.detect_s)
-        membership = _wait_while_some_live(store, membership, patience_s)
-        _wait_until_seen(store, len(membership.everyone), patience_s)
-        return _outcome(address)
-    except dist.DistError:
-        if host.is_alive():
-            raise
-        raise NodesLostError("the process that had the store died") from None
-    finally:
-        host.kill()
-        host.join()
+    with Children() as children:
+        host, address = _start_store(children, listen, plan.to_json(), 0)
+        told = f"motet: waiting for {num_nodes} nodes: motet train RUN.yaml --join {address[0]}:{address[1]}"
+        print(told, file=sys.stderr, flush=True)
+        with _watched_store(host, address, config) as (store, watchdog):
+            while registered(store) < num_nodes:
+                watchdog.come_round()
+                time.sleep(POLL_S)
+            nodes = tuple(range(num_nodes))
+            propose(
+                store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan.to_json())
+            )
+            _wait_for_end(store, watchdog, config)
+            return _outcome(store)
 
 
-def _wait_while_some_live(store: dist.Store, membership: Membership, timeout_s: float) -> Membership:
-    """Until the training is over, or no node has given a sign of life for so long. Returns the last membership."""
-    beats = Beats(store, timeout_s)
+def _patience_s(config: RunConfig) -> float:
+    """More than that of the agents, which end by themselves if the store does not answer."""
+    assert config.train.failures is not None
+    return 2 * store_patience_s(config.train.failures.detect_s)
+
+
+@contextmanager
+def _watched_store(
+    host: BaseProcess, address: tuple[str, int], config: RunConfig
+) -> Iterator[tuple[dist.Store, Watchdog]]:
+    """A client, for whoever comes round to the watchdog between the calls. Raises `NodesLostError` if the process that
+    has the store dies, or does not answer any more (it may be stopped); then it is killed."""
+    with Watchdog(_patience_s(config), host.kill) as watchdog:
+        try:
+            yield dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT), watchdog
+        except dist.DistError:
+            host.join(1.0)  # Its connections end a moment before it does.
+            if host.is_alive():
+                raise
+            raise NodesLostError("the process that had the store died") from None
+
+
+def _wait_for_end(store: dist.Store, watchdog: Watchdog, config: RunConfig, agents: Sequence[BaseProcess] = ()) -> None:
+    """Until the training is over and all agents know it, or no node has given a sign of life for too long.
+
+    `agents`: of the first nodes, if they are children of this process. Those that are stopped are not waited for."""
+    beats = Beats(store, _patience_s(config))
+    membership = Membership.from_json(store.get(key_of(FIRST_GENERATION)))
     while not store.check(["finished"]):
+        watchdog.come_round()
         membership = next_membership(store, membership.generation) or membership
-        if len(beats.missing(membership.everyone, time.monotonic())) == len(membership.everyone):
-            break
+        left = [node for node in membership.everyone if node >= len(agents) or agents[node].is_alive()]
+        if len(beats.missing(left, time.monotonic())) == len(left):
+            return
         time.sleep(POLL_S)
-    return membership
 
+    def all_know() -> bool:
+        return store.add(SEEN_END, 0) >= len(membership.everyone) and not any(agent.is_alive() for agent in agents)
 
-def _wait_until_seen(store: dist.Store, num_nodes: int, timeout_s: float) -> None:
-    """Else agents would find no store where they look for the end, and take that for a failure."""
-    deadline = time.monotonic() + timeout_s
-    while store.add(SEEN_END, 0) < num_nodes and time.monotonic() < deadline:
+    # If an agent found no store where it looks for the end, it would take that for a failure.
+    deadline = time.monotonic() + FINISH_S + 1.0
+    while not all_know() and time.monotonic() < deadline:
+        watchdog.come_round()
         time.sleep(POLL_S)
 
 
@@ -192,8 +200,7 @@ FAILURES = {
 }
 
 
-def _outcome(address: tuple[str, int]) -> dict[str, Any]:
-    store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
+def _outcome(store: dist.Store) -> dict[str, Any]:
     if store.check(["failure"]):
         failure = json.loads(store.get("failure"))
         raise FAILURES[failure["kind"]](failure["message"])
@@ -202,17 +209,22 @@ def _outcome(address: tuple[str, int]) -> dict[str, Any]:
     raise NodesLostError("all nodes were lost")
 
 
-def _start_store(listen: tuple[str, int], plan: str, num_nodes: int) -> tuple[BaseProcess, tuple[str, int]]:
+def _start_store(
+    children: Children, listen: tuple[str, int], plan: str, num_nodes: int
+) -> tuple[BaseProcess, tuple[str, int]]:
     """In a process of its own; its address. `num_nodes`: with which the training begins; 0: they are still to come.
 
-    Raises `UserError` if it cannot listen there."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_host_store, args=(sender, listen, plan, num_nodes), daemon=True)
-    process.start()
-    answer = receiver.recv()
+    Raises `UserError` if it cannot listen there, `NodesLostError` if it does not answer."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = children.start(_host_store, sender, listen, plan, num_nodes)
+    sender.close()  # Else its end would go unnoticed.
+    try:
+        answer = receiver.recv() if receiver.poll(STORE_TIMEOUT.total_seconds()) else None
+    except EOFError:
+        answer = None
+    if answer is None:
+        raise NodesLostError("the process that is to have the store does not answer")
     if isinstance(answer, str):
-        process.join()
         raise UserError(
             f"--listen: {listen[0]}:{listen[1]} cannot be listened at ({answer}); give an address of this "
             "machine and a free port"
@@ -221,8 +233,6 @@ def _start_store(listen: tuple[str, int], plan: str, num_nodes: int) -> tuple[Ba
 
 
 def _host_store(answer: Connection, listen: tuple[str, int], plan: str, num_nodes: int) -> None:
-    end_with_parent()
-    _ignore_signals()
     try:
         store = dist.TCPStore(*listen, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
     except (RuntimeError, ValueError) as error:
@@ -239,39 +249,39 @@ def run_agent(
     config: RunConfig, store_address: tuple[str, int], node: int | None, node_size: int, succession: Succession
 ) -> None:
     """The process of a node's agent. `node`: its number; None: it joins a training that is under way."""
-    end_with_parent()
-    _ignore_signals()
     assert config.train.failures is not None
-    context = multiprocessing.get_context("fork")
-    processes = []
-    pipes: list[Connection] = []
+    detect_s = config.train.failures.detect_s
+    with Children() as children:
+        processes = _start_processes(children, config, store_address, node_size)
+        with Watchdog(store_patience_s(detect_s), lambda: os._exit(1)) as watchdog:
+            store = dist.TCPStore(*store_address, is_master=False, timeout=STORE_TIMEOUT)
+            agent = NodeAgent(node, store, processes, succession, detect_s, watchdog)
+
+            def warn(*_: object) -> None:
+                agent.is_warned = True
+
+            signal.signal(signal.SIGTERM, warn)
+            try:
+                agent.run()
+            except RuntimeError as error:  # Its processes end with it.
+                told = str(error).partition("\n")[0]
+                message = f"motet: node {agent.node}: the store does not answer any more ({told})"
+                print(message, file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+def _start_processes(
+    children: Children, config: RunConfig, store_address: tuple[str, int], node_size: int
+) -> list[WatchedProcess]:
+    """Those that train on this node."""
+    processes: list[WatchedProcess] = []
     for place in range(node_size):
-        mine, theirs = context.Pipe()
-        process = context.Process(
-            target=_run_process, args=(config, store_address, place, node_size, theirs, (*pipes, mine))
-        )
-        process.start()
+        mine, theirs = multiprocessing.Pipe()
+        ends = [*(other.pipe for other in processes), mine]
+        process = children.start(_run_process, config, store_address, place, node_size, theirs, ends)
         theirs.close()
-        pipes.append(mine)
         processes.append(WatchedProcess(process, mine))
-    agent = NodeAgent(
-        node,
-        dist.TCPStore(*store_address, is_master=False, timeout=STORE_TIMEOUT),
-        processes,
-        succession,
-        config.train.failures.detect_s,
-    )
-
-    def warn(*_: object) -> None:
-        agent.is_warned = True
-
-    signal.signal(signal.SIGTERM, warn)
-    try:
-        agent.run()
-    except RuntimeError as error:  # Its processes end with it.
-        told = str(error).partition("\n")[0]
-        print(f"motet: node {agent.node}: the store does not answer any more ({told})", file=sys.stderr, flush=True)
-        os._exit(1)
+    return processes
 
 
 def _run_process(
@@ -283,8 +293,6 @@ def _run_process(
     others: Sequence[Connection],
 ) -> None:
     """A training process."""
-    end_with_parent()
-    _ignore_signals()
     for other in others:  # The agent's ends: if they stayed open here, its end would go unnoticed.
         other.close()
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place), str(node_size)
@@ -300,14 +308,3 @@ def _run_process(
         time.sleep(5)
         os._exit(1)
     os._exit(0)
-
-
-def _ignore_signals() -> None:
-    """The terminal's interrupt reaches all processes; the first one ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def end_with_parent() -> None:
-    """Linux: this process is killed when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

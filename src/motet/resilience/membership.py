@@ -9,11 +9,14 @@ Limits: the store must be where no training process dies with it (docs/decisions
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
 FIRST_GENERATION = 1
+BEAT_S = 0.1
+"""Between two signs of life of a node, and two looks at the others'."""
 
 Kind = Literal["start", "lost", "left", "joined", "leaving"]
 
@@ -140,6 +143,7 @@ class Beats:
         self._own = 0
         self._seen: dict[int, tuple[bytes, float]] = {}
         """By node: its last sign, and when it was first seen here."""
+        self._last_look = -math.inf
 
     def give(self, node: int) -> None:
         self._own += 1
@@ -147,19 +151,23 @@ class Beats:
 
     def missing(self, nodes: Sequence[int], now: float) -> list[int]:
         """Nodes whose sign has not changed for the timeout, by this machine's clock (`time.monotonic()`)."""
+        if now - self._last_look > max(self._timeout_s / 2, 2 * BEAT_S):
+            self._seen.clear()  # Held up itself, it cannot tell for how long others were silent.
+        self._last_look = now
         lost = []
         for node in nodes:
-            beat = self._store.get(f"beat/{node}")
-            last, since = self._seen.get(node, (b"", now))
+            beat = self._beat(node)
+            last, since = self._seen.setdefault(node, (beat, now))
             if beat != last:
                 self._seen[node] = (beat, now)
             elif now - since > self._timeout_s:
                 lost.append(node)
         return lost
 
-    def forget_all(self) -> None:
-        """Called when this agent itself was held up: it cannot tell for how long others were silent."""
-        self._seen.clear()
+    def _beat(self, node: int) -> bytes:
+        """Empty if it has a number and died before its first one: `get` would wait for it."""
+        key = f"beat/{node}"
+        return self._store.get(key) if self._store.check([key]) else b""
 
 
 def ranks_of(membership: Membership, node_size: int) -> Mapping[int, range]:

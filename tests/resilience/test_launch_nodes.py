@@ -1,0 +1,99 @@
+"""What the launching process does about processes that die, or are stopped, at its own side."""
+
+import multiprocessing
+import os
+import signal
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from test_children import is_running, wait_for
+from test_recover import at, config_of, failures, train_and, undisturbed
+from training import plan_of
+
+from motet.config import RunConfig
+from motet.resilience import launch_nodes
+from motet.resilience.agent import NodeAgent
+from motet.resilience.children import Children
+from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    """The others take it for lost, and train to the end."""
+    pids = tmp_path / "pids"
+
+    def stop_agent() -> None:
+        pids.write_text(f"{os.getpid()} {os.getppid()}")
+        os.kill(os.getppid(), signal.SIGSTOP)
+
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 3})
+    result = train_and(config, at(2, 3, stop_agent))
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+    [failure] = failures(config)
+    assert [(change["kind"], change["node"]) for change in failure["changes"]] == [("lost", 3)]
+    wait_for(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+
+
+def test_a_store_that_is_stopped_is_lost(tmp_path: Path) -> None:
+    """Its clients would wait without limit."""
+    config = config_of(tmp_path)
+    with Children() as children, mock.patch.object(launch_nodes, "_patience_s", return_value=0.3):
+        host, address = launch_nodes._start_store(children, ("127.0.0.1", 0), "", 0)
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGSTOP)
+        with (
+            pytest.raises(NodesLostError, match="the process that had the store died"),
+            launch_nodes._watched_store(host, address, config),
+        ):
+            pytest.fail("it answers")
+
+
+def test_a_store_that_dies_before_it_listens_is_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "restarts": 0})
+    with (
+        mock.patch.object(launch_nodes, "_host_store", side_effect=SystemExit),
+        pytest.raises(NodesLostError, match="does not answer"),
+    ):
+        train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1)
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
+def start_joining(config: RunConfig, store: dist.TCPStore) -> tuple[BaseProcess, Any]:
+    """A process that joins, and the connection through which the numbers of its processes come once it has."""
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    original = NodeAgent.run
+
+    def run(agent: NodeAgent) -> None:
+        theirs.send([watched.process.pid for watched in agent.processes])
+        original(agent)
+
+    def join() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        join_training(config, None, ("127.0.0.1", store.port), 2)
+
+    with mock.patch.object(NodeAgent, "run", run):
+        process = multiprocessing.get_context("fork").Process(target=join)
+        process.start()
+    return process, ours
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_node_that_has_no_part_yet_can_be_ended(tmp_path: Path, store: dist.TCPStore, number: signal.Signals) -> None:
+    """The training that it joined waits for more nodes."""
+    process, told = start_joining(config_of(tmp_path), store)
+    workers = told.recv()
+    wait_for(lambda: store.add("nodes", 0) == 1)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode == (1 if number == signal.SIGINT else 0)
+    wait_for(lambda: not any(is_running(pid) for pid in workers))

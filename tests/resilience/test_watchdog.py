@@ -1,0 +1,49 @@
+"""Whoever does not come round is ended; whoever was stopped altogether is not."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+from motet.resilience.watchdog import Watchdog
+
+
+def test_it_acts_when_nobody_comes_round() -> None:
+    acted = threading.Event()
+    with Watchdog(0.05, acted.set):
+        assert acted.wait(30)
+
+
+def test_it_does_not_act_afterwards() -> None:
+    acted = threading.Event()
+    with Watchdog(0.05, acted.set) as watchdog:
+        watchdog.come_round()
+    assert not acted.wait(0.2)
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+
+
+def test_a_process_that_was_stopped_and_goes_on_was_not_late() -> None:
+    """As by Ctrl-Z: the clock has gone on meanwhile, for both threads alike."""
+    patience_s = 3.0
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def work() -> None:
+        with Watchdog(patience_s, lambda: os._exit(3)) as watchdog:
+            theirs.send("begun")
+            while not theirs.poll(0.01):
+                watchdog.come_round()
+        os._exit(0)
+
+    process = context.Process(target=work)
+    process.start()
+    ours.recv()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(1.2 * patience_s)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    ours.send("end")
+    process.join(30)
+    assert process.exitcode == 0
