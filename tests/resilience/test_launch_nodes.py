@@ -47,6 +47,7 @@ def test_a_store_that_is_stopped_is_lost(tmp_path: Path) -> None:
         assert host.pid is not None
         os.kill(host.pid, signal.SIGSTOP)
         with (
+            mock.patch.object(launch_nodes, "STORE_TIMEOUT", timedelta(seconds=1)),
             pytest.raises(NodesLostError, match="the process that had the store died"),
             launch_nodes._watched_store(host, address, config),
         ):
