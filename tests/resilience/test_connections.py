@@ -1,7 +1,10 @@
 """What another thread can end."""
 
+import os
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,3 +70,37 @@ def test_waiting_for_a_rank_that_does_not_connect(tmp_path: Path, waiting_rank: 
         return dist.get_world_size()
 
     assert run_distributed(work, 2) == [2, 2]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_are_bounded(tmp_path: Path) -> None:
+    """However often waits are ended, and however many worlds are left."""
+
+    def work(rank: int) -> tuple[int, int]:
+        dist.barrier()
+        leave_world()
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        connections, most = Connections(), 0
+        before = num_descriptors()
+        for generation in range(6):
+            world = dist.PrefixStore(str(generation), store)
+            dist.init_process_group("gloo", store=world, rank=rank, world_size=2, timeout=NEVER)
+            dist.new_group([0, 1])
+            with suppress(RuntimeError):  # The other one may be ahead.
+                dist.barrier()
+            for _ in range(30):
+                connections.end_waits(num_ranks=2)
+            most = max(most, num_descriptors() - before)
+            leave_world()
+        while num_descriptors() > before:
+            time.sleep(0.01)
+        left = num_descriptors() - before
+        dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=2)
+        return most, left
+
+    for most, left in run_distributed(work, 2):
+        assert most < 60  # 30 times 2 connections to each of two listeners, were they kept.
+        assert left <= 0

@@ -5,9 +5,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -137,3 +139,83 @@ def test_a_peer_fails_in_the_middle_of_a_message(tmp_path: Path) -> None:
         return half, dist.isend(half, 0)
 
     check_wait_ends(tmp_path, lambda: wait(dist.irecv(buffer(), 1)), send_half, stops=False)
+
+
+class FakeWork:
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, failure: Exception | None = None) -> bool:
+        self.is_over.wait()
+        if failure is not None:
+            raise failure
+        return True
+
+
+def waiting(waits: Waits, work: FakeWork, failure: Exception | None = None) -> Future[bool]:
+    """In a thread, until it does."""
+    result = Future[bool]()
+
+    def run() -> None:
+        try:
+            result.set_result(work.wait(failure))
+        except RuntimeError as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run).start()
+    while not waits._pending:
+        os.sched_yield()
+    return result
+
+
+@pytest.fixture
+def waits() -> Iterator[Waits]:
+    waits = Waits()
+    with waits.can_be_called_off(FakeWork), mock.patch("motet.resilience.waits.GRACE_S", 0.0):
+        yield waits
+
+
+@pytest.mark.parametrize("before_generation", [1, 2, 3])
+def test_only_what_began_before(waits: Waits, before_generation: int) -> None:
+    waits.generation = 2
+    work = FakeWork()
+    result = waiting(waits, work)
+    waits.generation = 3
+    waits.call_off(before_generation, since=0.0)
+    if before_generation <= 2:
+        work.is_over.set()
+        assert result.result()
+    else:
+        with pytest.raises(RuntimeError, match="called off"):
+            result.result()
+        work.is_over.set()
+    assert not waits._pending
+
+
+def test_each_has_its_grace(waits: Waits) -> None:
+    work = FakeWork()
+    result = waiting(waits, work)
+    waits.call_off(1, since=time.monotonic() + 60)
+    work.is_over.set()
+    assert result.result()
+
+
+def test_what_goes_wrong_is_told(waits: Waits) -> None:
+    work = FakeWork()
+    result = waiting(waits, work, RuntimeError("broken"))
+    work.is_over.set()
+    with pytest.raises(RuntimeError, match="broken"):
+        result.result()
+
+
+def test_helpers_end_with_whom_they_help(waits: Waits) -> None:
+    for _ in range(20):
+        work = FakeWork()
+        result = waiting(waits, work)
+        work.is_over.set()
+        assert result.result()
+    while [thread for thread in threading.enumerate() if thread.name == "waits"]:
+        time.sleep(0.01)

@@ -64,23 +64,30 @@ class Waits:
                 outcome.put((None, RuntimeError("called off, as what it waits for is over")))
 
     def _wait(self, wait: Callable[[], Any]) -> Any:
-        helper = getattr(self._helpers, "helper", None)
-        if helper is None:
-            helper = self._helpers.helper = _Helper()
+        tasks = self._tasks()
         outcome: _Outcome = SimpleQueue()
         self._pending[outcome] = self.generation, time.monotonic()
         try:
-            helper.tasks.put((wait, outcome))
+            tasks.put((wait, outcome))
             result, error = outcome.get()
         except BaseException:  # Of a signal's handler.
             del self._helpers.helper
             raise
         finally:
             del self._pending[outcome]
-        if error is not None:
-            del self._helpers.helper  # It may still wait.
+        if error is None:
+            return result
+        del self._helpers.helper  # It may still wait.
+        try:
             raise error
-        return result
+        finally:
+            del error  # Else this frame and the error would keep each other.
+
+    def _tasks(self) -> "_Tasks":
+        """Those of this thread's helper."""
+        if not hasattr(self._helpers, "helper"):
+            self._helpers.helper = _Helper()
+        return self._helpers.helper.tasks
 
 
 class _Helper:

@@ -1,0 +1,93 @@
+"""A training process's line to its agent. Each test's is in a process of its own, which ends when the line does."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from distributed import run_distributed
+
+from motet.resilience.control import Control
+from motet.resilience.membership import Call, Membership
+
+LONG_S = 3600.0
+
+
+def call(generation: int, *, is_urgent: bool = True) -> Call:
+    return Call(Membership(generation=generation, nodes=(0,), num_known=1, plan="", is_urgent=is_urgent), 0)
+
+
+def with_line(test: Callable[[Control, Connection], Any]) -> Any:
+    """What it returns of a process's end and its agent's."""
+
+    def work(_: int) -> Any:
+        pipe, agent = multiprocessing.Pipe()
+        result = test(Control(pipe), agent)
+        lines.append(agent)
+        return result
+
+    lines: list[Connection] = []
+    return run_distributed(work, 1)[0]
+
+
+def words(agent: Connection, *, until: str, times: int = 1) -> list[tuple[str, Any]]:
+    heard = [agent.recv()]
+    while sum(word == until for word, _ in heard) < times:
+        heard.append(agent.recv())
+    return heard
+
+
+def test_who_does_not_leave_is_told_of_once() -> None:
+    def test(control: Control, agent: Connection) -> list[str]:
+        control.begin(1, 1, 0.0)
+        agent.send(call(2))
+        told = [more for word, more in words(agent, until="hung") if word == "hung"]
+        told += [more for word, more in words(agent, until="alive", times=3) if word == "hung"]
+        control.begin(2, 1, LONG_S)
+        agent.send(call(3))
+        told += [more for word, more in words(agent, until="alive", times=3) if word == "hung"]
+        return told
+
+    (told,) = with_line(test)
+    assert "did not leave generation 1" in told
+
+
+def test_signs_of_life_while_waits_are_ended() -> None:
+    def test(control: Control, agent: Connection) -> int:
+        control.begin(1, 1, LONG_S)
+        ending, ended = threading.Event(), threading.Event()
+
+        class SlowConnections:
+            def end_waits(self, *, num_ranks: int) -> None:
+                ending.set()
+                ended.wait()
+
+        control._connections = SlowConnections()  # type: ignore[assignment]
+        agent.send(call(2))
+        ending.wait()
+        while agent.poll():
+            agent.recv()
+        heard = words(agent, until="alive", times=3)
+        ended.set()
+        return len(heard)
+
+    assert with_line(test) == 3
+
+
+def test_when_it_was_heard_of() -> None:
+    """Not when the training loop asked."""
+
+    def test(control: Control, agent: Connection) -> bool:
+        before = time.monotonic()
+        agent.send(call(1, is_urgent=False))
+        while not control.is_change_due():
+            os.sched_yield()
+        noticed = time.monotonic()
+        heard = control.newer(None)
+        assert heard is not None
+        return before <= heard.heard_at <= noticed
+
+    assert with_line(test)
