@@ -48,19 +48,25 @@ def iteration_s(problem, degrees):
         if left:
             return None
     behind = max((degrees[n].pp for n, u in problem.units.items() if u.role == "generator"), default=0)
-    fills, slowest = {}, 0.0
+    fills, slowest, longest_reduction = {}, 0.0, 0.0
     for name, unit in problem.units.items():
         d = degrees[name]
         num_layers = len(unit.layer_costs)
         if d.vpp > 1 and (d.pp == 1 or d.pp * d.vpp > num_layers):
             return None
+        if unit.equal_stages and num_layers % (d.pp * d.vpp):
+            return None
         samples = ceil(problem.global_batch_size * unit.items_per_sample / d.dp / count) / unit.items_per_sample
         whole_s = unit.seconds[d.tp] * samples + unit.microbatch_s.get(d.tp, 0.0)
-        share = max(stage_costs(unit.layer_costs, partition(unit.layer_costs, d.pp))) / sum(unit.layer_costs)
+        per_stage = num_layers // d.pp
+        cut = [(s * per_stage, (s + 1) * per_stage) for s in range(d.pp)]
+        if not unit.equal_stages:
+            cut = partition(unit.layer_costs, d.pp)
+        share = max(stage_costs(unit.layer_costs, cut)) / sum(unit.layer_costs)
         slowest = max(slowest, whole_s * share)
         of_layers = ceil(num_layers / d.pp) / num_layers
-        reduce_s = unit.reduce_s * of_layers / d.tp * 2 * (d.dp - 1) / d.dp
-        fills.setdefault(unit.role, []).append(whole_s / d.vpp + d.pp * unit.boundary_s * samples + reduce_s)
+        longest_reduction = max(longest_reduction, unit.reduce_s * of_layers / d.tp * 2 * (d.dp - 1) / d.dp)
+        fills.setdefault(unit.role, []).append(whole_s / d.vpp + d.pp * unit.boundary_s * samples)
         after = {"encoder": degrees[backbone].pp + behind, "language_model": behind, "generator": 0}[unit.role]
         in_flight = min(count, d.pp + after + ((d.pp - 1) / d.vpp if d.vpp > 1 else 0))
         optimizer = unit.optimizer_bytes / (d.dp if problem.zero1 else 1)
@@ -68,7 +74,7 @@ def iteration_s(problem, degrees):
         needed += of_layers * in_flight * samples * unit.activation_bytes.get(d.tp, 0.0)
         if needed > problem.device_bytes * (1 + 1e-9):
             return None
-    return sum(max(times) for times in fills.values()) + (count - 1) * slowest
+    return sum(max(times) for times in fills.values()) + (count - 1) * slowest + longest_reduction
 
 
 @st.composite
@@ -90,6 +96,7 @@ def units(draw, role):
         boundary_s=draw(st.sampled_from((0.0, 0.1))),
         reduce_s=draw(st.sampled_from((0.0, 0.3))),
         max_stages=draw(st.sampled_from((None, 2))),
+        equal_stages=draw(st.booleans()),
         max_devices=draw(st.sampled_from((None, None, 3))),
         vpp_sizes=draw(st.sampled_from(((1,), (1,), (1, 2)))),
     )

@@ -1,17 +1,48 @@
 """DistTrain's tables: the models are the paper's, the calibration is met, the shape holds, misses are known."""
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
 from motet.planner.disttrain import disttrain as plan_disttrain
 from motet.planner.disttrain import orchestrated_plan, orchestration_problem
 from motet.planner.evaluate import evaluate
 from motet.planner.orchestration import orchestrate
-from motet.reproduce.disttrain import LARGE, MEGATRON_STAGES, SMALL, disttrain, megatron, problems, proportional, tables
-from motet.reproduce.disttrain_models import BACKBONES, backbone, mllm, unet, vit_huge
+from motet.reproduce.disttrain import _deep_dive, _frozen, _overall, _step_ccl, problems
+from motet.reproduce.disttrain_alternatives import ALTERNATIVES, alternatives_table, calibrated
+from motet.reproduce.disttrain_models import (
+    ASSUMED,
+    BACKBONES,
+    PEAK_FLOPS,
+    SEQUENCE,
+    backbone,
+    image_tokens,
+    mllm,
+    sample_flops,
+    unet,
+    vit_huge,
+)
+from motet.reproduce.disttrain_reordering import reordering_table
+from motet.reproduce.disttrain_systems import (
+    LARGE,
+    MEGATRON_STAGES,
+    SMALL,
+    _fewest_devices,
+    disttrain,
+    megatron,
+    proportional,
+)
+
+
+@cache
+def all_tables():
+    """But for the alternatives, which take the longest."""
+    return [_overall(), _deep_dive(), reordering_table(), _frozen(), _step_ccl()]
 
 
 def rows():
-    return {(table.table.split(":")[0], row.what): row for table in tables() for row in table.rows}
+    return {(table.table.split(":")[0], row.what): row for table in all_tables() for row in table.rows}
 
 
 def test_the_models_have_the_papers_sizes():
@@ -40,8 +71,60 @@ def test_the_shape_of_figures_15_to_17():
     assert gains == sorted(gains, reverse=True), "the smaller the model, the larger the gain"
     assert all(gain > 1 for gain in gains)
     for size in BACKBONES:
-        times = [each(size, SMALL[0], SMALL[1][size]).iteration_s for each in (disttrain, proportional, megatron)]
-        assert times == sorted(times)
+        small = size, SMALL[0], SMALL[1][size]
+        times = [disttrain(*small), proportional(*small, by_time=True), megatron(*small)]
+        assert [each.iteration_s for each in times] == sorted(each.iteration_s for each in times)
+        assert disttrain(*small).mfu > proportional(*small).mfu
+
+
+def test_assumptions_that_others_published():
+    """Two measured throughputs of eight A100, from which the efficiencies follow."""
+    a_unet_image = sample_flops("9B")[2] / ASSUMED.images
+    assert pytest.approx(290 / 8 * 3 * a_unet_image / PEAK_FLOPS, rel=0.01) == ASSUMED.unet_efficiency
+    # 256 words are about 350 tokens.
+    assert SEQUENCE - ASSUMED.images * image_tokens(ASSUMED) == pytest.approx(350, abs=5)
+
+
+def test_the_one_constant_is_what_calibrating_gives():
+    assert calibrated(ASSUMED).matrix_efficiency == pytest.approx(ASSUMED.matrix_efficiency, rel=0.005)
+
+
+@pytest.mark.slow
+def test_no_alternative_brings_all_three_models_to_the_published_ratios():
+    """What the table's note says of 15B: too good by a seventh, but for a baseline with StepCCL, which 9B speaks
+    against."""
+    ratios = {
+        alternative.what: {row.what.split(":")[0][-3:].strip(): row.ours for row in rows}
+        for alternative, rows in zip(ALTERNATIVES, batched(alternatives_table().rows, 3), strict=True)
+    }
+    with_step_ccl = ratios.pop("Megatron-LM with StepCCL")
+    assert all(1.9 < each["15B"] < 2.01 for each in ratios.values())
+    assert with_step_ccl["15B"] == pytest.approx(1.7, rel=0.05)
+    assert with_step_ccl["9B"] < 0.8 * 2.8
+    for each in (*ratios.values(), with_step_ccl):
+        assert each["9B"] / each["15B"] < 1.5 < 2.75 / 1.75
+    assert max(each["72B"] for each in ratios.values()) > 1.8
+    assert min(each["72B"] for each in ratios.values()) < 1.27
+
+
+def batched(rows, number):
+    return [rows[i : i + number] for i in range(0, len(rows), number)]
+
+
+def test_devices_that_bring_little_are_spared():
+    problem = mllm("72B", 112, 240)
+    best, fewest = orchestrate(problem), _fewest_devices(problem, 0.05)
+    assert fewest.num_devices < best.num_devices
+    assert best.iteration_s <= fewest.iteration_s <= best.iteration_s * 1.05
+    found = orchestrate(replace(problem, num_devices=fewest.num_devices - 1))
+    assert found.iteration_s > best.iteration_s * 1.05
+    assert _fewest_devices(problem, 0.0).iteration_s == best.iteration_s
+
+
+def test_stages_divide_the_layers_as_in_megatron():
+    for size, (layers, *_) in BACKBONES.items():
+        degrees = orchestrate(mllm(size, LARGE[0], LARGE[1][size])).degrees["language_model"]
+        assert layers % (degrees.pp * degrees.vpp) == 0
 
 
 def test_what_is_said_is_what_is():
@@ -50,10 +133,23 @@ def test_what_is_said_is_what_is():
     calibrated = found[overall, "DistTrain's MFU, MLLM-72B"]
     assert not calibrated.held_out
     assert calibrated.ratio == pytest.approx(1, abs=0.01)
-    assert found[overall, "DistTrain's MFU, least of three models"].ratio == pytest.approx(1, abs=0.12)
-    assert found[overall, "MFU ratio, 72B"].ratio == pytest.approx(1, abs=0.12)
-    errors = {table.table.split(":")[0]: table.max_rel_err for table in tables()}
-    assert errors["Figures 19 and 20"] < 0.20
+    for what, within in (
+        ("DistTrain's MFU, least of three models", 0.05),
+        ("MFU ratio, 9B and 15B, most", 0.05),
+        ("MFU ratio, 9B and 15B, least", 0.17),
+        ("throughput ratio, 9B and 15B, least", 0.12),
+        ("MFU ratio, 72B", 0.15),
+        ("throughput ratio, 72B", 0.09),
+        ("GPUs of DistTrain, MLLM-72B", 0.01),
+    ):
+        assert found[overall, what].ratio == pytest.approx(1, abs=within), what
+    at_the_published_gpus = found[overall, "throughput ratio, 9B, DistTrain on 890 GPUs"]
+    assert not at_the_published_gpus.held_out, "its number of GPUs comes from the published ratios"
+    assert at_the_published_gpus.ratio == pytest.approx(1, abs=0.10)
+    errors = {table.table.split(":")[0]: table.max_rel_err for table in all_tables()}
+    assert errors["Figure 17"] < 0.18
+    assert errors["Figure 18"] < 0.07
+    assert errors["Figures 19 and 20"] < 0.12
     assert errors["Figure 22"] < 0.10
     for row in found.values():
         assert row.assumptions

@@ -4,9 +4,11 @@ Modules are parallelism units with tensor, pipeline and data parallelism of thei
 a module's microbatch, C(tp) seconds of forward and backward of a sample through the whole module, and s the share of
 its slowest stage,
 
-    fill   w = b C(tp) / vpp + messages between its stages + reduction of its gradients
+    fill   w = b C(tp) / vpp + messages between its stages
     stage  t = b C(tp) s
-    T_iter   = max over encoders (w) + w of the language model + max over generators (w) + (M - 1) max over all (t)
+    reduce r = reduction of its gradients over its replicas
+    T_iter   = max over encoders (w) + w of the language model + max over generators (w)
+               + (M - 1) max over all (t) + max over all (r)
 
 subject to the devices (sum of tp pp dp <= N) and to the memory of each (parameters and gradients, optimizer state, the
 activations of the microbatches in flight).
@@ -16,12 +18,12 @@ paper solves a convex relaxation in the numbers of devices; several encoders (ge
 longest of them counts; in flight are the microbatches of all stages behind as well (the paper leaves the generator
 out); interleaving costs the activations that it costs (Narayanan et al. 2021, 2.2).
 
-Exactness: for each number of microbatches every choice of every module is a row (devices, t, w, stages, room for
+Exactness: for each number of microbatches every choice of every module is a row (devices, t, w, r, stages, room for
 stages behind). Rows that another row beats in every column are never needed, neither alone nor in a sum or maximum with
 others; what is left is combined, in the order of a lower bound, until the bound reaches the best found.
 
-Limits: samples cost alike; reductions are taken to follow each other; tensor-parallel and data-parallel groups meet
-the same bandwidth wherever they lie.
+Limits: samples cost alike; modules, which have devices of their own, reduce side by side, but only when the last
+backward of all has ended; tensor-parallel and data-parallel groups meet the same bandwidth wherever they lie.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +46,7 @@ class _Rows:
     devices: np.ndarray
     stage_s: np.ndarray
     fill_s: np.ndarray
+    reduce_s: np.ndarray
     stages: np.ndarray
     """Of the longest chain."""
     room: np.ndarray
@@ -59,6 +62,7 @@ class _Rows:
             self.devices[index],
             self.stage_s[index],
             self.fill_s[index],
+            self.reduce_s[index],
             self.stages[index],
             self.room[index],
             {name: sizes[index] for name, sizes in self.degrees.items()},
@@ -67,7 +71,7 @@ class _Rows:
     def undominated(self, *, counts_stages: bool = True) -> "_Rows":
         """`counts_stages`: somebody stands before whose memory depends on them."""
         stages = self.stages if counts_stages else np.zeros_like(self.stages)
-        columns = np.stack([self.devices, self.stage_s, self.fill_s, stages, -self.room], axis=1)
+        columns = np.stack([self.devices, self.stage_s, self.fill_s, self.reduce_s, stages, -self.room], axis=1)
         left = np.lexsort(columns.T[::-1])
         kept = []
         while len(left):
@@ -83,13 +87,14 @@ class _Rows:
             mine.devices + its.devices,
             np.maximum(mine.stage_s, its.stage_s),
             np.maximum(mine.fill_s, its.fill_s),
+            np.maximum(mine.reduce_s, its.reduce_s),
             np.maximum(mine.stages, its.stages),
             np.minimum(mine.room, its.room),
             {**mine.degrees, **its.degrees},
         )
 
 
-NOTHING = _Rows(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, inf), {})
+NOTHING = _Rows(*(np.zeros(1) for _ in range(5)), np.full(1, inf), {})
 
 
 def orchestrate(problem: OrchestrationProblem) -> Orchestration:
@@ -167,7 +172,8 @@ def _floor_s(problem: OrchestrationProblem, num_microbatches: int, name: str, ro
     enough = left >= sum(r.devices.min() for _, r in others)
     work = sum(float((r.stage_s * r.devices).min()) for _, r in others)
     stage_s = np.maximum(mine.stage_s, work / np.maximum(left, 1))
-    floor: np.ndarray = np.where(enough, sum(fills.values()) + (num_microbatches - 1) * stage_s, inf)
+    reduce_s = np.maximum(mine.reduce_s, max((float(r.reduce_s.min()) for _, r in others), default=0.0))
+    floor: np.ndarray = np.where(enough, sum(fills.values()) + (num_microbatches - 1) * stage_s + reduce_s, inf)
     return floor / SLACK
 
 
@@ -212,6 +218,8 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
     tp, dp, pp_, vpp = grid
     most_devices = min(problem.num_devices, unit.max_devices or problem.num_devices)
     allowed = (tp * dp * pp_ <= most_devices) & ((vpp == 1) | ((pp_ * vpp <= unit.num_layers) & (pp_ > 1)))
+    if unit.equal_stages:
+        allowed &= unit.num_layers % (pp_ * vpp) == 0
     tp, dp, pp_, vpp = (axis[allowed] for axis in grid)
     layer_share = -(-unit.num_layers // pp_) / unit.num_layers
     state = unit.state_bytes + unit.optimizer_bytes / (dp if problem.zero1 else 1)
@@ -244,7 +252,7 @@ def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> 
         grid = grid.with_dp(lm_dp_sizes)
     samples = -(-grid.num_items // (grid.dp * num_microbatches)) / unit.items_per_sample
     seconds = grid.sample_s * samples + grid.microbatch_s
-    fill_s = seconds / grid.vpp + grid.pp * unit.boundary_s * samples + grid.reduce_s
+    fill_s = seconds / grid.vpp + grid.pp * unit.boundary_s * samples
     per_microbatch = grid.activation_bytes * samples * grid.layer_share
     in_flight = grid.pp + np.where(grid.vpp > 1, (grid.pp - 1) / grid.vpp, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -255,6 +263,7 @@ def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> 
         (grid.tp * grid.dp * grid.pp).astype(float),
         seconds * unit.slowest_shares[grid.pp - 1],
         fill_s,
+        grid.reduce_s,
         grid.pp.astype(float),
         room,
         {grid.name: np.stack([grid.tp, grid.pp, grid.dp, grid.vpp], axis=1)},
@@ -267,6 +276,9 @@ def _best_combination(
 ) -> Orchestration | None:
     """The best of at most `limit` seconds."""
     by_role: dict[Role, _Rows] = {}
+    # Reductions shorter than what some module needs in any case make no difference, and so keep no row alive.
+    reduce_s = max(float(r.reduce_s.min()) for r in rows.values())
+    rows = {name: replace(r, reduce_s=np.maximum(r.reduce_s, reduce_s)) for name, r in rows.items()}
     for role in ("encoder", "generator", "language_model"):
         combined = NOTHING
         for name, unit in problem.units.items():
@@ -289,6 +301,7 @@ def _best_combination(
         if bounds[k] > best[0]:
             break
         times = around.fill_s + backbone.fill_s[k] + steps * np.maximum(around.stage_s, backbone.stage_s[k])
+        times += np.maximum(around.reduce_s, backbone.reduce_s[k])
         devices = around.devices + backbone.devices[k]
         fits = (devices <= problem.num_devices) & (around.room >= backbone.stages[k])
         fits &= around.stages <= backbone.room[k]
@@ -330,5 +343,6 @@ def _bounds(num_devices: int, steps: int, around: _Rows, backbone: _Rows) -> np.
     fitting = np.searchsorted(around.devices[order], num_devices - backbone.devices, side="right")
     stage_s = shortest[np.maximum(fitting - 1, 0)]
     bounds: np.ndarray = around.fill_s.min() + backbone.fill_s + steps * np.maximum(stage_s, backbone.stage_s)
+    bounds += np.maximum(around.reduce_s.min(), backbone.reduce_s)
     bounds[fitting == 0] = inf
     return bounds / SLACK

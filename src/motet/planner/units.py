@@ -40,6 +40,8 @@ class Unit:
     dp_sizes: tuple[int, ...] | None = None
     """None: whatever divides the items of the global batch."""
     max_stages: int | None = None
+    equal_stages: bool = False
+    """Stages, virtual ones too, hold equally many layers, as Megatron-LM demands."""
     max_devices: int | None = None
     vpp_sizes: tuple[int, ...] = (1,)
     """Stages of the module that a rank may hold (interleaved 1F1B)."""
@@ -50,9 +52,15 @@ class Unit:
 
     @cached_property
     def slowest_shares(self) -> np.ndarray:
-        """[pp - 1]: the share of the slowest of so many stages in the module's time."""
+        """[pp - 1]: the share of the slowest of so many stages in the module's time; infinite if there cannot be."""
         limit = min(self.num_layers, self.max_stages or self.num_layers)
-        return bottlenecks(self.layer_costs, limit) / sum(self.layer_costs)
+        if not self.equal_stages:
+            return bottlenecks(self.layer_costs, limit) / sum(self.layer_costs)
+        costs = np.array(self.layer_costs)
+        slowest = [
+            costs.reshape(pp, -1).sum(axis=1).max() if self.num_layers % pp == 0 else inf for pp in range(1, limit + 1)
+        ]
+        return np.array(slowest) / costs.sum()
 
 
 class UnitDegrees(NamedTuple):

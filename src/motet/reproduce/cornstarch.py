@@ -16,11 +16,11 @@ from motet.data.sample import Sample, Segment
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.reproduce import cornstarch_attention
 from motet.reproduce.cornstarch_problems import problems
+from motet.reproduce.given_times import GivenTimes
 from motet.reproduce.tables import Row, Table
-from motet.schedule.action import Compute, Kind, Reduce
-from motet.schedule.lower import Message
+from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program
-from motet.schedule.routes import Cell, derive_routes
+from motet.schedule.routes import derive_routes
 from motet.simulator.simulate import simulate
 
 __all__ = ["problems", "tables"]
@@ -210,7 +210,13 @@ def _iteration_s(times: tuple[tuple[str, Times], ...], stages: tuple[tuple[str, 
     names = [name for name, _ in times]
     samples = [Sample(str(i), {name: (Segment(1),) for name in names}, {LLM: 1}) for i in range(NUM_MICROBATCHES)]
     routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
-    costs = StageTimes(dict(times))
+    milliseconds = dict(times)
+
+    def seconds(action: Compute) -> float:
+        forward, backward = milliseconds[action.cell.module]
+        return (forward if action.kind is Kind.FORWARD else backward) / 1e3
+
+    costs = GivenTimes(seconds)
     return simulate(make_program(plan.schedule, routes, costs.compute_s), costs).iteration_time_s
 
 
@@ -230,30 +236,3 @@ def _plan(names: Sequence[str], num_stages: Mapping[str, int]) -> Plan:
         )
     edges = tuple(Edge(source=name, target=LLM) for name in names if name != LLM)
     return Plan(modules=modules, edges=edges, num_microbatches=NUM_MICROBATCHES, planner="published")
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Costs of an iteration whose stages take what a table prints; all else costs nothing."""
-
-    milliseconds: Mapping[str, Times]
-    fixed_s: float = 0.0
-
-    def compute_s(self, action: Compute) -> float:
-        forward, backward = self.milliseconds[action.cell.module]
-        return (forward if action.kind is Kind.FORWARD else backward) / 1e3
-
-    def message_s(self, message: Message) -> float:
-        return 0.0
-
-    def message_bytes(self, message: Message) -> int:
-        return 0
-
-    def reduce_s(self, reduce: Reduce) -> float:
-        return 0.0
-
-    def saved_bytes(self, cell: Cell, half: bool) -> int:
-        return 0
-
-    def static_bytes(self, rank: int) -> int:
-        return 0

@@ -21,7 +21,6 @@ BACKBONES: Mapping[str, tuple[int, int, int, int, int]] = {
     "72B": (80, 8192, 28672, 64, 8),
 }
 """Table 1: layers, hidden size, MLP size, heads, groups."""
-ENCODED_SIDE = 512
 IMAGE_SIDE: Mapping[str, int] = {"9B": 512, "15B": 512, "72B": 1024}
 """That the generator makes."""
 Passes = tuple[int, int, int]
@@ -33,12 +32,20 @@ TRAINED: Passes = (3, 3, 3)
 class Assumed:
     """What the paper does not print."""
 
-    matrix_efficiency: float = 0.615
+    matrix_efficiency: float = 0.635
     """Of the language model's kernels; the one calibrated constant."""
-    modality_efficiency: float = 0.4
-    """Of ViT and U-Net kernels, which are narrower."""
-    images: int = 4
-    """In each sequence of 8192 tokens, of 512 x 512 at the encoder (1024 tokens each)."""
+    vit_efficiency: float = 0.39
+    """Of ViT-g/14 with its text tower in NVIDIA NeMo's training of CLIP: 559 pairs a second on eight A100."""
+    unet_efficiency: float = 0.28
+    """Of Stable Diffusion 2 in MosaicML's training: 290 images of 512 x 512 a second on eight A100, latents at hand."""
+    latents: float = 0.0
+    """What encoding images into latents adds to the generator's time: none, it is left to preprocessing."""
+    images: int = 10
+    """In each sequence of 8192 tokens. Ten with 256 words (about 350 tokens) is what section 4.2 calls typical: 784
+    tokens an image. LAION-400M's published statistics of sizes agree (more than half a side of 256, a quarter one of
+    512): about 800 patches of 16 x 16 in the mean."""
+    encoded_side: int = 448
+    """Of an image at the encoder: the square of 784 patches."""
     exposed: float = 0.1
     """Share of the tensor-parallel communication that StepCCL does not hide."""
     nvlink_bytes_per_s: float = LINKS["nvlink-a800"].bytes_per_s
@@ -47,6 +54,10 @@ class Assumed:
     network_bytes_per_s: float = 4 * LINKS["roce200"].bytes_per_s / 8
     """Four cards for eight devices."""
     vpp_sizes: tuple[int, ...] = (1, 2, 4)
+    equal_stages: bool = True
+    """Of the language model: DistTrain extends Megatron-LM, which divides layers by stages without remainder."""
+    spared: float = 0.01
+    """Devices that shorten the iteration by less than this are not taken."""
     vocabulary: int = 32000
 
 
@@ -79,7 +90,7 @@ def vit_huge() -> ModuleWorkload:
             "intermediate_size": 5120,
             "num_hidden_layers": 32,
             "num_attention_heads": 16,
-            "image_size": ENCODED_SIDE,
+            "image_size": ASSUMED.encoded_side,
             "patch_size": 16,
         }
     )
@@ -113,13 +124,25 @@ def _forward_flops(workload: ModuleWorkload, tokens: int, incoming: int = 0) -> 
 
 
 @cache
-def sample_flops(size: str, images: int) -> tuple[float, float, float]:
+def sample_flops(size: str, assumed: Assumed = ASSUMED) -> tuple[float, float, float]:
     """Of one pass of one sample through encoder, language model and generator."""
-    return (
-        images * _forward_flops(vit_huge(), (ENCODED_SIDE // 16) ** 2),
-        _forward_flops(backbone(size), SEQUENCE),
-        images * _forward_flops(unet(), (IMAGE_SIDE[size] // 8) ** 2, incoming=77),
-    )
+    encoded, generated = _image_flops(size, image_tokens(assumed))
+    return assumed.images * encoded, _sequence_flops(size), assumed.images * generated
+
+
+@cache
+def _image_flops(size: str, tokens: int) -> tuple[float, float]:
+    latents = (IMAGE_SIDE[size] // 8) ** 2
+    return _forward_flops(vit_huge(), tokens), _forward_flops(unet(), latents, incoming=77)
+
+
+@cache
+def _sequence_flops(size: str) -> float:
+    return _forward_flops(backbone(size), SEQUENCE)
+
+
+def image_tokens(assumed: Assumed) -> int:
+    return (assumed.encoded_side // 16) ** 2
 
 
 UNET_ACTIVATION_BYTES: Mapping[int, float] = {512: 4e9, 1024: 16e9}
@@ -136,7 +159,7 @@ def mllm(
 ) -> OrchestrationProblem:
     """MLLM-9B, 15B or 72B on A800s. `overlapped`: tensor-parallel communication is hidden by StepCCL."""
     layers, hidden, *_ = BACKBONES[size]
-    flops = sample_flops(size, assumed.images)
+    flops = sample_flops(size, assumed)
     network = assumed.network_bytes_per_s
 
     def unit(index: int, num_parameters: float, **values: object) -> Unit:
@@ -149,7 +172,7 @@ def mllm(
             **values,  # type: ignore[arg-type]
         )
 
-    modality_flops = PEAK_FLOPS * assumed.modality_efficiency
+    generator_s = passes[2] * flops[2] / (PEAK_FLOPS * assumed.unet_efficiency) * (1 + assumed.latents)
     return OrchestrationProblem(
         units={
             "encoder": unit(
@@ -157,9 +180,9 @@ def mllm(
                 vit_huge().num_parameters,
                 role="encoder",
                 layer_costs=(1.0,) * 32,
-                seconds={1: passes[0] * flops[0] / modality_flops},
+                seconds={1: passes[0] * flops[0] / (PEAK_FLOPS * assumed.vit_efficiency)},
                 items_per_sample=assumed.images,
-                activation_bytes={1: 34 * assumed.images * 1024 * 1280 * 32},
+                activation_bytes={1: 34 * assumed.images * image_tokens(assumed) * 1280 * 32},
             ),
             "language_model": unit(
                 1,
@@ -170,13 +193,14 @@ def mllm(
                 activation_bytes={tp: 34 * SEQUENCE * hidden * layers / tp for tp in (1, 2, 4, 8)},
                 boundary_s=2 * 2 * SEQUENCE * hidden / network,
                 vpp_sizes=assumed.vpp_sizes,
+                equal_stages=assumed.equal_stages,
             ),
             "generator": unit(
                 2,
                 unet().num_parameters,
                 role="generator",
                 layer_costs=(1.0,),
-                seconds={1: passes[2] * flops[2] / modality_flops},
+                seconds={1: generator_s},
                 items_per_sample=assumed.images,
                 activation_bytes={1: assumed.images * UNET_ACTIVATION_BYTES[IMAGE_SIDE[size]]},
             ),
@@ -190,7 +214,7 @@ def mllm(
 def backbone_s(size: str, tp: int, passes: int, assumed: Assumed, overlapped: bool) -> float:
     """One sequence through the language model: FLOPs, and two all-reduces a layer in each of forward and backward."""
     layers, hidden, *_ = BACKBONES[size]
-    flops = sample_flops(size, assumed.images)[1]
+    flops = sample_flops(size, assumed)[1]
     message = 2 * SEQUENCE * hidden * 2 * (tp - 1) / tp
     communication = 2 * 2 * layers * message / assumed.nvlink_bytes_per_s
     exposed = assumed.exposed if overlapped else 1.0

@@ -5,7 +5,6 @@ assumes them; here costs are motet's analytic ones instead of one efficiency for
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
@@ -13,7 +12,7 @@ from motet.costs.memory import MemoryOptions
 from motet.data.sample import Sample, Segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.reproduce.disttrain_models import ASSUMED, ENCODED_SIDE, IMAGE_SIDE, SEQUENCE, backbone, unet, vit_huge
+from motet.reproduce.disttrain_models import ASSUMED, IMAGE_SIDE, SEQUENCE, backbone, unet, vit_huge
 from motet.workload import ModuleWorkload, with_projector
 
 
@@ -44,7 +43,6 @@ def problem(
         nics_per_node=4,
     )
     tp_sizes = {"vision": (1,), "language_model": (1, 2, 4, 8), "image": (1,)}
-    sample = _sample(size)
     return PlanningProblem(
         modules={
             name: ModuleProblem(
@@ -57,8 +55,8 @@ def problem(
         },
         edges=(Edge(source="vision", target="language_model"), Edge(source="language_model", target="image")),
         cluster=cluster,
-        table=analytic_table(workloads, cluster, dtype="bfloat16", tp_sizes=(1, 2, 4, 8)),
-        samples=tuple(Sample(str(i), sample.layouts, sample.num_loss_tokens) for i in range(global_batch_size)),
+        table=analytic_table(workloads, cluster, dtype="bfloat16", dtype_bytes=2, tp_sizes=(1, 2, 4, 8)),
+        samples=tuple(_sample(size, i) for i in range(global_batch_size)),
         num_microbatches=num_microbatches,
         recompute=tuple(workloads),
         memory=MemoryOptions(parameter_bytes=4, activation_bytes=2, zero1=True),
@@ -66,42 +64,19 @@ def problem(
     )
 
 
-def sample_with(alike: PlanningProblem, index: int, num_images: int) -> Sample:
-    """One of the problem's samples, but with so many images: first they, then text, together as long as before; each
-    image is made again by the generator."""
-    layouts = alike.samples[0].layouts
-    image, latents = layouts["vision"][0], layouts["image"][0]
-    num_tokens = alike.samples[0].num_tokens("language_model") - num_images * image.outputs
-    text = (Segment(num_tokens),) if num_tokens else ()
+def _sample(size: str, index: int) -> Sample:
+    """First its images, then text, 8192 tokens together; each image is made again by the generator."""
+    images, side, latents = range(ASSUMED.images), ASSUMED.encoded_side // 16, (IMAGE_SIDE[size] // 8) ** 2
+    num_text_tokens = SEQUENCE - len(images) * side**2
     return Sample(
         str(index),
         {
-            "vision": tuple(replace(image, item=i) for i in range(num_images)),
+            "vision": tuple(Segment(1 + side**2, item=i, num_outputs=side**2, grid=(side, side)) for i in images),
             "language_model": (
-                *(Segment(image.outputs, source="vision", item=i) for i in range(num_images)),
-                *text,
-            ),
-            "image": tuple(replace(latents, item=i) for i in range(num_images)),
-        },
-        {"language_model": num_tokens, "image": num_images * latents.num_tokens},
-    )
-
-
-def _sample(size: str) -> Sample:
-    num_images, latents = ASSUMED.images, (IMAGE_SIDE[size] // 8) ** 2
-    side = ENCODED_SIDE // 16
-    num_text_tokens = SEQUENCE - num_images * side**2
-    return Sample(
-        "0",
-        {
-            "vision": tuple(
-                Segment(1 + side**2, item=i, num_outputs=side**2, grid=(side, side)) for i in range(num_images)
-            ),
-            "language_model": (
-                *(Segment(side**2, source="vision", item=i) for i in range(num_images)),
+                *(Segment(side**2, source="vision", item=i) for i in images),
                 Segment(num_text_tokens),
             ),
-            "image": tuple(Segment(latents, item=i) for i in range(num_images)),
+            "image": tuple(Segment(latents, item=i) for i in images),
         },
-        {"language_model": num_text_tokens, "image": num_images * latents},
+        {"language_model": num_text_tokens, "image": len(images) * latents},
     )
