@@ -94,7 +94,8 @@ class _Rows:
         )
 
 
-NOTHING = _Rows(*(np.zeros(1) for _ in range(5)), np.full(1, inf), {})
+_ZERO = np.zeros(1)
+NOTHING = _Rows(_ZERO, _ZERO, _ZERO, _ZERO, _ZERO, np.full(1, inf), {})
 
 
 def orchestrate(problem: OrchestrationProblem) -> Orchestration:
