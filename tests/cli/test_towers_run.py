@@ -200,6 +200,25 @@ def test_a_decoder_that_captions(capsys: pytest.CaptureFixture[str], run_file: P
     assert run(capsys, "plan", run_file, "--set", data)["fits"]
 
 
+@pytest.mark.parametrize(("planner", "family"), [("distmm", "GPT2Config"), ("auto", "BertConfig")])
+def test_planners_place_a_decoder(
+    capsys: pytest.CaptureFixture[str], run_file: Path, planner: str, family: str
+) -> None:
+    with_decoder(run_file, family)
+    parallel = ("--set", f"parallel={{planner: {planner}}}")
+    planned = run(capsys, "plan", run_file, *parallel)
+    ranks = {
+        name: {r for s in planned["stages"] if s["module"] == name for r in s["ranks"]} for name in ("decoder", "image")
+    }
+    assert ranks["decoder"]
+    assert ranks["decoder"].isdisjoint(ranks["image"])
+    # What is best for models as small as these may leave devices over, which no run may.
+    used = 1 + max(r for s in planned["stages"] for r in s["ranks"])
+    assert run(capsys, "verify", run_file, *parallel, "--set", f"cluster.num_devices={used}")["passed"]
+    message = "parallel.planner: no layout of image and text and decoder fits into 1 devices"
+    expect_mistake(capsys, ["plan", run_file, *parallel, "--set", "cluster.num_devices=1"], message)
+
+
 def test_a_pretrained_decoder_gets_cross_attention(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """A GPT-2 that was stored without it; what is stored is kept, the rest is drawn."""
     with_decoder(run_file, "GPT2Config")
@@ -213,8 +232,6 @@ def test_a_pretrained_decoder_gets_cross_attention(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("parallel={planner: auto}", "parallel.planner: planners lay out towers alone; for a model with a decoder"),
-        ("parallel={}", "parallel.planner: planners lay out towers alone; for a model with a decoder give .* explicit"),
         ("model.decoder.reads=sound", "model.decoder.reads: there is no tower 'sound'; give one of image, text"),
         ("model.decoder.config=LlamaConfig", "model.decoder: model_type 'llama' is no caption decoder; known are gpt2"),
         ("model.decoder.values.hidden_size=12", "model.decoder: is 12 wide, but the towers' features 8; set model.con"),
@@ -292,6 +309,10 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
             "recompute_features: planners choose that themselves",
         ),
         ("parallel={planner: auto, limits: {cp: [2]}}", "parallel.limits.cp: towers have whole items; leave it out"),
+        (
+            "parallel={planner: distmm, limits: {modules: {contrastive: {max_pp: 1}}}}",
+            "parallel.limits.modules.contrastive: a loss is one stage on all ranks that hold features; leave it out",
+        ),
         (
             "parallel={planner: distmm, limits: {dp: [2]}}",
             "parallel.limits.dp: planners balance towers by their replicas",

@@ -111,6 +111,24 @@ def test_three_towers_and_two_contrastive_batches() -> None:
     assert len(units) == 5, "every way to put three towers together"
 
 
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+def test_a_decoder_gets_devices_of_its_own(num_devices: int) -> None:
+    """On two devices the towers share one of them."""
+    captioning = problem(num_devices=num_devices, decoder=True)
+    every = [evaluate(captioning, assigned_plan(captioning, each)) for each in assignments(captioning)]
+    plan = distmm(captioning)
+    assert evaluate(captioning, plan).iteration_time_s == pytest.approx(
+        min(e.iteration_time_s for e in every if e.fits)
+    )
+    own = {rank for replica in plan.modules["decoder"].replicas for stage in replica.stages for rank in stage.ranks}
+    assert own
+    assert own.isdisjoint(plan.modules["loss"].replicas[0].stages[0].ranks)
+    assert not {"decoder", "loss"} & {*plan.recompute_features}
+    assert evaluate(captioning, make_plan(captioning, "auto")).iteration_time_s <= min(
+        e.iteration_time_s for e in every if e.fits
+    ) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("memory_mib", [160, 24, 8])
 def test_estimates_are_near_the_simulation(memory_mib: int) -> None:
     """In time and memory, whatever the partition is."""

@@ -11,6 +11,7 @@ from motet.data.sample import Sample, Segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
 from motet.workload import as_tower, contrastive_loss, module_workload, with_projector
+from motet.workload_decoders import decoder_workload
 
 CLUSTER = Cluster(
     num_devices=8,
@@ -30,8 +31,10 @@ def tower_problem(
     towers: int = 2,
     batch: int | None = None,
     latency_s: float = 4e-6,
+    decoder: bool = False,
 ) -> PlanningProblem:
-    """Small towers of unequal work: 145 tokens of an image, 16 of a text, 16 of another text."""
+    """Small towers of unequal work: 145 tokens of an image, 16 of a text, 16 of another text. `decoder`: captions of 16
+    tokens are written from the image's."""
     families = {"image": "clip", "text": "clip_text", "caption": "siglip_text"}
     names = list(families)[:towers]
     workloads = {
@@ -41,6 +44,12 @@ def tower_problem(
     workloads["loss"] = contrastive_loss(pairs, 32)
     layouts = {name: (Segment(16, num_outputs=1, grid=(16,)),) for name in names}
     layouts["image"] = (Segment(145, num_outputs=1, grid=(12, 12)),)
+    edges = [Edge(source=name, target="loss") for name in names]
+    if decoder:
+        workloads["decoder"] = decoder_workload({**EVERY_MODEL["bert"][0].to_dict(), "hidden_size": 32})
+        layouts["image"] = (Segment(145, num_outputs=146, grid=(12, 12)),)
+        layouts["decoder"] = (Segment(16),)
+        edges.append(Edge(source="image", target="decoder", layers=workloads["decoder"].blocks))
     cluster = replace(
         CLUSTER,
         num_devices=num_devices,
@@ -53,13 +62,13 @@ def tower_problem(
             name: ModuleProblem(
                 workload=workload,
                 trainable=((0, workload.num_layers),),
-                loss_weight=float(name == "loss"),
+                loss_weight=float(name in ("loss", "decoder")),
                 tp_sizes=(1, 2, 4),
                 max_stages=3,
             )
             for name, workload in workloads.items()
         },
-        edges=tuple(Edge(source=name, target="loss") for name in names),
+        edges=tuple(edges),
         cluster=cluster,
         table=analytic_table(workloads, cluster, tp_sizes=(1, 2, 4)),
         samples=tuple(Sample(str(i), layouts) for i in range(num_samples)),

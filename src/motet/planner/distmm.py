@@ -6,9 +6,11 @@ DistMM-Pipe as schedule.
 
 Beyond the paper: every way to put towers together on the same ranks is balanced too (all together is what other systems
 do); a tower may recompute its features where a contrastive batch does not fit otherwise or that is faster; the best
-estimates are simulated, balanced with and without the sums of gradients, and the best simulation that fits wins.
+estimates are simulated, balanced with and without the sums of gradients, and the best simulation that fits wins. A
+caption decoder that reads a tower gets devices of its own by the same balance; that it waits for its tower is left to
+simulation.
 
-Limits: no modules beside towers and their loss; no context or sequence parallelism; a tower's replicas look alike.
+Limits: no context or sequence parallelism; a tower's replicas look alike; a decoder shares no devices with towers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +24,14 @@ from motet.planner.distmm_units import Choices, unit_choices
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.planner.towers import TowerLayout, tower_plan
+from motet.planner.towers import TowerLayout, decoders, tower_plan
 
 NUM_SIMULATED = 4
 SCHEDULE = "distmm_pipe"
 """Unless the user asks for another one."""
 
 Units = tuple[tuple[str, ...], ...]
-"""Towers on the same ranks."""
+"""Towers on the same ranks, or a decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> P
     """The plan with the shortest simulated iteration. `placement`: `parallel` keeps towers apart, `colocated` puts all
     on the same ranks; None: whatever is fastest.
 
-    Raises `UserError` for a model without towers or with others beside, and if nothing fits into memory."""
+    Raises `UserError` for a model without towers, or with more beside than a decoder, and if nothing fits."""
     return min((each for _, each in simulated(problem, placement=placement)), key=rank).plan
 
 
@@ -66,15 +68,17 @@ def simulated(
         raise UserError("parallel.placement: distmm puts towers apart (parallel) or together (colocated); leave it out")
     if problem.loss_module is None:
         raise UserError("parallel.planner: distmm lays out towers that a loss contrasts; the model has none")
-    if problem.modules.keys() - {*problem.towers, problem.loss_module}:
+    placed = (*problem.towers, *decoders(problem))
+    others = problem.modules.keys() - {*placed, problem.loss_module}
+    if others:
         raise UserError(
-            "parallel.planner: planners lay out towers alone; for a model with a decoder give planner: explicit and "
-            "the layout of every module"
+            f"parallel.planner: planners lay out towers and a decoder that reads one, not {', '.join(sorted(others))}; "
+            "leave it out"
         )
     found = candidates(problem, placement=placement)
     if not found:
         raise UserError(
-            f"parallel.planner: no layout of {' and '.join(problem.towers)} fits into {problem.num_devices} devices; "
+            f"parallel.planner: no layout of {' and '.join(placed)} fits into {problem.num_devices} devices; "
             "more devices, other tp sizes, recompute or a smaller contrastive_batch_size would help"
         )
     return [(each, evaluate(problem, assigned_plan(problem, each))) for each in found]
@@ -97,10 +101,11 @@ def assignments(
 ) -> Iterator[Assignment]:
     """The best one of every way to put towers together, with and without recomputed features. `computation_only`:
     balanced without the sums of gradients, as in the paper: towers then reach their batch-syncs at the same time."""
-    for units in _ways_to_share(problem.towers):
-        apart, together = len(units) == len(problem.towers), len(units) == 1
+    for towers in _ways_to_share(problem.towers):
+        apart, together = len(towers) == len(problem.towers), len(towers) == 1
         if (placement == "parallel" and not apart) or (placement == "colocated" and not together):
             continue
+        units = (*towers, *((name,) for name in decoders(problem)))
         for may_recompute in (False, True):
             choices = [_remembered_choices(problem, unit, may_recompute, computation_only) for unit in units]
             found = assign_devices(units, choices, problem.num_devices)
@@ -149,7 +154,7 @@ def assigned_plan(problem: PlanningProblem, assignment: Assignment) -> Plan:
     return tower_plan(
         problem,
         layouts,
-        together=assignment.units,
+        together=[unit for unit in assignment.units if unit[0] in problem.towers],
         schedule=SCHEDULE if problem.schedules is None else problem.schedule,
         planner="distmm",
         recompute_features=[name for name in problem.towers if name in recomputed],

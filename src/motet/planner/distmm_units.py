@@ -1,9 +1,9 @@
 """What a tower, or several towers on the same ranks, can do with a number of devices: DistMM's adaptive partition
 (section 5.1) and the estimates that its load balancer compares (section 5.2).
 
-A *unit* is one tower, or towers that share their ranks. Its partitions are tried in the paper's order: data parallelism
-if it fits, tensor parallelism within a node, pipelines over nodes. The first that fits on some number of devices and
-the next ones after it (`NUM_PARTITIONS`) are looked at; the paper takes the first.
+A *unit* is one tower, or towers that share their ranks, or a decoder that reads a tower. Its partitions are tried in
+the paper's order: data parallelism if it fits, tensor parallelism within a node, pipelines over nodes. The first that
+fits on some number of devices and the next ones after it (`NUM_PARTITIONS`) are looked at; the paper takes the first.
 
 The time of a choice is that of DistMM-Pipe: (batches x K + stages - 1) turns of the slowest stage, the sum of gradients
 and the optimizer's step. Its memory: what is static, and K + stages - 1 microbatches, all of which wait for a
@@ -133,7 +133,7 @@ def _choices(
         for axis in np.meshgrid(
             np.arange(1, most + 1),
             np.array(_microbatch_counts(batch_size)),
-            np.array([False, True][: 1 + may_recompute]),
+            np.array([False, True][: 1 + (may_recompute and towers[0] in problem.towers)]),
             indexing="ij",
         )
     )

@@ -70,9 +70,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
 def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningProblem:
     """`samples`: a typical global batch. Raises `ValueError` naming the key of the run file that is wrong."""
     workloads = read_workloads(config)
-    for name in config.parallel.limits.modules:
-        if name not in workloads:
-            raise UserError(f"parallel.limits.modules: there is no module {name!r}; give {', '.join(workloads)}")
+    _check_limited_modules(config, workloads)
     cluster = describe_cluster(config)
     table = read_costs(config, workloads, cluster)
     measured_sizes = {size for sizes in table.modules.values() for size in sizes}
@@ -111,6 +109,18 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         num_cores=shared_cores(config),
         failures=1 if config.train.failures is None else config.train.failures.tolerate,
     )
+
+
+def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> None:
+    limited = [name for name, workload in workloads.items() if workload.kind != "loss"]
+    for name in config.parallel.limits.modules:
+        if name in limited:
+            continue
+        if name in workloads:
+            raise UserError(
+                f"parallel.limits.modules.{name}: a loss is one stage on all ranks that hold features; leave it out"
+            )
+        raise UserError(f"parallel.limits.modules: there is no module {name!r}; give {', '.join(limited)}")
 
 
 def _loss_weight(config: RunConfig, name: str) -> float:

@@ -49,7 +49,7 @@ def tower_plan(
         {r for module in modules.values() for replica in module.replicas for r in replica.stages[-1].ranks}
     )
     modules[loss] = _loss(problem, loss, members)
-    for name in _decoders(problem):
+    for name in decoders(problem):
         modules[name] = _module(problem, name, layouts[name], first)
         first += _num_ranks(layouts[name].degrees)
     of_batches = replace(problem, num_microbatches=problem.num_contrastive_batches)
@@ -61,7 +61,7 @@ def _num_ranks(degrees: Degrees) -> int:
     return degrees.ranks_per_stage * degrees.pp * degrees.dp
 
 
-def _decoders(problem: PlanningProblem) -> list[str]:
+def decoders(problem: PlanningProblem) -> list[str]:
     """Those that read a tower's features beside the loss."""
     kinds = {name: problem.modules[name].workload.kind for name in problem.modules}
     return [
@@ -95,7 +95,7 @@ def _in_order(
 def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], together: Sequence[Sequence[str]]) -> str:
     """The loss's name."""
     loss = problem.loss_module
-    placed = (*problem.towers, *_decoders(problem))
+    placed = (*problem.towers, *decoders(problem))
     others = [name for name in problem.modules if name not in placed and name != loss]
     if loss is None or not problem.towers:
         raise UserError("parallel: the model has no towers that a loss contrasts; take another planner")
