@@ -8,6 +8,7 @@ import pytest
 from tiny_run import write_tiny_run
 
 from motet.cli.main import main
+from motet.resilience.failures import draw_changes
 from motet.resilience.replay import KINDS
 
 NODES = ["--set", "cluster.num_devices=8", "--set", "cluster.num_nodes=8"]
@@ -59,9 +60,39 @@ def test_a_rate(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     assert rare["duration_s"] == 360000
 
 
+def test_what_is_assumed(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Young's interval is the square root of twice a checkpoint's time and the time between losses."""
+    options = ["--failures", "2m", "--back-after", "3m", "--duration", "1h"]
+    tenth, slow, often = (
+        forecast(capsys, run_file, *options, *more)
+        for more in (["--storage", "1e4"], ["--storage", "1e2"], ["--set", "train.checkpoint_every=3"])
+    )
+    every = [document["assumptions"]["checkpoint_every"] for document in (tenth, slow, often)]
+    assert every[1] == pytest.approx(10 * every[0], rel=0.02)
+    assert every[2] == 3
+    num_losses = sum(bool(change.lost) for change in draw_changes(8, 120.0, 3600.0, back_after_s=180.0))
+    iteration_s = (
+        3600.0
+        / forecast(capsys, run_file, "--failures", "1000d", "--duration", "1h")["policies"]["restart"]["iterations"]
+    )
+    interval_s = (2 * slow["assumptions"]["checkpoint_s"] * 3600.0 / num_losses) ** 0.5
+    assert every[1] * iteration_s == pytest.approx(interval_s, rel=0.02)
+    starts = [
+        forecast(capsys, run_file, *options, "--start", start)["policies"]["restart"]["seconds"]["recovery"]
+        for start in ("1s", "20s")
+    ]
+    assert starts[1] > 2 * starts[0]
+    assert main(["simulate", str(run_file), *NODES, *options, "--start", "20s"]) == 0
+    assert "all processes start in 20 s" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--warning", "30s"], "--warning: goes with --failures; give a trace or a rate"),
+        (["--storage", "1e9"], "--storage: goes with --failures"),
+        (["--failures", "6h", "--storage", "nan"], "--storage: is nan; give bytes per second"),
+        (["--failures", "6h", "--start", "soon"], "--start: 'soon' is not a time"),
         (["--failures", "none.csv"], "none.csv cannot be read"),
         (["--failures", "6"], "6 cannot be read (No such file or directory); give a trace, or a rate like 6h"),
         (

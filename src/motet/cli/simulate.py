@@ -45,20 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="computations take longer at random, by SHARE on average",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the jitter")
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter, or of failures at a rate")
     parser.add_argument("--share-cards", action="store_true", help="messages that leave a node share its network cards")
     parser.add_argument(
         "--failures",
         metavar="TRACE.csv|RATE",
-        help="replay a trace of nodes that come and go, or lose a node every so often (6h, 10m), "
-        "with templates, with restarts and with redundant computation",
+        help="replay a trace of nodes that come and go (lines MILLISECONDS,add|remove,NODE), or lose a node every so "
+        "often at random (6h, 10m), with templates, with restarts and with redundant computation",
     )
     parser.add_argument("--duration", metavar="12h", help="of the replay; else the trace's, or ten times the rate")
     parser.add_argument("--back-after", metavar="1h", help="with a rate: a lost node comes back after so long")
     parser.add_argument("--warning", metavar="30s", help="nodes say so long before that they will be lost")
     parser.add_argument(
-        "--storage", metavar="BYTES_PER_S", type=float, default=2e9, help="of checkpoints, all nodes together"
+        "--storage", metavar="BYTES_PER_S", type=float, help="of checkpoints, all nodes together (2e9 if not given)"
     )
+    parser.add_argument("--start", metavar="30s", help="that all processes take to start anew, without loading")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -68,6 +69,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.from_run_file import plan_for
     from motet.planner.report import report_evaluation, report_text
 
+    for name in ("duration", "back_after", "warning", "storage", "start"):
+        if getattr(arguments, name) is not None and not arguments.failures:
+            raise UserError(f"--{name.replace('_', '-')}: goes with --failures; give a trace or a rate")
     problem = read_problem(config)
     if arguments.failures:
         return _with_failures(problem, config.train.checkpoint_every, arguments)
@@ -122,14 +126,16 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
 
 def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.resilience.failures import draw_changes, duration_s, read_trace
-    from motet.resilience.forecast import forecast, forecast_text
+    from motet.resilience.forecast import STORAGE_BYTES_PER_S, forecast, forecast_text
+    from motet.resilience.members import Times
 
     for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
         if getattr(arguments, name):
             option = name.replace("_", "-")
             raise UserError(f"--{option}: does not go with --failures, which makes its plans itself and draws none")
-    if arguments.storage <= 0:
-        raise UserError(f"--storage: is {arguments.storage}; give bytes per second, such as 2e9")
+    storage_bytes_per_s = STORAGE_BYTES_PER_S if arguments.storage is None else arguments.storage
+    if not storage_bytes_per_s > 0:
+        raise UserError(f"--storage: is {storage_bytes_per_s}; give bytes per second, such as 2e9")
     mean_s = duration_s(arguments.failures)
     end_s, back_s = _seconds(arguments, "duration"), _seconds(arguments, "back_after")
     if mean_s is not None:
@@ -150,7 +156,8 @@ def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments:
         end_s,
         checkpoint_every=checkpoint_every,
         warning_s=_seconds(arguments, "warning") or 0.0,
-        storage_bytes_per_s=arguments.storage,
+        storage_bytes_per_s=storage_bytes_per_s,
+        start_s=_seconds(arguments, "start") or Times.start_s,
     )
     print(forecast_text(result))
     return result

@@ -1,13 +1,15 @@
 """What a run would get done while nodes fail: `motet simulate --failures`, under three policies.
 
 The cluster is the run file's; how long a layer takes, how large it is and how fast links are, the planning problem
-says. Assumed where the run file says nothing: `Times` (a start of all processes takes 30 s), storage of
-`storage_bytes_per_s` for all nodes together, a checkpoint every `train.checkpoint_every` iterations (10 if there are
-none) for those who need it, and for redundancy one more forward of each stage.
+says. Assumed where the user says nothing: `Times` (a start of all processes takes 30 s), storage of
+`storage_bytes_per_s` for all nodes together, checkpoints for those who need them as often as costs least (Young, "A
+first order approximation to the optimum checkpoint interval", 1974), and for redundancy one more forward of each stage; the
+memory that it takes besides is not counted.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import sqrt
 from typing import Any
 
 from motet.costs.memory import static_layer_bytes
@@ -16,11 +18,10 @@ from motet.planner.oobleck import MAX_SIMULATED, make_templates, plan_of, total_
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import best_combinations
 from motet.resilience.failures import Change, most_nodes
-from motet.resilience.members import GridMembers, RedundantMembers, TemplateMembers, Times
+from motet.resilience.members import GridMembers, RedundantMembers, TemplateMembers, Times, best_grid
 from motet.resilience.replay import Members, Usage, replay
 
 STORAGE_BYTES_PER_S = 2e9
-DEFAULT_CHECKPOINT_EVERY = 10
 
 
 def forecast(
@@ -31,8 +32,10 @@ def forecast(
     checkpoint_every: int = 0,
     warning_s: float = 0.0,
     storage_bytes_per_s: float = STORAGE_BYTES_PER_S,
+    start_s: float = Times.start_s,
 ) -> dict[str, Any]:
     """The JSON of `motet simulate --failures`: for each policy, useful samples per second and where the time goes.
+    `checkpoint_every` is in iterations; 0: as often as costs least.
 
     Raises `UserError` if the cluster cannot hold f + 1 pipelines, or there are never so many nodes that can."""
     templates = make_templates(problem)
@@ -45,9 +48,10 @@ def forecast(
     total, num_nodes = total_microbatches(problem), problem.cluster.num_nodes
     layer_bytes = _layer_bytes(problem)
     model_bytes = sum(sum(each) for each in layer_bytes.values())
-    every = checkpoint_every or DEFAULT_CHECKPOINT_EVERY
     checkpoint_s = model_bytes / storage_bytes_per_s
-    times = Times(load_s=checkpoint_s, bytes_per_s=problem.cluster.network_bytes_per_s)
+    _, grid_s = best_grid(templates.by_nodes, num_nodes, total)
+    every = checkpoint_every or max(1, round(_cheapest_interval_s(checkpoint_s, changes, end_s) / grid_s))
+    times = Times(start_s=start_s, load_s=checkpoint_s, bytes_per_s=problem.cluster.network_bytes_per_s)
 
     def combine(n: int) -> Sequence[int]:
         return best_combinations(templates.by_nodes, n, templates.failures, total, most=MAX_SIMULATED)[0]
@@ -81,12 +85,20 @@ def forecast(
             **asdict(times),
             "storage_bytes_per_s": storage_bytes_per_s,
             "checkpoint_every": every,
+            "checkpoint_s": checkpoint_s,
             "warning_s": warning_s,
             "redundancy_slowdown": 1 + _forward_share(problem),
         },
         "policies": {name: _report(usage, batch) for name, usage in usages.items()},
         "steps": ours.steps,
     }
+
+
+def _cheapest_interval_s(checkpoint_s: float, changes: Sequence[Change], end_s: float) -> float:
+    """Seconds of training between checkpoints, for as many losses as there are; with none, one checkpoint."""
+    num_losses = sum(bool(change.lost) for change in changes if change.time_s < end_s)
+    duration_s = end_s - changes[0].time_s
+    return sqrt(2 * checkpoint_s * duration_s / num_losses) if num_losses else duration_s
 
 
 def _report(usage: Usage, batch: int) -> dict[str, Any]:
@@ -120,10 +132,13 @@ def _forward_share(problem: PlanningProblem) -> float:
 
 def forecast_text(values: dict[str, Any]) -> str:
     """The same as a table."""
-    hours = values["duration_s"] / 3600
+    hours, assumed = values["duration_s"] / 3600, values["assumptions"]
     lines = [
         f"{values['num_changes']} changes in {hours:.2f} h, templates of {values['template_nodes'][0]} to "
         f"{values['template_nodes'][-1]} nodes; {values['least_nodes']} are needed for {values['failures']} failures",
+        f"assumed: all processes start in {assumed['start_s']:.4g} s; a checkpoint every {assumed['checkpoint_every']} "
+        f"iterations, saved and loaded in {assumed['checkpoint_s']:.4g} s each; lost nodes say so "
+        f"{assumed['warning_s']:.4g} s before",
         f"{'':10} {'samples/s':>10} {'training':>9} {'redone':>8} {'saving':>8} {'recovery':>9} {'waiting':>8} "
         f"{'idle nodes':>11} {'restarts':>9}",
     ]
