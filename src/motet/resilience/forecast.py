@@ -3,8 +3,8 @@
 The cluster is the run file's; how long a layer takes, how large it is and how fast links are, the planning problem
 says. Assumed where the user says nothing: `Times` (a start of all processes takes 30 s), storage of
 `storage_bytes_per_s` for all nodes together, checkpoints for those who need them as often as costs least (Young, "A
-first order approximation to the optimum checkpoint interval", 1974), and for redundancy one more forward of each stage; the
-memory that it takes besides is not counted.
+first order approximation to the optimum checkpoint interval", 1974), and for redundancy one more forward of each
+stage; the memory that it takes besides is not counted.
 """
 
 from collections.abc import Sequence
