@@ -304,7 +304,7 @@ def test_fully_sharded_ranks_keep_a_share_and_gather_the_rest():
     assert sharded.static_bytes(0) == pytest.approx(2 * sum(sizes) + sum(sizes) - sizes[1])
     link = LINKS["loopback"]
     gather = sum(link.latency_s + size / 2 / link.bytes_per_s for size in sizes)
-    for kind, times in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2)):
+    for kind, times in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.INPUT, 1), (Kind.WEIGHT, 1)):
         action = Compute(kind, CELL)
         assert sharded.compute_s(action) - whole.compute_s(action) == pytest.approx(times * gather)
     num_updated = sum(layer.num_parameters for layer in TEXT.layers)

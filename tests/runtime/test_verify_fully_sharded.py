@@ -2,11 +2,14 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from scenario import FROZEN, Scenario, ScenarioBatch, verify
 
@@ -115,7 +118,7 @@ def test_training_keeps_a_share() -> None:
     assert sum(states for _, _, states in sharded) == sum(states for _, _, states in whole) / 2
 
 
-def units_at_once(scenario: Scenario) -> tuple[int, int]:
+def units_at_once(scenario: Scenario, *, recompute_features: tuple[str, ...] = ()) -> tuple[int, int]:
     """Of one iteration, how many there were in all, and at once: embedding, head and the like count as one, every block
     as one."""
     whole: set[int] = set()
@@ -136,7 +139,8 @@ def units_at_once(scenario: Scenario) -> tuple[int, int]:
 
     config = scenario.config()
     with patch.object(fully_sharded, "_Unit", Watched):
-        engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
+        plan = replace(scenario.plan(config), recompute_features=recompute_features)
+        engine = build_engine(config, plan, torch.device("cpu"))
     engine.run(ScenarioBatch(scenario, config))
     assert not whole
     return len(seen), most
@@ -147,3 +151,53 @@ def test_one_block_is_gathered_at_a_time(recompute: bool) -> None:
     scenario = replace(SHARDED, cp=2, dtype="float32", recompute=recompute, frozen="all but language model")
     counts = run_distributed(lambda rank: units_at_once(scenario), scenario.num_ranks)
     assert all(most <= 2 < num_units for num_units, most in counts[1:])
+
+
+def test_one_block_is_gathered_at_a_time_where_a_forward_runs_again() -> None:
+    scenario = replace(SHARDED, cp=2, encoder_cp=2, dtype="float32", frozen="all but encoders")
+    worker = partial(units_at_once, scenario, recompute_features=("vision", "audio", "language_model"))
+    counts = run_distributed(lambda rank: worker(), scenario.num_ranks)
+    assert all(most <= 2 < num_units for num_units, most in counts)
+
+
+def gradients_summed(scenario: Scenario) -> tuple[int, int]:
+    """Of one iteration: elements of gradients that were summed inside groups, and how many units had gradients of
+    matrices at once, whose owners are others."""
+    num_elements = most = 0
+    units: list[fully_sharded._Unit] = []
+
+    class Watched(fully_sharded._Unit):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            units.append(self)
+
+        def sum_gradients(self) -> None:
+            nonlocal most
+            most = max(most, sum(any(map(is_unsummed, unit.parameters)) for unit in units))
+            super().sum_gradients()
+
+    def is_unsummed(parameter: torch.Tensor) -> bool:
+        return parameter.dim() > 1 and parameter.grad is not None and not parameter.untyped_storage().nbytes()
+
+    reduce = dist.reduce
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        nonlocal num_elements
+        num_elements += tensor.numel()
+        return reduce(tensor, *arguments, **options)
+
+    config = scenario.config()
+    with patch.object(fully_sharded, "_Unit", Watched), patch.object(dist, "reduce", counted):
+        engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
+        engine.run(ScenarioBatch(scenario, config))
+    return num_elements, most
+
+
+def test_halves_sum_as_much_as_whole_backwards_block_by_block() -> None:
+    scenario = replace(SHARDED, cp=2, llm_pp=2, dtype="float32", schedule="zero_bubble_h1")
+    halves = run_distributed(lambda rank: gradients_summed(scenario), scenario.num_ranks)
+    whole = run_distributed(lambda rank: gradients_summed(replace(scenario, schedule="1f1b")), scenario.num_ranks)
+    for (num_elements, most), (expected, _) in zip(halves, whole, strict=True):
+        assert num_elements == expected
+        assert most <= 1
+    assert any(num_elements for num_elements, _ in halves)

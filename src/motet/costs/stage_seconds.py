@@ -74,11 +74,14 @@ class StageSeconds:
             exchange = self._key_exchange(workload.layers[index], stage)
             gather = self._parameter_gather(name, workload.layers[index], stage)
             forward += [layer.forward if with_graph else layer.forward_without_graph, exchange, gather]
-            input_half += [gather] * num_in_backward(workload.layers[index], needs, gradients)
+            if is_gathered_in_backward(workload.layers[index], needs, gradients):
+                input_half.append(gather)
+            if needs.weight_gradient:
+                weight_half.append(gather)  # As much is sent when gradients are summed.
             if recomputed:
                 input_half += [layer.forward, exchange]
             if reruns:
-                input_half += [layer.forward if needs.any else layer.forward_without_graph, exchange]
+                input_half += [layer.forward if needs.any else layer.forward_without_graph, exchange, gather]
             if needs.input_gradient:
                 input_half += [exchange, layer.input_gradient]
                 weight_half.append(layer.weight_gradient if needs.weight_gradient else ZERO)
@@ -121,8 +124,10 @@ class StageSeconds:
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
             once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
             forward += [once, gather]
-            input_half += [gather] * num_in_backward(layer, needs, kind.gradients)
+            input_half += [gather] * (int(is_gathered_in_backward(layer, needs, kind.gradients)) + int(reruns))
             input_half += [once] * (int(recomputed) + int(reruns))
+            if needs.weight_gradient:
+                weight_half.append(gather)
             if needs.input_gradient:
                 again = total([exchange, *self._collectives(kernels.input_gradient, ranks)])
                 input_half.append(again.times(count))
@@ -178,11 +183,10 @@ def parameter_gather(layer: LayerShape, stage: Stage, cluster: Cluster, memory: 
     return Quadratic(constant=terms.seconds(num_bytes))
 
 
-def num_in_backward(layer: LayerShape, needs: LayerGradients, of_stage: Sequence[LayerGradients]) -> int:
-    """How often a fully sharded stage's backward sends what the layer's parameters are: it gathers blocks that have
-    one, and what is in no block in every one, and sums the gradients of what is trained."""
-    is_gathered = needs.any if layer.part == "block" else any(gradients.any for gradients in of_stage)
-    return int(is_gathered) + int(needs.weight_gradient)
+def is_gathered_in_backward(layer: LayerShape, needs: LayerGradients, of_stage: Sequence[LayerGradients]) -> bool:
+    """Whether a fully sharded stage's backward has all of the layer's parameters: of blocks that have a backward, and
+    of what is in no block in every one."""
+    return needs.any if layer.part == "block" else any(gradients.any for gradients in of_stage)
 
 
 def of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:

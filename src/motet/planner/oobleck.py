@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 
 from motet.costs.memory import RESERVE, gathered_bytes
-from motet.costs.stage_seconds import key_exchange, num_in_backward, parameter_gather
+from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
@@ -213,7 +213,8 @@ def _sharded_costs(problem: PlanningProblem, name: str, num_shares: int) -> Chai
     ):
         keys_s = key_exchange(layer, stage, problem.cluster, memory).seconds(load)
         parameters_s = parameter_gather(layer, stage, problem.cluster, memory).seconds(load)
-        num_sent = 1 + num_in_backward(layer, needs, problem.gradients[name])
+        is_gathered = is_gathered_in_backward(layer, needs, problem.gradients[name])
+        num_sent = 1 + is_gathered + needs.weight_gradient
         seconds.append(time.total_s + (1 + needs.any) * keys_s + num_sent * parameters_s)
     trained = [(layer, problem.modules[name].is_trainable(i)) for i, layer in enumerate(layers)]
     blocks = [entry for entry in trained if entry[0].part == "block"]

@@ -4,7 +4,8 @@ What Oobleck's code has in the place of tensor parallelism (thesis 2.6): every r
 layers, keeps the parameters and the optimizer's state of its share alone, and gets the others' when a block is about to
 be computed. A block's parameters are dropped after its forward, and, in the backward, when the block before it begins;
 then its gradients are summed inside the group, and the owner of each keeps it. What belongs to no block (embedding,
-head, projector) is there for the whole action.
+head, projector) is there for the whole action. Where a backward is split, the weight half sums, block by block; what
+the input half has left of gradients (of norms and embeddings) waits for it.
 
 Every parameter has one owner, found by giving the largest to whom has least so far: so an owner's optimizer state is
 whole, and checkpoints, copies to other nodes and AdamW's rules need to know nothing of sharding.
@@ -17,7 +18,7 @@ others keep, and do not begin within the backward. Under autocast the graph keep
 without sharding.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from motet.attention.context_parallel import ContextParallel
+from motet.runtime.split_backward import SplitBackward
 
 
 class _Unit:
@@ -34,6 +36,7 @@ class _Unit:
 
     def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], cp: ContextParallel) -> None:
         self._cp = cp
+        self.parameters = frozenset(parameters)
         self._flat: dict[int, Tensor] = {}
         """By owner: the memory of its parameters, one after the other."""
         self._trainable: dict[int, list[nn.Parameter]] = {}
@@ -93,7 +96,7 @@ class FullySharded:
 
     def __init__(self, stage: nn.Module, cp: ContextParallel) -> None:
         self._cp = cp
-        self._is_backward = False
+        self._is_backward = self._is_split = False
         self._in_backward: nn.Module | None = None
         """The block whose gradients are being computed."""
         blocks = _outermost(stage, GradientCheckpointingLayer)
@@ -101,7 +104,7 @@ class FullySharded:
         rest = [p for p in stage.parameters() if p not in inside]
         self._owners = _owners(stage.parameters(), cp.size)
         self._rest = self._unit(rest)
-        self._blocks: Mapping[nn.Module, _Unit] = {block: self._unit(list(block.parameters())) for block in blocks}
+        self._blocks: dict[nn.Module, _Unit] = {block: self._unit(list(block.parameters())) for block in blocks}
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward)
             block.register_forward_hook(self._after_forward)
@@ -115,24 +118,33 @@ class FullySharded:
         return self._owners[parameter] == self._cp.rank
 
     @contextmanager
-    def computing(self, *, backward: bool) -> Iterator[None]:
-        """A forward or a backward of the stage."""
-        self._is_backward = backward
+    def forward(self) -> Iterator[None]:
         self._rest.gather()
         yield
-        if backward:
-            self._sum_gradients_of_block()
+        self._drop_all()
+
+    @contextmanager
+    def backward(self, *, is_split: bool) -> Iterator[None]:
+        """`is_split`: its input half."""
+        self._is_backward, self._is_split = True, is_split
+        self._rest.gather()
+        yield
+        self._end_block()
+        if not is_split:
             self._rest.sum_gradients()
         self._drop_all()
         self._is_backward = False
 
-    def sum_gradients(self) -> None:
-        """After a weight half, which adds to any of them."""
-        for unit in (self._rest, *self._blocks.values()):
+    def weight_half(self, split: SplitBackward) -> Iterator[Tensor]:
+        """As `SplitBackward.weight_half`; the units in the same order on every rank."""
+        for unit in (self._rest, *reversed(self._blocks.values())):
+            yield from split.weight_half(unit.parameters)
             unit.sum_gradients()
+        yield from split.weight_half()
 
-    def _sum_gradients_of_block(self) -> None:
-        if self._in_backward is not None:
+    def _end_block(self) -> None:
+        """All gradients of the block in whose backward we are have come."""
+        if self._in_backward is not None and not self._is_split:
             self._blocks[self._in_backward].sum_gradients()
         self._in_backward = None
 
@@ -154,7 +166,7 @@ class FullySharded:
     def _before_backward(self, block: nn.Module) -> None:
         """The gradient of its output is complete: the blocks after it have done all that takes their parameters."""
         if block is not self._in_backward:
-            self._sum_gradients_of_block()
+            self._end_block()
         for other, unit in self._blocks.items():
             if other is not block:
                 unit.drop()

@@ -19,7 +19,7 @@ Limits: hooks on parameters do not see what the weight half adds; it tells its c
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,13 +67,19 @@ class SplitBackward:
         with self:  # Layers that are recomputed must meet the same functions as in the forward.
             torch.autograd.backward(roots, gradients)
 
-    def weight_half(self) -> Iterator[Tensor]:
+    def weight_half(self, of: Set[Tensor] | None = None) -> Iterator[Tensor]:
         """Adds to the weights' `.grad`, the last layers' first, and lets go of what was kept for it.
 
-        Yields each parameter when it has got all that this microbatch brings."""
-        uses = Counter(parameter for work in self._deferred for parameter in work.parameters)
-        while self._deferred:
-            work = self._deferred.popleft()
+        `of`: these parameters only; the others' part can be asked for later. Yields each parameter when it has got all
+        that this microbatch brings."""
+        here: deque[Deferred] = deque()
+        later: deque[Deferred] = deque()
+        for work in self._deferred:
+            (later if of is not None and of.isdisjoint(work.parameters) else here).append(work)
+        self._deferred = later
+        uses = Counter(parameter for work in here for parameter in work.parameters)
+        while here:
+            work = here.popleft()
             work.finish()
             for parameter in work.parameters:
                 uses[parameter] -= 1

@@ -140,8 +140,7 @@ class StageRunner:
             route: tensor.requires_grad_(route.carries_gradient and keeps_graph) for route, tensor in inputs.items()
         }
         split = SplitBackward() if is_split else None
-        with self._parameters(backward=False):
-            output = self._compute(cell, leaves, split, with_graph=keeps_graph and not self.runs_again(cell))
+        output = self._compute(cell, leaves, split, with_graph=keeps_graph and not self.runs_again(cell))
         if self._loss_weight:
             self.loss_sum += output.detach()
         self._saved[cell] = Saved(leaves, output, output * self._loss_scale if self._loss_weight else None, split)
@@ -154,7 +153,8 @@ class StageRunner:
         members = self._routes.samples(cell)
         # Outside of autocast: processors may compute when they are asked.
         features = self._features(members)
-        with torch.set_grad_enabled(with_graph), self._autocast(), split or nullcontext():
+        parameters = nullcontext() if self._sharded is None else self._sharded.forward()
+        with parameters, torch.set_grad_enabled(with_graph), self._autocast(), split or nullcontext():
             return self.module(
                 self._hidden(leaves),
                 self._incoming(leaves, members),
@@ -166,10 +166,6 @@ class StageRunner:
     def is_sharded(self) -> bool:
         """Whether the stage's gradients are summed inside its group before they are final."""
         return self._sharded is not None
-
-    def _parameters(self, *, backward: bool) -> AbstractContextManager[object]:
-        """In which the stage's parameters are here."""
-        return nullcontext() if self._sharded is None else self._sharded.computing(backward=backward)
 
     def runs_again(self, cell: Cell) -> bool:
         """Whether the cell's backward begins with another forward."""
@@ -199,10 +195,6 @@ class StageRunner:
 
         Where the backward is split this is its input half, and `backward_weight` has to follow.
         `gradients`: for each outgoing route that carries a gradient, what came back."""
-        with self._parameters(backward=True):
-            return self._backward(cell, gradients)
-
-    def _backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         saved = self._saved.pop(cell)
         output, loss = saved.output, saved.loss
         if output is None:
@@ -216,11 +208,13 @@ class StageRunner:
         if loss is not None:
             roots.append(loss)
             root_gradients.append(None)
-        if saved.split is None:
-            torch.autograd.backward(roots, root_gradients)
-        else:
-            saved.split.input_half(roots, root_gradients)
-            self._half_done[cell] = saved.split
+        is_split = saved.split is not None
+        with nullcontext() if self._sharded is None else self._sharded.backward(is_split=is_split):
+            if saved.split is None:
+                torch.autograd.backward(roots, root_gradients)
+            else:
+                saved.split.input_half(roots, root_gradients)
+                self._half_done[cell] = saved.split
         result = {}
         for route, leaf in saved.inputs.items():
             if route.carries_gradient:
@@ -232,9 +226,8 @@ class StageRunner:
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
         """The weight half: accumulates what the input half has left; yields each parameter that has got its share."""
-        yield from self._half_done.pop(cell).weight_half()
-        if self._sharded is not None:
-            self._sharded.sum_gradients()
+        split = self._half_done.pop(cell)
+        yield from split.weight_half() if self._sharded is None else self._sharded.weight_half(split)
 
     def parameters_left(self, cell: Cell) -> set[Tensor]:
         """Those that get a gradient in the cell's weight half."""
