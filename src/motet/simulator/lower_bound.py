@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.arrays import Floats, Ints, rows_of
 from motet.schedule.action import Kind
 from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
-from motet.schedule.generators.action_tables import ActionTables
 from motet.schedule.lower import messages, pairs_of_route
 from motet.schedule.order import seconds_of_actions
 from motet.schedule.routes import Routes
@@ -71,45 +71,76 @@ def _jobs(routes: Routes, costs: Costs, split_backward: bool) -> list[list[Job]]
     """What the ranks of each stage have to do for each forward and each whole backward: one job, or two if backwards
     may be split."""
     dependencies, num_cells = Dependencies(routes), routes.num_cells
-    first_backward = KINDS.index(Kind.BACKWARD) * num_cells
-    backwards = first_backward + np.flatnonzero(routes.cell_has_backward)
-    in_order = np.concatenate([np.arange(num_cells), backwards[::-1]])
-    tables, delay_s = ActionTables(dependencies, in_order, costs.compute_s), _delays_s(dependencies, costs)
-    actions, (now, later) = in_order.tolist(), _durations_s(dependencies, tables, costs, split_backward)
-    writer = [NOTHING] * len(delay_s)
-    for action in actions:
-        for value in tables.writes[action]:
-            writer[value] = action
-    heads, tails = [0.0] * len(now), [0.0] * len(now)
-    for action in actions:
-        before = [(writer[value], delay_s[value]) for value in tables.reads[action]]
-        heads[action] = max((heads[other] + now[other] + delay for other, delay in before), default=0.0)
-    jobs: list[list[Job]] = [[] for _ in routes.stages]
-    reduce_s, cell_stage = _reduce_s(dependencies, costs), routes.cell_stage.tolist()
-    has_weight_gradient = routes.cell_has_weight_gradient.tolist()
-    for action in reversed(actions):
-        cell = action % num_cells
-        end_s = reduce_s[cell_stage[cell]] if action >= first_backward and has_weight_gradient[cell] else 0.0
-        tails[action] = max(
-            (
-                delay_s[value] + now[after] + tails[after]
-                for value in tables.writes[action]
-                for after in tables.readers.get(value, ())
-            ),
-            default=0.0,
-        )
-        tails[action] = max(tails[action], later[action] + end_s)
-        jobs[cell_stage[cell]].append(Job(heads[action], now[action], tails[action]))
-        if later[action]:
-            jobs[cell_stage[cell]].append(Job(heads[action] + now[action], later[action], end_s))
-    return jobs
+    backward_cells = np.flatnonzero(routes.cell_has_backward)
+    backwards = KINDS.index(Kind.BACKWARD) * num_cells + backward_cells
+    present = np.concatenate([np.arange(num_cells), backwards])
+    now, later = _durations_s(dependencies, present, costs, split_backward)
+    end_s = np.zeros(len(now))
+    reduced = routes.cell_has_weight_gradient[backward_cells]
+    end_s[backwards] = np.where(reduced, _reduce_s(dependencies, costs)[routes.cell_stage[backward_cells]], 0.0)
+    heads, tails = np.zeros(len(now)), later + end_s
+    # Actions of one level wait for none of each other, so their ways are found together.
+    level = _levels(routes)
+    waits = _waits(dependencies, present, _delays_s(dependencies, costs))
+    assert (level[waits.before] < level[waits.after]).all(), "what is read is of a lower level"
+    for source, target, delay_s in _by_level(waits, level[waits.after]):
+        np.maximum.at(heads, target, heads[source] + now[source] + delay_s)
+    for source, target, delay_s in reversed(_by_level(waits, level[waits.before])):
+        np.maximum.at(tails, source, delay_s + now[target] + tails[target])
+    put_off = present[later[present] > 0]
+    jobs = np.concatenate(
+        [
+            np.stack([heads[present], now[present], tails[present]], axis=1),
+            np.stack([heads[put_off] + now[put_off], later[put_off], end_s[put_off]], axis=1),
+        ]
+    )
+    of_stage = rows_of(routes.cell_stage[np.concatenate([present, put_off]) % max(1, num_cells)], len(routes.stages))
+    return [list(map(Job._make, jobs[of_stage[s]].tolist())) for s in range(len(routes.stages))]
+
+
+def _levels(routes: Routes) -> Ints:
+    """For each action, more than for all that it waits for: how many stages are before it, backwards after forwards."""
+    depth = [0] * len(routes.stages)
+    codes, _ = routes.stage_pairs
+    for code in codes.tolist():  # Ascending, and stages come in topological order.
+        source, target = divmod(code, len(routes.stages))
+        depth[target] = max(depth[target], depth[source] + 1)
+    forward = np.array(depth, dtype=np.int64)[routes.cell_stage]
+    return np.concatenate([forward, *[2 * len(routes.stages) - forward] * (len(KINDS) - 1)])
+
+
+class _Waits(NamedTuple):
+    """Which action waits for which other, and how long after that one's end at least."""
+
+    before: Ints
+    after: Ints
+    delay_s: Floats
+
+
+def _waits(dependencies: Dependencies, present: Ints, delay_s: Floats) -> _Waits:
+    reads, writes = dependencies.carried_reads.selected(present), dependencies.carried_writes.selected(present)
+    kept_read, kept_write = dependencies.kept_read[present], dependencies.kept_write[present]
+    writer = np.full(len(delay_s), NOTHING)
+    writer[writes.values] = np.repeat(present, writes.lengths)
+    writer[kept_write[kept_write != NOTHING]] = present[kept_write != NOTHING]
+    values = np.concatenate([reads.values, kept_read[kept_read != NOTHING]])
+    readers = np.concatenate([np.repeat(present, reads.lengths), present[kept_read != NOTHING]])
+    return _Waits(writer[values], readers, delay_s[values])
+
+
+def _by_level(waits: _Waits, level: Ints) -> list[_Waits]:
+    """The lowest first. `level`: of each wait."""
+    of_level = rows_of(level, int(level.max(initial=-1)) + 1)
+    rows = [of_level[i] for i in np.unique(level).tolist()]
+    return [_Waits(waits.before[row], waits.after[row], waits.delay_s[row]) for row in rows]
 
 
 def _durations_s(
-    dependencies: Dependencies, tables: ActionTables, costs: Costs, split_backward: bool
-) -> tuple[list[float], list[float]]:
+    dependencies: Dependencies, present: Ints, costs: Costs, split_backward: bool
+) -> tuple[Floats, Floats]:
     """For each action, what others wait for, and what may be put off to the end."""
-    now, later = np.array(tables.seconds), np.zeros(dependencies.num_actions)
+    now, later = np.zeros(dependencies.num_actions), np.zeros(dependencies.num_actions)
+    now[present] = seconds_of_actions(present, dependencies, costs.compute_s)[present]
     if split_backward:
         num_cells, cells = dependencies.routes.num_cells, np.flatnonzero(dependencies.routes.cell_has_backward)
         kinds = Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
@@ -118,18 +149,20 @@ def _durations_s(
         all_s = np.minimum(now[whole], halves[input_half] + halves[weight_half])
         now[whole] = np.minimum(now[whole], halves[input_half])
         later[whole] = all_s - now[whole]
-    return now.tolist(), later.tolist()
+    return now, later
 
 
-def _delays_s(dependencies: Dependencies, costs: Costs) -> list[float]:
+def _delays_s(dependencies: Dependencies, costs: Costs) -> Floats:
     """For each value, how long the slowest of the messages that carry it takes."""
     routes = dependencies.routes
     num_values = 2 * routes.num_routes + 3 * routes.num_cells
     if not isinstance(costs, ArrayCosts):
-        return [
-            max(map(costs.message_s, messages(dependencies.value(value), dependencies)), default=0.0)
-            for value in range(num_values)
-        ]
+        return np.array(
+            [
+                max(map(costs.message_s, messages(dependencies.value(value), dependencies)), default=0.0)
+                for value in range(num_values)
+            ]
+        )
     result, sizes = np.zeros(num_values), costs.carried_sizes(dependencies)
     codes, pair = routes.stage_pairs
     for i, code in enumerate(codes.tolist()):
@@ -139,10 +172,10 @@ def _delays_s(dependencies: Dependencies, costs: Costs) -> list[float]:
             for sender, receiver in pairs_of_route(routes.plan, source, target, gradient=gradient):
                 latency_s, bytes_per_s = costs.link(sender, receiver)
                 result[values] = np.maximum(result[values], latency_s + sizes[values] / bytes_per_s)
-    return result.tolist()
+    return result
 
 
-def _reduce_s(dependencies: Dependencies, costs: Costs) -> list[float]:
+def _reduce_s(dependencies: Dependencies, costs: Costs) -> Floats:
     """For each stage, the longest reduction that waits for its last backward."""
     number = {stage[:3]: s for s, stage in enumerate(dependencies.routes.stages)}
     longest = [0.0] * len(number)
@@ -152,4 +185,4 @@ def _reduce_s(dependencies: Dependencies, costs: Costs) -> list[float]:
             s = number.get((holder.module, holder.replica, holder.stage))
             if s is not None:
                 longest[s] = max(longest[s], seconds)
-    return longest
+    return np.array(longest)
