@@ -1,6 +1,8 @@
 """What agents make of what they see."""
 
+import json
 import multiprocessing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,11 +73,13 @@ def test_what_fails_in_a_node_that_is_out_is_no_failure(newest: Membership) -> N
         {key_of(BOTH.generation): BOTH.to_json(), key_of(newest.generation): newest.to_json(), "beat/0": "1"}
     )
     ours, theirs = multiprocessing.Pipe()
-    theirs.send(("failed", "a connection was closed"))
+    theirs.send(("failed", json.dumps({"kind": "failure", "message": "a connection was closed"})))
     process = SimpleNamespace(exitcode=0, join=lambda timeout=None: None, pid=None)
     agent = NodeAgent(1, store, [WatchedProcess(process, ours)], lambda membership, changes: newest, 1e6, WATCHDOG)  # type: ignore[arg-type]
-    agent.run()
+    why = agent.run()
     assert ("failure" in store) == (newest == BOTH)
+    assert why is not None
+    assert ("was this machine held up" in why) == (newest == ALONE)
 
 
 def test_a_spare_that_is_warned_ends() -> None:
@@ -83,5 +87,23 @@ def test_a_spare_that_is_warned_ends() -> None:
     store = FullStore({key_of(1): SPARE.to_json(), "beat/0": "1"})
     agent = NodeAgent(1, store, (), lambda membership, changes: membership, 1e6, WATCHDOG)  # type: ignore[arg-type]
     agent.is_warned = True
-    agent.run()
+    assert agent.run() is None
     assert key_of(2) not in store
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"finished": ""}, None),
+        ({"finished": "", "failure": '{"kind": "failure", "message": "division by zero"}'}, "division by zero"),
+        ({key_of(2): replace(BOTH, generation=2, nodes=(), stop="too few").to_json()}, "too few"),
+        ({key_of(2): replace(BOTH, generation=2, nodes=(1,)).to_json()}, "go on without it"),
+    ],
+)
+def test_an_agent_says_why_its_part_is_over(more: dict[str, str], why: str | None) -> None:
+    """So that whoever joins again after a loss does, and does not when all is done."""
+    store = FullStore({key_of(1): BOTH.to_json(), "beat/1": "1", **more})
+    agent = NodeAgent(0, store, (), lambda membership, changes: membership, 1e6, WATCHDOG)  # type: ignore[arg-type]
+    told = agent.run()
+    assert (told is None) == (why is None)
+    assert (why or "") in (told or "")

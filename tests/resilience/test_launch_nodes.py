@@ -20,6 +20,7 @@ from motet.resilience import launch_nodes
 from motet.resilience.agent import NodeAgent
 from motet.resilience.children import Children
 from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
+from motet.runtime.launch import WorkerFailedError
 
 
 @pytest.mark.slow
@@ -73,9 +74,9 @@ def start_joining(config: RunConfig, store: dist.TCPStore) -> tuple[BaseProcess,
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     original = NodeAgent.run
 
-    def run(agent: NodeAgent) -> None:
+    def run(agent: NodeAgent) -> str | None:
         theirs.send([watched.process.pid for watched in agent.processes])
-        original(agent)
+        return original(agent)
 
     def join() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,3 +99,12 @@ def test_a_node_that_has_no_part_yet_can_be_ended(tmp_path: Path, store: dist.TC
     process.join(30)
     assert process.exitcode == (1 if number == signal.SIGINT else 0)
     wait_for(lambda: not any(is_running(pid) for pid in workers))
+
+
+def test_a_node_that_was_lost_says_so(tmp_path: Path, store: dist.TCPStore) -> None:
+    """Whoever started it by `--join` may do so again."""
+    with (
+        mock.patch.object(NodeAgent, "run", return_value="it was lost"),
+        pytest.raises(WorkerFailedError, match="it was lost"),
+    ):
+        join_training(config_of(tmp_path), None, ("127.0.0.1", store.port), 1)

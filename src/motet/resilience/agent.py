@@ -15,6 +15,7 @@ It imports no torch; the store is handed in.
 
 import contextlib
 import glob
+import json
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ class WatchedProcess:
 
 @dataclass
 class NodeAgent:
-    """`run` returns when the node's part is over: finished, left, or lost."""
+    """`run` returns when the node's part is over: finished, left, or lost; then it says why."""
 
     node: int | None
     """None: it joins, as soon as its processes are ready."""
@@ -86,32 +87,42 @@ class NodeAgent:
     _last_beat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
 
-    def run(self) -> None:
+    def run(self) -> str | None:
+        """None: the training was finished, or this node was told to leave."""
         self._beats = Beats(self.store, self.detect_s)
         while not self.store.check(["finished"]):
             self._come_round(time.monotonic())
             now = self._last_round
             is_in = self.node is not None and self._take_over_newer(self.node)
             if self._was_in and not is_in:
-                break  # Before its processes are heard: what failed in them has failed because they are out.
+                # Before its processes are heard: what failed in them has failed because they are out.
+                why = self._why_out()
+                break
             self._hear()
             how = self._own_loss(now)
             if how is not None:
                 self._end_processes()
             if not is_in and (how is not None or self.is_warned):
+                why = how
                 break
-            if self.node is None:
-                if all(watched.is_ready for watched in self.processes):
-                    self.node = register(self.store)
-                continue
-            silent = self._exchange_beats(self.node, now)
-            if self.membership is not None and (changes := self._changes(self.node, self.membership, how, silent)):
-                propose(self.store, self.successor(self.membership, changes))
-                continue
+            if self.node is not None:
+                self._propose_what_follows(self.node, how, self._exchange_beats(self.node, now))
+            elif all(watched.is_ready for watched in self.processes):
+                self.node = register(self.store)
             time.sleep(POLL_S)
         else:
+            failure = self.store.get("failure") if self.store.check(["failure"]) else None
+            why = None if failure is None else json.loads(failure)["message"]
             self.store.add(SEEN_END, 1)
         self._finish()
+        return why
+
+    def _why_out(self) -> str | None:
+        assert self.membership is not None
+        if self._has_left:
+            return None
+        held_up = "the others had no sign of it, and go on without it; was this machine held up, or cut off?"
+        return self._failure or self.membership.stop or held_up
 
     def _come_round(self, now: float) -> None:
         self.watchdog.come_round()
@@ -193,6 +204,11 @@ class NodeAgent:
         states, ticks = _process_state(watched.process.pid or 0)
         before, watched.last_cpu_ticks = watched.last_cpu_ticks, ticks
         return states <= STOPPED or (before == ticks and RUNNABLE not in states)
+
+    def _propose_what_follows(self, node: int, how: str | None, silent: Sequence[int]) -> None:
+        """`how` this node was lost, and the others that are `silent`."""
+        if self.membership is not None and (changes := self._changes(node, self.membership, how, silent)):
+            propose(self.store, self.successor(self.membership, changes))
 
     def _changes(self, node: int, membership: Membership, how: str | None, silent: Sequence[int]) -> list[Change]:
         if node not in membership.everyone:

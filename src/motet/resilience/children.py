@@ -21,7 +21,7 @@ class Children:
     def __init__(self) -> None:
         self._processes: list[BaseProcess] = []
 
-    def start(self, target: Callable[..., None], *args: Any) -> BaseProcess:
+    def start(self, target: Callable[..., object], *args: Any) -> BaseProcess:
         """Forks a process. The terminal's interrupt and SIGTERM are not for it: this process ends it."""
         process = multiprocessing.get_context("fork").Process(target=_run, args=(os.getpid(), target, args))
         # An interrupt that arrives in the functions that Python calls around a fork would be lost.
@@ -43,7 +43,7 @@ class Children:
             process.join()
 
 
-def _run(parent: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run(parent: int, target: Callable[..., object], args: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

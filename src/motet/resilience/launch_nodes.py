@@ -97,7 +97,9 @@ class NodesLostError(WorkerFailedError):
 def join_training(
     config: RunConfig, templates: Templates | None, store_address: tuple[str, int], node_size: int
 ) -> None:
-    """This process becomes the agent of one more node. Raises `UserError` if no store answers."""
+    """This process becomes the agent of one more node.
+
+    Raises `UserError` if no store answers, `WorkerFailedError` if the node was lost, or the training failed."""
     assert config.train.failures is not None
     host, port = store_address
     try:
@@ -108,7 +110,8 @@ def join_training(
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
-    run_agent(config, store_address, None, node_size, succession)
+    if why := run_agent(config, store_address, None, node_size, succession):
+        raise WorkerFailedError(why)
 
 
 def _train_here(
@@ -247,8 +250,10 @@ def _host_store(answer: Connection, listen: tuple[str, int], plan: str, num_node
 
 def run_agent(
     config: RunConfig, store_address: tuple[str, int], node: int | None, node_size: int, succession: Succession
-) -> None:
-    """The process of a node's agent. `node`: its number; None: it joins a training that is under way."""
+) -> str | None:
+    """The process of a node's agent. `node`: its number; None: it joins a training that is under way.
+
+    Returns why its part is over, if neither the training was finished nor the node told to leave."""
     assert config.train.failures is not None
     detect_s = config.train.failures.detect_s
     with Children() as children:
@@ -262,7 +267,7 @@ def run_agent(
 
             signal.signal(signal.SIGTERM, warn)
             try:
-                agent.run()
+                return agent.run()
             except RuntimeError as error:  # Its processes end with it.
                 told = str(error).partition("\n")[0]
                 message = f"motet: node {agent.node}: the store does not answer any more ({told})"
