@@ -80,15 +80,16 @@ class NodeAgent:
     """Ends this process when it waits for the store for too long."""
     membership: Membership | None = None
     is_warned: bool = False
-    """Set by the handler of SIGTERM: this machine is about to be taken away."""
+    """This machine is about to be taken away."""
     _failure: str | None = None
+    """How this node was lost."""
     _was_in: bool = False
     _has_left: bool = False
     _last_beat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
 
     def run(self) -> str | None:
-        """None: the training was finished, or this node was told to leave."""
+        """None: the training was finished, or went on without a node that it did not lose."""
         self._beats = Beats(self.store, self.detect_s)
         while not self.store.check(["finished"]):
             self._come_round(time.monotonic())
@@ -103,7 +104,7 @@ class NodeAgent:
             if how is not None:
                 self._end_processes()
             if not is_in and (how is not None or self.is_warned):
-                why = how
+                why = self._why_out()
                 break
             if self.node is not None:
                 self._propose_what_follows(self.node, how, self._exchange_beats(self.node, now))
@@ -117,12 +118,15 @@ class NodeAgent:
         self._finish()
         return why
 
+    def warn(self, *_: object) -> None:
+        """The handler of SIGTERM."""
+        self.is_warned = True
+
     def _why_out(self) -> str | None:
-        assert self.membership is not None
-        if self._has_left:
-            return None
-        held_up = "the others had no sign of it, and go on without it; was this machine held up, or cut off?"
-        return self._failure or self.membership.stop or held_up
+        """None: it has left, or the plan has no use for it."""
+        if self._failure is not None:
+            return f"node {self.node} was lost: {self._failure}"
+        return self.membership.stop if self.membership is not None else None
 
     def _come_round(self, now: float) -> None:
         self.watchdog.come_round()
@@ -143,6 +147,9 @@ class NodeAgent:
         """Passes newer memberships on to the processes. Whether this node has a part in the newest."""
         while (newer := next_membership(self.store, self.membership.generation if self.membership else 0)) is not None:
             self.membership = newer
+            for change in newer.changes:
+                if (change.kind, change.node) == ("lost", node):
+                    self._failure = self._failure or change.how
             self._was_in = self._was_in or node in newer.everyone
             self._call(node, newer)
         return self.membership is not None and node in self.membership.everyone

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -253,26 +253,26 @@ def run_agent(
 ) -> str | None:
     """The process of a node's agent. `node`: its number; None: it joins a training that is under way.
 
-    Returns why its part is over, if neither the training was finished nor the node told to leave."""
+    Returns why its part is over, if the node was lost or the training failed."""
     assert config.train.failures is not None
     detect_s = config.train.failures.detect_s
+    patience_s = store_patience_s(detect_s)
+
+    def end_cut_off(told: str = f"for {patience_s:g} s") -> NoReturn:
+        host, port = store_address
+        print(f"motet: the store at {host}:{port} does not answer any more ({told})", file=sys.stderr, flush=True)
+        os._exit(1)  # Its processes end with it.
+
     with Children() as children:
         processes = _start_processes(children, config, store_address, node_size)
-        with Watchdog(store_patience_s(detect_s), lambda: os._exit(1)) as watchdog:
-            store = dist.TCPStore(*store_address, is_master=False, timeout=STORE_TIMEOUT)
-            agent = NodeAgent(node, store, processes, succession, detect_s, watchdog)
-
-            def warn(*_: object) -> None:
-                agent.is_warned = True
-
-            signal.signal(signal.SIGTERM, warn)
+        with Watchdog(patience_s, end_cut_off) as watchdog:
             try:
+                store = dist.TCPStore(*store_address, is_master=False, timeout=STORE_TIMEOUT)
+                agent = NodeAgent(node, store, processes, succession, detect_s, watchdog)
+                signal.signal(signal.SIGTERM, agent.warn)
                 return agent.run()
-            except RuntimeError as error:  # Its processes end with it.
-                told = str(error).partition("\n")[0]
-                message = f"motet: node {agent.node}: the store does not answer any more ({told})"
-                print(message, file=sys.stderr, flush=True)
-                os._exit(1)
+            except RuntimeError as error:
+                end_cut_off(str(error).partition("\n")[0])
 
 
 def _start_processes(
