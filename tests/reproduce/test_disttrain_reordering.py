@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from motet.reproduce.disttrain_models import SEQUENCE
-from motet.reproduce.disttrain_reordering import CAPTION_TOKENS, Pipeline, _simulated_s, drawn_samples, gains
+from motet.reproduce.disttrain_reordering import (
+    CAPTION_TOKENS,
+    Pipeline,
+    _simulated_s,
+    drawn_samples,
+    gains,
+    megatron_slowdown,
+)
 
 
 def test_sequences_are_full_of_images_as_the_data_set_has_them():
@@ -45,3 +52,8 @@ def test_order_matters_but_no_order_is_better_than_alike(size):
     assert 1 < gain < headroom
     # Figure 18: 1.03 to 1.11.
     assert 1.015 < gain < 1.12
+
+
+def test_uneven_samples_hardly_slow_megatron_where_the_language_model_is_slowest():
+    assert [megatron_slowdown(size) for size in ("9B", "15B")] == pytest.approx([1, 1], abs=0.01)
+    assert 1.01 < megatron_slowdown("72B") < 1.06

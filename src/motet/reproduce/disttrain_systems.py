@@ -62,14 +62,17 @@ def megatron(
     *,
     overlapped: bool = False,
 ) -> Outcome:
-    """On as many devices as its rigid layout can use: the largest data parallelism that divides the batch."""
-    stages = MEGATRON_STAGES[size]
-    dp = max(dp for dp in range(1, num_devices // (8 * (stages + 2)) + 1) if batch % dp == 0)
+    stages, dp = MEGATRON_STAGES[size], megatron_replicas(size, num_devices, batch)
     problem = mllm(size, num_devices, batch, passes=passes, assumed=assumed, overlapped=overlapped)
     alone = UnitDegrees(tp=1, pp=1, dp=8 * dp)
     degrees = {"encoder": alone, "language_model": UnitDegrees(tp=8, pp=stages, dp=dp), "generator": alone}
     found = evaluate_degrees(replace(problem, device_bytes=inf), degrees)
     return Outcome.of(size, found, batch, passes, assumed)
+
+
+def megatron_replicas(size: str, num_devices: int, batch: int) -> int:
+    """As many as its rigid layout can use: the largest data parallelism that divides the batch."""
+    return max(dp for dp in range(1, num_devices // (8 * (MEGATRON_STAGES[size] + 2)) + 1) if batch % dp == 0)
 
 
 @cache
