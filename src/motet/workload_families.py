@@ -21,22 +21,38 @@ class Reader:
 
     def __call__(self, key: str) -> int:
         value = self.values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_count(value):
             raise UserError(f"model: {self.family}: {key} is {value!r}; give a whole number of at least 1")
-        return value
+        return int(value)
 
     def flag(self, key: str) -> bool:
         return bool(self.values.get(key, False))
 
     def pair(self, key: str) -> tuple[int, int]:
-        value = self.values[key]
-        return (value, value) if isinstance(value, int) else (value[0], value[1])
+        value = self.values.get(key)
+        sizes = [value, value] if isinstance(value, int) else value
+        if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(_is_count(size) for size in sizes):
+            raise UserError(
+                f"model: {self.family}: {key} is {value!r}; give a whole number of at least 1, or a list of two"
+            )
+        return sizes[0], sizes[1]
 
     def optional(self, key: str, otherwise: int) -> int:
         return self(key) if key in self.values else otherwise
 
+    def share(self, key: str, parts: str) -> int:
+        """Of `key` for each of `parts`, which have to divide it."""
+        whole, number = self(key), self(parts)
+        if whole % number:
+            raise UserError(f"model: {self.family}: {parts} is {number}, which does not divide {key} {whole}")
+        return whole // number
+
     def blocks(self, key: str) -> range:
         return range(self(key))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 # Language models ------------------------------------------------------------------------------------------------------
@@ -65,7 +81,9 @@ def _language_model(
 ) -> ModuleWorkload:
     width, heads, vocabulary = read("hidden_size"), read("num_attention_heads"), read("vocab_size")
     key_value_heads = read.optional("num_key_value_heads", heads)
-    head_dim = read.optional("head_dim", width // heads)
+    head_dim = read("head_dim") if "head_dim" in read.values else read.share("hidden_size", "num_attention_heads")
+    if "num_key_value_heads" in read.values:
+        read.share("num_attention_heads", "num_key_value_heads")
     mlp = _mlp_linears(width, read("intermediate_size"), gated=True, bias=read.flag("mlp_bias"))
     bias = (read.flag("attention_bias"),) * 4
     block = LayerShape(
@@ -164,6 +182,8 @@ def _encoder_block(
     saved_for_weights: int = 0,
     window: int | None = None,
 ) -> LayerShape:
+    if width % heads:
+        raise UserError(f"model: the width {width} is no multiple of the number of attention heads {heads}; change one")
     head_dim = width // heads
     return LayerShape(
         "block",

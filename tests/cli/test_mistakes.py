@@ -27,6 +27,7 @@ def run_file(tmp_path: Path) -> Path:
         (["plan", "run.yaml", "--ouput", "x"], "unrecognized arguments: --ouput x"),
         (["plan", "nothing.yaml"], r"nothing.yaml: cannot be read \(No such file or directory\)"),
         (["verify", "run.yaml", "--dtype", "float8"], "invalid choice: 'float8'"),
+        (["simulate", "run.yaml", "--seed", "-1"], "argument --seed: is '-1'; give a whole number of at least 0"),
     ],
 )
 def test_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -80,12 +81,23 @@ def test_files_that_are_no_run_files(
             "model.language_model: llama: num_hidden_layers is 0; give a whole number of at least 1",
         ),
         ("model.language_model.values.num_attention_heads=true", "num_attention_heads is True; give a whole number"),
+        ("model.language_model.values.num_hidden_layer=2", "num_hidden_layer: .* did you mean 'num_hidden_layers'"),
+        ("model.language_model.values.num_key_value_heads=3", "num_key_value_heads is 3, which does not divide"),
+        (
+            "model.language_model.values.hidden_size=33",
+            "heads is 4, which does not divide hidden_size 33",
+        ),
+        ("model.encoders.vision.values.hidden_size=33", "vision: the width 33 is no multiple of .* attention heads 2"),
+        ("model.encoders.vision.values.patch_size=0", "vision: siglip.* patch_size is 0; give a whole number"),
+        ("model.encoders.vision.values.image_size=[1, 2, 3]", r"image_size is \[1, 2, 3\]; give a whole number"),
         ("model.encoders.vision.feature_layer=-9", "model.encoders.vision.feature_layer: -9 is not within -3 to 2"),
         ("model.placeholder_tokens={vision: <picture>}", "placeholder_tokens.vision: .*does not know '<picture>'"),
         ("model.encoders.audio.values.max_source_positions=26", "max_source_positions: 26 does not divide"),
         # The layout.
-        ("parallel.planner=cornstrach", "parallel.planner: 'cornstrach' is not known; give one of .*cornstarch"),
-        ("parallel.schedule=1f1c", "schedule '?1f1c'?.* known are gpipe, 1f1b"),
+        ("parallel.planner=cornstrach", "parallel.planner: 'cornstrach' is not known; did you mean 'cornstarch'"),
+        ("parallel.planner=best", "parallel.planner: 'best' is not known; give one of explicit, cornstarch"),
+        ("parallel.schedule=1F1B", "parallel.schedule: '1F1B' is not known; did you mean '1f1b'"),
+        ("parallel.schedule=fast", "parallel.schedule: 'fast' is not known; give one of gpipe, 1f1b"),
         (EXPLICIT % ("pp: 9", "", ""), "vision.pp is 9, but it has 5 layers; give at most 5"),
         (EXPLICIT % ("", "", "tp: 8"), "language_model.*8.*(divide|heads)"),
         (
@@ -134,6 +146,9 @@ def test_files_that_are_no_run_files(
         ),
         ("parallel={planner: disttrain, limits: {dp: [3]}}", "dp is 3, but disttrain deals out the global batch of"),
         ("parallel={planner: entrain, limits: {dp: [3]}}", "entrain finds no layout of vision and audio"),
+        ("cluster.device=gpu", 'cluster.device: is "gpu"; give one of cpu, cuda'),
+        ("cluster.speeds=/dev", "cluster.speeds: /dev cannot be read .*profile --speeds. writes one"),
+        ("train.seed=-1", "train.seed: is -1; give a whole number at least 0"),
         ("cluster.accelerator=h1000", "cluster: device 'h1000' is not known; give one of cpu, v100-16, a40"),
         ("cluster.costs=nothing.json", r"costs: nothing.json: cannot be read .*motet profile. writes one"),
         ("cluster.costs=/dev/null", "costs: /dev/null is no cost table"),
@@ -206,6 +221,12 @@ def test_plans(
 def test_files_that_are_no_plans(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     expect_mistake(capsys, ["simulate", run_file, "--plan", "nothing.json"], "--plan nothing.json: cannot be read")
     expect_mistake(capsys, ["simulate", run_file, "--plan", run_file], "--plan .*run.yaml: plan: is not JSON")
+    deep = run_file.with_name("deep.json")
+    deep.write_text("[" * 100_000)
+    expect_mistake(capsys, ["simulate", run_file, "--plan", deep], "--plan .*deep.json: plan: is not JSON")
+    expect_mistake(
+        capsys, ["plan", run_file, "--out", run_file.parent], "--out .*: cannot be written; give the path of"
+    )
 
 
 def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import WhisperFeatureExtractor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from motet.data.tokenizer import word_level_tokenizer
-from motet.planner.from_run_file import MODEL_TYPES
+from motet.planner.part_values import MODEL_TYPES
 
 SCRIPT = """
 import sys

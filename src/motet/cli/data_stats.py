@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_plan, add_run_file, load_config, picture_file, read_plan
+from motet.cli.run_file import add_plan, add_run_file, add_seed, load_config, picture_file, read_plan
 from motet.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, default=2000, help="look at so many, in the order of training (2000)")
     parser.add_argument("--batches", type=int, default=4, help="predict iterations of so many global batches (4)")
-    parser.add_argument("--seed", type=int, default=0, help="of the batches that are drawn to see ratios vary")
+    add_seed(parser, "of the batches that are drawn to see ratios vary")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

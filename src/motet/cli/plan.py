@@ -3,10 +3,9 @@
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from motet.cli.run_file import add_run_file, load_config, write_text
+from motet.cli.run_file import add_run_file, file_to_write, load_config, write_text
 
 HELP = "lay the model out on the cluster, and predict what an iteration takes"
 
@@ -18,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
+    out = file_to_write(arguments.out, "--out") if arguments.out else None
     from motet.cli.typical_batch import read_problem
     from motet.planner.auto import choose
     from motet.planner.evaluate import evaluate
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if choice:
         result["choice"] = report_choice(choice)
         print(choice_text(result["choice"]))
-    if arguments.out:
-        write_text(Path(arguments.out), plan.to_json() + "\n", "--out")
+    if out:
+        write_text(out, plan.to_json() + "\n", "--out")
         print(f"plan written to {arguments.out}", file=sys.stderr)
     return result

@@ -20,6 +20,16 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="plan.json", help="take this plan, as written by motet plan --out")
 
 
+def add_seed(parser: argparse.ArgumentParser, of: str) -> None:
+    parser.add_argument("--seed", type=_whole_number, default=0, help=of)
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"is {text!r}; give a whole number of at least 0")
+    return int(text)
+
+
 def load_config(arguments: argparse.Namespace) -> "RunConfig":
     from motet.config import load_run_config
 

@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_plan, add_run_file, file_to_write, load_config, picture_file, read_plan
+from motet.cli.run_file import add_plan, add_run_file, add_seed, file_to_write, load_config, picture_file, read_plan
 from motet.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="computations take longer at random, by SHARE on average",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the jitter, or of failures at a rate")
+    add_seed(parser, "of the jitter, and of failures at a rate")
     parser.add_argument("--share-cards", action="store_true", help="messages that leave a node share its network cards")
     parser.add_argument(
         "--failures",

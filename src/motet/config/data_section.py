@@ -38,7 +38,7 @@ class DialADigitConfig(PreparedDataConfig):
     """The task *dial a digit*, which needs no download."""
 
     kind: Literal["dial-a-digit"]
-    seed: int = 0
+    seed: CountOrNever = 0
     """Of the examples."""
     max_digits: Annotated[int, Field(ge=1, le=8)] = 8
     """In one image, and in one clip."""
@@ -81,7 +81,7 @@ class ConversationsConfig(PreparedDataConfig):
     """Hub id or folder; null: beside the language model."""
     processors: dict[str, str] = {}
     """For each encoder, hub id or folder of its image processor or feature extractor; not given: beside the encoder."""
-    seed: int = 0
+    seed: CountOrNever = 0
     """Of the order of the conversations."""
 
 
@@ -89,7 +89,7 @@ class SameDigitsConfig(PreparedDataConfig):
     """A task for towers that needs no download: handwritten digits, the sound of dialling them, and their names."""
 
     kind: Literal["same-digits"]
-    seed: int = 0
+    seed: CountOrNever = 0
     """Of the examples."""
     min_digits: Annotated[int, Field(ge=1, le=8)] = 3
     """In one example."""
@@ -156,5 +156,7 @@ class DescribedConfig(Section):
     """By encoder."""
     sounds: dict[str, DescribedSoundsConfig] = {}
     """By encoder."""
+    generated: dict[str, DescribedImagesConfig] = {}
+    """By generator: the images that it makes, in pixels; it works on latents of an eighth of each side."""
     num_train: Count = 1_000_000
     """Samples in one epoch."""

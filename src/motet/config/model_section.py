@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from motet.config.section import LANGUAGE_MODEL, Count, PositiveNumber, Section
+from motet.config.section import LANGUAGE_MODEL, Count, CountOrNever, PositiveNumber, Section
 from motet.plan import CONTRASTIVE, DECODER
 
 
@@ -29,7 +29,7 @@ class PartConfig(Section):
     """Name of a transformers configuration class, for random weights."""
     values: dict[str, Any] = {}
     """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
-    seed: int = 0
+    seed: CountOrNever = 0
     """Of the random weights."""
     learning_rate: PositiveNumber | None = None
     """Peak learning rate of this part; null: `train.learning_rate`."""
@@ -59,6 +59,13 @@ class EncoderConfig(PartConfig):
 
 
 class LanguageModelConfig(PartConfig):
+    train: TrainableModule = TrainableModule()
+
+
+class GeneratorConfig(PartConfig):
+    """A diffusion model that makes images from what the language model hands on; `config` names a class of diffusers:
+    UNet2DConditionModel or DiTTransformer2DModel. A U-Net's cross-attention reads the language model's width."""
+
     train: TrainableModule = TrainableModule()
 
 
@@ -123,6 +130,8 @@ class ModelConfig(Section):
     """By name; the names are the modules' names everywhere."""
     language_model: LanguageModelConfig | None = None
     """Needed unless there are `towers`."""
+    generators: dict[str, GeneratorConfig] = {}
+    """By name; they read the language model. To plan and to simulate, with data of kind `described`."""
     towers: dict[str, TowerConfig] = {}
     """Of a contrastive model, by name; the names are the modules' names everywhere (docs/contrastive.md)."""
     contrastive: ContrastiveConfig = ContrastiveConfig()
@@ -153,7 +162,7 @@ class ModelConfig(Section):
             if self.decoder is not None:
                 raise ValueError("decoder: captions what a tower sees; give towers too, or leave it out")
             return self
-        for key in ("encoders", "language_model", "placeholder_tokens", "merge", "media_attention"):
+        for key in ("encoders", "language_model", "generators", "placeholder_tokens", "merge", "media_attention"):
             if self._is_given(key):
                 raise ValueError(f"{key}: stands beside towers; a contrastive model has towers alone")
         if len(self.towers) < 2:
@@ -185,12 +194,15 @@ class ModelConfig(Section):
     def _is_trainable(self) -> "ModelConfig":
         if LANGUAGE_MODEL in self.encoders:
             raise ValueError(f"encoders.{LANGUAGE_MODEL}: is the language model's name; give the encoder another one")
+        for name in self.generators:
+            if name in (*self.encoders, LANGUAGE_MODEL):
+                raise ValueError(f"generators.{name}: is the name of another module; give the generator another one")
         for name in self.placeholder_tokens:
             if name not in self.encoders:
                 raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
         parts: list[EncoderConfig | TowerConfig] = [*self.encoders.values(), *self.towers.values()]
         trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
-        models = [part for part in (self.language_model, self.decoder) if part is not None]
+        models = [part for part in (self.language_model, self.decoder, *self.generators.values()) if part is not None]
         if not (trains_encoder or any(part.train.module for part in models)):
             raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
         return self
@@ -205,5 +217,5 @@ class ModelConfig(Section):
     def module_names(self) -> tuple[str, ...]:
         """Of the parts that a run file lays out."""
         if not self.towers:
-            return (*self.encoders, LANGUAGE_MODEL)
+            return (*self.encoders, LANGUAGE_MODEL, *self.generators)
         return tuple(self.towers) if self.decoder is None else (*self.towers, DECODER)

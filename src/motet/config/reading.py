@@ -3,7 +3,6 @@
 The line names the key's path; the remedy is read from the type's JSON schema, so that schema and message cannot differ.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from motet.config.schema import CatalogueConfig, RunConfig
-from motet.errors import UserError
+from motet.errors import UserError, closest
 
 T = TypeVar("T")
 Key = str | int
@@ -63,7 +62,7 @@ def parse_strictly(kind: type[T], json_text: str, what: str) -> T:
     """
     try:
         values = json.loads(json_text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{what}: is not JSON: {error}") from None
     _forbid_unknown_keys(kind)
     adapter = TypeAdapter(kind)
@@ -152,7 +151,7 @@ def _explain(problem: Mapping[str, Any], values: Any, schema: Schema) -> str:
     expected = _schemas_at(schema, values, keys)
     if problem["type"] in UNKNOWN_KEY:
         known = _properties(_schemas_at(schema, values, keys[:-1]))
-        return f"{where}: is not a known key; {_suggest(str(keys[-1]), known, 'known are')}"
+        return f"{where}: is not a known key; {closest(str(keys[-1]), known, 'known are')}"
     if problem["type"] == "missing":
         return f"{where}: is missing; give {_describe(expected, schema)}"
     if problem["type"].startswith("union_tag"):
@@ -162,14 +161,16 @@ def _explain(problem: Mapping[str, Any], values: Any, schema: Schema) -> str:
             choices = [c["const"] for s in _schemas_at(schema, values, keys) for c in [s["properties"][key]]]
             return f"{where}.{key}: is missing; give one of {', '.join(choices)}"
         choices = [tag.strip("'") for tag in tags.split(", ")]
-        return f"{where}.{key}: is {problem['ctx']['tag']!r}; {_suggest(problem['ctx']['tag'], choices, 'give one of')}"
+        return f"{where}.{key}: is {problem['ctx']['tag']!r}; {closest(problem['ctx']['tag'], choices, 'give one of')}"
     where = where or "the whole"
     given = json.dumps(problem["input"], default=str)
     given = given if len(given) <= 60 else given[:57] + "..."
     choices = [str(choice) for s in expected for choice in s.get("enum", ())]
     if choices and isinstance(problem["input"], str):
         choices += ["null" for s in expected if s.get("type") == "null"]
-        return f"{where}: is {given}; {_suggest(problem['input'], choices, 'give one of')}"
+        if len(choices) == 2:  # Who writes gpu need not mean cpu.
+            return f"{where}: is {given}; give one of {', '.join(choices)}"
+        return f"{where}: is {given}; {closest(problem['input'], choices, 'give one of')}"
     return f"{where}: is {given}; give {_describe(expected, schema)}"
 
 
@@ -194,12 +195,6 @@ def _real_path(loc: Iterable[Key], values: Any, kind: str) -> list[Key]:
 
 def _written(keys: Iterable[Key]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-
-
-def _suggest(word: str, known: Iterable[str], otherwise: str) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"{otherwise} {', '.join(known)}"
 
 
 def _alternatives(schema: Schema, root: Schema) -> list[Schema]:

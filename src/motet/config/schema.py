@@ -60,7 +60,7 @@ class CatalogueConfig(Section):
 class ClusterConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """What the processes compute on."""
-    num_devices: Count = 1
+    num_devices: Annotated[int, Field(ge=1, le=131_072)] = 1
     """In all, one process each."""
     num_nodes: Count = 1
     """Machines; each has the same number of devices."""
@@ -266,7 +266,7 @@ class TrainConfig(Section):
     """Largest norm of the whole model's gradient; 0: no clipping."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the computation; bfloat16 is autocast, with float32 weights."""
-    seed: int = 0
+    seed: CountOrNever = 0
     """Of dropout and of the order of the data."""
     eval_every: CountOrNever = 0
     """Steps between evaluations on held-out samples; 0: none."""
@@ -312,6 +312,11 @@ class RunConfig(Section):
         missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]
         if missing:
             raise ValueError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
+        if self.model.generators and self.data.kind != "described":
+            raise ValueError(
+                f"data.kind: {self.data.kind} has no images to generate; models with generators can be planned and "
+                "simulated only, so give described"
+            )
         self._check_towers()
         return self
 

@@ -136,11 +136,9 @@ class CostTable:
     def load(path: str | Path) -> "CostTable":
         """Raises `ValueError` if there is no such file, or it is no cost table."""
         try:
-            text = Path(path).read_text()
+            return CostTable.from_json(Path(path).read_text())
         except OSError as error:
             raise UserError(f"costs: {path}: cannot be read ({error.strerror}); `motet profile` writes one") from error
-        try:
-            return CostTable.from_json(text)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"costs: {path} is no cost table ({type(error).__name__}: {error}); `motet profile` writes one"

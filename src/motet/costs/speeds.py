@@ -62,8 +62,11 @@ class Speeds:
 
         try:
             text = Path(path).read_text()
-        except OSError as error:
-            raise UserError(f"cluster.speeds: {path} cannot be read ({error.strerror})") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise UserError(
+                f"cluster.speeds: {path} cannot be read ({reason}); `motet profile --speeds` writes one"
+            ) from None
         return parse_strictly(Speeds, text, what=str(path))
 
 

@@ -14,6 +14,8 @@ from motet.schedule.batch_sync import pairs_of
 from motet.workload import ModuleWorkload
 
 MEL_FRAMES_PER_S = 100
+LATENT_SIDE = 8
+"""Pixels along each side of a place of a latent image, by the autoencoders of latent diffusion."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,30 @@ def described_samples(
     if config.model.merge != "cross_attention":
         text = [Segment(s.outputs, source=name, item=s.item) for name, items in layouts.items() for s in items] + text
     layouts[LANGUAGE_MODEL] = tuple(text)
-    return DescribedSamples(layouts, {LANGUAGE_MODEL: data.text_tokens}, data.num_train)
+    generated = _latents(config, data)
+    num_places = {name: sum(image.num_tokens for image in images) for name, images in generated.items()}
+    return DescribedSamples({**layouts, **generated}, {LANGUAGE_MODEL: data.text_tokens, **num_places}, data.num_train)
+
+
+def _latents(config: RunConfig, data: DescribedConfig) -> dict[str, tuple[Segment, ...]]:
+    """What generators work on; a loss on each place of the latents."""
+    for name in data.generated:
+        if name not in config.model.generators:
+            known = ", ".join(config.model.generators) or "none"
+            raise UserError(f"data.generated: there is no generator {name!r}; the model has {known}")
+    latents = {}
+    for name in config.model.generators:
+        if name not in data.generated:
+            raise UserError(f"data.generated: says nothing of {name}; give the height and width of its images")
+        image = data.generated[name]
+        if image.height % LATENT_SIDE or image.width % LATENT_SIDE:
+            raise UserError(
+                f"data.generated.{name}: is {image.height} x {image.width}; give multiples of {LATENT_SIDE}, which a "
+                "place of the latents stands for"
+            )
+        places = (image.height // LATENT_SIDE) * (image.width // LATENT_SIDE)
+        latents[name] = tuple(Segment(places, item=i) for i in range(image.count))
+    return latents
 
 
 def _described_towers(

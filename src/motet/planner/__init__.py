@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from motet.errors import UserError
+from motet.errors import UserError, closest
 from motet.plan import Plan
 from motet.planner.alpa import alpa
 from motet.planner.auto import auto
@@ -69,7 +69,8 @@ def make_plan(
             raise UserError("parallel.explicit: is empty; give tp, pp and dp of every module, or a planner's name")
         return explicit_plan(problem, degrees, placement=placement or "parallel")
     if planner not in PLANNERS:
-        raise UserError(f"parallel.planner: {planner!r} is not known; give one of explicit, {', '.join(PLANNERS)}")
+        near = closest(planner.lower(), ["explicit", *PLANNERS], "give one of")
+        raise UserError(f"parallel.planner: {planner!r} is not known; {near}")
     if problem.loss_module is not None and planner not in ("distmm", "auto"):
         raise UserError(
             f"parallel.planner: {planner} lays out encoders and a language model, but the model has towers that a loss "

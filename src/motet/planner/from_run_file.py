@@ -1,10 +1,8 @@
 """From a run file to a planning problem and its plan. Pure: of the model only configurations are read, no weights."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from motet.attention.rules import MEDIA_ATTENTION
@@ -12,8 +10,6 @@ from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     LANGUAGE_MODEL,
     CatalogueConfig,
-    DecoderConfig,
-    LanguageModelConfig,
     ModuleParallelConfig,
     PartConfig,
     RunConfig,
@@ -27,38 +23,16 @@ from motet.costs.speeds import Speeds
 from motet.data.assignment import BatchAssignment
 from motet.data.assignments import assign
 from motet.data.sample import Sample
-from motet.errors import UserError
+from motet.errors import UserError, closest
 from motet.plan import CONTRASTIVE, DECODER, ContextOptions, Edge, LayerRange, Plan
 from motet.planner import make_plan
+from motet.planner.part_values import read_generator, read_part_values
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
 from motet.planner.towers_from_run_file import trainable_layers as trainable_layers_of_towers
+from motet.schedule.generators import GENERATORS
 from motet.schedule.routes import Routes
 from motet.workload import ModuleWorkload, module_workload, with_feature_layer, with_projector
-
-MODEL_TYPES: Mapping[str, str] = {
-    "LlamaConfig": "llama",
-    "MistralConfig": "mistral",
-    "Qwen3Config": "qwen3",
-    "Gemma3TextConfig": "gemma3_text",
-    "Phi3Config": "phi3",
-    "MllamaTextConfig": "mllama_text_model",
-    "SiglipVisionConfig": "siglip_vision_model",
-    "CLIPVisionConfig": "clip_vision_model",
-    "Dinov2Config": "dinov2",
-    "Qwen2_5_VLVisionConfig": "qwen2_5_vl_vision",
-    "PixtralVisionConfig": "pixtral",
-    "WhisperConfig": "whisper",
-    "Qwen2AudioEncoderConfig": "qwen2_audio_encoder",
-    "CLIPTextConfig": "clip_text_model",
-    "SiglipTextConfig": "siglip_text_model",
-    "BertConfig": "bert",
-    "GPT2Config": "gpt2",
-}
-"""By transformers' configuration class, which is not asked itself because it would load torch."""
-
-NESTED_CONFIGS = ("text_config", "vision_config", "audio_config")
-"""Where a model of several parts keeps the configurations of its parts."""
 
 MIN_SHARED_TOKENS = 4096
 """Of a sample on each rank of a context-parallel group, where the user sets no limits: with fewer, what the ranks
@@ -69,6 +43,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
 
 def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningProblem:
     """`samples`: a typical global batch. Raises `ValueError` naming the key of the run file that is wrong."""
+    if config.parallel.schedule not in GENERATORS:
+        near = closest(config.parallel.schedule.lower(), GENERATORS, "give one of")
+        raise UserError(f"parallel.schedule: {config.parallel.schedule!r} is not known; {near}")
     workloads = read_workloads(config)
     _check_limited_modules(config, workloads)
     cluster = describe_cluster(config)
@@ -126,7 +103,11 @@ def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWork
 def _loss_weight(config: RunConfig, name: str) -> float:
     if name == DECODER and config.model.decoder is not None:
         return config.model.decoder.loss_weight
-    return config.model.contrastive.loss_weight if name == CONTRASTIVE else float(name == LANGUAGE_MODEL)
+    return (
+        config.model.contrastive.loss_weight
+        if name == CONTRASTIVE
+        else float(name == LANGUAGE_MODEL or name in config.model.generators)
+    )
 
 
 def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
@@ -183,60 +164,26 @@ def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
         workloads[name] = encoder
     if language_model.kind != "language_model":
         raise UserError(f"model.{LANGUAGE_MODEL}: {language_model.family} is an encoder; give a language model")
-    return {**workloads, LANGUAGE_MODEL: language_model}
+    width = language_model.hidden_size
+    generators = {name: read_generator(part, name, width) for name, part in config.model.generators.items()}
+    return {**workloads, LANGUAGE_MODEL: language_model, **generators}
 
 
 def _read_workload(part: PartConfig, where: str, packing: bool = False) -> ModuleWorkload:
+    values = read_part_values(part, where)
     try:
-        return module_workload(read_part_values(part, where), packing=packing)
+        return module_workload(values, packing=packing)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
-
-
-def read_part_values(part: PartConfig, where: str) -> dict[str, Any]:
-    """What its config.json holds, or would hold, with `values` laid over it."""
-    if part.config is not None:
-        if part.config not in MODEL_TYPES:
-            raise UserError(f"{where}.config: {part.config} is not known; give one of {', '.join(MODEL_TYPES)}")
-        return {"model_type": MODEL_TYPES[part.config], **part.values}
-    path = _config_file(part, where)
-    try:
-        stored = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(
-            f"{where}.path: {path} cannot be read ({error.strerror}); give a folder that save_pretrained wrote"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
-    if isinstance(part, DecoderConfig):
-        return {**stored, **part.values}
-    nested = [stored[key] for key in NESTED_CONFIGS if isinstance(stored.get(key), dict)]
-    wanted = "language_model" if isinstance(part, LanguageModelConfig) else "encoder"
-    for values in nested:
-        if values.get("model_type") in MODEL_TYPES.values() and module_workload(values).kind == wanted:
-            stored = values
-    return {**stored, **part.values}
-
-
-def _config_file(part: PartConfig, where: str) -> Path:
-    if part.path is not None:
-        return Path(part.path) / "config.json"
-    assert part.hub is not None
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(part.hub, "config.json"))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{where}.hub: {part.hub} could not be had ({reason}); give a hub id or a path") from None
 
 
 def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> tuple[LayerRange, ...]:
     """As docs/architecture.md numbers the layers: an encoder's projector is its last one."""
     if config.model.towers:
         return trainable_layers_of_towers(config, name, workload)
-    if name == LANGUAGE_MODEL:
-        return ((0, workload.num_layers),) if config.model.causal_lm.train.module else ()
+    if name == LANGUAGE_MODEL or name in config.model.generators:
+        part = config.model.generators.get(name, config.model.causal_lm)
+        return ((0, workload.num_layers),) if part.train.module else ()
     encoder = config.model.encoders[name]
     last = workload.num_layers - (encoder.projector is not None)
     ranges = [(0, last)] if encoder.train.module else []
@@ -246,7 +193,7 @@ def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> 
 
 
 def edges_between(config: RunConfig, language_model: ModuleWorkload) -> tuple[Edge, ...]:
-    """Every encoder enters the language model: at layer 0, or at its cross-attention layers."""
+    """Encoders enter the language model at layer 0, or at its cross-attention layers; it enters generators."""
     layers: tuple[int, ...] = (0,)
     if config.model.merge == "cross_attention":
         crossing = language_model.config.get("cross_attention_layers") or ()
@@ -255,7 +202,10 @@ def edges_between(config: RunConfig, language_model: ModuleWorkload) -> tuple[Ed
                 f"model.merge: {language_model.family} has no cross-attention layers; give placeholder or prepend"
             )
         layers = tuple(1 + layer for layer in crossing)
-    return tuple(Edge(source=name, target=LANGUAGE_MODEL, layers=layers) for name in config.model.encoders)
+    return (
+        *(Edge(source=name, target=LANGUAGE_MODEL, layers=layers) for name in config.model.encoders),
+        *(Edge(source=LANGUAGE_MODEL, target=name) for name in config.model.generators),
+    )
 
 
 def describe_cluster(config: RunConfig) -> Cluster:

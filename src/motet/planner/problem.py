@@ -178,11 +178,16 @@ class PlanningProblem:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The modules whose outputs enter others: the encoders."""
-        return tuple(name for name in self.modules if any(edge.source == name for edge in self.edges))
+        """The modules whose outputs enter others, but a language model that generators read: the encoders."""
+        return tuple(
+            name
+            for name, module in self.modules.items()
+            if module.workload.kind != "language_model" and any(edge.source == name for edge in self.edges)
+        )
 
     @property
     def sinks(self) -> tuple[str, ...]:
+        """All others."""
         return tuple(name for name in self.modules if name not in self.sources)
 
     @property

@@ -15,7 +15,7 @@ def remedies(evaluation: Evaluation) -> list[str]:
     if found:
         return found
     worst = evaluation.overflows[0]
-    factor = -(-worst.needed_bytes // worst.limit_bytes)
+    factor = -(-worst.needed_bytes // max(1, worst.limit_bytes))
     return [
         "zero1, recompute and smaller microbatches do not suffice; "
         f"spread the layers of rank {worst.rank} over about {factor} times as many devices (more stages, or larger tp)"

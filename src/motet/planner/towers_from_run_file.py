@@ -38,8 +38,9 @@ def tower_workloads(config: RunConfig, read: ReadPart) -> dict[str, ModuleWorklo
 
 def _decoder(part: DecoderConfig, width: int, read: ReadPart) -> ModuleWorkload:
     where = f"model.{DECODER}"
+    values = dict(read(part, where))
     try:
-        decoder = decoder_workload(dict(read(part, where)))
+        decoder = decoder_workload(values)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
     if decoder.hidden_size != width:
@@ -52,8 +53,9 @@ def _decoder(part: DecoderConfig, width: int, read: ReadPart) -> ModuleWorkload:
 
 def _encoder(config: RunConfig, name: str, read: ReadPart) -> ModuleWorkload:
     where = f"model.towers.{name}"
+    values = read(config.model.towers[name], where)
     try:
-        encoder = module_workload(read(config.model.towers[name], where))
+        encoder = module_workload(values)
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
     if encoder.kind != "encoder":
