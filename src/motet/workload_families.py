@@ -5,7 +5,7 @@ To add a family, write one function from `Reader` to `ModuleWorkload`, one entry
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from motet.errors import UserError
 from motet.workload import Attention, LayerShape, Linear, ModuleWorkload
@@ -23,7 +23,7 @@ class Reader:
         value = self.values.get(key)
         if not _is_count(value):
             raise UserError(f"model: {self.family}: {key} is {value!r}; give a whole number of at least 1")
-        return int(value)
+        return value
 
     def flag(self, key: str) -> bool:
         return bool(self.values.get(key, False))
@@ -51,7 +51,7 @@ class Reader:
         return range(self(key))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
