@@ -237,7 +237,7 @@ def test_a_pretrained_decoder_gets_cross_attention(capsys: pytest.CaptureFixture
         ("model.decoder.values.hidden_size=12", "model.decoder: is 12 wide, but the towers' features 8; set model.con"),
         ("model.decoder.values.is_decoder=false", "model.decoder.values.is_decoder: is False, but a decoder reads"),
         ("model.decoder.values.vocab_size=9", "model.decoder: its vocabulary has 9 tokens, but the tokenizer has 28"),
-        ("parallel.explicit.decoder.tp=2", "parallel: decoder.tp_size: gpt2 has no rules for tensor parallelism"),
+        ("parallel.explicit.decoder.tp=3", "parallel: decoder.tp_size: 3 does not divide n_head 2"),
         ("parallel.explicit.decoder.cp=2", "parallel.explicit.decoder.cp: is 2, but towers and decoders have whole"),
         ("parallel.explicit={image: {}, text: {}}", "parallel.explicit: has no decoder; give the layout of every"),
         ("model.decoder.loss_weight=0", "model.decoder.loss_weight: is 0"),

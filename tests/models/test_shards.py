@@ -28,7 +28,9 @@ def test_sizes_that_divide_pass() -> None:
         ("qwen2_5_vl_vision", {"num_heads": 6, "intermediate_size": 12}, 4, "num_heads 6; use 1, 2, 3 or 6"),
         ("dinov2", {"num_attention_heads": 4, "hidden_size": 6, "mlp_ratio": 3}, 4, "MLP width .* 18; use 1 or 2"),
         ("llama", TEXT, 0, "0 does not divide"),
-        ("gpt2", TEXT, 2, "gpt2 has no rules for tensor parallelism; use 1, or one of llama"),
+        ("gpt2", {"n_head": 4, "n_embd": 10}, 8, "does not divide n_head 4; use 1, 2 or 4"),
+        ("gpt2", {"num_attention_heads": 6, "intermediate_size": 9}, 2, "n_inner 9; use 1 or 3"),
+        ("smollm3", TEXT, 2, "smollm3 has no rules for tensor parallelism; use 1, or one of llama"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(family: str, config: dict[str, int], tp_size: int, message: str) -> None:
@@ -55,6 +57,11 @@ def test_parameters_by_name() -> None:
     assert shard("phi3", layer + "self_attn.qkv_proj.weight", 64, 32) == Shard(0, (4, 2, 2))
     assert shard("phi3", layer + "mlp.gate_up_proj.weight", 48, 32) == Shard(0, (1, 1))
     assert shard("qwen2_5_vl_vision", "blocks.0.attn.qkv.bias", 96) == Shard(0, (1, 1, 1))
+    assert shard("gpt2", "transformer.h.0.attn.c_attn.weight", 32, 96) == Shard(1, (1, 1, 1))
+    assert shard("gpt2", "transformer.h.0.attn.c_attn.bias", 96) == Shard(0, (1, 1, 1))
+    assert shard("gpt2", "transformer.h.0.crossattention.c_attn.weight", 32, 64) == Shard(1, (1, 1))
+    assert shard("gpt2", "transformer.h.0.mlp.c_proj.weight", 128, 32) == Shard(0)
+    assert shard("gpt2", "transformer.h.0.mlp.c_proj.bias", 32) is None
     assert shard("llama", "lm_head.weight", 48, 32) == Shard(0)
     assert shard("llama", "model.embed_tokens.weight", 49, 32) is None  # does not divide: whole on every rank
     assert parameter_shard("llama", TEXT, "lm_head.weight", (48, 32), 1) is None
@@ -78,4 +85,4 @@ def test_ranges_cover_the_dimension_once() -> None:
 def test_no_torch() -> None:
     code = "import sys, motet.models.shards; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-    assert len(SHARDS) == 16
+    assert len(SHARDS) == 17

@@ -59,6 +59,9 @@ CASES = {
         tp=2,
         per_batch=2,
     ),
+    "gpt2's tensor parallelism": Coca(
+        {"image": Tower("clip", num_microbatches=2), "text": Tower("bert")}, tp=2, pp=2, per_batch=2, recompute=True
+    ),
     "gpt2 in four stages, untied": Coca(
         {"image": Tower("dinov2"), "text": Tower("clip_text")}, tied=False, pp=4, per_batch=2, num_batches=2
     ),
@@ -126,7 +129,7 @@ def draw(seed: int) -> Coca:
             tied=random.random() < 0.7,
             dp=random.choice([1, 1, 2]),
             pp=random.choice([1, 2, 3]),
-            tp=random.choice([1, 2]) if family == "bert" else 1,
+            tp=random.choice([1, 2]),
             per_batch=random.choice([1, 2, 3, 4]),
             frozen=random.random() < 0.15,
             silent=tuple(i for i in all_samples if random.random() < 0.2),

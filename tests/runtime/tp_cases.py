@@ -21,6 +21,8 @@ from transformers import (
     Dinov2Model,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -139,6 +141,14 @@ def run_cross_attention(model: Any) -> Tensor:
     return loss
 
 
+def run_gpt2(model: Any) -> Tensor:
+    states = random(2, 3, 32, seed=2, like=model).requires_grad_()
+    ids = torch.randint(0, 48, (2, 5), generator=torch.Generator().manual_seed(1))
+    hidden = model(input_ids=ids, encoder_hidden_states=states * 1.0, use_cache=False).last_hidden_state
+    model.states = states
+    return projected(hidden, model)
+
+
 def run_vision(model: Any) -> Tensor:
     output = model(pixel_values=random(2, 3, 12, 12, seed=3, like=model)).last_hidden_state
     return projected(output, model)
@@ -229,6 +239,23 @@ CASES = [
         "bert",
         lambda: BertModel(BertConfig(**TEXT_TOWER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
         run_text_tower,
+    ),
+    Case(
+        "gpt2",
+        lambda: GPT2Model(
+            GPT2Config(
+                **{
+                    name: TEXT[name]
+                    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+                },
+                n_inner=24,
+                add_cross_attention=True,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        ),
+        run_gpt2,
     ),
     Case("whisper", lambda: WhisperEncoder(WhisperConfig(**AUDIO)), run_audio),
     Case("qwen2_audio_encoder", lambda: Qwen2AudioEncoder(Qwen2AudioEncoderConfig(**AUDIO)), run_audio),

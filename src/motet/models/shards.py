@@ -56,6 +56,8 @@ class FamilyShards:
     """Embedding and output head: the ends of their paths in the model."""
     must_divide: Mapping[str, Callable[[Config], int]] = field(default_factory=dict)
     """What `tp_size` must divide, by its name in the configuration."""
+    transposed: bool = False
+    """The layers' weights are [in, out] (transformers' Conv1D)."""
 
 
 def setting(config: Config, name: str, default: Any = None) -> Any:
@@ -75,6 +77,16 @@ def _num_key_value_heads(config: Config) -> int:
 def _dinov2_mlp_width(config: Config) -> int:
     width = int(setting(config, "hidden_size") * setting(config, "mlp_ratio"))
     return (int(width * 2 / 3) + 7) // 8 * 8 if setting(config, "use_swiglu_ffn") else width
+
+
+def _gpt2_heads(config: Config) -> int:
+    """By GPT-2's own name, or that of all other families."""
+    return setting(config, "n_head") or setting(config, "num_attention_heads")
+
+
+def _gpt2_mlp_width(config: Config) -> int:
+    width = setting(config, "n_embd") or setting(config, "hidden_size")
+    return setting(config, "n_inner") or setting(config, "intermediate_size") or 4 * width
 
 
 def _columns(*paths: str) -> dict[str, tuple[int | str, ...]]:
@@ -175,6 +187,21 @@ SHARDS: Mapping[str, FamilyShards] = {
         region_inputs=("encoder_hidden_states",),
         must_divide=_named("num_attention_heads", "intermediate_size"),
     ),
+    "gpt2": FamilyShards(
+        layers="h",
+        column={
+            "attn.c_attn": (1, 1, 1),
+            "crossattention.q_attn": (1,),
+            "crossattention.c_attn": (1, 1),
+            "mlp.c_fc": (1,),
+        },
+        row=("attn.c_proj", "crossattention.c_proj", "mlp.c_proj"),
+        regions=("attn", "crossattention", "mlp"),
+        counts=tuple(f"{path}.{name}" for path in ("attn", "crossattention") for name in ("num_heads", "split_size")),
+        region_inputs=("encoder_hidden_states",),
+        must_divide={"n_head": _gpt2_heads, "n_inner": _gpt2_mlp_width},
+        transposed=True,
+    ),
     "dinov2": FamilyShards(
         layers="encoder.layer",
         column=_columns(
@@ -257,9 +284,9 @@ def parameter_shard(family: str, config: Config, name: str, shape: Sequence[int]
     within = match.group(2) if match else ""
     if within in rules.column:
         sections = (setting(config, s) if isinstance(s, str) else s for s in rules.column[within])
-        return Shard(0, tuple(sections))
+        return Shard(int(rules.transposed and kind == "weight"), tuple(sections))
     if within in rules.row and kind == "weight":
-        return Shard(1)
+        return Shard(int(not rules.transposed))
     return None
 
 

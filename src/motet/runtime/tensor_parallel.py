@@ -1,9 +1,9 @@
 """Tensor parallelism of unmodified HuggingFace modules: local shards of their linears, collectives around them.
 
 `apply_tensor_parallel` replaces the parameters that the family's rules name (`motet.models.shards`) by this rank's
-shards. Column linears stay what they are; row linears become `RowLinear`; hooks at the entry of attention and MLP bring
-in the activation, once for all column linears behind it. Parameters keep their names. Losses, inputs and outputs of a
-stage are alike on all ranks of the group.
+shards. Column linears stay what they are; row linears become `RowLinear` (`RowConv1D`); hooks at the entry of attention
+and MLP bring in the activation, once for all column linears behind it. Parameters keep their names. Losses, inputs and
+outputs of a stage are alike on all ranks of the group.
 
 Limits: dropout is right only if the ranks of a group draw the same random numbers (seed them alike).
 (Shoeybi et al. 2019, "Megatron-LM", section 3.)
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
 from motet.models.shards import Config, FamilyShards, Shard, check_tp, family_shards, layer_pattern, parameter_shard
@@ -69,6 +70,23 @@ class RowLinear(nn.Linear):
         reduce = reduce_scatter_from_group if self.tp.sequence_parallel else reduce_from_group
         y = reduce(linear(x, self.weight), self.tp)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class RowConv1D(Conv1D):
+    """`RowLinear` of a weight [in / tp, out]."""
+
+    def __init__(self, shard: Conv1D, tp: TensorParallel) -> None:
+        """`shard` holds this rank's rows of the weight, and the whole bias."""
+        nn.Module.__init__(self)
+        self.nx, self.nf = shard.weight.shape
+        self.weight, self.bias = shard.weight, shard.bias
+        self.tp = tp
+        self.train(shard.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reduce = reduce_scatter_from_group if self.tp.sequence_parallel else reduce_from_group
+        y = reduce(x @ self.weight, self.tp)
+        return y + self.bias.to(y.dtype)
 
 
 def apply_tensor_parallel(module: nn.Module, family: str, tp: TensorParallel) -> TensorParallelLayout:
@@ -141,8 +159,8 @@ def tp_reduce_gradients(module: nn.Module) -> None:
             gradient.copy_(total.view_as(gradient))
 
 
-def _linears(layer: nn.Module) -> dict[str, nn.Linear]:
-    return {name: linear for name, linear in layer.named_modules() if isinstance(linear, nn.Linear)}
+def _linears(layer: nn.Module) -> dict[str, nn.Linear | Conv1D]:
+    return {name: linear for name, linear in layer.named_modules() if isinstance(linear, nn.Linear | Conv1D)}
 
 
 def _configuration(layers: Any) -> Config | None:
@@ -170,10 +188,15 @@ def _replace_parameters(module: nn.Module, family: str, config: Config | None, t
 def _adapt_layer(layer: nn.Module, rules: FamilyShards, tp: TensorParallel) -> None:
     for path, shard in _linears(layer).items():
         if path in rules.column:
-            shard.out_features = shard.weight.shape[0]
+            if isinstance(shard, Conv1D):
+                shard.nf = shard.weight.shape[1]
+                shard.register_forward_pre_hook(_contiguous)
+            else:
+                shard.out_features = shard.weight.shape[0]
         elif path in rules.row:
             owner, _, attribute = path.rpartition(".")
-            setattr(layer.get_submodule(owner), attribute, RowLinear(shard, tp))
+            row = RowConv1D(shard, tp) if isinstance(shard, Conv1D) else RowLinear(shard, tp)
+            setattr(layer.get_submodule(owner), attribute, row)
         else:
             raise UserError(
                 f"tp_size: {type(layer).__name__} has a linear {path} that no rule in motet.models.shards names; "
@@ -181,6 +204,11 @@ def _adapt_layer(layer: nn.Module, rules: FamilyShards, tp: TensorParallel) -> N
             )
     for path in rules.counts:
         _divide_count(layer, path.split("."), tp.size)
+
+
+def _contiguous(linear: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Conv1D views what it gets, which may be cut out of a gathered and padded sequence."""
+    return inputs[0].contiguous()
 
 
 def _partial_gradients(
