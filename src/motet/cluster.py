@@ -48,10 +48,6 @@ class Cluster:
     def link(self, rank: int, other: int) -> Link:
         return self.within_node if self.node(rank) == self.node(other) else self.between_nodes
 
-    def slowest_link(self, ranks: tuple[int, ...]) -> Link:
-        """Of a collective over these ranks."""
-        return self.within_node if len({self.node(rank) for rank in ranks}) == 1 else self.between_nodes
-
 
 def available_cores() -> int:
     """CPU cores that this process may use."""

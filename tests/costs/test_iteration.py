@@ -264,7 +264,7 @@ CELL = Cell("text", 0, 0, 0)
 def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
     table = analytic_table({"text": TEXT}, cpu_cluster(8))
     one, two = (bind(cut_plan(cp_size=size), LONG, table=table) for size in (1, 2))
-    assert two.rank_load(CELL) == Load(tokens=120, pairs=240**2 / 2, sequences=1, outputs=60, tokens_squared=120**2)
+    assert two.load(CELL).share(2) == Load(tokens=120, pairs=240**2 / 2, sequences=1, outputs=60, tokens_squared=120**2)
     forward = Compute(Kind.FORWARD, CELL)
     layers = table.of("text", 1).layers
     overhead = sum(layer.forward.constant for layer in layers)

@@ -19,8 +19,8 @@ def test_chain() -> None:
     middle = Cell("llm", 0, 1, 1)
     assert routes.incoming[middle] == (Route(Cell("llm", 0, 0, 1), middle, (1,), True),)
     assert routes.outgoing[Cell("llm", 0, 2, 1)] == ()
-    assert not routes.has_input_gradient(Cell("llm", 0, 0, 0))
-    assert routes.has_input_gradient(middle)
+    assert not any(route.carries_gradient for route in routes.incoming[Cell("llm", 0, 0, 0)])
+    assert any(route.carries_gradient for route in routes.incoming[middle])
 
 
 def test_cells_stand_in_topological_order() -> None:

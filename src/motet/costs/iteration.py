@@ -330,10 +330,6 @@ class IterationCosts:
         """The same for all stages of a module's replica."""
         return self.cells.load_of(cell)
 
-    def rank_load(self, cell: Cell) -> Load:
-        """Of one rank of the cell's stage."""
-        return self.load(cell).share(self.routes.stage(cell).cp_size)
-
     def gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
         """For each layer of the cell's stage, what its backward computes."""
         return self.cells.kind_of(cell).gradients

@@ -53,8 +53,6 @@ class EncoderFamily:
     """The list of blocks: layers 1 .. n."""
     head_parts: tuple[str, ...] = ()
     """Sub-modules of the head's layer, among them those whose output goes unused (poolers)."""
-    shared_parts: tuple[str, ...] = ()
-    """Sub-modules without parameters that every stage with blocks needs."""
     num_blocks: str = "num_hidden_layers"
     """Key of the configuration."""
     hidden_size: str = "hidden_size"
@@ -329,7 +327,6 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         blocks="blocks",
         head_parts=("merger",),
         has_inner_features=False,
-        shared_parts=("rotary_pos_emb",),
         num_blocks="depth",
         output_size="out_hidden_size",
         arrangement=Arrangement.FLAT,
@@ -342,7 +339,6 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         feature="pixel_values",
         embed_parts=("patch_conv", "ln_pre"),
         blocks="transformer.layers",
-        shared_parts=("patch_positional_embedding",),
         arrangement=Arrangement.ROW,
         embed=_embed_cropped,
         block_arguments=_rotary_and_block_mask,

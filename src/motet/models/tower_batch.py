@@ -35,8 +35,6 @@ from motet.schedule.batch_sync import num_comparisons
 if TYPE_CHECKING:
     from motet.models.contrastive import ContrastiveModule
 
-FEATURES = ("pixel_values", "input_features", "input_ids")
-
 
 def batch_of_towers(model: "ContrastiveModule", batch: Mapping[str, Any]) -> DictBatch:
     """Reads only configurations of `model`. Raises `UserError` naming the key that is missing or does not fit."""

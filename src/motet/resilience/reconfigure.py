@@ -38,10 +38,6 @@ class Reconfiguration:
     num_spares: int = 0
     """Of the joined nodes, the last so many wait: no combination of templates takes them."""
 
-    @property
-    def bytes_moved(self) -> float:
-        return sum(copy.num_bytes for copy in self.copies)
-
 
 def reconfigure(
     plan: Plan,

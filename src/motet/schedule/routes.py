@@ -159,9 +159,6 @@ class Routes:
     def samples(self, cell: Cell) -> tuple[int, ...]:
         return self.assignment.samples_of(cell.module, cell.replica, cell.microbatch)
 
-    def has_input_gradient(self, cell: Cell) -> bool:
-        return any(route.carries_gradient for route in self.incoming[cell])
-
 
 def derive_routes(
     plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample], *, forward_only: bool = False

@@ -14,7 +14,7 @@ all-gather stands at the iteration's begin; from step to step that is the same. 
 tensor parallelism, and both are known only of cost models that tell them apart (`GroupCosts`).
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from motet.arrays import Floats
 
@@ -35,7 +35,3 @@ class TimeShares:
     def means_s(self) -> dict[str, float]:
         """Over all ranks."""
         return {name: float(seconds.mean()) if len(seconds) else 0.0 for name, seconds in asdict(self).items()}
-
-
-CAUSES = tuple(field.name for field in fields(TimeShares) if field.name not in ("compute", "optimizer"))
-"""Of idle time."""
