@@ -1,12 +1,14 @@
 """A whole multimodal model under one layout, drawn from tiny families, as `motet verify` would see it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from random import Random
 
 import torch
 import torch.distributed as dist
+from distributed import run_distributed
 from tiny_encoders import ENCODERS, GRIDS, features_of
 from tiny_language_models import SIZES, TINY
 from torch import Tensor, nn
@@ -355,3 +357,21 @@ def verify(scenario: Scenario) -> Comparison | None:
             media_attention=scenario.media_attention,
             autocast=autocast_for(config, torch.device("cpu")),
         )
+
+
+def check(scenario: Scenario, *, tolerance: float = 1e-9) -> None:
+    """On processes of its own."""
+    comparison = run_distributed(lambda rank: verify(scenario), scenario.num_ranks, timeout=120)[0]
+    assert comparison.failures == []
+    assert comparison.max_grad_rel_err <= tolerance
+
+
+def check_drawn(draw: Callable[[Random], Scenario], seed: str, num_draws: int, *, tolerance: float = 1e-9) -> None:
+    """`num_draws` scenarios; a failure tells its own."""
+    for i in range(num_draws):
+        scenario = draw(Random(f"{seed}/{i}"))
+        try:
+            check(scenario, tolerance=tolerance)
+        except BaseException as error:
+            error.add_note(f"draw(Random('{seed}/{i}')): {scenario}")
+            raise

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from scenario import FROZEN, Scenario, ScenarioBatch, verify
+from scenario import FROZEN, Scenario, ScenarioBatch, check, check_drawn
 
 from motet.runtime import fully_sharded
 from motet.runtime.assembly import build_engine, build_optimizer
@@ -33,12 +33,6 @@ CASES = {
     "without images": replace(SHARDED, llm="gemma3", cp=2, encoder_cp=2, items="none"),
 }
 QUICK = ("language model", "three ranks, tied, recomputed")
-
-
-def check(scenario: Scenario) -> None:
-    comparison = run_distributed(lambda rank: verify(scenario), scenario.num_ranks, timeout=120)[0]
-    assert comparison.failures == []
-    assert comparison.max_grad_rel_err <= 1e-9
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -69,13 +63,7 @@ def draw(rng: Random) -> Scenario:
 @pytest.mark.campaign
 def test_drawn_layouts() -> None:
     print(f"MOTET_SHARDED_SEED={SEED} MOTET_SHARDED_DRAWS={NUM_DRAWS}")
-    for i in range(NUM_DRAWS):
-        scenario = draw(Random(f"{SEED}/{i}"))
-        try:
-            check(scenario)
-        except BaseException as error:
-            error.add_note(f"draw(Random('{SEED}/{i}')): {scenario}")
-            raise
+    check_drawn(draw, SEED, NUM_DRAWS)
 
 
 def trained(scenario: Scenario) -> tuple[list[float], dict[str, int], int]:

@@ -2,13 +2,11 @@
 other numbers of microbatches."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
-from distributed import run_distributed
-from scenario import FROZEN, Scenario, verify
+from scenario import FROZEN, Scenario, check, check_drawn
 
 from motet.config import RunConfig
 from motet.plan import Plan, Replica
@@ -104,15 +102,9 @@ CASES = {
 QUICK = ("3 + 2 + 2 stages", "tp 2 beside tp 1")
 
 
-def check(scenario: Unlike) -> None:
-    comparison = run_distributed(lambda rank: verify(scenario), scenario.num_ranks, timeout=120)[0]
-    assert comparison.failures == []
-    assert comparison.max_grad_rel_err <= 1e-5
-
-
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_pipelines_that_do_not_look_alike(name: str) -> None:
-    check(CASES[name])
+    check(CASES[name], tolerance=1e-5)
 
 
 def draw(rng: Random) -> Unlike:
@@ -136,16 +128,7 @@ def draw(rng: Random) -> Unlike:
     )
 
 
-def drawn_scenarios(num: int) -> Sequence[Unlike]:
-    return [draw(Random(f"{SEED}/{i}")) for i in range(num)]
-
-
 @pytest.mark.campaign
 def test_drawn_pipelines() -> None:
     print(f"MOTET_UNLIKE_SEED={SEED} MOTET_UNLIKE_DRAWS={NUM_DRAWS}")
-    for i, scenario in enumerate(drawn_scenarios(NUM_DRAWS)):
-        try:
-            check(scenario)
-        except BaseException as error:
-            error.add_note(f"draw(Random('{SEED}/{i}')): {scenario}")
-            raise
+    check_drawn(draw, SEED, NUM_DRAWS, tolerance=1e-5)

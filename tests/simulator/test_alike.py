@@ -16,7 +16,7 @@ from motet.schedule.generators import GENERATORS
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message, lower
 from motet.schedule.program import make_program, make_schedule
-from motet.schedule.routes import Cell, derive_routes
+from motet.schedule.routes import Cell, Routes, derive_routes
 from motet.simulator.alike import Folding, copy_schedule, fold
 from motet.simulator.costs import UniformCosts
 from motet.simulator.simulate import simulate
@@ -96,14 +96,19 @@ def computed(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
     return [(span.kind, span.start, span.end) for span in timeline.of_rank(rank) if span.kind in BUSY_KINDS]
 
 
+def folded_problem(seed: int) -> tuple[Problem, Problem, Folding, AlikeCosts, Routes]:
+    """One pipeline, three that are alike, and what is left of them when they are folded."""
+    problem = draw_problem(Random(seed), Limits(max_modules=3, max_ranks=5, max_samples=5, tied=True))
+    whole = repeated(problem, 3)
+    folding = fold(whole.plan, whole.assignment, whole.samples)
+    costs = AlikeCosts(seed, fixed_s=0.5, folding=folding)
+    return problem, whole, folding, costs, derive_routes(whole.plan, folding.assignment, whole.samples)
+
+
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_folded_and_whole_are_the_same_on_drawn_problems(generator: str) -> None:
     for seed in range(30):
-        problem = draw_problem(Random(seed), Limits(max_modules=3, max_ranks=5, max_samples=5, tied=True))
-        whole = repeated(problem, 3)
-        folding = fold(whole.plan, whole.assignment, whole.samples)
-        costs = AlikeCosts(seed, fixed_s=0.5, folding=folding)
-        routes = derive_routes(whole.plan, folding.assignment, whole.samples)
+        problem, whole, folding, costs, routes = folded_problem(seed)
         assert len(routes.cells) <= len(problem.routes.cells)
         limit = costs.memory_limit()
         expected = simulate(make_program(generator, whole.routes, costs.compute_s, memory=limit), costs)
@@ -129,11 +134,7 @@ def test_folded_and_whole_are_the_same_on_drawn_problems(generator: str) -> None
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_schedule_of_fewer_pipelines_is_that_of_all(generator: str) -> None:
     for seed in range(20):
-        problem = draw_problem(Random(seed), Limits(max_modules=3, max_ranks=5, max_samples=5, tied=True))
-        whole = repeated(problem, 3)
-        folding = fold(whole.plan, whole.assignment, whole.samples)
-        costs = AlikeCosts(seed, fixed_s=0.5, folding=folding)
-        routes = derive_routes(whole.plan, folding.assignment, whole.samples)
+        _, whole, folding, costs, routes = folded_problem(seed)
         limit = costs.memory_limit()
         fewer = make_schedule(generator, routes, costs.compute_s, memory=limit)
         copied = copy_schedule(fewer, Dependencies(routes), Dependencies(whole.routes), folding)
