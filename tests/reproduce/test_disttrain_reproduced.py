@@ -121,6 +121,15 @@ def test_devices_that_bring_little_are_spared():
     assert _fewest_devices(problem, 0.0).iteration_s == best.iteration_s
 
 
+def test_how_many_devices_are_spared_hardly_depends_on_the_share():
+    num_devices, batches = LARGE
+    at = {
+        spared: disttrain("72B", num_devices, batches["72B"], assumed=replace(ASSUMED, spared=spared)).num_devices
+        for spared in (0.0, 0.01, 0.02, 0.03)
+    }
+    assert at[0.01] == at[0.02] == at[0.03] < at[0.0]
+
+
 def test_stages_divide_the_layers_as_in_megatron():
     for size, (layers, *_) in BACKBONES.items():
         degrees = orchestrate(mllm(size, LARGE[0], LARGE[1][size])).degrees["language_model"]

@@ -50,7 +50,8 @@ always trained, so gradients go back to the encoder's projector."""
 
 ASSUMPTIONS = (
     f"{ASSUMED.images} images a sequence, ViT kernels at {ASSUMED.vit_efficiency:.0%} and U-Net kernels at "
-    f"{ASSUMED.unet_efficiency:.0%} of peak, samples alike, Megatron-LM without StepCCL and interleaving"
+    f"{ASSUMED.unet_efficiency:.0%} of peak, samples alike, Megatron-LM without StepCCL and interleaving, no devices "
+    f"for less than {ASSUMED.spared:.0%}"
 )
 CALIBRATED = "matrix efficiency, on 54.7% MFU of MLLM-72B"
 

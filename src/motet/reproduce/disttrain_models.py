@@ -57,7 +57,8 @@ class Assumed:
     equal_stages: bool = True
     """Of the language model: DistTrain extends Megatron-LM, which divides layers by stages without remainder."""
     spared: float = 0.01
-    """Devices that shorten the iteration by less than this are not taken."""
+    """Devices that shorten the iteration by less than this are not taken: 1172 of 1296 were. From 1% to 3% MLLM-72B
+    gets as many; at none it gets 1264."""
     vocabulary: int = 32000
 
 
