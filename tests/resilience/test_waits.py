@@ -1,5 +1,6 @@
 """What gloo does not end by itself, though all connections are shut."""
 
+import ctypes
 import mmap
 import os
 import signal
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 
+from motet.resilience.children import PR_SET_PDEATHSIG
 from motet.resilience.connections import Connections
-from motet.resilience.launch_nodes import end_with_parent
 from motet.resilience.recover import leave_world
 from motet.resilience.waits import Waits
 
@@ -54,7 +55,7 @@ class Peer:
         self._stops = stops
         if self._process == 0:
             try:
-                end_with_parent()
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 meet(store, 1, 2)
                 kept = act()
                 os.write(ready, b"1")

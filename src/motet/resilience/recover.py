@@ -49,6 +49,8 @@ T = TypeVar("T")
 RESULT = "result"
 PATIENCE_S = 10.0
 """After a connection broke, for the membership that explains it, beside the time in which a silent node is noticed."""
+LEAVING_S = 60.0
+"""Beside the time of a step, for a process to leave a membership that is over: it may be loading a checkpoint."""
 RENDEZVOUS_S = 120.0
 """For other ranks to come to a new membership. Whoever dies instead ends the wait by the next one."""
 
@@ -103,7 +105,7 @@ class TrainingProcess:
         call = self._control.newer(None)
         while call is not None:
             membership = call.membership
-            self._control.begin(membership.generation, self._num_ranks(membership), self._step_timeout_s)
+            self._control.begin(membership.generation, self._num_ranks(membership), LEAVING_S + self._step_timeout_s)
             try:
                 self._work(call, call.heard_at if membership.is_urgent else time.monotonic())
                 call = self._control.newer(None)
@@ -168,7 +170,7 @@ class TrainingProcess:
             store=dist.PrefixStore(f"generation/{call.membership.generation}", store),
             rank=call.rank,
             world_size=self._num_ranks(call.membership),
-            # Who hangs in the world before is taken out after a step's time: the others must still be here then.
+            # Who hangs in the world before is taken out in time for the others to hear of it here.
             timeout=timedelta(seconds=RENDEZVOUS_S + self._step_timeout_s),
         )
 

@@ -4,7 +4,7 @@ gloo tells two kinds of operations nothing of a lost connection: a send that has
 begun to arrive. They sleep until their timeout, and so does the thread that runs the collective that they belong to.
 So a helper thread waits in the place of whoever waits, who can be called off, and leaves the helper behind.
 
-Cost: two changes of threads for each wait (about 15 us).
+Cost: two changes of threads for each wait (6 us of a processor, 15 us on an idle machine).
 
 Limits: replaces `torch.distributed.Work.wait` for all, as most collectives wait inside torch. What is left behind keeps
 its buffers, and its groups their descriptors, until the timeout that it was begun with.
@@ -36,6 +36,7 @@ class Waits:
         self.generation = 0
         """Of the membership under which waits begin."""
         self._helpers = threading.local()
+        self._lock = threading.Lock()
         self._pending: dict[_Outcome, tuple[int, float]] = {}
         """Where the outcome of each is awaited: its generation, and since when."""
 
@@ -59,14 +60,17 @@ class Waits:
         """Those of generations before that one, of which it is known `since` when that they are over
         (`time.monotonic()`), raise `RuntimeError`; but each has `GRACE_S`."""
         now = time.monotonic()
-        for outcome, (generation, begun) in list(self._pending.items()):
+        with self._lock:
+            pending = list(self._pending.items())
+        for outcome, (generation, begun) in pending:
             if generation < before_generation and now - max(begun, since) >= GRACE_S:
                 outcome.put((None, RuntimeError("called off, as what it waits for is over")))
 
     def _wait(self, wait: Callable[[], Any]) -> Any:
         tasks = self._tasks()
         outcome: _Outcome = SimpleQueue()
-        self._pending[outcome] = self.generation, time.monotonic()
+        with self._lock:
+            self._pending[outcome] = self.generation, time.monotonic()
         try:
             tasks.put((wait, outcome))
             result, error = outcome.get()
@@ -74,7 +78,8 @@ class Waits:
             del self._helpers.helper
             raise
         finally:
-            del self._pending[outcome]
+            with self._lock:
+                del self._pending[outcome]
         if error is None:
             return result
         del self._helpers.helper  # It may still wait.
