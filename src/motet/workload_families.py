@@ -207,6 +207,10 @@ def _patches(read: Reader, width: int, *, bias: bool, channels: str = "num_chann
 
 def _num_patches(read: Reader) -> int:
     (height, image_width), (rows, columns) = read.pair("image_size"), read.pair("patch_size")
+    if rows > height or columns > image_width:
+        raise UserError(
+            f"model: {read.family}: patch_size is {rows} x {columns}, more than image_size {height} x {image_width}"
+        )
     return (height // rows) * (image_width // columns)
 
 

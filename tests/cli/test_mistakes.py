@@ -89,6 +89,7 @@ def test_files_that_are_no_run_files(
         ),
         ("model.encoders.vision.values.hidden_size=33", "vision: the width 33 is no multiple of .* attention heads 2"),
         ("model.encoders.vision.values.patch_size=0", "vision: siglip.* patch_size is 0; give a whole number"),
+        ("model.encoders.vision.values.patch_size=100", "patch_size is 100 x 100, more than image_size 48 x 48"),
         ("model.encoders.vision.values.image_size=[1, 2, 3]", r"image_size is \[1, 2, 3\]; give a whole number"),
         ("model.encoders.vision.feature_layer=-9", "model.encoders.vision.feature_layer: -9 is not within -3 to 2"),
         ("model.placeholder_tokens={vision: <picture>}", "placeholder_tokens.vision: .*does not know '<picture>'"),

@@ -120,6 +120,7 @@ def test_a_generator_is_a_module_that_reads_the_language_model(tmp_path: Path) -
         ("data.generated.image.height=60", "data.generated.image: is 60 x 128; give multiples of 8"),
         ("model.generators.image.config=UNet", "generators.image.config: 'UNet' is not known; give one of UNet2D"),
         ("model.generators.image.values.block_out_channels=3", "generators.image.values: do not make a UNet2DCond"),
+        ("model.generators.image.values.layers_per_block=-1", "values.layers_per_block: is -1; give a whole number"),
         ("model.generators.image={path: /nowhere}", "generators.image.path: /nowhere/config.json cannot be read"),
         ("model.generators.vision={config: UNet2DConditionModel}", "generators.vision: is the name of another module"),
     ],

@@ -193,7 +193,9 @@ def dial_a_digit_processor(config: Mapping[str, Any], name: str) -> dict[str, An
         patch = {"height": config["patch_size"], "width": config["patch_size"]}
         size = {"longest_edge": config["image_size"]}
         return {"image_processor_type": "PixtralImageProcessor", "patch_size": patch, "size": size, **look}
-    size = {"height": config["image_size"], "width": config["image_size"]}
+    side = config["image_size"]
+    height, width = (side, side) if isinstance(side, int) else side
+    size = {"height": height, "width": width}
     return {"image_processor_type": "SiglipImageProcessor", "size": size, **look}
 
 

@@ -159,7 +159,10 @@ def _check_modules(problem: PlanningProblem) -> None:
         or len(problem.sinks) != 1
         or any(edge.target != problem.sinks[0] for edge in problem.edges)
     ):
-        raise UserError("parallel.planner: oobleck needs one language model that all encoders enter directly")
+        raise UserError(
+            "parallel.planner: oobleck needs encoders, and one language model that they enter directly and nothing "
+            "reads; give another planner"
+        )
 
 
 def _sharded_sizes(problem: PlanningProblem) -> list[int]:

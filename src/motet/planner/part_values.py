@@ -10,7 +10,7 @@ from motet.config import DecoderConfig, LanguageModelConfig, PartConfig
 from motet.errors import UserError, closest
 from motet.workload import ModuleWorkload, module_workload
 from motet.workload_defaults import DEFAULTS
-from motet.workload_diffusion import GENERATORS, generator_workload
+from motet.workload_diffusion import DIT_DEFAULTS, GENERATORS, UNET_DEFAULTS, generator_workload
 
 MODEL_TYPES: Mapping[str, str] = {
     "LlamaConfig": "llama",
@@ -105,6 +105,10 @@ def read_generator(part: PartConfig, name: str, incoming_size: int) -> ModuleWor
         near = closest(part.config, GENERATORS, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
     stored = _stored_values(part, where) if part.config is None else {"_class_name": part.config}
+    for key in {**UNET_DEFAULTS, **DIT_DEFAULTS}:
+        value = part.values.get(key)
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")
     try:
         return generator_workload({**stored, **part.values, "cross_attention_dim": incoming_size})
     except UserError as error:

@@ -124,7 +124,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         return Manifest.from_json((checkpoint / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"train.resume: {checkpoint} is not a checkpoint: {MANIFEST} is missing") from None
+        raise UserError(
+            f"train.resume: {checkpoint} is not a checkpoint: {MANIFEST} is missing; give another, or latest"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"train.resume: {checkpoint / MANIFEST} is damaged ({error}); use another checkpoint") from None
 
