@@ -1,6 +1,7 @@
 """Run files with towers through every command, and what is wrong in them."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from PIL import Image
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from motet.cli.main import main
+from motet.config import load_run_config
 from motet.data.tokenizer import word_level_tokenizer
+from motet.models.contrastive import ContrastiveLoss
 from motet.models.towers_io import load_towers
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -81,6 +84,12 @@ def test_plan_simulate_verify_train(capsys: pytest.CaptureFixture[str], run_file
     assert len(trained["losses"]) == 2
     assert trained["evaluations"]
     assert load_towers(trained["export"]).width == 8
+
+
+def test_the_scale_may_begin_at_its_limit(run_file: Path) -> None:
+    overrides = ["model.contrastive.loss=sigmoid", f"model.contrastive.max_logit_scale={math.log(10)}"]
+    contrastive = load_run_config(run_file, overrides).model.contrastive
+    assert contrastive.max_logit_scale == pytest.approx(ContrastiveLoss("sigmoid").logit_scale.item())
 
 
 def test_pairs_in_files(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

@@ -1,5 +1,6 @@
 """The run file's `model`: what is trained."""
 
+import math
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -76,6 +77,10 @@ class TowerConfig(PartConfig):
     train: TrainableEncoder = TrainableEncoder()
     projector_learning_rate: PositiveNumber | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
+
+
+INITIAL_LOGIT_SCALE = {"softmax": math.log(1 / 0.07), "sigmoid": math.log(10.0)}
+"""By loss, as the papers begin: CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023)."""
 
 
 class ContrastiveConfig(Section):
@@ -180,11 +185,11 @@ class ModelConfig(Section):
         if self.contrastive.loss == "softmax" and self.contrastive.logit_bias is not None:
             raise ValueError("contrastive.logit_bias: the softmax loss has none; leave it out, or give loss: sigmoid")
         given = self.contrastive
-        initial = given.logit_scale if given.logit_scale is not None else {"softmax": 2.66, "sigmoid": 2.31}[given.loss]
+        initial = INITIAL_LOGIT_SCALE[given.loss] if given.logit_scale is None else given.logit_scale
         if given.max_logit_scale is not None and initial > given.max_logit_scale:
             raise ValueError(
                 f"contrastive.max_logit_scale: is {given.max_logit_scale}, less than the initial logit_scale "
-                f"{initial:g}; give more, or a smaller logit_scale"
+                f"{initial:.3g}; give more, or a smaller logit_scale"
             )
         if self.contrastive.width is None and all(tower.projector for tower in self.towers.values()):
             raise ValueError("contrastive.width: is missing; give the width of the features, to which projectors bring")

@@ -8,7 +8,6 @@ A tower is a `ModalityModule`; its projector brings what transformers calls the 
 that all towers share. What is frozen is said as in `motet.models.multimodal`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from motet.config.model_section import INITIAL_LOGIT_SCALE
 from motet.data.batch import Batch
 from motet.data.sample import Sample
 from motet.errors import UserError
@@ -31,9 +31,7 @@ from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import pairs_of, whole
 
 LOSSES: tuple[LossKind, ...] = ("softmax", "sigmoid")
-
-CLIP_SCALE = math.log(1 / 0.07)
-SIGLIP_SCALE, SIGLIP_BIAS = math.log(10.0), -10.0
+SIGLIP_BIAS = -10.0
 
 
 class ContrastiveLoss(nn.Module):
@@ -54,8 +52,8 @@ class ContrastiveLoss(nn.Module):
         if kind == "softmax" and logit_bias is not None:
             raise UserError("logit_bias: the softmax loss does not depend on one; leave it out")
         self.kind, self.max_logit_scale = kind, max_logit_scale
-        default = CLIP_SCALE if kind == "softmax" else SIGLIP_SCALE
-        self.logit_scale = nn.Parameter(torch.tensor(default if logit_scale is None else logit_scale))
+        initial = INITIAL_LOGIT_SCALE[kind] if logit_scale is None else logit_scale
+        self.logit_scale = nn.Parameter(torch.tensor(initial))
         self.logit_bias: nn.Parameter | None = None
         if kind == "sigmoid":
             self.logit_bias = nn.Parameter(torch.tensor(SIGLIP_BIAS if logit_bias is None else logit_bias))
