@@ -291,7 +291,7 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
         ("model.towers.image.projector=null", "projector: is null, but the tower's width is 16 and that .* 8"),
         ("model.towers.image.projector=conv", 'projector: is "conv"; give one of projection, linear, mlp'),
         ("model.towers={image: {config: SiglipVisionConfig}}", "model.towers: has image alone; give at least two"),
-        ("model.contrastive.loss=softmin", 'model.contrastive.loss: is "softmin"; did you mean .softmax'),
+        ("model.contrastive.loss=softmin", 'model.contrastive.loss: is "softmin"; give one of softmax, sigmoid'),
         ("model.contrastive.anchor=txet", "contrastive.anchor: there is no tower 'txet'; give one of image, audio"),
         ("model.contrastive.width=null", "contrastive.width: is missing"),
         (
