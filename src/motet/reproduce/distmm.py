@@ -38,7 +38,7 @@ CALIBRATED = "nothing"
 ASSUMPTIONS = (
     "4 bytes a parameter and 12 that data-parallel ranks share; one batch for both systems: 512 (8 a GPU, as CLIP has "
     "them) at single-device scale, else the most samples a replica that fit Megatron-LM; activations recomputed beyond "
-    "one device; gradients summed after the backward"
+    "one device; gradients summed after the backward; DistMM's replicas as published, where they are"
 )
 OTHERWISE: Mapping[str, Assumed] = {
     "V100 at 30% of peak (Megatron-LM 2019)": Assumed(training=MEGATRON_2019),
