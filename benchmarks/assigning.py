@@ -18,8 +18,8 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from balanced_data import NUM_REPLICAS, NUM_SAMPLES, Batch, planned, simulated
 from reporting import Report
+from thesis_batches import NUM_REPLICAS, NUM_SAMPLES, Batch, planned, simulated
 
 from motet.data.assignment import BatchAssignment
 from motet.data.assignments import ASSIGNMENTS, assign

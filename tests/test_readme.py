@@ -41,11 +41,6 @@ def test_the_run_file_is_valid(tmp_path: Path) -> None:
     assert load_run_config(path).train.dtype == "bfloat16"
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
-
-
 def test_the_program_runs_and_learns(capfd: pytest.CaptureFixture[str]) -> None:
     program = compile(code_block("python"), "README.md", "exec")
 
