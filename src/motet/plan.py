@@ -6,13 +6,16 @@ Layers are numbered as docs/architecture.md says.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 LayerRange = tuple[int, int]
 """Half-open: [first, last)."""
+
+VERSION = 1
+"""Of a plan file's form."""
 
 DEFAULT_ASSIGNMENT = "contiguous"
 """The batch in the order in which it comes."""
@@ -123,7 +126,7 @@ class Plan:
     recompute_features: tuple[str, ...] = ()
     """Towers whose forward keeps no graph: the backward runs it again, from the stage's input (DistMM 5.4: batches
     that are too large for the graphs of all microbatches between two batch-syncs)."""
-    version: int = field(default=1)
+    version: int = VERSION
 
     def __post_init__(self) -> None:
         check_plan(self)
@@ -173,6 +176,7 @@ class Plan:
 
 def check_plan(plan: Plan) -> None:
     """Raises `ValueError` for a plan that no runtime could execute, naming the place."""
+    _require(plan.version == VERSION, f"version: is {plan.version}; this motet reads {VERSION}, so make the plan anew")
     _require(bool(plan.modules), "modules: is empty; give at least one module")
     _require(plan.num_microbatches >= 1, f"num_microbatches: is {plan.num_microbatches}; give at least 1")
     _require(

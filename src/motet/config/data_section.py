@@ -42,9 +42,9 @@ class DialADigitConfig(PreparedDataConfig):
     """Of the examples."""
     max_digits: Annotated[int, Field(ge=1, le=8)] = 8
     """In one image, and in one clip."""
-    max_images: Count = 1
+    max_images: Annotated[int, Field(ge=1, le=64)] = 1
     """In one example."""
-    max_clips: Count = 1
+    max_clips: Annotated[int, Field(ge=1, le=64)] = 1
     """In one example."""
     no_image: Fraction = 0.15
     """Share of examples without an image."""

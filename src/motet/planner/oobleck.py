@@ -160,8 +160,8 @@ def _check_modules(problem: PlanningProblem) -> None:
         or any(edge.target != problem.sinks[0] for edge in problem.edges)
     ):
         raise UserError(
-            "parallel.planner: oobleck needs encoders, and one language model that they enter directly and nothing "
-            "reads; give another planner"
+            "parallel.planner: oobleck needs one language model that all encoders enter directly and "
+            "that nothing reads; give another planner"
         )
 
 
