@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -51,6 +52,27 @@ def test_own_losses_and_new_nodes_are_told() -> None:
     assert changes_of(BOTH, how="process 0 was ended by SIGKILL") == [("lost", 0)]
     assert changes_of(Membership(generation=1, nodes=(0,), num_known=1, plan="")) == [("joined", 1)]
     assert changes_of(BOTH) == []
+
+
+def test_nodes_that_leave_do_so_at_once() -> None:
+    """Others would wait under the next membership for whoever is in it and has gone."""
+    num_left = Counter[str]()
+
+    class Counting(Store):
+        def add(self, key: str, amount: int) -> int:
+            num_left[key] += amount
+            return 3 if key == "nodes" else num_left[key]
+
+    leaving = Membership(generation=5, nodes=(0,), leaving=(1, 2), num_known=3, plan="")
+    told = []
+    for node in leaving.leaving:
+        process = WatchedProcess(SimpleNamespace(), None)  # type: ignore[arg-type]
+        agent = NodeAgent(node, Counting(), [process] * 2, lambda membership, _: membership, 1.0, WATCHDOG, leaving)  # type: ignore[arg-type]
+        for _ in range(2):
+            agent._heard(process, "left", 5)
+        told.append([(change.kind, change.node) for change in agent._changes(node, leaving, None, ())])
+        assert agent._changes(node, replace(leaving, generation=6), None, ()) == []
+    assert told == [[], [("left", 1), ("left", 2)]]
 
 
 class FullStore(dict[str, str]):

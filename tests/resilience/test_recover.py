@@ -168,7 +168,7 @@ def test_a_node_that_is_warned_leaves_after_the_iteration(tmp_path: Path) -> Non
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 2
     kinds = [[(change["kind"], change["node"]) for change in line["changes"]] for line in failures(config)]
-    assert kinds == [[("leaving", 1)], [("left", 1)]]
+    assert kinds == [[("leaving", 1)], [("left", 1), ("left", 0)]]  # One pipeline.
 
 
 @pytest.mark.slow

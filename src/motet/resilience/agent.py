@@ -84,7 +84,9 @@ class NodeAgent:
     _failure: str | None = None
     """How this node was lost."""
     _was_in: bool = False
-    _has_left: bool = False
+    _left_in: int = 0
+    """The newest generation in which it has handed over what it held, to leave."""
+    _is_last_to_leave: bool = False
     _last_beat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
 
@@ -183,8 +185,10 @@ class NodeAgent:
             self._failure = str(more)
         elif self.membership is None or more != self.membership.generation:
             return
-        elif word == "left":
-            self._has_left = True
+        elif word == "left" and self._left_in < self.membership.generation:
+            self._left_in = self.membership.generation
+            left = self.store.add(f"left/{self._left_in}", 1)
+            self._is_last_to_leave = left == len(self.membership.leaving)
         elif word == "done":
             watched.is_done = True
             if all(other.is_done for other in self.processes):
@@ -228,8 +232,10 @@ class NodeAgent:
         ]
         if how is not None:
             changes.append(Change("lost", node, how, at))
-        elif self._has_left and node in membership.leaving:
-            changes.append(Change("left", node, "it has handed over what it held", at))
+        elif self._left_in == membership.generation and self._is_last_to_leave:
+            # All at once: whoever left before the others would be waited for under the next membership.
+            told = "it has handed over what it held"
+            changes += [Change("left", each, told, at) for each in membership.leaving]
         elif self.is_warned and node in membership.nodes:
             changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
         joined = range(membership.num_known, registered(self.store))

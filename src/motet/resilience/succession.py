@@ -53,7 +53,9 @@ class Succession:
     stops_below_guarantee: bool = False
 
     def __call__(self, membership: Membership, changes: Sequence[Change]) -> Membership:
-        """Whoever was lost or has left is out; who is about to leave stays to hand over; who joined comes last."""
+        """Whoever was lost or has left is out; who is about to leave stays to hand over; who joined comes last.
+
+        Where nothing was lost, nobody is out who has not left: nobody is told to stop waiting for it."""
         gone = {change.node for change in changes if change.kind in ("lost", "left")}
         going = [change.node for change in changes if change.kind == "leaving" and change.node not in gone]
         joined = [change.node for change in changes if change.kind == "joined"]
@@ -63,6 +65,10 @@ class Succession:
         next_plan = self._next_plan(plan, out, len(candidates))
         order = [*membership.nodes, *candidates]
         nodes = tuple(order[place] for place in next_plan.places)
+        is_urgent = any(change.kind == "lost" for change in changes)
+        if not is_urgent and next_plan.plan is not None:
+            # Whoever the plan has no use for stays as long: others may still wait for it under this membership.
+            going += [node for node in membership.nodes if node not in (*nodes, *gone, *going)]
         return Membership(
             generation=membership.generation + 1,
             nodes=nodes,
@@ -71,7 +77,7 @@ class Succession:
             num_known=max(membership.num_known, *(node + 1 for node in joined), 0),
             plan=(next_plan.plan or plan).to_json(),
             changes=tuple(changes),
-            is_urgent=any(change.kind == "lost" for change in changes),
+            is_urgent=is_urgent,
             note=next_plan.note,
             stop=next_plan.stop,
             saves=next_plan.plan is not None,
