@@ -16,7 +16,7 @@ from scenario import Scenario, verify
 from split_backwards import split_at_random
 from torch import Tensor
 
-from motet.models import language_model_stage, merge
+from motet.models import causal_stage, language_model_stage, merge
 from motet.runtime import gradients, local_model, sequence_parallel
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule import program
@@ -145,7 +145,7 @@ def a_mean_of_means_over_microbatches(patch: pytest.MonkeyPatch) -> None:
 
 @bug(CHAIN, "vision", "audio", "language_model")
 def labels_shifted_by_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, language_model_stage, "next_labels", lambda original, labels: original(original(labels)))
+    wrap(patch, causal_stage, "next_labels", lambda original, labels: original(original(labels)))
 
 
 @bug(PACKED, "language_model")
