@@ -91,3 +91,19 @@ def test_when_it_was_heard_of() -> None:
         return before <= heard.heard_at <= noticed
 
     assert with_line(test)
+
+
+def test_memberships_come_in_order_but_for_urgent_ones() -> None:
+    """Of ranks that recover, some would wait under the one that others skip."""
+
+    def test(control: Control, agent: Connection) -> list[int]:
+        for generation in (1, 2, 3, 4, 5):
+            agent.send(call(generation, is_urgent=generation == 2))
+        words(agent, until="alive", times=5)
+        taken = []
+        while (newer := control.newer(0.0)) is not None:
+            taken.append(newer.membership.generation)
+            control.begin(taken[-1], 1, LONG_S)
+        return taken
+
+    assert with_line(test) == [2, 3, 4, 5]

@@ -34,7 +34,8 @@ class Control:
         self._num_ranks = 0
         self._patience_s = math.inf
         self._changed = threading.Condition()
-        self._newest: Call | None = None
+        self._calls: tuple[Call, ...] = ()
+        """The newest one that does not wait, if any, and all after it."""
         self._newest_urgent = 0
         """Generation of the newest one that does not wait."""
         self._urgent_since = 0.0
@@ -58,14 +59,18 @@ class Control:
 
     def is_change_due(self) -> bool:
         """Whether a newer membership waits for the end of the iteration."""
-        newest = self._newest
-        return newest is not None and newest.membership.generation > self._generation
+        return self._next() is not None
+
+    def _next(self) -> Call | None:
+        """In their order: whoever skipped one would be waited for by those who did not."""
+        return next((call for call in self._calls if call.membership.generation > self._generation), None)
 
     def newer(self, timeout_s: float | None) -> Call | None:
-        """To a membership newer than the one this process works under; None: none came in time, or all is over."""
+        """To the next membership after the one this process works under; an urgent one ends all before it. None: none
+        came in time, or all is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished or self.is_change_due(), timeout_s)
-            return self._newest if self.is_change_due() and not self._finished else None
+            return None if self._finished else self._next()
 
     @property
     def is_finished(self) -> bool:
@@ -95,10 +100,11 @@ class Control:
                     self._finished = True
                 else:
                     assert isinstance(received, Call)
-                    self._newest = replace(received, heard_at=time.monotonic())
+                    call = replace(received, heard_at=time.monotonic())
+                    self._calls = (call,) if call.membership.is_urgent else (*self._calls, call)
                     if received.membership.is_urgent:
                         self._newest_urgent = received.membership.generation
-                        self._urgent_since = self._newest.heard_at
+                        self._urgent_since = call.heard_at
             self._end_what_is_over()
             with self._changed:
                 self._changed.notify_all()
