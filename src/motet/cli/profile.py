@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_run_file, load_config, write_text
+from motet.cli.run_file import add_run_file, file_to_write, load_config, write_text
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     if arguments.speeds:
-        return _calibrate(config, Path(arguments.speeds))
-    path = Path(arguments.out or Path(config.train.output) / "costs.json")
+        return _calibrate(config, file_to_write(arguments.speeds, "--speeds"))
+    path = file_to_write(arguments.out or f"{config.train.output}/costs.json", "--out")
     table = measure(config)
     write_text(path, table.to_json() + "\n", "--out")
     print(f"costs written to {path}; use them by --set cluster.costs={path}")

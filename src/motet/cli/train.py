@@ -79,7 +79,7 @@ def train(
     Raises `UserError` before any process is started if the plan is not one of the model, or does not fit."""
     from motet.errors import UserError
     from motet.planner.evaluate import evaluate
-    from motet.planner.report import report_evaluation
+    from motet.planner.report import report_evaluation, report_measured
 
     evaluation = evaluate(problem, plan)
     if not evaluation.fits:
@@ -91,10 +91,11 @@ def train(
         result = launch_on_plan("train", config, plan, evaluation.result.peak_memory_bytes)
     if not result:
         return {}
-    timeline = result["measured"].pop("timeline")
-    save_timelines(config, {"predicted": evaluation.result.timeline, "measured": Timeline.from_json(timeline)})
+    timeline = Timeline.from_json(result["measured"].pop("timeline"))
+    save_timelines(config, {"predicted": evaluation.result.timeline, "measured": timeline})
     predicted = report_evaluation(evaluation, dtype=config.train.dtype)
-    return {**result, "predicted": predicted, "export": export(config, result["checkpoint"])}
+    measured = report_measured(result["measured"], timeline, predicted)
+    return {**result, "measured": measured, "predicted": predicted, "export": export(config, result["checkpoint"])}
 
 
 def _make_output(config: "RunConfig") -> None:

@@ -10,6 +10,7 @@ from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.remedies import remedies
 from motet.schedule.action import Compute, Kind
+from motet.timeline import Timeline
 
 
 def report(
@@ -44,6 +45,25 @@ def report_evaluation(
         "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
         "cost_comparison": compare_costs(problem, plan),
     }
+
+
+def report_measured(measured: Mapping[str, Any], timeline: Timeline, predicted: Mapping[str, Any]) -> dict[str, Any]:
+    """An iteration that ran, with the keys of the one that was predicted. It fitted, as it ran; what is of the plan
+    alone is taken from there. A stage's seconds are means over the spans of all its ranks."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for span in timeline.spans:
+        stage = span.name.rpartition(span.kind)[0]
+        seconds.setdefault((stage, span.kind), []).append(span.end - span.start)
+    stages, index = [], 0
+    for before, stage in zip([None, *predicted["stages"]], predicted["stages"], strict=False):
+        is_next = before is not None and (before["module"], before["replica"]) == (stage["module"], stage["replica"])
+        index = index + 1 if is_next else 0
+        own = f"{stage['module']}[{stage['replica']}].{index}"
+        backward_s = sum(_mean(seconds.get((own, kind.value), ())) for kind in Kind if kind is not Kind.FORWARD)
+        forward_s = _mean(seconds.get((own, Kind.FORWARD.value), ()))
+        stages.append({**stage, "forward_s": forward_s, "backward_s": backward_s})
+    of_plan = ("planner", "schedule", "assignment", "num_microbatches", "lower_bound_s", "planning_time_s")
+    return {**{key: predicted[key] for key in of_plan}, "fits": True, **measured, "stages": stages}
 
 
 def report_choice(choice: Choice) -> dict[str, Any]:
