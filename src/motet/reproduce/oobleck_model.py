@@ -8,10 +8,18 @@ with the first iteration and ends with the 15th loss; means over runs.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
-from motet.reproduce.oobleck_published import HOURS, NUM_NODES, RENDEZVOUS_S, Model
+from motet.reproduce.oobleck_published import (
+    FREE_EVERY,
+    HOURS,
+    NUM_NODES,
+    RENDEZVOUS_S,
+    SAVE_EVERY,
+    Model,
+)
 from motet.resilience.combinations import best_combinations, combination_s, template_sizes
 from motet.resilience.failures import Change, draw_changes
 from motet.resilience.mapping_problem import ChainCosts, MappingProblem
@@ -28,10 +36,10 @@ STATE_BYTES_PER_PARAMETER = 16
 NUM_LOSSES = 15
 NUM_RUNS = {HOURS["6h"]: 32, HOURS["1h"]: 64, HOURS["10m"]: 1000}
 """Every 10 minutes, half of the runs of GPT-3 6.7b with Varuna get nothing done: the mean needs many."""
+NUM_OOBLECK_RUNS = 250
+"""At most: its runs differ by 5 to 9%."""
 NUM_REGULAR_RUNS = 16
 """They differ in which nodes are lost."""
-VARUNA_EVERY, FREE_EVERY = 10, 2
-"""Iterations between checkpoints."""
 
 
 @cache
@@ -101,6 +109,11 @@ class System:
     """Checkpoints cost nothing and are taken more often (Table 2.4)."""
 
     def members(self) -> Members:
+        """For one replay. They put new lists in the place of old ones, so what was computed before is shared."""
+        return copy(self._members)
+
+    @cached_property
+    def _members(self) -> Members:
         model, by_nodes = self.model, scaled(self.model, self.layer_s).by_nodes
         if self.kind == "Oobleck":
             unit_s = _iteration_s(model)
@@ -114,8 +127,8 @@ class System:
             )
         if self.kind == "Bamboo":
             total = -(-model.global_batch // model.redundant_microbatch)
-            return RedundantMembers(by_nodes, total, self.times, NUM_NODES, VARUNA_EVERY, 0.0)
-        every, save_s = (FREE_EVERY, 0.0) if self.free else (VARUNA_EVERY, model.save_s)
+            return RedundantMembers(by_nodes, total, self.times, NUM_NODES, SAVE_EVERY, 0.0)
+        every, save_s = (FREE_EVERY, 0.0) if self.free else (SAVE_EVERY, model.save_s)
         return GridMembers(by_nodes, num_microbatches(model), self.times, NUM_NODES, every, save_s)
 
     @property
@@ -135,7 +148,8 @@ class System:
     def under_failures(self, mean_s: float) -> float:
         """Samples per second: the mean over runs, each from its first iteration on."""
         rates = []
-        for changes, end_s in _losing_half(mean_s, self.regular):
+        runs = _losing_half(mean_s, self.regular)
+        for changes, end_s in runs[:NUM_OOBLECK_RUNS] if self.kind == "Oobleck" else runs:
             iterations = replay(self._started(changes), end_s, self.members()).iterations
             rates.append(iterations * self.model.global_batch / end_s)
         return sum(rates) / len(rates)
@@ -181,6 +195,13 @@ def _losing_half(mean_s: float, regular: bool) -> list[tuple[list[Change], float
         changes = [replace(change, time_s=i * mean_s) for i, change in enumerate(drawn)] if regular else drawn
         runs.append((changes, changes[-1].time_s))
     return runs
+
+
+def template_speeds(model: Model, kind: str) -> list[float]:
+    """Samples per second on 30, 29, ... 15 nodes as one after another is lost, with layers of one second."""
+    members = System(kind, model, 1.0).members()
+    changes, _ = _losing_half(HOURS["6h"], True)[0]
+    return [model.global_batch / members.change(c.lost, c.joined, warned=False).iteration_s for c in changes]
 
 
 def calibrated(system: System, published: float) -> System:

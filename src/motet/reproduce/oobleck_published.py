@@ -106,6 +106,10 @@ MODELS = (
 )
 
 RENDEZVOUS_S = 30.0
+SAVE_EVERY, FREE_EVERY = 10, 2
+"""Iterations between Varuna's checkpoints; such that cost nothing (Table 2.4)."""
+FREE = "Varuna (no ckpt)"
+"""Varuna at the same speed, with checkpoints that cost nothing."""
 
 NUM_NODES = 30
 """Of one A40 each, for which the text says 40 GB."""

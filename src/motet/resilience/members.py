@@ -5,7 +5,7 @@ D equal pipelines of P nodes, the fastest for the nodes that are there; the rest
 slower iterations: each node computes its successor's forward too (`redundancy` times as long in all).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -137,7 +137,7 @@ class SizeMembers:
 
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
         self.waiting = [node for node in (*self.waiting, *joined) if node not in lost]
-        before = self._sizes(self.pipelines)
+        before = self._sizes(self.pipelines, max(self.pipelines.values(), default=-1) + 1)
         stay = {node: pipeline for node, pipeline in self.pipelines.items() if node not in lost}
         taken = self.waiting[: self.most_nodes - len(stay)]
         if len(stay) + len(taken) < self.templates.least_total:
@@ -149,7 +149,7 @@ class SizeMembers:
         else:
             sizes, _, spares = new_sizes(
                 before,
-                [sum(pipeline == r for pipeline in stay.values()) for r in range(len(before))],
+                self._sizes(stay, len(before)),
                 len(taken),
                 fewest=self.templates.fewest_nodes,
                 most=self.templates.most_nodes,
@@ -169,8 +169,9 @@ class SizeMembers:
             num_nodes=len(self.pipelines) + len(self.waiting),
         )
 
-    def _sizes(self, pipelines: Mapping[str, int]) -> list[int]:
-        return [sum(p == r for p in pipelines.values()) for r in range(max(pipelines.values(), default=-1) + 1)]
+    def _sizes(self, pipelines: Mapping[str, int], num_pipelines: int) -> list[int]:
+        counts = Counter(pipelines.values())
+        return [counts[r] for r in range(num_pipelines)]
 
     def _filled(
         self, sizes: Sequence[int], numbers: Sequence[int], stay: Mapping[str, int], joined: Sequence[str]
@@ -204,15 +205,22 @@ class GridMembers:
     save_s: float
     slowdown: float = 1.0
     nodes: list[str] = field(default_factory=list)
+    grids: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """The fastest for each number of nodes, as far as they were asked for; may be shared by many replays."""
 
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
         self.nodes = [node for node in (*self.nodes, *joined) if node not in lost]
         pause_s = self.times.start_s + self.times.load_s + (0.0 if warned else self.times.detect_s)
         return self._running(pause_s, from_checkpoint=True)
 
+    def grid(self, num_nodes: int) -> tuple[int, float]:
+        if num_nodes not in self.grids:
+            self.grids[num_nodes] = best_grid(self.templates, num_nodes, self.num_microbatches)
+        return self.grids[num_nodes]
+
     def _running(self, pause_s: float, *, from_checkpoint: bool) -> Membership:
         num_nodes = min(len(self.nodes), self.most_nodes)
-        depth, iteration_s = best_grid(self.templates, num_nodes, self.num_microbatches)
+        depth, iteration_s = self.grid(num_nodes)
         used = num_nodes // depth * depth if depth else 0
         return Membership(
             iteration_s=iteration_s * self.slowdown,
@@ -232,7 +240,7 @@ class RedundantMembers(GridMembers):
         self.templates = {num_nodes: template for num_nodes, template in self.templates.items() if num_nodes > 1}
 
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
-        depth, _ = best_grid(self.templates, min(len(self.nodes), self.most_nodes), self.num_microbatches)
+        depth, _ = self.grid(min(len(self.nodes), self.most_nodes))
         gone = [place for place, node in enumerate(self.nodes[: self.most_nodes]) if node in lost]
         neighbours = depth > 0 and any(
             (place + 1 if place % depth < depth - 1 else place - depth + 1) in gone for place in gone
