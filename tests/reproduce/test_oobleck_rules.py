@@ -133,6 +133,12 @@ def test_calibration_meets_the_row() -> None:
     assert fitted[0] / half[0] == pytest.approx(2, rel=2e-2)
 
 
+def test_where_few_iterations_survive_the_rules_jump() -> None:
+    model, speeds = MODELS[4], SPEEDS["GPT-3 6.7b", "Varuna"]
+    faster = [1.005 * speed for speed in speeds]
+    assert under_rules(model, FREE, "10m", faster) > 1.3 * under_rules(model, FREE, "10m", speeds)
+
+
 @pytest.mark.slow
 def test_published_rows() -> None:
     """Nothing is fitted but Bamboo's speed."""

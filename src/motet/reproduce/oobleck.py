@@ -32,12 +32,16 @@ from motet.resilience.failures import Change, draw_changes
 from motet.resilience.replay import KINDS
 from motet.resilience.stage_mapping import map_stages
 
+RULES = "a replay of the rules of the authors' simulator, not a model of a cluster (oobleck_rules)"
 CALIBRATED = "speed of each model and system: the 6-hour rows"
 WARNINGS_S = {"EC2 P3": 120.0, "GCP a2-highgpu-1g": 30.0}
 """What the two clouds promise."""
 SPOT_HOURS = 12
 NUM_AWAY = 6
 """Nodes that are away on average, in the drawn traces."""
+
+Throughputs = Mapping[tuple[str, str], Sequence[float]]
+"""Samples per second every 6 hours, 1 hour and 10 minutes, by model and system."""
 
 
 class Evaluation:
@@ -57,8 +61,7 @@ class Evaluation:
         )
 
     @cached_property
-    def throughputs(self) -> dict[tuple[str, str], list[float]]:
-        """Samples per second every 6 hours, 1 hour and 10 minutes."""
+    def throughputs(self) -> Throughputs:
         return {
             key: [system.under_failures(mean_s) for mean_s in HOURS.values()] for key, system in self.systems.items()
         }
@@ -87,10 +90,6 @@ def tables() -> Sequence[Table]:
     )
 
 
-Throughputs = Mapping[tuple[str, str], Sequence[float]]
-"""Samples per second every 6 hours, 1 hour and 10 minutes, by model and system."""
-
-
 def _throughput(found: Throughputs, assumptions: str, title: str) -> Table:
     rows = []
     for (name, kind), ours in found.items():
@@ -100,7 +99,6 @@ def _throughput(found: Throughputs, assumptions: str, title: str) -> Table:
     return Table(f"Tables 2.2 and 2.4: samples/s under failures, {title}", tuple(rows))
 
 
-RULES = "a replay of the rules of the authors' simulator, not a model of a cluster (oobleck_rules)"
 _WHY = (
     "The published rows are replays too (the authors' artifact), with failures at regular intervals, in which Varuna "
     "trains on until its restart is over; a cluster does not. It is felt where a restart takes as long as nodes last: "
