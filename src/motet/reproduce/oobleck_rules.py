@@ -99,7 +99,7 @@ class Run:
         self.spans_ms: list[tuple[int, int]] = []
         """Of finished iterations, each with what was before it."""
         self.rates: list[float] = []
-        """Samples per second in each span; 0: lost."""
+        """Samples per second in each span; 0: lost. May be longer: a failed checkpoint loses spans to come, too."""
 
     def samples_per_s(self) -> float:
         """From the first iteration's begin to the last one's end."""
