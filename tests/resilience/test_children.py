@@ -40,6 +40,7 @@ def test_stopped_children_end_with_the_block() -> None:
 
 def start_family(told: Connection) -> None:
     """Tells the numbers of a child and a grandchild."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # It is ignored in what a shell starts in the background.
 
     def grow_up() -> None:
         with Children() as grandchildren:
@@ -60,8 +61,11 @@ def test_all_descendants_end_with_a_process_that_is_ended(number: signal.Signals
     assert parent.pid is not None
     os.kill(parent.pid, number)
     parent.join(30)
-    assert parent.exitcode is not None
-    wait_for(lambda: not any(is_running(pid) for pid in family))
+    try:
+        assert parent.exitcode is not None
+        wait_for(lambda: not any(is_running(pid) for pid in family))
+    finally:
+        parent.kill()
 
 
 def test_an_interrupt_while_a_child_is_started_is_not_lost() -> None:
