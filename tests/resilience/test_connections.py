@@ -91,7 +91,7 @@ def test_descriptors_are_bounded(tmp_path: Path) -> None:
             dist.new_group([0, 1])
             with suppress(RuntimeError):  # The other one may be ahead.
                 dist.barrier()
-            for _ in range(30):
+            for _ in range(100):
                 connections.end_waits(num_ranks=2)
             most = max(most, num_descriptors() - before)
             leave_world()
@@ -102,5 +102,7 @@ def test_descriptors_are_bounded(tmp_path: Path) -> None:
         return most, left
 
     for most, left in run_distributed(work, 2):
-        assert most < 60  # 30 times 2 connections to each of two listeners, were they kept.
+        assert (
+            most < 200
+        )  # 100 times 2 connections to each of two listeners, were they kept; groups go in their own time.
         assert left <= 0
