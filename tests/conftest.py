@@ -1,5 +1,6 @@
 """One thread per process: a fork after a multi-threaded forward hangs, and machines that run tests are small."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -14,3 +15,6 @@ from hypothesis import settings
 
 settings.register_profile("motet", deadline=None)  # Tests count operations, never seconds: machines may be loaded.
 settings.load_profile("motet")
+
+# What a forked process inherits is never collected in it: a store's server would wait there for a thread that is not.
+os.register_at_fork(after_in_child=gc.freeze)
