@@ -11,21 +11,21 @@ from motet.cli.main import build_parser
 from motet.config import load_run_config
 
 ROOT = Path(__file__).parents[1]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of every `motet ...` that stands on lines of its own, with `ROOT/` before files of the project."""
+    """The arguments of every `motet ...` in blocks of code, with `ROOT/` before files of the project."""
     text = page.read_text().replace("\\\n", " ")
-    for line in re.findall(
-        r"^(?: {4}|)(?:\S+ )*?motet ((?:plan|simulate|profile|train|verify|reproduce|demo|data-stats|serve-data) .*)",
-        text,
-        re.M,
-    ):
-        yield [
-            str(ROOT / word) if word.startswith("examples/") else word
-            for word in shlex.split(line.partition(";")[0], comments=True)
-        ]
+    fenced = [code for language, code in FENCED.findall(text) if language in ("", "bash", "sh")]
+    indented = re.findall(r"^ {4}.*", text, re.M)
+    for line in "\n".join([*fenced, *indented]).splitlines():
+        if found := re.match(r" *(?:\S+ )*?motet (.*)", line.partition("#")[0]):
+            yield [
+                str(ROOT / word) if word.startswith("examples/") else word
+                for word in shlex.split(found[1].partition(";")[0])
+            ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -43,9 +43,11 @@ def test_commands_are_found() -> None:
     assert {"plan", "simulate", "train", "verify", "profile", "serve-data"} <= {arguments[0] for arguments in found}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_are_python(page: Path) -> None:
-    for program in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+def test_programs_are_python() -> None:
+    blocks = [(page, *found) for page in PAGES for found in FENCED.findall(page.read_text())]
+    programs = [(page, code) for page, language, code in blocks if language == "python"]
+    assert len(programs) >= 4
+    for page, program in programs:
         compile(program, page.name, "exec")
 
 

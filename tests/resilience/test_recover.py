@@ -172,7 +172,9 @@ def test_a_node_that_is_warned_leaves_after_the_iteration(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(tmp_path: Path) -> None:
+def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = config_of(tmp_path, train__checkpoint_every=1)
     first, second = at(3, 0, die), at(3, 3, die)
 
@@ -181,6 +183,7 @@ def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(tmp_path
         second(trainer)
 
     result = train_and(config, both)
+    assert "motet: no pipeline is left that is whole; starting anew" in capfd.readouterr().err
     assert result["steps"] == STEPS
     assert result["world_size"] == 4
     assert 1 <= len(result["losses"]) <= STEPS

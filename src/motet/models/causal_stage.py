@@ -5,6 +5,7 @@ language model (`motet.models.language_model_stage`) and a caption decoder (`mot
 own forward.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from motet.plan import LayerRange
 from motet.runtime.vocab_parallel import cross_entropy_sum, vocabulary_group
 
 
-class CausalStage(nn.Module):
+class CausalStage(nn.Module, ABC):
     """Layers [first, last) of a causal model. Takes over `model`; the subclass drops what is not its own."""
 
     def __init__(self, name: str, model: Any, layers: LayerRange, paths: CausalPaths) -> None:
@@ -75,9 +76,9 @@ class CausalStage(nn.Module):
         embedded: Tensor = self.module.get_submodule(self.paths.words)(ids)
         return embedded
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., vocabulary], of this rank's share of the vocabulary; on the last stage."""
-        raise NotImplementedError
 
     def labelled_loss_sum(self, hidden: Tensor, labels: Tensor, places: Tensor) -> Tensor:
         """The sum of the losses of all tokens with a label.

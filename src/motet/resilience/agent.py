@@ -40,7 +40,7 @@ from motet.resilience.watchdog import Watchdog
 
 POLL_S = 0.02
 SEEN_END = "seen_end"
-"""The store's count of agents that know that all is over: it may go then."""
+"""Beside its number: a node's agent knows that all is over. The store may go when all do."""
 STOPPED = set("TtZX")
 RUNNABLE = "R"
 """A thread's state: it computes, or waits for a processor to do so."""
@@ -116,7 +116,7 @@ class NodeAgent:
         else:
             failure = self.store.get("failure") if self.store.check(["failure"]) else None
             why = None if failure is None else json.loads(failure)["message"]
-            self.store.add(SEEN_END, 1)
+            self.store.set(f"{SEEN_END}/{self.node}", "")
         self._finish()
         return why
 

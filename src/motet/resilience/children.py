@@ -1,6 +1,7 @@
 """Processes that do not outlive the one that started them, in whatever way it ends.
 
-Limits: Linux. Their own children end with them only if they were started in the same way.
+Limits: Linux. Their own children end with them only if they were started in the same way. They end with the thread that
+started them, which must be one that stays: the main thread.
 """
 
 import ctypes

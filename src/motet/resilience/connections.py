@@ -17,6 +17,7 @@ listen in this process.
 
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
@@ -68,14 +69,16 @@ def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
     """With their inodes; each is a duplicate to be closed."""
     for name in os.listdir(_FDS):
         try:
-            target = os.readlink(f"{_FDS}/{name}")
-            if not target.startswith("socket:["):
-                continue
-            found = socket.socket(fileno=os.dup(int(name)))
+            duplicate = os.dup(int(name))  # First of all: the number may soon be another's.
         except OSError:  # It was closed meanwhile.
             continue
+        status = os.fstat(duplicate)
+        if not stat.S_ISSOCK(status.st_mode):
+            os.close(duplicate)
+            continue
+        found = socket.socket(fileno=duplicate)
         if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-            yield int(target[8:-1]), found
+            yield status.st_ino, found
         else:
             found.close()
 

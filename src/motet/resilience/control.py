@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -87,27 +88,31 @@ class Control:
             time.sleep(BEAT_S)
 
     def _listen(self) -> None:
-        while True:
-            self._end_what_is_over()
-            try:
-                if not self._pipe.poll(_SWEEP_S):
-                    continue
-                received = self._pipe.recv()
-            except (EOFError, OSError):
-                os._exit(1)
-            with self._changed:
-                if received == FINISH:
-                    self._finished = True
-                else:
-                    assert isinstance(received, Call)
-                    call = replace(received, heard_at=time.monotonic())
-                    self._calls = (call,) if call.membership.is_urgent else (*self._calls, call)
-                    if received.membership.is_urgent:
-                        self._newest_urgent = received.membership.generation
-                        self._urgent_since = call.heard_at
-            self._end_what_is_over()
-            with self._changed:
-                self._changed.notify_all()
+        try:
+            while True:
+                self._end_what_is_over()
+                if self._pipe.poll(_SWEEP_S):
+                    self._take(self._pipe.recv())
+                    self._end_what_is_over()
+                    with self._changed:
+                        self._changed.notify_all()
+        except (EOFError, ConnectionError):  # The agent has ended.
+            os._exit(1)
+        except BaseException:  # Nobody would end this process's waits any more: its node is lost.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _take(self, received: object) -> None:
+        with self._changed:
+            if received == FINISH:
+                self._finished = True
+                return
+            assert isinstance(received, Call)
+            call = replace(received, heard_at=time.monotonic())
+            self._calls = (call,) if call.membership.is_urgent else (*self._calls, call)
+            if call.membership.is_urgent:
+                self._newest_urgent = call.membership.generation
+                self._urgent_since = call.heard_at
 
     def _end_what_is_over(self) -> None:
         """Again and again until the training loop has noticed: it may be about to connect for what is over. And after

@@ -126,8 +126,7 @@ def _train_here(
         print(told, file=sys.stderr, flush=True)
         agents = [children.start(run_agent, config, address, node, node_size, succession) for node in range(num_nodes)]
         with _watched_store(host, address, config) as (store, watchdog):
-            _wait_for_end(store, watchdog, config, agents)
-            return _outcome(store)
+            return _outcome(store, _wait_for_end(store, watchdog, config, agents))
 
 
 def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tuple[str, int]) -> dict[str, Any]:
@@ -144,8 +143,7 @@ def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tupl
             propose(
                 store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan.to_json())
             )
-            _wait_for_end(store, watchdog, config)
-            return _outcome(store)
+            return _outcome(store, _wait_for_end(store, watchdog, config))
 
 
 def _patience_s(config: RunConfig) -> float:
@@ -170,8 +168,11 @@ def _watched_store(
             raise NodesLostError("the process that had the store died") from None
 
 
-def _wait_for_end(store: dist.Store, watchdog: Watchdog, config: RunConfig, agents: Sequence[BaseProcess] = ()) -> None:
-    """Until the training is over and all agents know it, or no node has given a sign of life for too long.
+def _wait_for_end(
+    store: dist.Store, watchdog: Watchdog, config: RunConfig, agents: Sequence[BaseProcess] = ()
+) -> Membership:
+    """Until the training is over and all agents know it, or no node has given a sign of life for too long: the last
+    membership.
 
     `agents`: of the first nodes, if they are children of this process. Those that are stopped are not waited for."""
     beats = Beats(store, _patience_s(config))
@@ -181,17 +182,19 @@ def _wait_for_end(store: dist.Store, watchdog: Watchdog, config: RunConfig, agen
         membership = next_membership(store, membership.generation) or membership
         left = [node for node in membership.everyone if node >= len(agents) or agents[node].is_alive()]
         if len(beats.missing(left, time.monotonic())) == len(left):
-            return
+            return membership
         time.sleep(POLL_S)
 
     def all_know() -> bool:
-        return store.add(SEEN_END, 0) >= len(membership.everyone) and not any(agent.is_alive() for agent in agents)
+        nodes = (*membership.everyone, *membership.waiting)
+        return store.check([f"{SEEN_END}/{node}" for node in nodes]) and not any(agent.is_alive() for agent in agents)
 
     # If an agent found no store where it looks for the end, it would take that for a failure.
     deadline = time.monotonic() + FINISH_S + 1.0
     while not all_know() and time.monotonic() < deadline:
         watchdog.come_round()
         time.sleep(POLL_S)
+    return membership
 
 
 KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
@@ -203,13 +206,13 @@ FAILURES = {
 }
 
 
-def _outcome(store: dist.Store) -> dict[str, Any]:
+def _outcome(store: dist.Store, last: Membership) -> dict[str, Any]:
     if store.check(["failure"]):
         failure = json.loads(store.get("failure"))
         raise FAILURES[failure["kind"]](failure["message"])
     if store.check([RESULT]):
         return json.loads(store.get(RESULT))
-    raise NodesLostError("all nodes were lost")
+    raise NodesLostError(last.stop or "all nodes were lost")
 
 
 def _start_store(
@@ -271,7 +274,7 @@ def run_agent(
                 agent = NodeAgent(node, store, processes, succession, detect_s, watchdog)
                 signal.signal(signal.SIGTERM, agent.warn)
                 return agent.run()
-            except RuntimeError as error:
+            except dist.DistError as error:
                 end_cut_off(str(error).partition("\n")[0])
 
 

@@ -126,7 +126,7 @@ class FullySharded:
     @contextmanager
     def backward(self, *, is_split: bool) -> Iterator[None]:
         """`is_split`: its input half."""
-        self._is_backward, self._is_split = True, is_split
+        self._is_backward, self._is_split, self._in_backward = True, is_split, None  # The one before may have failed.
         self._rest.gather()
         yield
         self._end_block()
@@ -140,7 +140,7 @@ class FullySharded:
         for unit in (self._rest, *reversed(self._blocks.values())):
             yield from split.weight_half(unit.parameters)
             unit.sum_gradients()
-        yield from split.weight_half()
+        assert not split.parameters, "every parameter of the stage is in a unit"
 
     def _end_block(self) -> None:
         """All gradients of the block in whose backward we are have come."""
