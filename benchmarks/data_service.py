@@ -137,7 +137,7 @@ def by_flight(workers: int, num_bytes: int, number: int) -> list[float]:
         from motet.data.preprocessing.client import Connection, RemoteProducer, Servers
 
         connection = Connection(address, os.environ[TOKEN_VARIABLE], 60.0, None)
-        producer = RemoteProducer(Servers([connection], agreed_digest({}), 60.0), "train", 10**6, may_skip=False)
+        producer = RemoteProducer(Servers([connection], agreed_digest({}), 60.0), "train", 10**6, "", may_skip=False)
         return rates(partial(fetch_features, producer), num_bytes, number)
 
     with serving(partial(open_blob_server, workers, num_bytes)) as address:

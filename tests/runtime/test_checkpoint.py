@@ -80,6 +80,18 @@ def test_resumes_under_another_plan(
     assert said[0] == f"going on from {checkpoint}, which was written under another plan"
 
 
+def test_other_data_are_told(
+    tmp_path: Path, origin: tuple[Path, list[float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, _ = origin
+    train(run_config(tmp_path, PP2, train__steps=5, train__resume=str(checkpoint), data__max_digits=1))
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == (
+        f"going on from {checkpoint}; the data or what prepares them have changed since, so samples may come again or "
+        "not at all"
+    )
+
+
 def test_resumes_the_latest_checkpoint_or_begins(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With one command, whether it is the first try or not."""
     config = run_config(tmp_path, train__steps=3, train__checkpoint_every=2, train__resume="latest")

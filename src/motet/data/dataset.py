@@ -50,7 +50,7 @@ class ExampleDataset:
     def fingerprint(self) -> str:
         """Of the examples, and of all that makes samples of them."""
         tools = {name: tool_fingerprint(tool) for name, tool in self.preparation.tools.items()}
-        known = {"examples": getattr(self.examples, "fingerprint", "made here"), **tools}
+        known = {"examples": self.examples.fingerprint, **tools}
         return ", ".join(f"{name} {value}" for name, value in known.items())
 
     def sample(self, index: int) -> Sample:

@@ -137,6 +137,10 @@ class DialADigitExamples:
     split: Split
     num_examples: int
 
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
     def __len__(self) -> int:
         return self.num_examples
 

@@ -45,6 +45,10 @@ class Example:
 class ExampleSource(Protocol):
     """A finite list of examples; each access gives the same example again."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Differs, if the examples differ, as far as can be seen without reading all of them."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...

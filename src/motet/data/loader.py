@@ -8,6 +8,7 @@ While a batch is trained on, threads have the next ones prepared, a bounded numb
 (`wanted`) as soon as its metadata are there.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,6 +91,7 @@ class Loader:
     ) -> None:
         assert 1 <= batch_size <= len(producer)
         self._producer, self._batch_size, self._seed, self._wanted = producer, batch_size, seed, wanted
+        self._fingerprint = hashlib.sha256(producer.fingerprint.encode()).hexdigest()[:16]
         self._position = (0, 0)
         self._orders: dict[int, np.ndarray] = {}
         self.batches_ahead = batches_ahead
@@ -110,13 +112,18 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """Where the next batch comes from; enough to go on exactly, under any number of ranks."""
         epoch, step = self._position
-        return {"epoch": epoch, "step": step, "seed": self._seed, **self._sizes()}
+        return {"epoch": epoch, "step": step, "seed": self._seed, **self._sizes(), "fingerprint": self._fingerprint}
 
     def _sizes(self) -> dict[str, int]:
         return {"batch_size": self._batch_size, "num_samples": len(self._producer)}
 
+    def has_changed_since(self, state: dict[str, Any]) -> bool:
+        """Whether the data, or what makes samples of them, are seen to be others than when `state` was taken."""
+        return bool(state.get("fingerprint", self._fingerprint) != self._fingerprint)
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises `UserError` if seed, batch size or data have changed since."""
+        """Goes on where `state` was taken. Raises `UserError` if seed, batch size or number of samples have changed
+        since; of other data `has_changed_since` tells."""
         for key, own in {"seed": self._seed, **self._sizes()}.items():
             if state[key] != own:
                 raise UserError(

@@ -45,6 +45,10 @@ class SameDigitsExamples:
     split: Split
     num_examples: int
 
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
     def __len__(self) -> int:
         return self.num_examples
 

@@ -39,7 +39,6 @@ VIT_22B_LAYER_FORWARD_S, VIT_22B_LAYER_BACKWARD_S = 1.4e-3, 2.0e-3
 TENSOR_PARALLEL_BUBBLE_S = 300e-6
 """Section 2.2, GPT-175B."""
 
-TABLE_1_STEP_S = 5.12
 TABLE_1 = {
     "DP all-gather": (3.3, 0.167),
     "DP reduce-scatter": (8.9, 0.458),

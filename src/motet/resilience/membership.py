@@ -10,7 +10,7 @@ Limits: the store must be where no training process dies with it (docs/decisions
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
@@ -168,8 +168,3 @@ class Beats:
         """Empty if it has a number and died before its first one: `get` would wait for it."""
         key = f"beat/{node}"
         return self._store.get(key) if self._store.check([key]) else b""
-
-
-def ranks_of(membership: Membership, node_size: int) -> Mapping[int, range]:
-    """By node: its ranks."""
-    return {node: range(place * node_size, (place + 1) * node_size) for place, node in enumerate(membership.everyone)}

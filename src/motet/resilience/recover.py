@@ -260,7 +260,7 @@ class TrainingProcess:
         if before is None:
             found = checkpoint_to_resume(self._config)
             if self._config.train.resume is not None and dist.get_rank() == 0:
-                print(told_of(found, trainer.engine.plan), file=sys.stderr, flush=True)
+                print(told_of(found, trainer), file=sys.stderr, flush=True)
         else:
             found = read_latest(trainer.output / "checkpoints") if before.checkpoint else None
         if found is not None:

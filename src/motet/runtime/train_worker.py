@@ -64,7 +64,7 @@ def _train_on(config: RunConfig, plan: Plan, producers: Producers, device: torch
     if found is not None:
         trainer.resume(*found)
     if train.resume is not None and dist.get_rank() == 0:
-        print(told_of(found, plan), file=sys.stderr, flush=True)
+        print(told_of(found, trainer), file=sys.stderr, flush=True)
     dist.barrier()  # What follows has little patience with a rank that is late.
     try_links(plan, trainer.engine.model.mesh, device)
     return training_result(config, trainer.train(), producers, device)
@@ -115,12 +115,17 @@ def checkpoint_to_resume(config: RunConfig) -> tuple[Path, TrainingState] | None
     return folder, read_training_state(folder)
 
 
-def told_of(resumed: tuple[Path, TrainingState] | None, plan: Plan) -> str:
+def told_of(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str:
+    """Data that have changed are not refused: tokenizers are mended, files completed."""
     if resumed is None:
         return "no checkpoint yet: beginning with step 1"
     checkpoint, state = resumed
-    other = "" if state.plan == plan.to_json() else ", which was written under another plan"
-    return f"going on from {checkpoint}{other}"
+    text = f"going on from {checkpoint}"
+    if state.plan != trainer.engine.plan.to_json():
+        text += ", which was written under another plan"
+    if trainer.loader.has_changed_since(state.data):
+        text += "; the data or what prepares them have changed since, so samples may come again or not at all"
+    return text
 
 
 def training_result(

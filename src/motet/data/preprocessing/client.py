@@ -154,10 +154,11 @@ class Servers:
 
 
 class RemoteProducer:
-    """One data set of the servers'."""
+    """One data set of the servers', as they describe it."""
 
-    def __init__(self, servers: Servers, split: Split, num_samples: int, *, may_skip: bool) -> None:
-        self._servers, self._split, self._num_samples, self.may_skip = servers, split, num_samples, may_skip
+    def __init__(self, servers: Servers, split: Split, num_samples: int, fingerprint: str, *, may_skip: bool) -> None:
+        self._servers, self._split, self._num_samples = servers, split, num_samples
+        self.fingerprint, self.may_skip = fingerprint, may_skip
         self._lock = threading.Lock()
         self.received_bytes: Counter[str] = Counter()
 

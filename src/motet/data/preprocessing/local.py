@@ -26,6 +26,10 @@ class LocalProducer:
         self._lock = threading.Lock()
         self.received_bytes: Counter[str] = Counter()
 
+    @property
+    def fingerprint(self) -> str:
+        return self._workers.preparer.datasets[self._split].fingerprint
+
     def __len__(self) -> int:
         return self._num_samples
 

@@ -111,7 +111,7 @@ def _remote(config: RunConfig, data: PreparedDataConfig) -> Producers:
     servers = client.Servers(connections, agreed_digest(facts), data.server_timeout_s)
     made = _made(
         {
-            split: client.RemoteProducer(servers, split, size, may_skip=_skips(config))
+            split: client.RemoteProducer(servers, split, size, facts["contents"][split], may_skip=_skips(config))
             for split, size in facts["sizes"].items()
         }
     )

@@ -25,6 +25,10 @@ class Producer(Protocol):
     may_skip: bool
     """Whether samples that cannot be prepared are told as such, or stop the run."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Differs, if the data or what makes samples of them differ, as far as can be seen without reading them."""
+
     def __len__(self) -> int: ...
 
     def samples(self, indices: Sequence[int]) -> list[Sample | Corrupt]:
@@ -44,6 +48,10 @@ class InProcess:
     def __init__(self, dataset: "Dataset") -> None:
         self._dataset = dataset
         self.received_bytes: dict[str, int] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        return self._dataset.fingerprint
 
     def __len__(self) -> int:
         return len(self._dataset)
