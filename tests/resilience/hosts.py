@@ -13,6 +13,8 @@ from unittest import mock
 from motet.resilience import launch_nodes
 
 SWITCH = "10.78.0.254"
+SWITCH_MAC = "02:00:0a:4e:00:fe"
+"""Given, or it would become another one with each cable, and hosts that have learned an earlier one get no answers."""
 CLONE_NEWNET = 0x40000000
 
 
@@ -32,7 +34,7 @@ class Hosts:
         os.environ["GLOO_SOCKET_IFNAME"] = f"cable{host}"
 
     def set_up(self) -> None:
-        _ip("link", "add", "chaos", "type", "bridge")
+        _ip("link", "add", "chaos", "address", SWITCH_MAC, "type", "bridge")
         _ip("address", "add", f"{SWITCH}/24", "dev", "chaos")
         _ip("link", "set", "chaos", "up")
         for host in range(self._number):
