@@ -64,7 +64,7 @@ def test_every_schedule_is_another_one_on_its_plan() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_every_schedule_equals_one_process(dtype: str) -> None:
     scenarios = [replace(PLANS.get(name, CHAIN), schedule=name) for name in GENERATORS if name not in CONTRASTING]
     assert {scenario.num_ranks for scenario in scenarios} == {4}
@@ -72,9 +72,10 @@ def test_every_schedule_equals_one_process(dtype: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_halves_equal_one_process(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_equal_one_process(num_ranks: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most backwards are cut in two, with their weight halves anywhere after."""
     cut = {name: split_at_random(generator, name) for name, generator in GENERATORS.items()}
     monkeypatch.setattr(program, "GENERATORS", cut)
-    assert_equal_to_one_process([scenario for scenario in HALVES if scenario.num_ranks == num_ranks], "float64")
+    assert_equal_to_one_process([scenario for scenario in HALVES if scenario.num_ranks == num_ranks], dtype)

@@ -84,6 +84,8 @@ class Executor:
                 self._run_step(step)
         with self.doing("the end of the iteration"):
             self._mailbox.finish()
+            for runner in self.runners.values():
+                runner.end_iteration()
             if not routes.forward_only:
                 for reduce, reducer in self.reducers.items():
                     reducer.finish(self._deadline, reduce)

@@ -14,8 +14,8 @@ Not torch's `fully_shard`: it sums gradients by itself in each backward, where p
 sum them layer by layer among all who hold them (`motet.runtime.gradients`).
 
 Limits: nothing is gathered ahead of its use. One large embedding is not cut. Sums over replicas send zeros for what
-others keep, and do not begin within the backward. Under autocast the graph keeps copies of the weights in bfloat16, as
-without sharding.
+others keep, and do not begin within the backward. Under autocast each microbatch's graph keeps copies of the weights in
+bfloat16 (others share them: `motet.runtime.cast_weights`), unless its blocks are recomputed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

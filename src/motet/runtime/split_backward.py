@@ -26,6 +26,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from motet.runtime.cast_weights import shared_weight
 
 
 class Deferred(Protocol):
@@ -97,10 +100,18 @@ def current() -> SplitBackward | None:
 
 
 class SplittableLinear(nn.Linear):
-    """Like any linear layer, but for the contexts of `SplitBackward`."""
+    """Like any linear layer, but for the contexts of `SplitBackward` and `CastWeights`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class CastingConv1D(Conv1D):
+    """Like transformers', but for the contexts of `CastWeights`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, x.view(-1, x.shape[-1]), shared_weight(self.weight, x))
+        return rows.view(*x.shape[:-1], self.nf)
 
 
 def make_splittable(stage: nn.Module) -> None:
@@ -108,39 +119,41 @@ def make_splittable(stage: nn.Module) -> None:
     for module in stage.modules():
         if type(module) is nn.Linear:
             module.__class__ = SplittableLinear
+        elif type(module) is Conv1D:
+            module.__class__ = CastingConv1D
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear`, whose weight gradient the current `SplitBackward` takes."""
+    cast = shared_weight(weight, x)
     if _current is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return functional.linear(x, weight, bias)
+        return functional.linear(x, cast, bias)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     # The output has to have a graph although its input may have none. Not by way of the weight: whatever waits for its
     # gradient would be told in the input half already.
     anchor = torch.empty(0, requires_grad=True)
-    return _Linear.apply(x, anchor, _Layer(weight, bias), _current)
+    return _Linear.apply(x, anchor, _Layer(weight, bias, cast), _current)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: "_Layer", split: SplitBackward) -> Tensor:
         ctx.save_for_backward(x)
-        # The weight as it stands, not its copy in autocast's dtype.
         ctx.layer, ctx.split = layer, split
-        weight, bias = layer
+        _, bias, cast = layer
         if not torch.is_autocast_enabled(x.device.type):
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, cast, bias)
         # Autocast itself would keep copies of the weights that were made here, without graph, for later uses.
         with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return functional.linear(x, cast.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         ctx.split.defer(_Product(ctx.layer, x.detach(), gradient))
-        of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        of_input = gradient @ ctx.layer.cast.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         return of_input, None, None, None
 
 
@@ -151,6 +164,8 @@ class _Layer(NamedTuple):
     """[m, n], trainable."""
     bias: Tensor | None
     """[m]"""
+    cast: Tensor
+    """The weight, or the copy of it that all microbatches share."""
 
 
 class _Product(NamedTuple):
@@ -164,11 +179,11 @@ class _Product(NamedTuple):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        weight, bias = self.layer
+        weight, bias, _ = self.layer
         return (weight,) if bias is None or not bias.requires_grad else (weight, bias)
 
     def finish(self) -> None:
-        weight, bias = self.layer
+        weight, bias, _ = self.layer
         rows = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
         if weight.grad is not None and weight.grad.dtype == rows.dtype:

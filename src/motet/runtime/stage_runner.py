@@ -13,6 +13,7 @@ from motet.attention.shares import Rows, held_outputs
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Stage
+from motet.runtime.cast_weights import CastWeights
 from motet.runtime.fully_sharded import FullySharded
 from motet.runtime.split_backward import SplitBackward, make_splittable
 from motet.runtime.tokens import merge_order, rows_of
@@ -62,6 +63,7 @@ class StageRunner:
         self.device = device
         self._autocast = autocast
         make_splittable(cast(nn.Module, module))
+        self._cast_weights = CastWeights()
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
         self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
         self._saved: dict[Cell, Saved] = {}
@@ -79,7 +81,12 @@ class StageRunner:
         self._saved.clear()
         self._half_done.clear()
         self._held.clear()
+        self._cast_weights.clear()
         self.loss_sum.zero_()
+
+    def end_iteration(self) -> None:
+        """Lets go of what the iteration's microbatches shared, before the optimizer takes its memory."""
+        self._cast_weights.clear()
 
     def reports_loss(self, rank: int) -> bool:
         """Whether `rank` is the one of the stage's group whose `loss_sum` counts: all members have the same."""
@@ -154,13 +161,16 @@ class StageRunner:
         # Outside of autocast: processors may compute when they are asked.
         features = self._features(members)
         parameters = nullcontext() if self._sharded is None else self._sharded.forward()
-        with parameters, torch.set_grad_enabled(with_graph), self._autocast(), split or nullcontext():
+        with parameters, torch.set_grad_enabled(with_graph), self._autocast(), self._casting(), split or nullcontext():
             return self.module(
                 self._hidden(leaves),
                 self._incoming(leaves, members),
                 features,
                 [self._batch.samples[i] for i in members],
             )
+
+    def _casting(self) -> AbstractContextManager[object]:
+        return self._cast_weights if self._sharded is None else nullcontext()
 
     @property
     def is_sharded(self) -> bool:
@@ -209,7 +219,8 @@ class StageRunner:
             roots.append(loss)
             root_gradients.append(None)
         is_split = saved.split is not None
-        with nullcontext() if self._sharded is None else self._sharded.backward(is_split=is_split):
+        # Blocks that are recomputed must meet the same weights as in the forward.
+        with self._casting() if self._sharded is None else self._sharded.backward(is_split=is_split):
             if saved.split is None:
                 torch.autograd.backward(roots, root_gradients)
             else:

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
 from motet.models.shards import Config, FamilyShards, Shard, check_tp, family_shards, layer_pattern, parameter_shard
+from motet.runtime.cast_weights import shared_weight
 from motet.runtime.sequence_parallel import enter_regions, has_submodule
 from motet.runtime.sharding import shard_parameter
 from motet.runtime.split_backward import linear
@@ -85,7 +86,7 @@ class RowConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         reduce = reduce_scatter_from_group if self.tp.sequence_parallel else reduce_from_group
-        y = reduce(x @ self.weight, self.tp)
+        y = reduce(x @ shared_weight(self.weight, x), self.tp)
         return y + self.bias.to(y.dtype)
 
 
