@@ -1,5 +1,6 @@
 """DistMM-Pipe, and GPipe and 1F1B with batch-syncs: DistMM section 5.4 and Figure 6."""
 
+from dataclasses import replace
 from importlib import import_module
 from random import Random
 from unittest import mock
@@ -152,16 +153,72 @@ def test_drawn_towers_can_be_run_under_any_queue_rule(seed: int) -> None:
             assert not can_deadlock(program, rule), f"{schedule} under {rule}"
 
 
+def captioning(num_stages: int, num_decoder_stages: int, per_batch: int, num_batches: int) -> Routes:
+    """CoCa-like: the image tower's output also enters a decoder with a loss of its own. A rank for each stage."""
+    towers = two_towers(num_stages, per_batch, num_batches).plan
+    first, number = 2 * num_stages, per_batch * num_batches
+    plan = Plan(
+        modules={**towers.modules, "decoder": language_model(replica(*range(first, first + num_decoder_stages)))},
+        edges=(*towers.edges, Edge(source="image", target="decoder", layers=tuple(range(num_decoder_stages)))),
+        num_microbatches=number,
+    )
+    return routes_of(plan, samples(number, ["image", "text", "decoder"]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from([(1.0, 2.0), (1.0, 1.0), (2.0, 1.0)]),
+)
+def test_a_decoder_is_as_more_stages_of_its_tower(
+    num_stages: int, num_decoder_stages: int, per_batch: int, num_batches: int, seconds: tuple[float, float]
+) -> None:
+    """The iteration takes as long as 1F1B of the stages of both, one after the other; no batch-sync makes it longer."""
+    costs = BatchSyncs(forward_s=seconds[0], backward_s=seconds[1])
+    routes = captioning(num_stages, num_decoder_stages, per_batch, num_batches)
+    alone = simulated("1f1b", routes_of(chain(num_stages + num_decoder_stages, per_batch * num_batches)), costs)
+    assert simulated("distmm_pipe", routes, costs).iteration_time_s == pytest.approx(alone.iteration_time_s)
+
+
+def test_a_decoder_holds_what_1f1b_does_and_its_tower_k_minus_1_more() -> None:
+    routes = captioning(2, 2, 3, 4)
+    peaks = validate(GENERATORS["distmm_pipe"](routes), Dependencies(routes)).peak_activations
+    # Text's last rank, and image's, hold the loss's own graph beside.
+    assert list(peaks) == [3 + 3, 3 + 2 + 1, 3 + 1, 3 + 1, 2, 1]
+
+
+def test_golden_with_a_decoder() -> None:
+    """Three contrastive batches of one microbatch: while the decoder has one, its tower makes the next."""
+    ordered = GENERATORS["distmm_pipe"](captioning(1, 1, 1, 3), BatchSyncs().compute_s)
+    image, text, decoder = (" ".join(map(str, each)) for each in ordered.ranks)
+    assert image == (
+        "image[0].0F0 loss[0].0F0 image[0].0F1 loss[0].0B0 image[0].0B0 loss[0].0F1 image[0].0F2 loss[0].0B1 "
+        "image[0].0B1 loss[0].0F2 loss[0].0B2 image[0].0B2"
+    )
+    assert text == " ".join(f"text[0].0F{i} loss[0].0F{i} loss[0].0B{i} text[0].0B{i}" for i in range(3))
+    assert decoder == " ".join(f"decoder[0].0F{i} decoder[0].0B{i}" for i in range(3))
+
+
+def test_1f1b_keeps_a_decoder_busy_too() -> None:
+    """Contrastive batches of one microbatch: what the batch-sync needs is less than what 1F1B has in flight."""
+    routes, costs = captioning(1, 1, 1, 4), BatchSyncs()
+    assert simulated("1f1b", routes, costs).iteration_time_s == (4 + 1) * 3
+
+
 @pytest.mark.parametrize(
     ("schedule", "file"), [("distmm_pipe", "distmm_pipe"), ("1f1b", "one_f_one_b"), ("gpipe", "gpipe")]
 )
 def test_a_decoder_beside_the_towers_is_list_scheduled(schedule: str, file: str) -> None:
-    """CoCa-like: the image tower's output also enters a decoder with a loss of its own."""
-    towers = contrastive(
-        {"image": [replica(0)], "text": [replica(1)]}, num_batches=2, num_microbatches={"image": 4, "text": 4}
-    )
+    """Two contrastive batches, of two microbatches of the towers and of four of the decoder."""
+    towers = two_towers(1, 2, 2).plan
     plan = Plan(
-        modules={**towers.modules, "decoder": language_model(replica(2))},
+        modules={
+            **towers.modules,
+            "decoder": replace(language_model(replica(2)), num_microbatches=8),
+        },
         edges=(*towers.edges, Edge(source="image", target="decoder")),
         num_microbatches=4,
     )

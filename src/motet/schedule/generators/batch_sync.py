@@ -16,7 +16,7 @@ from motet.plan import Plan
 from motet.schedule.dependencies import NOTHING
 from motet.schedule.generators.turns import backward_turns, forward_turns, num_microbatches
 from motet.schedule.routes import Routes, StageCells
-from motet.schedule.stage_graph import Group
+from motet.schedule.stage_graph import Group, StageKey, stages_after
 
 
 class TowerTurns(NamedTuple):
@@ -68,6 +68,33 @@ def microbatches_per_batch(plan: Plan, module: str) -> int:
     """K: the microbatches of a module's replica in one contrastive batch. The plan must have a loss."""
     assert plan.loss_module is not None
     return plan.num_microbatches_of(module) // plan.num_microbatches_of(plan.loss_module)
+
+
+def in_flight_without_loss(routes: Routes) -> dict[StageKey, int]:
+    """1F1B's microbatches in flight: one, and one for each stage after it on the longest way, counted in microbatches
+    of the stage's own module. The loss is no stage of its own: it is on the last stages' ranks."""
+    plan = routes.plan
+    after: dict[StageKey, int] = {}
+    for stage, targets in reversed(stages_after(routes).items()):
+        own = plan.num_microbatches_of(stage.module)
+        after[stage] = max(
+            (
+                -(-(1 + after[target]) * own // plan.num_microbatches_of(target.module))
+                for target in targets
+                if target.module != plan.loss_module
+            ),
+            default=0,
+        )
+    return {stage: 1 + number for stage, number in after.items()}
+
+
+def stages_before_the_loss(routes: Routes) -> set[StageKey]:
+    """Those whose backwards wait for batch-syncs: of towers, not of a decoder that reads one."""
+    found: set[StageKey] = set()
+    for stage, targets in reversed(stages_after(routes).items()):
+        if any(target in found or target.module == routes.plan.loss_module for target in targets):
+            found.add(stage)
+    return found
 
 
 def _turns_of_group(routes: Routes, group: Group, stages: list[StageCells]) -> TowerTurns:

@@ -9,7 +9,8 @@ this is GPipe.
 Towers may differ in stages, replicas and K; nothing but the batch-syncs joins their schedules (schedule alignment).
 Towers on the same ranks take turns there, microbatch by microbatch, if they are cut alike. For all else (other modules
 beside the towers, groups that overlap in part) the list scheduler takes over, under the same limits on microbatches in
-flight.
+flight. The stages of a decoder that reads a tower come after that tower's, and wait for no batch-sync: 1F1B's limits
+hold for them, and the tower has K - 1 microbatches more in flight than 1F1B gives it.
 
 The paper's 2 K microbatches of half the size are an iteration of two contrastive batches: it is the plan that says how
 many there are of either.
@@ -17,13 +18,18 @@ many there are of either.
 
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.generators.batch_sync import microbatches_per_batch, tower_turns
+from motet.schedule.generators.batch_sync import (
+    in_flight_without_loss,
+    microbatches_per_batch,
+    stages_before_the_loss,
+    tower_turns,
+)
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.generators.turns import alternate
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
-from motet.schedule.stage_graph import StageKey, distances_to_sink
+from motet.schedule.stage_graph import StageKey
 
 
 def distmm_pipe(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
@@ -42,8 +48,9 @@ def distmm_pipe(routes: Routes, costs: Durations | None = None, *, memory: Memor
 
 
 def _in_flight(routes: Routes) -> dict[StageKey, int]:
-    """K + d, d being the longest way to a sink, the batch-sync not counted."""
+    """K - 1 more than 1F1B where backwards wait for a batch-sync, which is K + d in towers alone."""
+    waiting = stages_before_the_loss(routes)
     return {
-        key: microbatches_per_batch(routes.plan, key.module) + max(0, distance - 1)
-        for key, distance in distances_to_sink(routes).items()
+        key: number + (microbatches_per_batch(routes.plan, key.module) - 1 if key in waiting else 0)
+        for key, number in in_flight_without_loss(routes).items()
     }

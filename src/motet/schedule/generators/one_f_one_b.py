@@ -19,7 +19,11 @@ made for it). That leaves ranks idle which `motet.schedule.generators.distmm_pip
 
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.generators.batch_sync import microbatches_per_batch
+from motet.schedule.generators.batch_sync import (
+    in_flight_without_loss,
+    microbatches_per_batch,
+    stages_before_the_loss,
+)
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.generators.turns import one_group
 from motet.schedule.routes import Routes
@@ -27,7 +31,6 @@ from motet.schedule.schedule import Schedule, schedule_of_groups
 from motet.schedule.stage_graph import (
     StageKey,
     cuts_alike,
-    distances_to_sink,
     group_distances_to_sink,
     microbatches_in_flight,
     stages_of_groups,
@@ -49,8 +52,8 @@ def one_f_one_b(routes: Routes, costs: Durations | None = None, *, memory: Memor
 
 
 def _for_a_contrastive_batch(routes: Routes) -> dict[StageKey, int]:
-    """The batch-sync is no stage of its own: it is on the last stages' ranks."""
+    waiting = stages_before_the_loss(routes)
     return {
-        key: max(microbatches_per_batch(routes.plan, key.module), distance)
-        for key, distance in distances_to_sink(routes).items()
+        key: max(number, microbatches_per_batch(routes.plan, key.module)) if key in waiting else number
+        for key, number in in_flight_without_loss(routes).items()
     }
