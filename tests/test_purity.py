@@ -40,6 +40,7 @@ PURE = (
     "motet.data.processor_sizes",
     "motet.data.run_file_samples",
     "motet.data.sample_layout",
+    "motet.models.composite_towers",
     "motet.models.token_counts",
     "motet.attention.interval_mask",
     "motet.attention.layout",

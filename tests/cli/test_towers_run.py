@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+import torch
 import yaml
 from mistakes import expect_mistake
 from PIL import Image
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import CLIPConfig, CLIPModel, GPT2Config, GPT2LMHeadModel
 
 from motet.cli.main import main
 from motet.config import load_run_config
+from motet.data.loader import Loader
+from motet.data.preprocessing.producer import InProcess
+from motet.data.run_file import open_data
 from motet.data.tokenizer import word_level_tokenizer
 from motet.models.contrastive import ContrastiveLoss
 from motet.models.towers_io import load_towers
@@ -90,6 +95,55 @@ def test_the_scale_may_begin_at_its_limit(run_file: Path) -> None:
     overrides = ["model.contrastive.loss=sigmoid", f"model.contrastive.max_logit_scale={math.log(10)}"]
     contrastive = load_run_config(run_file, overrides).model.contrastive
     assert contrastive.max_logit_scale == pytest.approx(ContrastiveLoss("sigmoid").logit_scale.item())
+
+
+def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Both towers of one CLIPModel: the loss is that of transformers' own model, and what is exported is it again."""
+    torch.manual_seed(0)
+    folder, content = run_file.with_name("clip"), yaml.safe_load(run_file.read_text())
+    text = {**SMALL, "vocab_size": 32, "max_position_embeddings": 12, "bos_token_id": 2, "eos_token_id": 5}
+    vision = {**SMALL, "image_size": 48, "patch_size": 16}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    model.logit_scale.data.fill_(3.5)
+    model.save_pretrained(folder)
+    content["model"]["towers"] = {name: {"path": str(folder), "part": name} for name in ("image", "text")}
+    content["parallel"]["explicit"] = {"image": {}, "text": {"pp": 2}}
+    content["train"] = {**content["train"], "contrastive_batch_size": 8, "learning_rate": 1e-12}
+    run_file.write_text(yaml.safe_dump(content, sort_keys=False))
+    verified = run(capsys, "verify", run_file)
+    assert verified["passed"]
+    config = load_run_config(run_file)
+    data = open_data(config)
+    drawn = next(Loader(InProcess(data.train), 8, seed=config.train.seed, batches_ahead=0))
+    ids = [drawn.features("text", i)["input_ids"][0] for i in range(8)]
+    inputs = {
+        "pixel_values": torch.cat([drawn.features("image", i)["pixel_values"] for i in range(8)]),
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=5),
+    }
+    assert verified["loss_distributed"] == pytest.approx(model(**inputs, return_loss=True).loss.item(), rel=1e-6)
+    trained = run(capsys, "train", run_file)
+    again = CLIPModel.from_pretrained(f"{trained['export']}/whole").state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-10)
+
+    capsys.readouterr()  # transformers tells how far it has loaded.
+    tower = "model.towers.text"
+    for override, message in (
+        (f"{tower}.part=null", f"{tower}.part: is missing, but what is stored is a clip of two towers; give image or"),
+        (f"{tower}.part=words", f'{tower}.part: is "words"; give one of image, text'),
+        (f"{tower}={{config: BertConfig, part: text}}", f"{tower}.part: is text, but config names one encoder; leave"),
+        (f"{tower}={{path: {folder}, values: {{model_type: bert}}}}", "values.model_type: is what config, hub or path"),
+        (
+            "model.contrastive.width=9",
+            "image.projector: the stored projection makes features of 8, but they are 9 wide",
+        ),
+    ):
+        expect_mistake(capsys, ["plan", run_file, "--set", override], message)
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**whole["text_config"], "model_type": "clip_text_model"}))
+    expect_mistake(
+        capsys, ["plan", run_file], "image.part: is image, but what is stored is one clip_text_model without"
+    )
 
 
 def test_pairs_in_files(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

@@ -44,6 +44,8 @@ class PartConfig(Section):
                 if given
                 else "has no source; give one of hub, path and config"
             )
+        if "model_type" in self.values:
+            raise ValueError("values.model_type: is what config, hub or path say; leave it out")
         return self
 
 
@@ -71,12 +73,20 @@ class GeneratorConfig(PartConfig):
 
 
 class TowerConfig(PartConfig):
+    part: Literal["image", "text"] | None = None
+    """Which tower of a stored CLIPModel or SiglipModel this is; null: what is stored is one encoder."""
     projector: Literal["projection", "linear", "mlp"] | None = "projection"
-    """From the encoder's width to that of the features: a matrix (CLIP), a linear layer or two; null: the tower hands
-    on what its encoder makes of a whole item (SigLIP)."""
+    """From the encoder's width to that of the features: a matrix (CLIP; the stored one, if `hub` or `path` has it), a
+    linear layer or two; null: the tower hands on what its encoder makes of a whole item (SigLIP)."""
     train: TrainableEncoder = TrainableEncoder()
     projector_learning_rate: PositiveNumber | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
+
+    @model_validator(mode="after")
+    def _is_part_of_something_stored(self) -> "TowerConfig":
+        if self.part is not None and self.config is not None:
+            raise ValueError(f"part: is {self.part}, but config names one encoder; leave it out, or give hub or path")
+        return self
 
 
 INITIAL_LOGIT_SCALE = {"softmax": math.log(1 / 0.07), "sigmoid": math.log(10.0)}
@@ -94,11 +104,12 @@ class ContrastiveConfig(Section):
     anchor: str | None = None
     """The tower that each other one is compared with; null: all pairs of towers."""
     logit_scale: float | None = None
-    """Logarithm of the initial scale of similarities; null: 2.66 for softmax, 2.3 for sigmoid."""
+    """Logarithm of the initial scale of similarities; null: the stored one, if an image and a text tower are of one
+    stored CLIPModel (softmax) or SiglipModel (sigmoid), else 2.66 for softmax, 2.3 for sigmoid."""
     max_logit_scale: float | None = None
     """Most that this logarithm may grow to (CLIP: 4.6052, a scale of 100); null: no limit."""
     logit_bias: float | None = None
-    """Initial bias of similarities, of the sigmoid loss alone; null: -10."""
+    """Initial bias of similarities, of the sigmoid loss alone; null: the stored one, as for the scale, else -10."""
     train: bool = True
     """Whether scale and bias are trained."""
     loss_weight: PositiveNumber = 1.0

@@ -27,9 +27,10 @@ from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from motet.config import PartConfig
+from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError
 from motet.models.caption_decoder import decoder_layer_parts, is_added, num_decoder_layers
+from motet.models.composite_towers import tower_family
 from motet.models.encoder_stage import encoder_layer_parts, num_encoder_layers
 from motet.models.families import Kind, config_class_named, model_class_of, part_type
 from motet.models.language_models import language_model_layer_parts, num_language_model_layers
@@ -49,10 +50,9 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
             config = config_class_named(part.config)(**part.values)
             model_class_of(config.model_type, kind)
             return config
-        folder = _folder_of(part)
-        stored = json.loads((folder / "config.json").read_text())
-        model_type = part_type(stored.get("model_type", ""), kind)
-        return model_class_of(model_type, kind).config_class.from_pretrained(folder, **part.values)
+        model_type = stored_model_type(part)
+        family = tower_family(model_type, part.part) if isinstance(part, TowerConfig) else part_type(model_type, kind)
+        return model_class_of(family, kind).config_class.from_pretrained(_folder_of(part), **part.values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except FileNotFoundError as error:
@@ -60,6 +60,11 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         key = "values" if part.values or part.config else "path"
         raise UserError(f"{where}.{key}: {' '.join(str(error).split())}") from None
+
+
+def stored_model_type(part: PartConfig) -> str:
+    """Of what `hub` or `path` holds, which may be a model of several parts."""
+    return str(json.loads((_folder_of(part) / "config.json").read_text()).get("model_type", ""))
 
 
 def materialize(
@@ -104,6 +109,17 @@ def materialize(
     if has_weights:
         _read_weights(model, parts, _folder_of(part), where, may_lack=added)
     return model
+
+
+def stored_tensor(part: PartConfig, key: str, *, where: str) -> torch.Tensor | None:
+    """A tensor beside the module's own in its hub repository or folder; None if it is not there."""
+    if part.config is not None:
+        return None
+    for file in sorted(_folder_of(part).glob("*.safetensors")):
+        if key in _names_in(file, where):
+            with safe_open(file, framework="pt") as tensors:
+                return tensors.get_tensor(key)
+    return None
 
 
 def num_module_layers(model: nn.Module, kind: Kind) -> int:

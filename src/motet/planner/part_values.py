@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.config import DecoderConfig, LanguageModelConfig, PartConfig
+from motet.config import DecoderConfig, LanguageModelConfig, PartConfig, TowerConfig
 from motet.errors import UserError, closest
+from motet.models.composite_towers import tower_values
 from motet.workload import ModuleWorkload, module_workload
 from motet.workload_defaults import DEFAULTS
 from motet.workload_diffusion import DIT_DEFAULTS, GENERATORS, UNET_DEFAULTS, generator_workload
@@ -51,6 +52,11 @@ def read_part_values(part: PartConfig, where: str) -> dict[str, Any]:
     stored = _stored_values(part, where)
     if isinstance(part, DecoderConfig):
         return {**stored, **part.values}
+    if isinstance(part, TowerConfig):
+        try:
+            return {**tower_values(stored, part.part), **part.values}
+        except UserError as error:
+            raise UserError(f"{where}.{error}") from None
     nested = [stored[key] for key in NESTED_CONFIGS if isinstance(stored.get(key), dict)]
     wanted = "language_model" if isinstance(part, LanguageModelConfig) else "encoder"
     for values in nested:

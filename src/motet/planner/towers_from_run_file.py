@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from motet.config import DecoderConfig, PartConfig, RunConfig
+from motet.config import DecoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.errors import UserError
 from motet.models.shards import Config, setting
 from motet.plan import CONTRASTIVE, DECODER, Edge, LayerRange, Plan
@@ -25,6 +25,7 @@ def tower_workloads(config: RunConfig, read: ReadPart) -> dict[str, ModuleWorklo
     for name, encoder in encoders.items():
         projector = config.model.towers[name].projector
         if projector is not None:
+            _check_stored_projection(name, config.model.towers[name], encoder, width)
             encoder = with_projector(encoder, projector, width)
         towers[name] = as_tower(encoder)
     given = config.model.contrastive
@@ -63,6 +64,16 @@ def _encoder(config: RunConfig, name: str, read: ReadPart) -> ModuleWorkload:
     if encoder.family == "siglip_vision_model" and not setting(encoder.config, "vision_use_head", True):
         raise UserError(f"{where}.values.vision_use_head: is false, so there are no features of a whole image; set it")
     return encoder
+
+
+def _check_stored_projection(name: str, tower: TowerConfig, encoder: ModuleWorkload, width: int) -> None:
+    """That of a CLIPModel is read with its weights."""
+    stored = encoder.config.get("projection_dim", width)
+    if tower.part is not None and tower.projector == "projection" and stored != width:
+        raise UserError(
+            f"model.towers.{name}.projector: the stored projection makes features of {stored}, but they are {width} "
+            f"wide; set model.contrastive.width to {stored}, or give linear or mlp, which are drawn"
+        )
 
 
 def _width(config: RunConfig, sizes: dict[str, int]) -> int:

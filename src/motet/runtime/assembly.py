@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from motet.attention.rules import rule_of_family
 from motet.config import LANGUAGE_MODEL, DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.errors import UserError
 from motet.models.caption_decoder import CaptionDecoderStage
-from motet.models.contrastive import ContrastiveLoss
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage
 from motet.models.families import Kind
@@ -20,6 +19,7 @@ from motet.models.language_model_stage import LanguageModelStage
 from motet.models.materialize import materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stage import StageModule
+from motet.models.stored_towers import initial_loss, read_projection
 from motet.plan import CONTRASTIVE, DECODER, LayerRange, ModulePlan, Plan, Stage
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs, read_workloads
 from motet.planner.towers_from_run_file import feature_width
@@ -94,11 +94,12 @@ def kind_of(part: PartConfig) -> Kind:
     return "encoder" if isinstance(part, EncoderConfig | TowerConfig) else "language_model"
 
 
-def _tower(config: RunConfig, name: str, part: TowerConfig, model: nn.Module, dtype: torch.dtype) -> ModalityModule:
+def _tower(config: RunConfig, name: str, part: TowerConfig, model: Any, dtype: torch.dtype) -> ModalityModule:
     module = ModalityModule(model, part.projector)
     module.pooling = "first" if config.model.decoder is not None and config.model.decoder.reads == name else "alone"
     module.build_projector(feature_width(read_workloads(config)), seed=part.seed)
     _set_trainable(module.module, part.train.module)
+    read_projection(part, model.config.model_type, module.projector, where=where_of(config, name))
     if module.projector is not None:
         module.projector.to(dtype)
         _set_trainable(module.projector, part.train.projector)
@@ -108,7 +109,7 @@ def _tower(config: RunConfig, name: str, part: TowerConfig, model: nn.Module, dt
 def build_loss(config: RunConfig, dtype: torch.dtype) -> ContrastiveStage:
     """The contrastive loss of the run file's towers."""
     given = config.model.contrastive
-    loss = ContrastiveLoss(given.loss, given.logit_scale, given.logit_bias).to(dtype)
+    loss = initial_loss(config.model).to(dtype)
     _set_trainable(loss, given.train)
     pairs = pairs_of(tuple(config.model.towers), given.anchor)
     return ContrastiveStage(
