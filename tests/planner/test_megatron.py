@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem
 
-from motet.costs.memory import RESERVE
 from motet.planner import make_plan
-from motet.planner.degrees import spare_degrees, uniform_degrees
+from motet.planner.degrees import uniform_degrees
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import layout_plan
 from motet.planner.megatron import balanced_chains
@@ -71,18 +70,3 @@ def test_balanced_is_no_slower_than_encoders_in_the_first_stage():
 def test_more_stages_than_blocks_is_told_in_one_line():
     with pytest.raises(ValueError, match="megatron finds no layout"):
         make_plan(small_problem(num_devices=11), "megatron")
-
-
-@pytest.mark.parametrize("planner", ["megatron", "megatron_extra_stages"])
-def test_devices_are_left_over_where_nothing_fits_on_all(planner):
-    """Seven devices: groups of one only; those of two are three, on six devices."""
-    problem = with_tp(small_problem(num_devices=7), 1, 2)
-    assert [*uniform_degrees(problem)] == [(1, 1, 7)]
-    assert [*spare_degrees(problem)] == [(1, 2, 3)]
-    assert make_plan(problem, planner).num_ranks == 7
-    peaks = evaluate(problem, make_plan(problem, planner)).result.peak_memory_bytes
-    device = replace(problem.cluster.device, memory_bytes=int(0.999 * max(peaks) / (1 - RESERVE)))
-    tight = replace(problem, cluster=replace(problem.cluster, device=device))
-    evaluation = evaluate(tight, make_plan(tight, planner))
-    assert evaluation.fits
-    assert evaluation.plan.num_ranks == 6

@@ -27,6 +27,7 @@ from motet.planner.auto_layouts import PLANNER, own_layouts
 from motet.planner.auto_towers import search_towers
 from motet.planner.bound_and_simulate import best_layout, rank
 from motet.planner.degrees import check_limits, check_may_share_none, cp_sizes
+from motet.planner.device_counts import device_counts
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
@@ -77,6 +78,9 @@ class Choice:
         """In one or two sentences."""
         plan, seconds = self.evaluation.plan, self.evaluation.iteration_time_s
         parts = [f"{_shape(plan)} under {plan.schedule}"]
+        num_devices = self.evaluation.problem.num_devices
+        if plan.num_ranks < num_devices:
+            parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices idle")
         if self.found_by != PLANNER:
             parts.append(f"the plan of {self.found_by}")
         elif self.best_named is not None:
@@ -115,7 +119,11 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     named, too_slow, refused = _named(problem, placement, schedules)
     evaluations = list(named.values())
     if placement is None:
-        layouts = list(own_layouts(problem, schedules))
+        layouts = [
+            layout
+            for num_devices in device_counts(problem)
+            for layout in own_layouts(problem.with_num_devices(num_devices), schedules)
+        ]
         evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
@@ -169,7 +177,7 @@ NOT_TRIED = (PLANNER, "oobleck")
 def _named(
     problem: PlanningProblem, placement: Placement | None, schedules: Sequence[str]
 ) -> tuple[dict[str, Evaluation], dict[str, float], dict[str, str]]:
-    from motet.planner import PLANNERS  # It names this planner too.
+    from motet.planner import PLANNERS, plan_of  # It names this planner too.
 
     named: dict[str, Evaluation] = {}
     too_slow: dict[str, float] = {}
@@ -180,7 +188,7 @@ def _named(
         cutoff_s = min(fitting, default=inf)
         try:
             check_may_share_none(problem, name)
-            plan = PLANNERS[name](problem.with_cutoff(cutoff_s), placement=placement)
+            plan = plan_of(name, problem.with_cutoff(cutoff_s), placement=placement)
             evaluation = evaluate(problem, plan)
         except TooSlowError as error:
             too_slow[name] = error.at_least_s

@@ -6,7 +6,7 @@ from itertools import product
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.bound_and_simulate import best_layout, rank
+from motet.planner.bound_and_simulate import best_layout
 from motet.planner.check_degrees import check_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout
@@ -81,14 +81,6 @@ def uniform_degrees(problem: PlanningProblem, modules: tuple[str, ...] | None = 
             yield dp, tp, problem.num_devices // (dp * tp)
 
 
-def spare_degrees(problem: PlanningProblem, modules: tuple[str, ...] | None = None) -> Iterator[tuple[int, int, int]]:
-    """The same for sizes that do not divide the devices: as many groups as there is room for, the rest is left over."""
-    for dp, tp in product(problem.dp_sizes, _common_tp_sizes(problem, modules)):
-        num_groups, left = divmod(problem.num_devices, dp * tp)
-        if left and num_groups and dp <= len(problem.samples):
-            yield dp, tp, num_groups
-
-
 def _common_tp_sizes(problem: PlanningProblem, modules: tuple[str, ...] | None) -> list[int]:
     names = tuple(problem.modules) if modules is None else modules
     return sorted(set.intersection(*(set(tp_sizes(problem, name)) for name in names)))
@@ -106,18 +98,13 @@ def best_plan(
     layouts: Iterable[Layout],
     planner: str,
     placement: Placement | None,
-    *,
-    otherwise: Iterable[Layout] = (),
 ) -> Plan:
-    """The layout with the shortest simulated iteration; of those that fit, if any does. `otherwise`: tried too if none
-    of the layouts fits.
+    """The layout with the shortest simulated iteration; of those that fit, if any does.
 
     Raises `UserError` if there is none, or if the user wants the encoders elsewhere than this planner puts them."""
     if placement is not None:
         raise UserError(f"parallel.placement: planner {planner} places encoders in its own way; leave placement out")
     evaluations = best_layout(problem, layouts)
-    if not any(evaluation.fits for evaluation in evaluations):
-        evaluations = sorted([*evaluations, *best_layout(problem, otherwise)], key=rank)
     if not evaluations:
         raise no_layout(problem, planner)
     return evaluations[0].plan

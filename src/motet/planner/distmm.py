@@ -117,7 +117,7 @@ def _remembered_choices(
     problem: PlanningProblem, unit: tuple[str, ...], may_recompute: bool, computation_only: bool
 ) -> Choices:
     return problem.remembered(
-        ("distmm", unit, may_recompute, computation_only),
+        ("distmm", problem.num_devices, unit, may_recompute, computation_only),
         lambda: unit_choices(problem, unit, may_recompute=may_recompute, computation_only=computation_only),
     )
 

@@ -328,9 +328,8 @@ def _known_sizes(table: CostTable, name: str, sizes: tuple[int, ...]) -> tuple[i
 
 def _dp_sizes(config: RunConfig) -> tuple[int, ...]:
     cluster = config.cluster
-    most = config.train.global_batch_size // config.parallel.num_microbatches
-    fitting = (dp for dp in _powers_of_two(config, max(1, most)) if cluster.num_devices % dp == 0)
-    return config.parallel.limits.dp or tuple(fitting)
+    most = min(config.train.global_batch_size // config.parallel.num_microbatches, cluster.num_devices)
+    return config.parallel.limits.dp or _powers_of_two(config, max(1, most))
 
 
 def _powers_of_two(config: RunConfig, most: int) -> tuple[int, ...]:

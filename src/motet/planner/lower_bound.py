@@ -227,19 +227,30 @@ def _in_order(problem: PlanningProblem) -> list[str]:
 
 
 def _work(layers: Sequence[_Layer], num_devices: int) -> float:
-    """Ranks that no layer is left for are idle anyway."""
-    num_busy = min(num_devices, sum(layer.num_holders for layer in layers))
+    """Ranks that no layer is left for are idle anyway; others may be left idle where that is faster."""
     work = sum(layer.num_holders * layer.work_s for layer in layers)
     weight = sum(layer.num_holders * layer.weight_s for layer in layers)
-    heads = _earliest([(layer.head_s, layer.num_holders) for layer in layers], num_busy)
-    tails = _earliest([(layer.tail_s, layer.num_holders) for layer in layers], num_busy)
-    return (work + heads + max(0.0, tails - weight)) / num_busy
+    head_places = sorted((layer.head_s, layer.num_holders) for layer in layers)
+    tail_places = sorted((layer.tail_s, layer.num_holders) for layer in layers)
+
+    def seconds(num_busy: int) -> float:
+        heads, tails = _earliest(head_places, num_busy), _earliest(tail_places, num_busy)
+        return (work + heads + max(0.0, tails - weight)) / num_busy
+
+    # The numerator is convex in the number of ranks, so its quotient falls up to a place and rises from there.
+    low, high = 1, min(num_devices, sum(layer.num_holders for layer in layers))
+    if high > 1 and seconds(high) <= seconds(high - 1):
+        low = high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if seconds(middle + 1) < seconds(middle) else (low, middle)
+    return seconds(low)
 
 
 def _earliest(places: Sequence[tuple[float, int]], num_ranks: int) -> float:
-    """The sum of the `num_ranks` smallest, each as often as there are places."""
+    """The sum of the first `num_ranks`, each as often as there are places, the smallest first."""
     result, left = 0.0, num_ranks
-    for seconds, count in sorted(places):
+    for seconds, count in places:
         result += seconds * min(count, left)
         left -= min(count, left)
     return result

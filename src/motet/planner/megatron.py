@@ -9,14 +9,13 @@
 
 Deviations: DP, TP and V are searched within the user's limits (the papers set them by hand). The papers' images of one
 sample are shared out over the TP group; here whole samples are. Several encoders stand one after another in the row,
-where appendix B has no answer. Stages need not divide the blocks; the first ones then get one more. All three leave
-devices over if nothing fits on all of them.
+where appendix B has no answer. Stages need not divide the blocks; the first ones then get one more.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import best_plan, has_few_stages, spare_degrees, uniform_degrees
+from motet.planner.degrees import best_plan, has_few_stages, uniform_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.partition import even_partition
@@ -27,23 +26,18 @@ VIRTUAL_STAGES = (1, 2, 3, 4, 6, 12)
 
 
 def megatron(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    spare = _first_stage(problem, spare_degrees(problem))
-    return best_plan(problem, _first_stage(problem, uniform_degrees(problem)), "megatron", placement, otherwise=spare)
+    return best_plan(problem, _first_stage(problem, uniform_degrees(problem)), "megatron", placement)
 
 
 def megatron_extra_stages(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    backbone = (language_model(problem),)
-    layouts, spare = (_extra_stages(problem, of(problem, backbone)) for of in (uniform_degrees, spare_degrees))
-    return best_plan(problem, layouts, "megatron_extra_stages", placement, otherwise=spare)
+    layouts = _extra_stages(problem, uniform_degrees(problem, (language_model(problem),)))
+    return best_plan(problem, layouts, "megatron_extra_stages", placement)
 
 
 def megatron_balanced(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    name = "megatron_balanced"
-    layouts, spare = (
-        [layout for v in VIRTUAL_STAGES for layout in balanced_chains(problem, sizes, v, planner=name)]
-        for sizes in (list(uniform_degrees(problem)), list(spare_degrees(problem)))
-    )
-    return best_plan(problem, layouts, name, placement, otherwise=spare)
+    name, sizes = "megatron_balanced", list(uniform_degrees(problem))
+    layouts = [layout for v in VIRTUAL_STAGES for layout in balanced_chains(problem, sizes, v, planner=name)]
+    return best_plan(problem, layouts, name, placement)
 
 
 GroupSizes = Iterable[tuple[int, int, int]]

@@ -206,13 +206,16 @@ class PlanningProblem:
         return -(-len(self.samples) // (self.contrastive_batch_size or len(self.samples)))
 
     def with_num_devices(self, num_devices: int) -> "PlanningProblem":
-        return replace(self, cluster=replace(self.cluster, num_devices=num_devices))
+        """The same on the first of the devices; what is known of the problem is shared."""
+        return self._sharing(replace(self, cluster=replace(self.cluster, num_devices=num_devices)))
 
     def with_cutoff(self, cutoff_s: float) -> "PlanningProblem":
         """The same problem; what is known of it is shared."""
-        result = replace(self, cutoff_s=cutoff_s)
-        object.__setattr__(result, "_known", self._known)
-        return result
+        return self._sharing(replace(self, cutoff_s=cutoff_s))
+
+    def _sharing(self, other: "PlanningProblem") -> "PlanningProblem":
+        object.__setattr__(other, "_known", self._known)
+        return other
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:

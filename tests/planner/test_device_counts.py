@@ -1,0 +1,71 @@
+"""One device more makes no plan slower: planners may leave it idle."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from small_problem import small_problem
+
+from motet.errors import UserError
+from motet.planner import ON_ALL, PLANNERS, make_plan
+from motet.planner.auto import choose
+from motet.planner.bound_and_simulate import rank
+from motet.planner.device_counts import device_counts, on_best_count
+from motet.planner.evaluate import evaluate
+
+
+def with_degrees(problem, tp, dp):
+    modules = {name: replace(module, tp_sizes=tp) for name, module in problem.modules.items()}
+    return replace(problem, modules=modules, dp_sizes=dp)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "dp", "counts"),
+    [(8, (1, 2, 4), [8]), (9, (1, 2, 4), [9, 8]), (15, (1, 2, 4), [15, 14, 12, 8]), (8, (3,), [8, 6]), (2, (4,), [2])],
+)
+def test_counts_are_the_most_that_a_product_of_degrees_divides(num_devices, dp, counts):
+    assert device_counts(with_degrees(small_problem(num_devices=num_devices), (1, 2), dp)) == counts
+
+
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name not in ON_ALL])
+def test_no_planner_gets_slower_by_one_more_device(planner):
+    ranks = []
+    for num_devices in range(6, 10):
+        problem = with_degrees(small_problem(num_devices=num_devices, frozen=("vision",)), (1, 2), (1, 2, 4))
+        ranks.append(rank(evaluate(problem, make_plan(problem, planner))))
+    # A stage more may have a message more.
+    assert all(after[1] <= before[1] * 1.01 for before, after in pairwise(ranks))
+
+
+def test_auto_leaves_a_device_idle_and_says_so():
+    problem = with_degrees(small_problem(num_devices=5, frozen=()), (1,), (4,))
+    choice = choose(problem)
+    assert choice.evaluation.plan.num_ranks == 4
+    assert "1 of 5 devices idle" in choice.why
+    assert choice.evaluation.iteration_time_s <= choose(problem.with_num_devices(4)).evaluation.iteration_time_s
+    assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
+
+
+def test_fewer_devices_are_asked_for_only_where_they_can_win():
+    asked = []
+
+    def planner(problem, *, placement):
+        asked.append(problem.num_devices)
+        return PLANNERS["megatron"](problem)
+
+    problem = with_degrees(small_problem(num_devices=7), (1,), (1, 4))
+    plan = on_best_count(planner, problem)
+    assert asked[0] == 7
+    assert set(asked) <= {7, 4}
+    assert plan.num_ranks in asked
+
+
+def test_where_nobody_finds_anything_all_devices_are_named():
+    problem = with_degrees(small_problem(num_devices=3), (1,), (4,))
+    with pytest.raises(UserError, match="on 3 devices"):
+        make_plan(problem, "megatron")
+
+
+def test_devices_that_no_degrees_divide_are_left_over():
+    problem = with_degrees(small_problem(num_devices=7, frozen=()), (2,), (1,))
+    assert make_plan(problem, "megatron").num_ranks == 6
