@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import replace
 from fractions import Fraction
-from itertools import permutations, product
+from itertools import permutations
 from random import Random
 
 import pytest
@@ -13,7 +13,6 @@ from resilience.drawn_templates import draw_templates, plan_of
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.resilience.holdings import balanced_sources
 from motet.resilience.pipelines import Templates, nodes_of_pipelines
 from motet.resilience.reconfigure import Reconfiguration, reconfigure
 
@@ -107,7 +106,13 @@ def test_borrow_and_merge_are_both_reached() -> None:
     assert min(steps[kind] for kind in ("simple", "borrow", "merge", "grow", "new", "fill", "give_up")) >= 3, steps
 
 
-def fewest_bytes(before: Plan, after: Plan, old_ranks: tuple[int | None, ...], devices_per_node: int) -> float:
+def fewest_bytes(
+    before: Plan,
+    after: Plan,
+    old_ranks: tuple[int | None, ...],
+    devices_per_node: int,
+    layer_bytes: dict[str, list[float]],
+) -> float:
     """By trying every way to put nodes on places and devices of a node on those of a place."""
     held = [defaultdict(set) if rank is None else state_of(before, rank) for rank in old_ranks]
     needed = [state_of(after, rank) for rank in range(after.num_ranks)]
@@ -118,7 +123,7 @@ def fewest_bytes(before: Plan, after: Plan, old_ranks: tuple[int | None, ...], d
         sum(
             min(
                 sum(
-                    len(shares - held[node * devices_per_node + device][key]) / SPACE
+                    len(shares - held[node * devices_per_node + device][key]) / SPACE * layer_bytes[key[0]][key[1]]
                     for place_device, device in enumerate(devices)
                     for key, shares in needed[place * devices_per_node + place_device].items()
                 )
@@ -136,27 +141,19 @@ def test_no_other_places_move_fewer_bytes(seed: int) -> None:
     random = Random(seed)
     size = random.choice([1, 2])
     templates = draw_templates(random, failures=1, fewest_nodes=1, most_nodes=4, devices_per_node=size)
+    layer_bytes = {  # Embeddings may be a hundred times a layer, and frozen layers are not moved.
+        name: [random.choice([0.0, 1.0, 1.5, 100.0]) for _ in range(replica.stages[-1].layers[1])]
+        for name, replica in templates.by_nodes[1].replicas.items()
+    }
+    templates = replace(templates, layer_bytes=layer_bytes)
     before = plan_of(templates, [random.randint(1, 2), random.randint(1, 3)])
     num_nodes = before.num_ranks // size
     result = reconfigure(
         before, templates, lost=[random.randrange(num_nodes)] if num_nodes > 2 else [], num_joined=random.randint(0, 1)
     )
     assert result.plan is not None
-    expected = fewest_bytes(before, result.plan, result.old_ranks, size)
+    expected = fewest_bytes(before, result.plan, result.old_ranks, size, layer_bytes)
     assert sum(copy.num_bytes for copy in result.copies) == pytest.approx(expected)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_equal_pieces_are_sent_as_evenly_as_can_be(data: st.DataObject) -> None:
-    num_ranks = data.draw(st.integers(1, 4))
-    holders = data.draw(
-        st.lists(st.sets(st.integers(0, num_ranks - 1), min_size=1).map(sorted), min_size=1, max_size=7)
-    )
-    sources = balanced_sources([1.0] * len(holders), holders, num_ranks=num_ranks)
-    assert all(source in options for source, options in zip(sources, holders, strict=True))
-    best = min(max(Counter(choice).values()) for choice in product(*holders))
-    assert max(Counter(sources).values()) == best
 
 
 def three_pipelines(failures: int) -> tuple[Templates, Plan]:

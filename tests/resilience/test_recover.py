@@ -29,6 +29,7 @@ from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import run_agent, train_on_nodes
 from motet.resilience.membership import Call
 from motet.resilience.pipelines import Template, Templates
+from motet.resilience.reconfigure import reconfigure
 from motet.resilience.recover import TrainingProcess, leave_world
 from motet.resilience.succession import Succession
 from motet.runtime.executor import Executor
@@ -229,7 +230,9 @@ def test_pipelines_become_others_and_copy_what_they_lack(tmp_path: Path, rank: i
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 4
     [failure] = failures(config)
-    assert failure["moved_bytes"] > 0
+    # What moves is the fewest bytes that the plan can do with, by the sizes of the layers.
+    planned = reconfigure(plan, templates, lost=[rank // 2]).copies
+    assert failure["moved_bytes"] == sum(copy.num_bytes for copy in planned) > 0
 
 
 def sharded_templates(num_vision_layers: int, num_layers: int) -> Templates:
@@ -245,6 +248,39 @@ def sharded_templates(num_vision_layers: int, num_layers: int) -> Templates:
     }
     by_nodes = {n: Template(num_nodes=n, replicas=replicas) for n, replicas in ((1, one), (2, two))}
     return Templates(failures=1, devices_per_node=3, by_nodes=by_nodes)
+
+
+def tensor_parallel_templates(num_vision_layers: int, num_layers: int) -> Templates:
+    """On nodes of three processes: with one node the language model has tensor parallelism, with two the encoder and
+    the middle of the language model."""
+
+    def chain(*stages: tuple[int, int, tuple[int, ...]]) -> Replica:
+        return Replica(stages=tuple(Stage(layers=(a, b), ranks=ranks, tp_size=len(ranks)) for a, b, ranks in stages))
+
+    one = {"vision": chain((0, num_vision_layers, (0,))), "language_model": chain((0, num_layers, (1, 2)))}
+    two = {
+        "vision": chain((0, num_vision_layers, (0, 1))),
+        "language_model": chain((0, 1, (2,)), (1, 3, (3, 4)), (3, num_layers, (5,))),
+    }
+    by_nodes = {n: Template(num_nodes=n, replicas=replicas) for n, replicas in ((1, one), (2, two))}
+    return Templates(failures=1, devices_per_node=3, by_nodes=by_nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 5])
+def test_shards_are_copied_from_stages_that_are_cut_in_another_way(tmp_path: Path, rank: int) -> None:
+    """Of the whole a half, of two halves the whole, and halves from halves; within a node and between nodes."""
+    config = unlike_config(tmp_path, 3)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": 9})})
+    problem = read_problem(config)
+    templates = tensor_parallel_templates(*(module.workload.num_layers for module in problem.modules.values()))
+    plan = plan_of_sizes(problem, templates, (1, 2))
+    with before_each_step(at(2, rank, die)):
+        result = train_on_nodes(config, plan, templates, num_nodes=3, node_size=3)
+    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    assert result["world_size"] == 6
+    [failure] = failures(config)
+    assert failure["moved_bytes"] > 0
 
 
 @pytest.mark.slow

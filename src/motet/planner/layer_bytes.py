@@ -27,6 +27,16 @@ def static_bytes_of_layers(
     )
 
 
+def copied_bytes_of_layers(problem: PlanningProblem, name: str) -> list[int]:
+    """What a rank that takes over a whole layer gets from another (`motet.resilience`): parameters and optimizer
+    states. Nothing of frozen layers: a stage is built with them."""
+    module, memory = problem.modules[name], problem.memory
+    return [
+        layer.num_parameters_per_rank(1) * (memory.parameter_bytes + memory.state_bytes) * module.is_trainable(index)
+        for index, layer in enumerate(module.workload.layers)
+    ]
+
+
 def saved_bytes_of_layers(problem: PlanningProblem, name: str, load: Load, *, tp_size: int) -> list[int]:
     """What a microbatch of this load leaves for its backward."""
     return problem.remembered(("saved bytes", name, load, tp_size), lambda: _saved_bytes(problem, name, load, tp_size))

@@ -24,7 +24,7 @@ from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import cp_sizes, tp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
-from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
+from motet.planner.layer_bytes import copied_bytes_of_layers, saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import best_combinations, recommended_batch, template_sizes, uncovered
 from motet.resilience.mapping_problem import ChainCosts, MappingProblem
@@ -119,7 +119,12 @@ def make_templates(problem: PlanningProblem) -> Templates:
             break
         found[n] = best
     check_cover(range(sizes[0], max(found) + 1), cluster.num_nodes, failures)
-    return Templates(failures=failures, devices_per_node=cluster.devices_per_node, by_nodes=found)
+    return Templates(
+        failures=failures,
+        devices_per_node=cluster.devices_per_node,
+        by_nodes=found,
+        layer_bytes={name: copied_bytes_of_layers(problem, name) for name in problem.modules},
+    )
 
 
 def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], num_nodes: int) -> Template | None:

@@ -8,11 +8,10 @@ stage; the memory that it takes besides is not counted.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import sqrt
 from typing import Any
 
-from motet.costs.memory import static_layer_bytes
 from motet.errors import UserError
 from motet.planner.oobleck import MAX_SIMULATED, make_templates, plan_of, total_microbatches
 from motet.planner.problem import PlanningProblem
@@ -46,9 +45,7 @@ def forecast(
             "failures); give a trace of more nodes, or fewer failures to survive"
         )
     total, num_nodes = total_microbatches(problem), problem.cluster.num_nodes
-    layer_bytes = _layer_bytes(problem)
-    model_bytes = sum(sum(each) for each in layer_bytes.values())
-    checkpoint_s = model_bytes / storage_bytes_per_s
+    checkpoint_s = _checkpoint_bytes(problem) / storage_bytes_per_s
     _, grid_s = best_grid(templates.by_nodes, num_nodes, total)
     every = checkpoint_every or max(1, round(_cheapest_interval_s(checkpoint_s, changes, end_s) / grid_s))
     times = Times(start_s=start_s, load_s=checkpoint_s, bytes_per_s=problem.cluster.network_bytes_per_s)
@@ -63,7 +60,6 @@ def forecast(
         total,
         times,
         num_nodes,
-        layer_bytes=layer_bytes,
         checkpoint_every=every,
     )
     policies: dict[str, Members] = {
@@ -111,17 +107,14 @@ def _report(usage: Usage, batch: int) -> dict[str, Any]:
     }
 
 
-def _layer_bytes(problem: PlanningProblem) -> dict[str, list[float]]:
-    """Parameters and, where they are trained, moments: what is copied and saved. Gradients are not."""
-    options = replace(problem.memory, zero1=False)
-    result = {}
-    for name, module in problem.modules.items():
-        result[name] = [
-            static_layer_bytes(layer, trainable=module.is_trainable(i), tp_size=1, num_holders=1, options=options)
-            * (0.75 if module.is_trainable(i) else 1.0)
-            for i, layer in enumerate(module.workload.layers)
-        ]
-    return result
+def _checkpoint_bytes(problem: PlanningProblem) -> int:
+    """Parameters, frozen ones too, and the optimizer's states."""
+    memory = problem.memory
+    return sum(
+        layer.num_parameters_per_rank(1) * (memory.parameter_bytes + memory.state_bytes * module.is_trainable(i))
+        for module in problem.modules.values()
+        for i, layer in enumerate(module.workload.layers)
+    )
 
 
 def _forward_share(problem: PlanningProblem) -> float:

@@ -112,7 +112,7 @@ def _largest(holdings: Sequence[Holding]) -> dict[str, tuple[Description, Holdin
 class Handover:
     """What has to be done; the same on every rank."""
 
-    copies: Sequence[Copy]
+    copies: Sequence[Copy[str]]
     missing: Sequence[str]
     """Parameters of which some part is nowhere."""
     moved_bytes: int
@@ -120,8 +120,10 @@ class Handover:
     steps: Mapping[str, float]
 
 
-def plan_handover(held: Sequence[Mapping[str, Description]], needed: Sequence[Mapping[str, Description]]) -> Handover:
-    """By rank of the present world."""
+def plan_handover(
+    held: Sequence[Mapping[str, Description]], needed: Sequence[Mapping[str, Description]], *, devices_per_node: int
+) -> Handover:
+    """`held`, `needed`: by rank of the present world, whose nodes have so many consecutive ranks each."""
     everything = [(name, d) for rank in (*held, *needed) for name, d in rank.items()]
     dims = {name: 0 for name, _ in everything} | {name: d.shard.dim for name, d in everything if d.shard is not None}
     unit_bytes = {name: d.num_bytes // d.shape[dims[name]] for name, d in everything}
@@ -129,9 +131,10 @@ def plan_handover(held: Sequence[Mapping[str, Description]], needed: Sequence[Ma
         {rank: {name: d.ranges(dims[name]) for name, d in parts.items()} for rank, parts in enumerate(held)},
         {rank: {name: d.ranges(dims[name]) for name, d in parts.items()} for rank, parts in enumerate(needed)},
         unit_bytes,
+        devices_per_node=devices_per_node,
     )
     steps = {name: d.steps for rank in held for name, d in rank.items()}
-    return Handover(made, missing, moved_bytes(made), dims, steps)
+    return Handover(made, missing, round(moved_bytes(made)), dims, steps)
 
 
 @torch.no_grad()
@@ -175,16 +178,18 @@ def hand_over(handover: Handover, held: Mapping[str, Sequence[Tensor]], new: Hol
             p.parameter.copy_(first.parameter)
 
 
-def _parts(tensors: Mapping[str, Sequence[Tensor]], copy: Copy, handover: Handover, is_source: bool) -> list[Tensor]:
+def _parts(
+    tensors: Mapping[str, Sequence[Tensor]], copy: Copy[str], handover: Handover, is_source: bool
+) -> list[Tensor]:
     start = copy.source_start if is_source else copy.target_start
     return [tensor.narrow(handover.dims[copy.name], start, copy.length) for tensor in tensors[copy.name]]
 
 
-def _messages(handover: Handover) -> list[list[Copy]]:
+def _messages(handover: Handover) -> list[list[Copy[str]]]:
     """Copies that travel together, in an order that all ranks agree on."""
-    result: list[list[Copy]] = []
-    pairs: dict[tuple[int, int], list[Copy]] = {}
-    sizes: dict[tuple[int, int], int] = {}
+    result: list[list[Copy[str]]] = []
+    pairs: dict[tuple[int, int], list[Copy[str]]] = {}
+    sizes: dict[tuple[int, int], float] = {}
     for copy in handover.copies:
         pair = (copy.source, copy.target)
         if pair not in pairs or sizes[pair] + copy.num_bytes > MESSAGE_BYTES:

@@ -4,18 +4,17 @@ Every layer is a row of equal units, as many as all tensor-parallel sizes divide
 A layer's parameters, and its optimizer state if it is trainable, travel together.
 
 Who takes which place is chosen so that the fewest bytes move, exactly: an assignment problem between nodes and places,
-with one between the devices of a node and those of a place inside it. Who sends is chosen so that the rank that sends
-most sends as little as possible: from the largest piece to the smallest the least loaded holder, then pieces are passed
-on along chains of holders while that helps (exact for pieces of equal size, as Harvey et al. 2003 show for
-semi-matchings). A holder in the target's own node goes first: it needs no network.
+with one between the devices of a node and those of a place inside it. Who sends is chosen by `motet.resilience.copies`,
+as in the recovery itself.
 
 Limits: parameters that tensor parallelism does not cut (norms, some embeddings, projectors) count as if it did. Whoever
-has any share of a layer has them complete. Fully sharded stages count as if every layer were cut evenly; their ranks
-ascend, so among the devices of such a stage the best order is not looked for.
+has any share of a layer has them complete. A layer whose words are tied to the head counts as if it had nothing else.
+Fully sharded stages count as if every layer were cut evenly; their ranks ascend, so among the devices of such a stage
+the best order is not looked for.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import lcm
@@ -24,11 +23,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from motet.arrays import Floats
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
+from motet.resilience.copies import Ranges
+from motet.resilience.copies import copies as copies_of_ranges
 
 LayerBytes = Mapping[str, Sequence[float]]
-"""Of each layer of each module: parameters and, if it is trainable, optimizer state."""
+"""Of each layer of each module: what is copied of it, its parameters and optimizer state. Nothing of frozen layers: who
+needs one builds it with its parameters."""
 
 
 class Part(NamedTuple):
@@ -76,16 +77,21 @@ class Holdings:
         share = shard * (num_shares // stage.tp_size) + member if module.fully_sharded else shard
         owner = module.data_module(name)
         units = range(share * size, (share + 1) * size)
-        return [Unit(owner, layer, u) for layer in range(*stage.layers) for u in units]
+        layers = set(range(*stage.layers))
+        # Whoever has a head that is tied to the words has these.
+        layers |= {words for words, head in module.tied if head in layers}
+        return [Unit(owner, layer, u) for layer in layers for u in units]
 
     def weights(self, plan: Plan, layer_bytes: LayerBytes | None) -> dict[Unit, float]:
         """Bytes of every unit. `layer_bytes`: None if all layers are equal."""
-        return {
-            Unit(name, layer, u): (layer_bytes[name][layer] if layer_bytes is not None else 1.0) / self.units_per_layer
-            for name, module in plan.modules.items()
-            for layer in range(module.num_layers)
-            for u in range(self.units_per_layer)
-        }
+        result = {}
+        for name, module in plan.modules.items():
+            of_layers = [1.0] * module.num_layers if layer_bytes is None else list(layer_bytes[name])
+            for words, head in module.tied if layer_bytes is not None else ():
+                of_layers[head] = max(0.0, of_layers[head] - of_layers[words])
+            for layer, num_bytes in enumerate(of_layers):
+                result |= {Unit(name, layer, u): num_bytes / self.units_per_layer for u in range(self.units_per_layer)}
+        return result
 
     def by_rank(self, plan: Plan) -> list[frozenset[Unit]]:
         held: list[set[Unit]] = [set() for _ in range(plan.num_ranks)]
@@ -131,16 +137,6 @@ def missing_layers(held: Iterable[frozenset[Unit]], needed: Iterable[frozenset[U
     return sorted({(unit.module, unit.layer) for unit in lacking})
 
 
-@dataclass
-class _Piece:
-    """Units of one layer that one target lacks and the same ranks hold."""
-
-    target: int
-    units: tuple[Unit, ...]
-    holders: tuple[int, ...]
-    num_bytes: float
-
-
 def copies(
     held: Sequence[frozenset[Unit]],
     needed: Sequence[frozenset[Unit]],
@@ -150,48 +146,35 @@ def copies(
     devices_per_node: int,
 ) -> tuple[Copy, ...]:
     """What each rank lacks, from ranks that hold it. `held`, `needed`: by rank; somebody holds every unit needed."""
-    pieces = _pieces(held, needed, weights, devices_per_node)
-    sources = balanced_sources(
-        [piece.num_bytes for piece in pieces], [piece.holders for piece in pieces], num_ranks=len(held)
+    made, missing = copies_of_ranges(
+        {rank: _ranges(units) for rank, units in enumerate(held)},
+        {rank: _ranges(units) for rank, units in enumerate(needed)},
+        {(unit.module, unit.layer): num_bytes for unit, num_bytes in weights.items()},
+        devices_per_node=devices_per_node,
     )
+    assert not missing, missing
     single = []
-    for piece, source in zip(pieces, sources, strict=True):
-        first = piece.units[0]
-        part = _part(first.share, piece.units[-1].share + 1, units_per_layer)
-        single.append((first.module, source, piece.target, part, first.layer, piece.num_bytes))
+    for copy in made:
+        if copy.source == copy.target:
+            continue
+        module, layer = copy.name
+        part = _part(copy.start, copy.start + copy.length, units_per_layer)
+        single.append((module, copy.source, copy.target, part, layer, copy.num_bytes))
     return tuple(_joined(sorted(single)))
 
 
-def _pieces(
-    held: Sequence[frozenset[Unit]],
-    needed: Sequence[frozenset[Unit]],
-    weights: Mapping[Unit, float],
-    devices_per_node: int,
-) -> list[_Piece]:
-    holders: dict[Unit, list[int]] = defaultdict(list)
-    for rank, units in enumerate(held):
-        for unit in units:
-            holders[unit].append(rank)
-    pieces = []
-    for target, units in enumerate(needed):
-        node = target // devices_per_node
-        with_holders = []
-        for unit in sorted(units - held[target]):
-            near = tuple(rank for rank in holders[unit] if rank // devices_per_node == node)
-            with_holders.append((unit, near or tuple(holders[unit])))
-        for run in _runs(with_holders):
-            same = tuple(unit for unit, _ in run)
-            pieces.append(_Piece(target, same, run[0][1], sum(weights[unit] for unit in same)))
-    return pieces
+def _ranges(units: frozenset[Unit]) -> dict[tuple[str, int], Ranges]:
+    """Of each layer, the runs of units."""
+    shares: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for unit in sorted(units):
+        shares[unit.module, unit.layer].append(unit.share)
+    return {name: tuple(_runs(of_layer)) for name, of_layer in shares.items()}
 
 
-def _runs(units: Sequence[tuple[Unit, tuple[int, ...]]]) -> list[list[tuple[Unit, tuple[int, ...]]]]:
-    """Consecutive units of one layer with the same holders."""
-    keyed = enumerate(units)
-    return [
-        [entry for _, entry in group]
-        for _, group in groupby(keyed, key=lambda e: (e[1][0].module, e[1][0].layer, e[1][0].share - e[0], e[1][1]))
-    ]
+def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for _, group in groupby(enumerate(ascending), key=lambda pair: pair[1] - pair[0]):
+        run = [share for _, share in group]
+        yield run[0], run[-1] + 1
 
 
 def _part(first: int, last: int, of: int) -> Part:
@@ -227,68 +210,3 @@ def _joined(single: Sequence[tuple[str, int, int, Part, int, float]]) -> list[Co
         else:
             result.append(new)
     return result
-
-
-def balanced_sources(sizes: Sequence[float], holders: Sequence[Sequence[int]], *, num_ranks: int) -> list[int]:
-    """For each piece, which of its holders sends it."""
-    load: Floats = np.zeros(num_ranks)
-    source = [-1] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], len(holders[i]))):
-        source[i] = min(holders[i], key=lambda rank: (load[rank], rank))
-        load[source[i]] += sizes[i]
-    sent: dict[int, set[int]] = defaultdict(set)
-    for i, rank in enumerate(source):
-        sent[rank].add(i)
-    while sent:
-        chain = _relieving_chain(max(sent, key=lambda rank: load[rank]), sizes, holders, source, sent, load)
-        if chain is None:
-            break
-        for i, rank in chain:
-            sent[source[i]].remove(i)
-            load[source[i]] -= sizes[i]
-            source[i] = rank
-            sent[rank].add(i)
-            load[rank] += sizes[i]
-    return source
-
-
-def _relieving_chain(
-    fullest: int,
-    sizes: Sequence[float],
-    holders: Sequence[Sequence[int]],
-    source: Sequence[int],
-    sent: Mapping[int, set[int]],
-    load: Floats,
-) -> list[tuple[int, int]] | None:
-    """Pieces to pass on, each to the next holder, after which every rank concerned sends less than the fullest did."""
-    came_by: dict[int, tuple[int, int]] = {}
-    """For each rank reached: the piece that it would take, and its size before."""
-    queue, seen = [fullest], {fullest}
-    while queue:
-        rank = queue.pop(0)
-        for i in sorted(sent.get(rank, ()), key=lambda i: sizes[i]):
-            for other in holders[i]:
-                if other in seen or sizes[i] <= 0:
-                    continue
-                # Passed on along the chain, `other` takes piece i and may give one of its own.
-                seen.add(other)
-                came_by[other] = (i, rank)
-                if load[other] + sizes[i] < load[fullest] * (1 - 1e-12):
-                    return _chain(other, fullest, came_by, sizes, load)
-                queue.append(other)
-    return None
-
-
-def _chain(
-    end: int, fullest: int, came_by: Mapping[int, tuple[int, int]], sizes: Sequence[float], load: Floats
-) -> list[tuple[int, int]] | None:
-    chain: list[tuple[int, int]] = []
-    given = 0.0
-    rank = end
-    while rank != fullest:
-        i, before = came_by[rank]
-        if load[rank] + sizes[i] - given >= load[fullest] * (1 - 1e-12):
-            return None
-        chain.append((i, rank))
-        given, rank = sizes[i], before
-    return chain

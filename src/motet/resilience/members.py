@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from motet.plan import Plan
-from motet.resilience.holdings import Copy, LayerBytes
+from motet.resilience.holdings import Copy
 from motet.resilience.microbatches import iteration_s, min_max_counts
 from motet.resilience.pipelines import Template, Templates, build_plan, nodes_of_pipelines
 from motet.resilience.reconfigure import reconfigure
@@ -50,7 +50,6 @@ class TemplateMembers:
     num_microbatches: int
     times: Times
     most_nodes: int
-    layer_bytes: LayerBytes | None = None
     checkpoint_every: int = 0
     save_s: float = 0.0
     """Checkpoints are written beside the training."""
@@ -68,9 +67,7 @@ class TemplateMembers:
         places = [place for place, node in enumerate(self.order) if node in lost]
         stay = [node for node in self.order if node not in lost]
         taken = self.waiting[: self.most_nodes - len(stay)]
-        result = reconfigure(
-            self.plan, self.templates, lost=places, num_joined=len(taken), layer_bytes=self.layer_bytes
-        )
+        result = reconfigure(self.plan, self.templates, lost=places, num_joined=len(taken))
         for step in result.steps:
             self.steps[step.kind] = self.steps.get(step.kind, 0) + 1
         if result.plan is None:

@@ -12,6 +12,7 @@ from math import inf
 
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
+from motet.resilience.holdings import LayerBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Templates:
     """f: so many nodes may fail at once; at least f + 1 pipelines are kept."""
     devices_per_node: int
     by_nodes: Mapping[int, Template]
+    layer_bytes: LayerBytes | None = None
+    """For plans that move the fewest bytes; None: all layers are equal."""
 
     @cached_property
     def fewest_nodes(self) -> int:

@@ -45,10 +45,8 @@ def reconfigure(
     *,
     lost: Collection[int] = (),
     num_joined: int = 0,
-    layer_bytes: LayerBytes | None = None,
 ) -> Reconfiguration:
-    """`lost`: numbers of nodes. `num_joined`: nodes that are new, with nothing on them. `layer_bytes`: None if all
-    layers are equal.
+    """`lost`: numbers of nodes. `num_joined`: nodes that are new, with nothing on them.
 
     Survivors keep their order and nodes that join come after them, so the new ranks have no gaps. A failure during
     the recovery from another is reconfigured from the same plan with all nodes lost since.
@@ -78,7 +76,7 @@ def reconfigure(
         steps.append(Step("spare", None, num_joined - usable))
     nodes: list[int | None] = [*surviving, *[None] * (num_joined - spares)]
     old_ranks = tuple(None if n is None else n * size + device for n in nodes for device in range(size))
-    new_plan, copies = _place(plan, draft, old_ranks, size, layer_bytes, copy=not missing)
+    new_plan, copies = _place(plan, draft, old_ranks, size, templates.layer_bytes, copy=not missing)
     return Reconfiguration(
         outcome="restore" if missing else "continue",
         message=_message(plan, missing, steps, len(new_plan.replica_microbatches)),

@@ -187,7 +187,11 @@ class TrainingProcess:
         holding = Holding(engine.model, new.optimizer)
         # Not before all are at the same step: what is held tells how many updates it has had.
         described = _exchange((describe(self._holdings()), holding.describe()))
-        handover = plan_handover([held for held, _ in described], [needed for _, needed in described])
+        handover = plan_handover(
+            [held for held, _ in described],
+            [needed for _, needed in described],
+            devices_per_node=self._node_size,
+        )
         if summary is None or handover.missing:
             self._begin(new, summary)
             self._trainers, self._restored_in = [], membership.generation
