@@ -84,7 +84,7 @@ class Holdings:
 
     def weights(self, plan: Plan, layer_bytes: LayerBytes | None) -> dict[Unit, float]:
         """Bytes of every unit. `layer_bytes`: None if all layers are equal."""
-        result = {}
+        result: dict[Unit, float] = {}
         for name, module in plan.modules.items():
             of_layers = [1.0] * module.num_layers if layer_bytes is None else list(layer_bytes[name])
             for words, head in module.tied if layer_bytes is not None else ():
