@@ -26,7 +26,9 @@ def test_encoders_stand_in_the_first_stage():
 
 
 def test_extra_stages_hold_a_copy_of_the_encoder_on_each_rank_of_the_group():
-    problem = with_tp(small_problem(num_devices=8), 2)
+    problem = small_problem(num_devices=8)
+    backbone = replace(problem.modules["language_model"], tp_sizes=(2,))
+    problem = replace(problem, modules={**problem.modules, "language_model": backbone})
     plan = make_plan(problem, "megatron_extra_stages")
     vision = plan.modules["vision"].replicas
     assert [replica.stages[0].ranks for replica in vision] == [(0,), (1,)]

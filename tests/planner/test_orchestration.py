@@ -52,7 +52,7 @@ def iteration_s(problem, degrees):
     for name, unit in problem.units.items():
         d = degrees[name]
         num_layers = len(unit.layer_costs)
-        if d.vpp > 1 and (d.pp == 1 or d.pp * d.vpp > num_layers):
+        if d.vpp > 1 and (d.pp == 1 or d.pp * d.vpp > min(num_layers, unit.max_stages or num_layers)):
             return None
         if unit.equal_stages and num_layers % (d.pp * d.vpp):
             return None

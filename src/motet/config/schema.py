@@ -17,7 +17,7 @@ from motet.config.data_section import (
     SameDigitsConfig,
 )
 from motet.config.model_section import ModelConfig
-from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, Counts, Fraction, PositiveNumber, Section
 
 
 class DeviceConfig(Section):
@@ -143,21 +143,23 @@ class ModuleParallelConfig(Section):
 
 
 class ModuleLimitsConfig(Section):
-    tp: tuple[Count, ...] | None = None
+    tp: Counts | None = None
     """Sizes of tensor-parallel groups; null: as for all modules."""
     max_pp: Count | None = None
     """Most stages; null: as for all modules."""
 
 
 class LimitsConfig(Section):
-    tp: tuple[Count, ...] | None = None
+    tp: Counts | None = None
     """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there. null: powers of
     two within a node, on CPUs 1; of profiled costs, those that were profiled."""
-    cp: tuple[Count, ...] | None = None
+    cp: Counts | None = None
     """Sizes of the language model's context-parallel groups, from which `auto` chooses; the other planners choose 1.
     null: powers of two within a node that leave each member at least 4096 tokens of a microbatch, on CPUs 1."""
-    dp: tuple[Count, ...] | None = None
-    """Numbers of replicas; null: powers of two that leave no microbatch empty, on CPUs 1."""
+    dp: Counts | None = None
+    """Numbers of replicas; planners `optimus` and `megatron_extra_stages`, which give a replica of the language model
+    several of an encoder, keep to it for the language model. null: powers of two that leave no microbatch empty, on
+    CPUs 1."""
     fully_sharded: bool = False
     """Planner `oobleck` may give the language model's stages context parallelism of the sizes in `cp`, with shared
     parameters, in the place of tensor parallelism (FSDP)."""
@@ -221,6 +223,8 @@ class ParallelConfig(Section):
             )
         if self.planner == "explicit" and not self.explicit:
             raise ValueError("explicit: is empty; give tp, pp and dp of every module, or a planner's name")
+        if self.planner == "oobleck" and self.limits.dp is not None:
+            raise ValueError("limits.dp: planner oobleck looks for the number of pipelines itself; leave it out")
         return self
 
 

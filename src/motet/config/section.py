@@ -8,6 +8,7 @@ LANGUAGE_MODEL = "language_model"
 """The name of the language model among the modules; the encoders have names of the user's."""
 
 Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 CountOrNever = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -16,7 +16,7 @@ from motet.planner.baselines import (
     proportional,
 )
 from motet.planner.cornstarch import cornstarch
-from motet.planner.degrees import check_limits, check_may_share_none
+from motet.planner.degrees import check_limits, check_may_share_none, check_within_limits
 from motet.planner.device_counts import on_best_count
 from motet.planner.distmm import distmm
 from motet.planner.disttrain import disttrain
@@ -80,9 +80,16 @@ def make_plan(
             "contrasts; give distmm, auto or explicit"
         )
     check_limits(problem)
+    return plan_within_limits(problem, planner, placement=placement)
+
+
+def plan_within_limits(problem: PlanningProblem, planner: str, *, placement: Placement | None = None) -> Plan:
+    """What the planner of this name finds. Raises `UserError` if it finds none within the user's limits on degrees."""
     if planner != "auto":
         check_may_share_none(problem, planner)
-    return plan_of(planner, problem, placement=placement)
+    plan = plan_of(planner, problem, placement=placement)
+    check_within_limits(problem, plan)
+    return plan
 
 
 def plan_of(name: str, problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:

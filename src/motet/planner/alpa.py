@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.plan import Plan
-from motet.planner.degrees import best_plan, dp_sizes, tp_sizes
+from motet.planner.degrees import best_plan, dp_sizes, has_few_stages, tp_sizes
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import PlanningProblem
@@ -45,7 +45,9 @@ def _layouts(problem: PlanningProblem) -> Iterator[Layout]:
         times = {size: _run_seconds(problem, size, dp) for size in sizes}
         stages = assign_stages(times, devices, problem.num_microbatches)
         if stages is not None:
-            yield _layout(layers, stages, dp)
+            layout = _layout(layers, stages, dp)
+            if has_few_stages(problem, layout.chunks):
+                yield layout
 
 
 def _run_seconds(problem: PlanningProblem, tp: int, dp: int) -> Array:

@@ -26,7 +26,7 @@ from motet.plan import Plan
 from motet.planner.auto_layouts import PLANNER, own_layouts
 from motet.planner.auto_towers import search_towers
 from motet.planner.bound_and_simulate import best_layout, rank
-from motet.planner.degrees import check_limits, check_may_share_none, cp_sizes
+from motet.planner.degrees import check_limits, cp_sizes
 from motet.planner.device_counts import device_counts
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
@@ -177,7 +177,7 @@ NOT_TRIED = (PLANNER, "oobleck")
 def _named(
     problem: PlanningProblem, placement: Placement | None, schedules: Sequence[str]
 ) -> tuple[dict[str, Evaluation], dict[str, float], dict[str, str]]:
-    from motet.planner import PLANNERS, plan_of  # It names this planner too.
+    from motet.planner import PLANNERS, plan_within_limits  # It names this planner too.
 
     named: dict[str, Evaluation] = {}
     too_slow: dict[str, float] = {}
@@ -187,8 +187,7 @@ def _named(
         fitting = [e.iteration_time_s for e in named.values() if e.fits and problem.schedules is None]
         cutoff_s = min(fitting, default=inf)
         try:
-            check_may_share_none(problem, name)
-            plan = plan_of(name, problem.with_cutoff(cutoff_s), placement=placement)
+            plan = plan_within_limits(problem.with_cutoff(cutoff_s), name, placement=placement)
             evaluation = evaluate(problem, plan)
         except TooSlowError as error:
             too_slow[name] = error.at_least_s

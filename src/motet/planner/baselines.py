@@ -16,7 +16,7 @@ from motet.costs.analytic import layer_flops
 from motet.costs.communication import all_reduce_seconds
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.degrees import best_plan, dp_sizes, tp_sizes, uniform_degrees
+from motet.planner.degrees import best_plan, check_may_be_whole, dp_sizes, most_stages, tp_sizes, uniform_degrees
 from motet.planner.explicit import Placement, cut_module
 from motet.planner.layout import Chunk, Layout, layout_of_degrees
 from motet.planner.partition import even_partition, partition, stage_costs
@@ -50,6 +50,7 @@ def proportional(problem: PlanningProblem, *, placement: Placement | None = None
 
 def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
     """A replica on each device."""
+    check_may_be_whole(problem, "fsdp", problem.modules)
     if problem.num_devices not in problem.dp_sizes:
         raise UserError(
             f"parallel.planner: fsdp needs a replica on each of {problem.num_devices} devices, which the limits on dp "
@@ -146,13 +147,8 @@ def _stage_counts(problem: PlanningProblem, for_encoders: int, for_the_rest: int
     num_sinks = len(problem.sinks)
     counts = dict.fromkeys(problem.sources, for_encoders)
     counts |= {name: for_the_rest // num_sinks + (i < for_the_rest % num_sinks) for i, name in enumerate(problem.sinks)}
-    possible = all(1 <= counts[name] <= _most_stages(problem, name) for name in problem.modules)
+    possible = all(1 <= counts[name] <= most_stages(problem, name) for name in problem.modules)
     return counts if possible else None
-
-
-def _most_stages(problem: PlanningProblem, name: str) -> int:
-    num_layers = problem.modules[name].workload.num_layers
-    return min(num_layers, problem.modules[name].max_stages or num_layers)
 
 
 def _proportional_layouts(problem: PlanningProblem) -> Iterator[Layout]:
@@ -164,7 +160,7 @@ def _proportional_layouts(problem: PlanningProblem) -> Iterator[Layout]:
             if problem.num_devices % (dp * tp):
                 continue
             counts = shares(flops, problem.num_devices // (dp * tp))
-            if counts is None or any(count > _most_stages(problem, name) for name, count in counts.items()):
+            if counts is None or any(count > most_stages(problem, name) for name, count in counts.items()):
                 continue
             degrees = {name: Degrees(tp=tp, pp=pp, dp=dp) for name, pp in counts.items()}
             cuts = {name: cut_module(problem, name, degrees[name]) for name in problem.modules}

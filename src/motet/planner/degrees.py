@@ -57,6 +57,50 @@ def check_limits(problem: PlanningProblem) -> None:
             raise UserError(f"parallel.limits: tp is {allowed}, which {name} cannot be cut into; allow 1")
 
 
+def check_may_be_whole(problem: PlanningProblem, planner: str, names: Iterable[str]) -> None:
+    """Raises `UserError` if the limits leave one of these modules only groups that cut it."""
+    for name in names:
+        if 1 not in problem.modules[name].tp_sizes:
+            allowed = " or ".join(map(str, problem.modules[name].tp_sizes))
+            raise UserError(
+                f"parallel.limits: tp of {name} is {allowed}, but planner {planner} does not cut it; allow 1, or give "
+                "another planner"
+            )
+
+
+FINDS_REPLICAS_ITSELF = ("oobleck", "distmm")
+"""Planners for which the number of replicas is what they look for: no limit is set on it."""
+FILLS_REPLICAS = ("optimus", "megatron_extra_stages")
+"""Planners that give a replica of the language model several of an encoder: its own number is what is limited."""
+
+
+def check_within_limits(problem: PlanningProblem, plan: Plan) -> None:
+    """Raises `UserError` if a planner's plan is outside the user's limits: it has no way to keep to them."""
+    for name, planned in plan.modules.items():
+        if planned.kind == "loss":
+            continue
+        owner = planned.data_module(name)
+        module = problem.modules[owner]
+        stages = [stage for replica in planned.replicas for stage in replica.stages]
+        num_stages = max(len(replica.stages) for replica in planned.replicas)
+        _check_limit(plan, owner, "max_pp", num_stages, range(1, (module.max_stages or num_stages) + 1))
+        for stage in stages:
+            _check_limit(plan, owner, "tp", stage.tp_size, module.tp_sizes)
+            _check_limit(plan, owner, "cp", stage.cp_size, module.cp_sizes)
+        may_be_filled = plan.planner in FILLS_REPLICAS and module.workload.kind != "language_model"
+        if plan.planner not in FINDS_REPLICAS_ITSELF and not may_be_filled:
+            _check_limit(plan, owner, "dp", len(planned.replicas), problem.dp_sizes)
+
+
+def _check_limit(plan: Plan, name: str, limit: str, size: int, allowed: Sequence[int]) -> None:
+    if size not in allowed:
+        least = f"at most {max(allowed)}" if limit == "max_pp" else " or ".join(map(str, allowed))
+        raise UserError(
+            f"parallel.limits: {limit} of {name} is {least}, but planner {plan.planner} needs {size}; allow {size}, or "
+            "give another planner"
+        )
+
+
 def dp_sizes(problem: PlanningProblem, num_devices: int | None = None) -> list[int]:
     """Of those allowed, the ones that divide the devices (None: all of them) and leave no replica without a sample."""
     total = problem.num_devices if num_devices is None else num_devices

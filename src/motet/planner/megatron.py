@@ -15,7 +15,7 @@ where appendix B has no answer. Stages need not divide the blocks; the first one
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import best_plan, has_few_stages, uniform_degrees
+from motet.planner.degrees import best_plan, check_may_be_whole, has_few_stages, uniform_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.partition import even_partition
@@ -30,7 +30,9 @@ def megatron(problem: PlanningProblem, *, placement: Placement | None = None) ->
 
 
 def megatron_extra_stages(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    layouts = _extra_stages(problem, uniform_degrees(problem, (language_model(problem),)))
+    backbone = language_model(problem)
+    check_may_be_whole(problem, "megatron_extra_stages", (name for name in problem.modules if name != backbone))
+    layouts = _extra_stages(problem, uniform_degrees(problem, (backbone,)))
     return best_plan(problem, layouts, "megatron_extra_stages", placement)
 
 

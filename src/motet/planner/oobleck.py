@@ -10,9 +10,11 @@ more of them each. It must have a sample for each.
 Deviations: the templates' N_b is `num_microbatches`, what a pipeline gets where there are f + 1 of them (the thesis
 plans with 4 S). FSDP inside a stage (thesis 2.6) is context parallelism with shared parameters: for each template, the
 language model has either tensor parallelism of any sizes or stages of one such size, whichever is faster
-(`parallel.limits.fully_sharded`). Limits: context parallelism by itself is not searched, and encoders have no FSDP.
+(`parallel.limits.fully_sharded`). Limits: context parallelism by itself is not searched, and encoders have no FSDP. A
+template whose best mapping has more stages than the user allows counts as none, though another might have fewer.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil
 
@@ -21,7 +23,7 @@ from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, par
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
-from motet.planner.degrees import cp_sizes, tp_sizes
+from motet.planner.degrees import cp_sizes, most_stages, tp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
 from motet.planner.layer_bytes import copied_bytes_of_layers, saved_bytes_of_layers, static_bytes_of_layers
@@ -110,7 +112,8 @@ def make_templates(problem: PlanningProblem) -> Templates:
         raise UserError(
             f"parallel.planner: oobleck finds no pipeline of {' and '.join(problem.modules)} on up to "
             f"{cluster.num_nodes // (failures + 1)} of {cluster.num_nodes} nodes, which is what {failures + 1} "
-            f"pipelines (to survive {failures} failures) leave for one; give more nodes, tp sizes, or fewer failures"
+            f"pipelines (to survive {failures} failures) leave for one; give more nodes, tp sizes or stages "
+            "(max_pp), or fewer failures"
         )
     sizes = template_sizes(cluster.num_nodes, failures, next(iter(found)))
     for n in sizes[1:]:
@@ -128,14 +131,19 @@ def make_templates(problem: PlanningProblem) -> Templates:
 
 
 def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], num_nodes: int) -> Template | None:
-    """The fastest of all choices; None if nothing fits."""
+    """The fastest of all choices; None if nothing fits, or all have more stages than the user allows."""
     found = [(choice, map_stages(choice, num_nodes)) for choice in choices]
     best = min(
-        ((choice, mapping) for choice, mapping in found if mapping is not None),
+        ((choice, mapping) for choice, mapping in found if mapping is not None and _has_few_stages(problem, mapping)),
         key=lambda pair: pair[1].objective_s,
         default=None,
     )
     return None if best is None else _template(problem, num_nodes, *best)
+
+
+def _has_few_stages(problem: PlanningProblem, mapping: StageMapping) -> bool:
+    counts = Counter(stage.module for stage in mapping.stages)
+    return all(counts[name] <= most_stages(problem, name) for name in problem.modules)
 
 
 def _least_nodes(mapping: MappingProblem) -> int:

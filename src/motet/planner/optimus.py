@@ -17,6 +17,7 @@ from motet.data.assignment import BatchAssignment, split_evenly
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
+from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
 from motet.planner.optimus_layouts import LlmSide, Solution, cut, solutions
@@ -96,16 +97,17 @@ def _encoder_replicas(solution: Solution, name: str) -> tuple[Replica, ...]:
 
 
 def encoder_pieces(solution: Solution, name: str) -> list[list[LayerRange]]:
-    """For each stage of the encoder's pipeline, its runs of layers."""
+    """For each stage of the encoder's pipeline, its runs of layers: no more in all than it may have stages."""
     problem, tp, dp = solution.problem, solution.encoder.tp, solution.llm.dp
     times = [time.total_s for time in problem.layer_times(name, tp, dp)]
     side = LlmSide(problem, solution.llm)
     of_llm = problem.layer_times(side.name, solution.llm.tp, dp)
     pass_s = max(sum(of_llm[i].total_s for i in range(*stage)) for stage in side.stages)
+    most = most_stages(problem, name) // solution.encoder.pp
     result = []
     for first, last in cut(problem, name, tp, dp, solution.encoder.pp):
         wanted = ceil(sum(times[first:last]) / pass_s) if pass_s else 1
-        runs = partition(times[first:last], max(1, min(last - first, wanted)))
+        runs = partition(times[first:last], max(1, min(last - first, most, wanted)))
         result.append([(first + a, first + b) for a, b in runs])
     return result
 

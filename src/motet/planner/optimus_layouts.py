@@ -25,7 +25,7 @@ from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.memory import RESERVE
 from motet.errors import UserError
 from motet.plan import LayerRange
-from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
+from motet.planner.degrees import dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.optimus_bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus_kernels import stage_kernels
@@ -112,7 +112,7 @@ def check_applies(problem: PlanningProblem) -> None:
 def encoder_layouts(problem: PlanningProblem, llm: LlmLayout) -> Iterator[EncoderLayout]:
     """Those whose degrees divide the language model's, the fewest stages and the widest groups first."""
     sizes = set.intersection(*(set(tp_sizes(problem, name)) for name in problem.sources))
-    most = min(problem.modules[name].workload.num_layers for name in problem.sources)
+    most = min(most_stages(problem, name) for name in problem.sources)
     for pp in (pp for pp in range(1, min(llm.pp, most) + 1) if llm.pp % pp == 0):
         for tp in sorted(sizes, reverse=True):
             if llm.tp % tp == 0:
@@ -138,11 +138,10 @@ def llm_layouts(problem: PlanningProblem) -> list[tuple[LlmLayout, LlmTimeline]]
 
 def _llm_sides(problem: PlanningProblem) -> Iterator["LlmSide"]:
     name = problem.sinks[0]
-    module = problem.modules[name]
     for dp, tp in product(dp_sizes(problem), tp_sizes(problem, name)):
         if problem.num_devices % (dp * tp) == 0:
             pp = problem.num_devices // (dp * tp)
-            most = min(module.max_stages or module.workload.num_layers, module.workload.num_layers) // pp
+            most = most_stages(problem, name) // pp
             for num_chunks in _powers_of_two(most if pp > 1 else min(most, 1)):
                 yield LlmSide(problem, LlmLayout(dp=dp, pp=pp, tp=tp, num_chunks=num_chunks))
 

@@ -219,6 +219,7 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
     tp, dp, pp_, vpp = grid
     most_devices = min(problem.num_devices, unit.max_devices or problem.num_devices)
     allowed = (tp * dp * pp_ <= most_devices) & ((vpp == 1) | ((pp_ * vpp <= unit.num_layers) & (pp_ > 1)))
+    allowed &= pp_ * vpp <= (unit.max_stages or unit.num_layers)
     if unit.equal_stages:
         allowed &= unit.num_layers % (pp_ * vpp) == 0
     tp, dp, pp_, vpp = (axis[allowed] for axis in grid)

@@ -40,6 +40,7 @@ class Unit:
     dp_sizes: tuple[int, ...] | None = None
     """None: whatever divides the items of the global batch."""
     max_stages: int | None = None
+    """Virtual ones too."""
     equal_stages: bool = False
     """Stages, virtual ones too, hold equally many layers, as Megatron-LM demands."""
     max_devices: int | None = None
@@ -54,9 +55,11 @@ class Unit:
     def slowest_shares(self) -> np.ndarray:
         """[pp - 1]: the share of the slowest of so many stages in the module's time; infinite if there cannot be."""
         limit = min(self.num_layers, self.max_stages or self.num_layers)
+        # A module that no sample of the batch has costs nothing: then a layer is as good as another.
+        layer_costs = self.layer_costs if any(self.layer_costs) else (1.0,) * self.num_layers
         if not self.equal_stages:
-            return bottlenecks(self.layer_costs, limit) / sum(self.layer_costs)
-        costs = np.array(self.layer_costs)
+            return bottlenecks(layer_costs, limit) / sum(layer_costs)
+        costs = np.array(layer_costs)
         slowest = [
             costs.reshape(pp, -1).sum(axis=1).max() if self.num_layers % pp == 0 else inf for pp in range(1, limit + 1)
         ]
