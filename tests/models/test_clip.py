@@ -67,6 +67,31 @@ def test_logits_and_loss_are_those_of_transformers_and_weights_survive(kind: str
     torch.testing.assert_close(again(**inputs).logits_per_text, expected.logits_per_text, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "first", "last"),
+    [("siglip", 0, 6), ("siglip", 4, 10), ("clip", 3, 10), ("clip", 0, 5), ("clip of old", 2, 9)],
+)
+def test_texts_with_a_mask_are_those_of_transformers(kind: str, first: int, last: int) -> None:
+    """Padding on the right and on the left; of CLIP's also where it covers the token whose features are taken."""
+    eos = 2 if kind == "clip of old" else 39
+    make = siglip if kind == "siglip" else lambda: clip(eos)
+    inputs = batch(39)
+    mask = torch.zeros_like(inputs["input_ids"])
+    for i in range(5):
+        mask[i, min(first, i) : last + (last < 10 and i % 2)] = 1
+    expected, model = make(), from_transformers(make())
+    loss = expected(**inputs, attention_mask=mask, return_loss=True).loss
+    assert abs(loss - expected(**inputs, return_loss=True).loss) > 1e-6
+    output = model(**inputs, attention_mask=mask)
+    torch.testing.assert_close(output.loss, loss, rtol=1e-12, atol=1e-12)
+    loss.backward()
+    output.loss.backward()
+    for mine, theirs in (("image", expected.vision_model), ("text", expected.text_model)):
+        module = model.modality_modules()[mine].module
+        for name, parameter in theirs.named_parameters():
+            torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_other_models_are_refused() -> None:
     with pytest.raises(UserError, match="neither CLIPModel nor SiglipModel"):
         from_transformers(torch.nn.Linear(2, 2))

@@ -40,6 +40,32 @@ def test_padding_of_bert_is_taken_off() -> None:
     torch.testing.assert_close(found, torch.nn.functional.normalize(tower.projector(pooled), dim=-1))
 
 
+def test_what_nothing_reads_is_refused() -> None:
+    towers, images, ids = model(), torch.randn(2, 3, 16, 16), torch.ones(2, 4, dtype=torch.long)
+    right = {"pixel_values": images, "input_ids": ids}
+    kinds = torch.zeros_like(ids)
+    assert torch.equal(towers(**right).loss, towers(**right, token_type_ids=kinds, return_loss=True).loss)
+    mask = torch.ones_like(ids)
+    gap, left, none = mask.clone(), mask.clone(), mask.clone()
+    gap[0, 1], left[1, 0], none[1] = 0, 0, 0
+    for wrong, message in (
+        ({"token_type_ids": 1 + kinds}, "token_type_ids are not all 0"),
+        ({"labels": ids}, "batch: nothing reads 'labels'; leave it out, or give one of attention_mask, input_ids"),
+        ({"pixel_value": images}, "batch: nothing reads 'pixel_value'"),
+        ({"decoder": {}}, "batch: nothing reads 'decoder'"),
+        ({"image": {"pixel_values": images, "mask": mask}}, r"batch\['image'\]: nothing reads 'mask'; .* pixel_values"),
+        ({"text": ids}, r"batch\['text'\]: is a Tensor; give a dict"),
+        ({"attention_mask": mask[:, :3]}, "attention_mask is .* give the shape of input_ids, \\[2, 4\\]"),
+        ({"attention_mask": gap}, "attention_mask of sample 0 has a gap in columns 0 to 3"),
+        ({"attention_mask": left}, "attention_mask of sample 1: BERT's padding stands on the right"),
+        ({"attention_mask": none}, "sample 1 is all padding"),
+    ):
+        with pytest.raises(UserError, match=message):
+            towers(**{**right, **wrong})
+    present = {"text": torch.tensor([True, False])}
+    assert towers(**right, attention_mask=none, present=present).text_embeds.shape == (1, 8)
+
+
 def test_two_towers_of_images() -> None:
     towers = ContrastiveModule({"left": image_tower(), "right": image_tower()}, width=8)
     left, right = torch.randn(3, 3, 16, 16), torch.randn(3, 3, 16, 16)

@@ -45,6 +45,41 @@ def test_equals_the_module_in_one_process() -> None:
             torch.testing.assert_close(gradient, expected[key], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("family", ["clip_text", "siglip_text"])
+def test_masked_texts_equal_transformers_own_model(family: str) -> None:
+    """Padding on the left and on the right, of texts whose tower is cut into stages and microbatches."""
+    case = Case({"image": Tower(family.removesuffix("_text")), "text": Tower(family)}, dtype="float32")
+    mask = torch.ones(6, 9, dtype=torch.long)
+    mask[0, :3] = mask[2, :1] = mask[3, 5:] = mask[4, 8:] = 0
+    inputs = {**batch(), "attention_mask": mask}
+    inputs["input_ids"][:, 6] = 49  # CLIP's end of text
+
+    def whole() -> transformers.PreTrainedModel:
+        torch.manual_seed(5)
+        towers = {name: tower.module.config for name, tower in case.build().modality_modules().items()}
+        configs = {"vision_config": towers["image"].to_dict(), "text_config": towers["text"].to_dict()}
+        if family == "clip_text":
+            return transformers.CLIPModel(transformers.CLIPConfig(**configs)).train()
+        return transformers.SiglipModel(transformers.SiglipConfig(**configs)).train()
+
+    def worker(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
+        specs = {"image": TowerSpec(), "text": TowerSpec(pp_size=2, num_microbatches=3)}
+        parallel = ContrastiveParallelModule(whole(), specs)
+        loss = parallel.execute(inputs).loss.item()
+        held = parallel.stages["text"].named_parameters() if rank else ()
+        return loss, {key.removeprefix("module."): p.grad for key, p in held if key.startswith("module.")}
+
+    results = run_distributed(worker, 3)
+    expected = whole()
+    loss = expected(**inputs, return_loss=True).loss
+    loss.backward()
+    assert all(found == pytest.approx(loss.item(), rel=1e-5) for found, _ in results)
+    gradients = {**results[1][1], **results[2][1]}
+    assert gradients
+    for key, parameter in expected.text_model.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, rtol=2e-4, atol=2e-5)
+
+
 COCA = Coca({"image": Tower("clip"), "text": Tower("siglip_text")}, dtype="float32", family="bert")
 
 

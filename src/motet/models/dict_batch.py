@@ -105,12 +105,12 @@ def texts_of(batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     if labels is None:
         labels = torch.full_like(ids, IGNORED_LABEL)
     mask = batch.get("attention_mask")
-    present = [slice(0, ids.shape[1])] * len(ids) if mask is None else _without_padding(mask)
+    present = [slice(0, ids.shape[1])] * len(ids) if mask is None else columns_of(mask)
     return [{"input_ids": ids[i, own], "labels": labels[i, own]} for i, own in enumerate(present)]
 
 
-def _without_padding(mask: Tensor) -> list[slice]:
-    """Of each sample, the columns in which it stands."""
+def columns_of(mask: Tensor) -> list[slice]:
+    """Of each sample, the columns in which it stands. Raises `UserError` for one that is all padding, or has a gap."""
     columns = []
     for index, row in enumerate(mask.tolist()):
         if not any(row):

@@ -150,9 +150,34 @@ def _pool_clip(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
 # Text ----------------------------------------------------------------------------------------------------------------
 
 
+def _attended_tokens(hidden: Tensor, grids: Grids) -> Tensor | None:
+    """[items, tokens] of 1 and 0, from grids (tokens, place of the end-of-text token, first attended, end); None where
+    nothing is masked."""
+    if all(len(grid) < 4 for grid in grids):
+        return None
+    num_tokens = hidden.shape[1]
+    first, end = (
+        torch.tensor([grid[k] if len(grid) > 2 else whole for grid in grids], device=hidden.device)[:, None]
+        for k, whole in ((2, 0), (3, num_tokens))
+    )
+    place = torch.arange(num_tokens, device=hidden.device)
+    return ((first <= place) & (place < end)).long()
+
+
 def _causal(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
-    mask = create_causal_mask(config=model.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
+    mask = create_causal_mask(
+        config=model.config,
+        inputs_embeds=hidden,
+        attention_mask=_attended_tokens(hidden, grids),
+        past_key_values=None,
+    )
     return lambda index: {"attention_mask": mask, "is_causal": True}
+
+
+def _mask_of_text(model: Any, hidden: Tensor, grids: Grids) -> BlockArguments:
+    attended = _attended_tokens(hidden, grids)
+    mask = create_bidirectional_mask(config=model.config, inputs_embeds=hidden, attention_mask=attended)
+    return lambda index: {"attention_mask": mask}
 
 
 def _pool_at_end_of_text(model: Any, hidden: Tensor, grids: Grids) -> Tensor:
@@ -295,7 +320,7 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         blocks="encoder.layers",
         head_parts=("final_layer_norm", "head"),
         embed=_by_shape(lambda model, ids: model.embeddings(input_ids=ids)),
-        block_arguments=_no_mask,
+        block_arguments=_mask_of_text,
         finish=lambda model, hidden, grids: model.final_layer_norm(hidden),
         pool=lambda model, hidden, grids: model.head(hidden[:, -1]),
     ),

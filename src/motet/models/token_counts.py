@@ -10,7 +10,7 @@ positions and masks derive from:
 | Pixtral | (patch rows, patch columns) | rows x columns | the same |
 | Qwen2.5-VL vision | (frames, patch rows, patch columns) | their product | divided by spatial_merge_size squared |
 | Whisper | (valid mel frames,) | max_source_positions | half of the valid frames / of all frames |
-| CLIP, SigLIP and BERT text | (tokens, place of the end-of-text token) | tokens | the same |
+| CLIP, SigLIP and BERT text | (tokens, place of the end-of-text token, first attended, end) | tokens | the same |
 | Qwen2-Audio | (valid mel frames,) | max_source_positions | a quarter of the valid frames / of all frames |
 
 An empty grid means the configuration's own image size or clip length, where it has one. What a layout's
@@ -208,13 +208,16 @@ def _count_whisper(config: Config, grid: tuple[int, ...]) -> TokenCounts:
 
 
 def _count_text(config: Config, grid: tuple[int, ...]) -> TokenCounts:
-    """`max_position_embeddings` tokens if the grid is empty; the place in the grid may be left out."""
+    """`max_position_embeddings` tokens if the grid is empty. The place may be left out, and so may which tokens are
+    attended to, if all are."""
     most = config_value(config, "max_position_embeddings")
     num_tokens = grid[0] if grid else most
-    if not 1 <= num_tokens <= most or (len(grid) > 1 and not 0 <= grid[1] < num_tokens):
+    is_placed = len(grid) < 2 or 0 <= grid[1] < num_tokens
+    is_attended = len(grid) < 3 or (len(grid) == 4 and 0 <= grid[2] < grid[3] <= num_tokens)
+    if not (1 <= num_tokens <= most and is_placed and is_attended):
         raise UserError(
-            f"layout: {_model_type(config)} needs a grid (tokens, place of the end-of-text token) of at most {most} "
-            f"tokens, not {grid}; shorten the text"
+            f"layout: {_model_type(config)} needs a grid (tokens, place of the end-of-text token, first attended, end) "
+            f"of at most {most} tokens, not {grid}; shorten the text"
         )
     return TokenCounts(num_tokens, num_tokens, num_tokens)
 

@@ -1,14 +1,15 @@
 """A dict of tensors, as HuggingFace processors return it, as the batch of a contrastive model.
 
 Keys (B samples): `pixel_values` [B, C, H, W], `input_features` [B, mel, frames],
-`input_ids` [B, T] with, for BERT, its `attention_mask` [B, T] (0 = padding on the right). Where two towers read the
-same key, each has a dict of its own under its name: `batch["left"] = {"pixel_values": ...}`. Audio may come with
-`feature_attention_mask` [B, frames].
+`input_ids` [B, T] with or without `attention_mask` [B, T]. Where two towers read the same key, each has a dict of its
+own under its name: `batch["left"] = {"pixel_values": ...}`. Audio may come with `feature_attention_mask` [B, frames].
+A key that nothing reads is refused.
 
 Where some samples have no item for a tower, `batch["present"][tower]` [B] says which do; what stands in the places of
 the others is not looked at. A sample is compared in the pairs of towers of which it has both.
 
-CLIP's and SigLIP's texts stay as they are, padding included: transformers computes them so.
+A mask does what it does in transformers: with it padding is attended to by nothing, on the right or (not for BERT) on
+the left. Without one CLIP's and SigLIP's texts stay as they are, padding included, as their processors return them.
 
 A caption decoder has a dict of its own, `batch["decoder"]`: `input_ids` [B, T], and either `labels` [B, T] as
 transformers takes them (-100: no loss) or none, if all tokens are to be predicted; `attention_mask` [B, T] (0 =
@@ -16,7 +17,7 @@ padding, all of it where a sample has no caption). A sample without an item for 
 caption.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ from torch import Tensor
 from motet.data.sample import Sample, Segment
 from motet.data.tower_layouts import LEGACY_END
 from motet.errors import UserError
-from motet.models.dict_batch import IGNORED_LABEL, DictBatch, texts_of
+from motet.models.dict_batch import IGNORED_LABEL, DictBatch, columns_of, texts_of
+from motet.models.dict_items import described
 from motet.models.encoders import family_of
 from motet.models.token_counts import encoder_segment, grid_of, reads_text
 from motet.plan import CONTRASTIVE, DECODER
@@ -45,12 +47,17 @@ def batch_of_towers(model: "ContrastiveModule", batch: Mapping[str, Any]) -> Dic
             raise UserError(f"batch: present[{name!r}] is of no tower; the model has {', '.join(towers)}")
     segments: dict[str, list[Segment | None]] = {}
     tensors: dict[str, list[dict[str, Tensor]]] = {}
+    read = {"present", "return_loss", *([DECODER] if model.reads else [])}
     for name, tower in towers.items():
         given = batch.get(name, batch)
         if given is batch and list(keys.values()).count(keys[name]) > 1:
             raise UserError(f"batch: several towers read {keys[name]}; give each a dict of its own under its name")
         present = batch.get("present", {}).get(name)
+        read |= _keys_of(tower.module.config, keys[name]) if given is batch else {name}
+        if given is not batch:
+            _check_keys(given, _keys_of(tower.module.config, keys[name]), f"batch[{name!r}]")
         segments[name], tensors[name] = _items(name, tower.module.config, keys[name], given, present)
+    _check_keys(batch, read, "batch")
     sizes = {name: len(own) for name, own in segments.items()}
     if len(set(sizes.values())) > 1 or not all(sizes.values()):
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -70,11 +77,27 @@ def batch_of_towers(model: "ContrastiveModule", batch: Mapping[str, Any]) -> Dic
     return DictBatch(tuple(samples), tensors)
 
 
+def _keys_of(config: Any, feature: str) -> set[str]:
+    """What a tower reads."""
+    if reads_text(config):
+        return {feature, "attention_mask", *(["token_type_ids"] if config.model_type == "bert" else [])}
+    return {feature, *(["feature_attention_mask"] if feature == "input_features" else [])}
+
+
+def _check_keys(given: Any, known: Set[str], where: str) -> None:
+    if not isinstance(given, Mapping):
+        raise UserError(f"{where}: is a {type(given).__name__}; give a dict of tensors")
+    for key in given:
+        if key not in known:
+            raise UserError(f"{where}: nothing reads {key!r}; leave it out, or give one of {', '.join(sorted(known))}")
+
+
 def _captions(batch: Mapping[str, Any], seen: Sequence[Segment | None]) -> list[dict[str, Tensor]]:
     """Of each sample, `input_ids` and `labels`, without padding; empty where there is no caption, or nothing to see."""
     given = batch.get(DECODER)
     if not isinstance(given, Mapping) or "input_ids" not in given:
         raise UserError(f"batch: {DECODER} is missing; give it a dict with the captions' input_ids")
+    _check_keys(given, {"input_ids", "labels", "attention_mask"}, f"batch[{DECODER!r}]")
     mask = given.get("attention_mask")
     written = torch.ones(len(given["input_ids"]), dtype=torch.bool) if mask is None else mask.any(1)
     text = {"labels": given["input_ids"], **given}
@@ -95,6 +118,7 @@ def _items(
         raise UserError(f"batch: {key} of tower {name} is missing or no tensor of all samples")
     if present is not None and (not isinstance(present, Tensor) or present.shape != features.shape[:1]):
         raise UserError(f"batch: present[{name!r}] is no tensor of {len(features)} truth values; give one a sample")
+    columns = _attended(config, given, features, present) if reads_text(config) else []
     segments: list[Segment | None] = []
     tensors: list[dict[str, Tensor]] = []
     for i, feature in enumerate(features.split(1)):
@@ -103,8 +127,11 @@ def _items(
             tensors.append({})
             continue
         if reads_text(config):
-            feature = _without_padding(config, feature, given.get("attention_mask"), i)
-            grid = _text_grid(config, feature[0])
+            attended = columns[i]
+            if config.model_type == "bert":
+                feature = feature[:, attended]
+                attended = slice(0, feature.shape[1])
+            grid = _text_grid(config, feature[0], attended)
         elif key == "input_features":
             mask = given.get("feature_attention_mask")
             grid = grid_of(config, num_mel_frames=feature.shape[-1] if mask is None else int(mask[i].sum()))
@@ -116,17 +143,33 @@ def _items(
     return segments, tensors
 
 
-def _without_padding(config: Any, ids: Tensor, mask: Tensor | None, sample: int) -> Tensor:
-    if config.model_type != "bert" or mask is None:
-        return ids
-    length = int(mask[sample].sum())
-    if not length or not bool(mask[sample, :length].all()):
-        raise UserError(f"batch: attention_mask of sample {sample}: padding stands on the right, and some text before")
-    return ids[:, :length]
+def _attended(config: Any, given: Mapping[str, Any], ids: Tensor, present: Tensor | None) -> list[slice]:
+    """Of each sample, the tokens that are attended to: all without a mask."""
+    kinds = given.get("token_type_ids")
+    if config.model_type == "bert" and isinstance(kinds, Tensor) and kinds.any():
+        raise UserError("batch: token_type_ids are not all 0; a tower's texts are of one kind, leave them out")
+    mask = given.get("attention_mask")
+    if mask is None:
+        return [slice(0, ids.shape[1])] * len(ids)
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        raise UserError(f"batch: attention_mask is {described(mask)}; give the shape of input_ids, {list(ids.shape)}")
+    mask = mask.bool()
+    if present is not None:
+        mask = mask | ~present.bool()[:, None]
+    columns = columns_of(mask)
+    for i, own in enumerate(columns):
+        if config.model_type == "bert" and own.start:
+            raise UserError(f"batch: attention_mask of sample {i}: BERT's padding stands on the right; pad there")
+    return columns
 
 
-def _text_grid(config: Any, ids: Tensor) -> tuple[int, ...]:
-    if config.model_type != "clip_text_model":
+def _text_grid(config: Any, ids: Tensor, attended: slice) -> tuple[int, ...]:
+    place = len(ids) - 1
+    if config.model_type == "clip_text_model":
+        ends = ids if config.eos_token_id == LEGACY_END else (ids == config.eos_token_id).int()
+        place = int(ends.argmax())
+        if attended.start == 0 and place < attended.stop:
+            return len(ids), place  # It is causal: no token sees the padding behind it.
+    if attended == slice(0, len(ids)):
         return (len(ids),)
-    place = ids.argmax() if config.eos_token_id == LEGACY_END else (ids == config.eos_token_id).int().argmax()
-    return len(ids), int(torch.as_tensor(place))
+    return len(ids), place, attended.start, attended.stop
