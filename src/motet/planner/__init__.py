@@ -53,7 +53,7 @@ PLANNERS: Mapping[str, Planner] = {
     "auto": auto,
 }
 """Those that choose the degrees themselves; `explicit` takes them from the user."""
-ON_ALL = ("auto", "distmm", "fsdp", "oobleck")
+ON_ALL = ("auto", "disttrain", "distmm", "fsdp", "oobleck")
 """Those that are asked about all devices only: they choose how many they use, or are made for all of them."""
 
 

@@ -8,11 +8,13 @@ gone through in order: an event loop. Shared are
   min(1, c/k); a message goes at the lower of the rates at its two ends.
 
 Limits: what a message loses to others at one end is not given to those at the other; latency is shared like bandwidth;
-reductions share neither cores nor cards.
+reductions share neither cores nor cards. Ranks that are alike are not folded here, so time grows with all ranks and
+messages: 1296 GPUs with 300,000 messages take about 6 s.
 """
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -152,46 +154,69 @@ class _Loop:
 
 
 class _Transfers:
-    """The messages between nodes that are under way."""
+    """The messages between nodes that are under way.
+
+    When one begins or ends, only those that share an end with it may go faster or slower. Each has its end, at the
+    present rate, in a heap; what a later one has replaced there is passed over."""
 
     def __init__(self, cards: SharedCards | None) -> None:
         self._cards = cards
-        self._left_s: dict[int, float] = {}
-        """What each would still take alone."""
-        self._ends: dict[int, tuple[tuple[str, int], tuple[str, int]]] = {}
-        self._load: Counter[tuple[str, int]] = Counter()
-        self._now_s = 0.0
+        self._under_way: dict[int, _Transfer] = {}
+        self._at: dict[tuple[str, int], dict[int, _Transfer]] = defaultdict(dict)
+        """By the nodes that they leave and enter."""
+        self._ends: list[tuple[float, int]] = []
 
     def shares_cards(self, sender: int, receiver: int) -> bool:
         return self._cards is not None and self._cards.node(sender) != self._cards.node(receiver)
 
     def start(self, now_s: float, work_s: float, sender: int, receiver: int, i: int) -> None:
         assert self._cards is not None
-        self._advance(now_s)
-        self._left_s[i] = work_s
-        self._ends[i] = (("out", self._cards.node(sender)), ("in", self._cards.node(receiver)))
-        self._load.update(self._ends[i])
+        ends = (("out", self._cards.node(sender)), ("in", self._cards.node(receiver)))
+        self._under_way[i] = transfer = _Transfer(ends, work_s, now_s)
+        for end in ends:
+            self._at[end][i] = transfer
+        self._set_rates(now_s, ends)
 
-    def _rate(self, i: int) -> float:
+    def _set_rates(self, now_s: float, ends: Iterable[tuple[str, int]]) -> None:
+        for end in ends:
+            for i, transfer in self._at[end].items():
+                rate = self._rate(transfer)
+                if rate != transfer.rate:
+                    transfer.left_s -= (now_s - transfer.since_s) * transfer.rate
+                    transfer.since_s, transfer.rate = now_s, rate
+                    transfer.end_s = now_s + max(0.0, transfer.left_s) / rate
+                    heapq.heappush(self._ends, (transfer.end_s, i))
+
+    def _rate(self, transfer: "_Transfer") -> float:
         assert self._cards is not None
-        return min(1.0, *(self._cards.num_cards / self._load[end] for end in self._ends[i]))
-
-    def _advance(self, now_s: float) -> None:
-        for i in self._left_s:
-            self._left_s[i] -= (now_s - self._now_s) * self._rate(i)
-        self._now_s = now_s
-
-    def _next(self) -> tuple[float, int]:
-        """Of those that end together, the one that comes first in the program."""
-        return min((self._now_s + max(0.0, left) / self._rate(i), i) for i, left in self._left_s.items())
+        busiest = max(len(self._at[end]) for end in transfer.ends)
+        return min(1.0, self._cards.num_cards / busiest)
 
     @property
     def next_end_s(self) -> float:
-        return self._next()[0] if self._left_s else inf
+        while self._ends:
+            end_s, i = self._ends[0]
+            if i in self._under_way and self._under_way[i].end_s == end_s:
+                return end_s
+            heapq.heappop(self._ends)
+        return inf
 
     def pop(self) -> tuple[float, int]:
-        now_s, i = self._next()
-        self._advance(now_s)
-        del self._left_s[i]
-        self._load.subtract(self._ends.pop(i))
+        """Of those that end together, the one that comes first in the program."""
+        now_s = self.next_end_s
+        _, i = heapq.heappop(self._ends)
+        ends = self._under_way.pop(i).ends
+        for end in ends:
+            del self._at[end][i]
+        self._set_rates(now_s, ends)
         return now_s, i
+
+
+@dataclass(slots=True)
+class _Transfer:
+    ends: tuple[tuple[str, int], tuple[str, int]]
+    left_s: float
+    """What it would still take alone, from `since_s` on."""
+    since_s: float
+    rate: float = 0.0
+    end_s: float = inf
