@@ -1,8 +1,9 @@
 """Trainings whose processes are killed at random moments, and what they must come to.
 
-A trial is drawn from its seed alone. Nodes have one process each. In half of the trials pipelines are alike, and those
-that lose a node are left out; in the others they come from templates, are unlike, and become others when nodes are
-lost: who is left takes another place and gets what it lacks from its peers.
+A trial is drawn from its seed alone. Nodes have one process each. In a third of the trials pipelines are alike, and
+those that lose a node are left out; in the others they come from templates, are unlike, and become others when nodes
+are lost: who is left takes another place and gets what it lacks from its peers. In a third templates differ in tensor
+parallelism besides, so that halves are made of wholes and wholes of halves.
 """
 
 import json
@@ -23,16 +24,19 @@ from victims import PHASES, Board, Kill, Victim, observed
 
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
-from motet.plan import Plan
+from motet.plan import Plan, Replica, Stage
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import train_on_nodes
-from motet.resilience.pipelines import Templates
+from motet.resilience.pipelines import Template, Templates
 from motet.runtime.assembly import build_module
 from motet.runtime.train_worker import train_worker
 
-Layout = Literal["alike", "unlike"]
+Layout = Literal["alike", "unlike", "shards"]
+LAYOUTS: tuple[Layout, ...] = ("alike", "unlike", "shards")
+LARGEST_PIPELINE = {"alike": 2, "unlike": 3, "shards": 4}
+"""Nodes; all others have two."""
 HOW = ("process", "process", "process", "process", "hang", "agent")
 STEPS = 5
 DETECT_S = 8.0
@@ -54,7 +58,7 @@ class Trial:
     @property
     def pipelines(self) -> tuple[int, ...]:
         """Nodes of each."""
-        return (2,) * self.tolerate + (2 if self.layout == "alike" else 3,)
+        return (2,) * self.tolerate + (LARGEST_PIPELINE[self.layout],)
 
     @property
     def num_nodes(self) -> int:
@@ -65,7 +69,7 @@ def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None
     """`phase`: of the first kill, or of the second if it is the recovery from another one."""
     rng = Random(seed)
     phase = phase or rng.choice(PHASES[:-1])
-    layout = layout or rng.choice(("alike", "unlike"))
+    layout = layout or rng.choice(LAYOUTS)
     tolerate = 2 if phase == "recovery" else rng.choice([1, 2])
     nodes = _draw_nodes(rng, layout, tolerate)
     if phase == "recovery":
@@ -75,7 +79,7 @@ def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None
         if tolerate > 1 and rng.random() < 0.6:  # At the same moment, or in another step.
             same = rng.random() < 0.5
             kills.append(_draw_kill(rng, nodes[1], phase, kills[0].after_steps if same else None))
-        if tolerate == 1 and layout == "unlike" and kills[0].after_steps + 2 < STEPS:
+        if tolerate == 1 and layout != "alike" and kills[0].after_steps + 2 < STEPS:
             # Once the first is recovered from: what has two holders again may lose one.
             kills.append(_draw_kill(rng, nodes[1], phase, kills[0].after_steps + 2))
     return Trial(seed, layout, tolerate, tuple(kills))
@@ -88,8 +92,8 @@ def with_last(trial: Trial, how: str) -> Trial:
 
 def _draw_nodes(rng: Random, layout: Layout, tolerate: int) -> list[int]:
     """Two that may be lost at once where two are tolerated."""
-    if layout == "unlike":
-        return rng.sample(range(2 * tolerate + 3), k=2)
+    if layout != "alike":
+        return rng.sample(range(2 * tolerate + LARGEST_PIPELINE[layout]), k=2)
     # Who is killed during a recovery must have a part in it, so its own pipeline is whole.
     return [2 * pipeline + rng.randrange(2) for pipeline in rng.sample(range(tolerate + 1), k=2)]
 
@@ -121,7 +125,7 @@ def config_of(output: Path, tolerate: int, layout: Layout = "alike") -> RunConfi
     values = config.model_dump(exclude_unset=True)
     del values["model"]["encoders"]["audio"]  # A pipeline of two nodes has room for one encoder.
     values["data"] |= {"no_sound": 1.0, "no_image": 0.0}
-    num_nodes = 2 * tolerate + 3
+    num_nodes = 2 * tolerate + LARGEST_PIPELINE[layout]
     values["cluster"] = {"num_devices": num_nodes, "num_nodes": num_nodes}
     values["parallel"] = {"planner": "oobleck", "num_microbatches": 2}
     return RunConfig.model_validate(values)
@@ -134,7 +138,26 @@ def plan_and_templates(layout: Layout, tolerate: int, pipelines: tuple[int, ...]
         return plan_of(config), None
     problem = read_problem(config)
     templates = make_templates(problem)
+    if layout == "shards":
+        templates = replace(templates, by_nodes=_shards(*(m.workload.num_layers for m in problem.modules.values())))
     return plan_of_sizes(problem, templates, pipelines), templates
+
+
+def _shards(num_vision_layers: int, num_layers: int) -> dict[int, Template]:
+    """Pipelines of three nodes have a tensor-parallel language model, those of four a tensor-parallel encoder."""
+
+    def chain(*stages: tuple[int, int, tuple[int, ...]]) -> Replica:
+        return Replica(stages=tuple(Stage(layers=(a, b), ranks=ranks, tp_size=len(ranks)) for a, b, ranks in stages))
+
+    chains = {
+        2: (chain((0, num_vision_layers, (0,))), chain((0, num_layers, (1,)))),
+        3: (chain((0, num_vision_layers, (0,))), chain((0, num_layers, (1, 2)))),
+        4: (chain((0, num_vision_layers, (0, 1))), chain((0, 2, (2,)), (2, num_layers, (3,)))),
+    }
+    return {
+        n: Template(num_nodes=n, replicas={"vision": vision, "language_model": language_model})
+        for n, (vision, language_model) in chains.items()
+    }
 
 
 @cache

@@ -17,7 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
 
+from motet.models.shards import local_ranges
 from motet.resilience.membership import FIRST_GENERATION
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.checkpoint_writer import CheckpointWriter
@@ -27,6 +29,8 @@ from motet.runtime.optimizer import Optimizer
 from motet.runtime.trainer import Trainer
 from motet.schedule.action import Compute, Kind, Reduce
 
+MOST_SHARDS = 2
+"""Of tensor parallelism in these trials."""
 PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "recovery", "other")
 
 
@@ -173,17 +177,36 @@ def observed(victim: Victim) -> Iterator[None]:
 
 
 def check_replicas(trainer: Trainer) -> None:
-    """Collective: all that hold a parameter hold the same bits of it, and of its optimizer's state."""
-    states = trainer.optimizer.states()
+    """Collective: all that hold a part of a parameter hold the same bits of it, and of its optimizer's state, however
+    their stages are cut."""
+    parameters, states = trainer.engine.model.parameters, trainer.optimizer.states()
+    told = _gathered({p.name: p.shard for p in parameters if p.shard})
+    shards = {name: shard for each in told for name, shard in each.items()}
     mine = {}
-    for p in trainer.engine.model.parameters:
+    for p in parameters:
         tensors = [p.parameter.detach(), *states.get(p.parameter, {}).values()]
-        key = (p.name, p.tp.rank, p.tp.size) if p.shard else (p.name, 0, 1)
-        mine[key] = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
-    everyone: list[dict[Any, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    seen: dict[Any, str] = {}
-    for held in everyone:
-        assert held is not None
+        if (shard := shards.get(p.name)) is None:
+            mine[p.name, 0] = _digest(tensors)
+            continue
+        length, place = p.full_shape[shard.dim], 0
+        pieces = [piece for t in range(MOST_SHARDS) for piece in local_ranges(length, shard, t, MOST_SHARDS)]
+        for a, b in local_ranges(length, shard, p.tp.rank, p.tp.size) if p.shard else [(0, length)]:
+            for first, last in pieces:
+                if a <= first < b:
+                    here = place + first - a, last - first
+                    mine[p.name, first] = _digest([t.narrow(shard.dim, *here) if t.dim() else t for t in tensors])
+            place += b - a
+    seen: dict[tuple[str, int], str] = {}
+    for held in _gathered(mine):
         for key, digest in held.items():
             assert seen.setdefault(key, digest) == digest, f"replicas differ in {key}"
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def _gathered(mine: dict[Any, Any]) -> list[dict[Any, Any]]:
+    everyone: list[dict[Any, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
