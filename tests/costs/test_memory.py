@@ -8,30 +8,41 @@ import torch
 from tiny_configs import EVERY_MODEL
 
 from motet.costs.load import microbatch_load
-from motet.costs.memory import MemoryOptions, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import MemoryOptions, cast_weight_bytes, saved_layer_bytes, static_layer_bytes
 from motet.data.sample import Sample, Segment
 from motet.models.encoder_stage import EncoderStage
 from motet.models.language_model_stage import LanguageModelStage
+from motet.runtime.cast_weights import CastWeights
+from motet.runtime.split_backward import make_splittable
 from motet.workload import module_workload
 
-OPTIONS = MemoryOptions()
+OPTIONS = {"float32": MemoryOptions(), "bfloat16": MemoryOptions(autocast_bytes=2)}
 
 
-def measured_bytes(stage, hidden, samples):
-    """Of all different tensors that autograd keeps, parameters left out."""
+def measured_bytes(stage, hidden, samples, *, dtype="float32", num_microbatches=1, features=None):
+    """Of all different tensors that autograd keeps, parameters left out: of several microbatches one after the other,
+    what each brought. In bfloat16 under autocast, with the weights' copies shared as in a step."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
-    kept = {}
+    kept, sizes = {}, []
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        if storage.data_ptr() not in parameters and storage.data_ptr() not in kept:
+            kept[storage.data_ptr()] = tensor
+            sizes[-1] += storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = stage(hidden, {}, [{} for _ in samples], samples)
-    assert output.requires_grad
-    return sum(size for size, _ in kept.values())
+    make_splittable(stage)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    outputs = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), CastWeights():
+        for _ in range(num_microbatches):
+            sizes.append(0)
+            own = None if hidden is None else hidden.detach().clone().requires_grad_()
+            with autocast:
+                outputs.append(stage(own, {}, features or [{} for _ in samples], samples))
+    assert all(output.requires_grad for output in outputs)
+    return sizes
 
 
 def block_stage(name, recompute=False):
@@ -54,7 +65,7 @@ def block_stage(name, recompute=False):
     return stage, [Sample("a", {"m": (Segment(tokens, grid=grid), Segment(tokens, item=1, grid=grid))})]
 
 
-def predicted_bytes(name, samples, *, weight_gradient=True, recompute=False):
+def predicted_bytes(name, samples, *, weight_gradient=True, recompute=False, dtype="float32"):
     workload = module_workload(EVERY_MODEL[name][0])
     load = microbatch_load(workload, "m", samples)
     return sum(
@@ -65,35 +76,88 @@ def predicted_bytes(name, samples, *, weight_gradient=True, recompute=False):
             weight_gradient=weight_gradient,
             recompute=recompute,
             tp_size=1,
-            options=OPTIONS,
+            options=OPTIONS[dtype],
         )
         for layer in workload.layers[1:3]
     )
+
+
+def cast_bytes(name, dtype, layers=(1, 3)):
+    layers = module_workload(EVERY_MODEL[name][0]).layers[slice(*layers)]
+    return sum(cast_weight_bytes(layer, tp_size=1, options=OPTIONS[dtype]) for layer in layers)
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma3", "phi3", "siglip", "clip", "dinov2", "dinov2-swiglu", "qwen2_5_vl", "whisper"]
 )
 @pytest.mark.parametrize("weight_gradient", [True, False])
-def test_saved_activations(name, weight_gradient):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_activations(name, weight_gradient, dtype):
+    """In bfloat16 the first microbatch makes the copies of the weights, to the byte as predicted; no other does."""
     stage, samples = block_stage(name)
     for parameter in stage.parameters():
         parameter.requires_grad_(weight_gradient)
-    hidden = torch.randn(stage.input_shape(samples), requires_grad=True)
-    measured = measured_bytes(stage, hidden, samples)
-    predicted = predicted_bytes(name, samples, weight_gradient=weight_gradient)
-    assert predicted == pytest.approx(measured, rel=0.2)
+    hidden = torch.randn(stage.input_shape(samples))
+    first, second, third = measured_bytes(stage, hidden, samples, dtype=dtype, num_microbatches=3)
+    predicted = predicted_bytes(name, samples, weight_gradient=weight_gradient, dtype=dtype)
+    assert predicted == pytest.approx(second, rel=0.2)
+    assert second == third
+    assert first - second == cast_bytes(name, dtype)
+    assert (first > second) == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["llama", "siglip"])
-def test_recomputed_blocks_keep_their_input_only(name):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputed_blocks_keep_their_input_only(name, dtype):
     stage, samples = block_stage(name, recompute=True)
     stage.train()
-    hidden = torch.randn(stage.input_shape(samples), requires_grad=True)
-    measured = measured_bytes(stage, hidden, samples)
-    predicted = predicted_bytes(name, samples, recompute=True)
+    hidden = torch.randn(stage.input_shape(samples))
+    (measured,) = measured_bytes(stage, hidden, samples, dtype=dtype)
+    predicted = predicted_bytes(name, samples, recompute=True, dtype=dtype)
     assert predicted == pytest.approx(measured, rel=0.2)
-    assert predicted < predicted_bytes(name, samples) / 4
+    assert predicted < predicted_bytes(name, samples, dtype=dtype) / 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_keeps_a_float32_for_each_logit(dtype):
+    config, model_class = copy.deepcopy(EVERY_MODEL["llama"])
+    config.vocab_size = 2048
+    samples = [Sample(name, {"m": (Segment(48),)}, {"m": 40}) for name in "ab"]
+    layers = (3, 4)
+    stage = LanguageModelStage("m", model_class(config), layers)
+    labels = torch.arange(48)
+    labels[:8] = -100
+    features = [{"input_ids": torch.arange(48), "labels": labels} for _ in samples]
+    hidden = torch.randn(stage.input_shape(samples))
+    first, second = measured_bytes(stage, hidden, samples, dtype=dtype, num_microbatches=2, features=features)
+    workload = module_workload(config)
+    load = microbatch_load(workload, "m", samples)
+    (head,) = workload.layers[slice(*layers)]
+    options, gradients = OPTIONS[dtype], {"input_gradient": True, "weight_gradient": True}
+    predicted = saved_layer_bytes(head, load, **gradients, recompute=False, tp_size=1, options=options)
+    assert predicted == pytest.approx(second, rel=0.05)
+    assert predicted > 80 * 2048 * 4
+    assert first - second == cast_weight_bytes(head, tp_size=1, options=options)
+
+
+def test_fully_sharded_stages_keep_weights_for_each_microbatch():
+    (layer,) = module_workload(EVERY_MODEL["llama"][0]).layers[1:2]
+    load = microbatch_load(module_workload(EVERY_MODEL["llama"][0]), "m", [Sample("a", {"m": (Segment(8),)})])
+    for options in OPTIONS.values():
+        shared, own = (
+            saved_layer_bytes(
+                layer,
+                load,
+                input_gradient=True,
+                weight_gradient=True,
+                recompute=False,
+                tp_size=1,
+                options=options,
+                fully_sharded=fully_sharded,
+            )
+            for fully_sharded in (False, True)
+        )
+        assert own - shared == cast_weight_bytes(layer, tp_size=1, options=options)
 
 
 def test_parameters_gradients_and_moments():
@@ -118,7 +182,13 @@ def test_nothing_is_kept_where_no_gradient_passes():
     load = microbatch_load(module_workload(EVERY_MODEL["llama"][0]), "m", [Sample("a", {"m": (Segment(8),)})])
     assert (
         saved_layer_bytes(
-            layer, load, input_gradient=False, weight_gradient=False, recompute=False, tp_size=1, options=OPTIONS
+            layer,
+            load,
+            input_gradient=False,
+            weight_gradient=False,
+            recompute=False,
+            tp_size=1,
+            options=MemoryOptions(),
         )
         == 0
     )

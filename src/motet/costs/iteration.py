@@ -21,13 +21,14 @@ from motet.costs.collectives import collective_seconds
 from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.contrastive import loss_saved_bytes, loss_share
 from motet.costs.cost_model import CostTable, Quadratic
-from motet.costs.layer_gradients import LayerGradients
+from motet.costs.layer_gradients import LayerGradients, gradients_of_plan
 from motet.costs.load import Load
 from motet.costs.memory import (
     DEFAULT_MEMORY,
     NUM_BUFFERS,
     RESERVE,
     MemoryOptions,
+    cast_weight_bytes,
     gathered_bytes,
     half_saved_layer_bytes,
     saved_layer_bytes,
@@ -256,6 +257,7 @@ class IterationCosts:
                 tp_size=kind.stage.tp_size,
                 options=self.memory,
                 sequence_parallel=module.sequence_parallel,
+                fully_sharded=module.fully_sharded,
             )
             for layer, needs, count in kind.different
         )
@@ -321,8 +323,19 @@ class IterationCosts:
             )
             for index in range(*layers)
         )
+        if not module.fully_sharded:
+            static += sum(
+                cast_weight_bytes(workload.layers[index], tp_size=tp_size, options=self.memory)
+                for index in range(*layers)
+                if self._gradients[self.cells.owner(name)][index].any
+            )
         of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
         return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.memory)
+
+    @cached_property
+    def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
+        """When every modality is there."""
+        return gradients_of_plan(self.plan)
 
     # What they are derived from --------------------------------------------------------------------------------------
 

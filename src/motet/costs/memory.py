@@ -2,13 +2,18 @@
 
 A linear saves its input if its weights have a gradient; linears that read the same tensor share it. Attention saves
 queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation function its input,
-a gated MLP both branches and their product's factors. With recomputation a block saves its input alone. With sequence
-parallelism what norms save is shared by the tensor-parallel group, but not the linears' inputs: each rank gathers them.
+a gated MLP both branches and their product's factors, the loss over a vocabulary a float32 for each logit. With
+recomputation a block saves its input alone. With sequence parallelism what norms save is shared by the tensor-parallel
+group, but not the linears' inputs: each rank gathers them.
+
+Under autocast, norms and what is between layers stay in float32; all else is in bfloat16. There each linear makes its
+own copy of its input; of each weight there is one copy for all microbatches (`motet.runtime.cast_weights`), but of
+convolutions and in fully sharded stages one for each.
 
 Limits: temporary memory inside an action and the allocator's fragmentation are not counted; `RESERVE` stands for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,6 +24,8 @@ ADAMW_STATES = 2
 """Moments for each parameter, of its own precision."""
 RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
+LOGIT_BYTES = 4
+"""The loss over a vocabulary is never computed in less than float32."""
 NUM_BUFFERS = 8
 """Schedules that go by memory leave room for so many of the largest message: what a rank waits to send, or has received
 and not yet read, is known only when the schedule is. In plans simulated so far it came to six at most."""
@@ -30,10 +37,17 @@ class MemoryOptions:
     """Of each parameter, gradient and moment: float32 (bfloat16 training is autocast)."""
     activation_bytes: int = 4
     """Of each element between and within layers."""
+    autocast_bytes: int | None = None
+    """Of each element that is computed in autocast's dtype; None: no autocast."""
     zero1: bool = False
     """What the optimizer keeps is sharded over the ranks that hold the same layers."""
     optimizer_bytes: int | None = None
     """Of what the optimizer keeps for each parameter; None: its moments. In half precision also a float32 parameter."""
+
+    @property
+    def computed_bytes(self) -> int:
+        """Of each element of linears, attention and activation functions."""
+        return self.activation_bytes if self.autocast_bytes is None else self.autocast_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -54,6 +68,18 @@ def static_layer_bytes(
         return -(-size // num_shares)
     state = layer.num_parameters_per_rank(tp_size) * options.state_bytes
     return -(-(2 * size + (-(-state // num_holders) if options.zero1 else state)) // num_shares)
+
+
+def cast_weight_bytes(layer: LayerShape, *, tp_size: int, options: MemoryOptions) -> int:
+    """The copy of one layer's weights that all microbatches of a step share, if the layer has a backward."""
+    return _cast_bytes((linear for linear in layer.linears if linear.kernel_area == 1), layer, tp_size, options)
+
+
+def _cast_bytes(linears: Iterable[Linear], layer: LayerShape, tp_size: int, options: MemoryOptions) -> int:
+    if options.autocast_bytes is None or not layer.runs:
+        return 0
+    elements = sum(linear.in_features * linear.out_features // (tp_size if linear.cut else 1) for linear in linears)
+    return elements * options.autocast_bytes
 
 
 def gathered_bytes(
@@ -79,6 +105,7 @@ def saved_layer_bytes(
     tp_size: int,
     options: MemoryOptions,
     sequence_parallel: bool = False,
+    fully_sharded: bool = False,
 ) -> int:
     """What one rank keeps of one layer for one microbatch. `input_gradient`, `weight_gradient`: as the layer needs.
 
@@ -89,24 +116,43 @@ def saved_layer_bytes(
     shared = tp_size if sequence_parallel and layer.part == "block" else 1
     if recompute and layer.part == "block" and layer.runs:
         return round(tokens * layer.hidden_size * options.activation_bytes / shared)
-    elements = tokens * layer.hidden_size * layer.saved_vectors / shared
+    vectors = layer.saved_vectors + weight_gradient * layer.saved_vectors_for_weights
+    kept = tokens * layer.hidden_size * vectors / shared
+    computed = 0.0
     if weight_gradient:
-        elements += tokens * layer.hidden_size * layer.saved_vectors_for_weights / shared
-        for linear in _different_inputs(layer):
+        for linear in _inputs(layer, options):
             # What a row-cut linear reads is cut, what a column-cut one reads is whole on every rank.
             width = linear.in_features / linear.kernel_area
-            elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
+            computed += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
     for attention in layer.attentions:
         keys = load.incoming if attention.reads_encoder else tokens
-        heads = 2 * attention.num_heads * tokens + 2 * attention.num_key_value_heads * keys
+        heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
+        computed += 2 * heads * attention.head_dim / tp_size
         if attention.normalizes:
-            heads += (attention.num_heads * tokens + attention.num_key_value_heads * keys) * (1 + weight_gradient)
-        elements += heads * attention.head_dim / tp_size
+            kept += heads * attention.head_dim / tp_size
+            computed += weight_gradient * heads * attention.head_dim / tp_size
     if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
         last = layer.linears[-1]
-        elements += tokens * last.in_features / last.kernel_area * (3 if layer.gated else 1) / tp_size
-    return round(elements * options.activation_bytes)
+        computed += tokens * last.in_features / last.kernel_area * (3 if layer.gated else 1) / tp_size
+    own_weights = (linear for linear in layer.linears if fully_sharded or linear.kernel_area > 1)
+    return (
+        round(kept * options.activation_bytes + computed * options.computed_bytes)
+        + _logit_bytes(layer, load, tp_size=tp_size, options=options)
+        + _cast_bytes(own_weights, layer, tp_size, options)
+    )
+
+
+def _logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
+    """The probabilities over a vocabulary, which the loss keeps."""
+    if layer.part != "head":
+        return 0
+    logits = sum(
+        _rows(linear, layer, load) * linear.out_features / tp_size
+        for linear in layer.linears
+        if linear.rows == "outputs" and linear.cut == "column"
+    )
+    return round(logits * max(LOGIT_BYTES, options.activation_bytes))
 
 
 def half_saved_layer_bytes(
@@ -117,16 +163,19 @@ def half_saved_layer_bytes(
     if not weight_gradient or not layer.runs:
         return 0
     elements = 0.0
-    for linear in _different_inputs(layer):
+    for linear in _inputs(layer, options):
         width = linear.in_features / linear.kernel_area
         elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
     for linear in layer.linears:
         elements += _rows(linear, layer, load) * linear.out_features / (tp_size if linear.cut == "column" else 1)
-    return round(elements * options.activation_bytes)
+    return round(elements * options.computed_bytes)
 
 
-def _different_inputs(layer: LayerShape) -> list[Linear]:
-    """One linear for each tensor that linears save: those of equal width side by side read the same."""
+def _inputs(layer: LayerShape, options: MemoryOptions) -> Sequence[Linear]:
+    """One linear for each tensor that linears save: those of equal width side by side read the same. Under autocast
+    each has made its own copy."""
+    if options.autocast_bytes is not None:
+        return layer.linears
     groups = groupby(layer.linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))
     return [next(members) for _, members in groups]
 

@@ -23,7 +23,7 @@ from motet.arrays import Bools, Floats, Ints
 from motet.costs.communication import BUCKET_BYTES
 from motet.costs.cost_model import Quadratic, total
 from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import RESERVE
+from motet.costs.memory import RESERVE, cast_weight_bytes
 from motet.planner.degrees import tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers
 from motet.planner.partition import partition, stage_costs
@@ -189,6 +189,11 @@ class _Estimate:
         trained = [n * module.is_trainable(i) for i, n in enumerate(parameters)]
         self.num_parameters = max(stage_costs(parameters, self.stages))
         self.num_trained = max(stage_costs(trained, self.stages))
+        cast = [
+            cast_weight_bytes(layer, tp_size=self.tp, options=problem.memory) * needs.any
+            for layer, needs in zip(module.workload.layers, gradients, strict=True)
+        ]
+        self.cast_bytes = max(stage_costs(cast, self.stages))
 
     def turn_s(self, size: Ints, recomputes: Bools) -> Floats:
         """A microbatch's forward and backward on the slowest stage."""
@@ -226,7 +231,7 @@ class _Estimate:
         options = self.problem.memory
         holders = dp if options.zero1 else np.ones_like(dp)
         state = options.state_bytes * self.num_trained / holders
-        return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained) + state)
+        return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained) + state + self.cast_bytes)
 
     def saved_bytes(self, size: Ints, held: Ints, recomputes: Bools) -> Floats:
         """`held`: microbatches that wait for their backwards."""

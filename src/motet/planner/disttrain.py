@@ -20,7 +20,7 @@ from math import inf
 
 import numpy as np
 
-from motet.costs.memory import RESERVE, static_layer_bytes
+from motet.costs.memory import RESERVE, cast_weight_bytes, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
@@ -129,10 +129,12 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
     for index, layer in enumerate(module.workload.layers):
         trainable = module.is_trainable(index)
         parameters = static_layer_bytes(layer, trainable=False, tp_size=1, num_holders=1, options=memory)
-        state += parameters * (2 if trainable else 1)
+        cast = cast_weight_bytes(layer, tp_size=1, options=memory) if problem.gradients[name][index].any else 0
+        state += parameters * (2 if trainable else 1) + cast
         with_optimizer += static_layer_bytes(
             layer, trainable=trainable, tp_size=1, num_holders=1, options=replace(memory, zero1=False)
         )
+        with_optimizer += cast
     return Unit(
         role=role,
         layer_costs=tuple(time.total_s for time in problem.layer_times(name, min(fits), dp_sizes[0])),

@@ -39,6 +39,8 @@ MIN_SHARED_TOKENS = 4096
 exchange and the smaller kernels cost more than is won."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
 """By `train.dtype`, of weights and of what travels between stages; bfloat16 is autocast."""
+AUTOCAST_BYTES = {"bfloat16": 2}
+"""By `train.dtype`, of what autocast computes."""
 
 
 def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningProblem:
@@ -256,7 +258,12 @@ def _tp_sizes_of(plan: Plan) -> set[int]:
 
 def _memory_options(config: RunConfig) -> MemoryOptions:
     dtype_bytes = DTYPE_BYTES[config.train.dtype]
-    return MemoryOptions(parameter_bytes=dtype_bytes, activation_bytes=dtype_bytes, zero1=config.parallel.zero1)
+    return MemoryOptions(
+        parameter_bytes=dtype_bytes,
+        activation_bytes=dtype_bytes,
+        autocast_bytes=AUTOCAST_BYTES.get(config.train.dtype),
+        zero1=config.parallel.zero1,
+    )
 
 
 def _read_costs(

@@ -1,15 +1,15 @@
 """Memory of a module's layers on each rank of a tensor parallel group, one number a layer, for planners to add up."""
 
 from motet.costs.load import Load
-from motet.costs.memory import saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import cast_weight_bytes, saved_layer_bytes, static_layer_bytes
 from motet.planner.problem import PlanningProblem
 
 
 def static_bytes_of_layers(
     problem: PlanningProblem, name: str, *, tp_size: int, num_holders: int, num_shares: int = 1
 ) -> list[int]:
-    """Parameters, gradients and optimizer states; `num_holders` replicas share the latter under ZeRO-1, and
-    `num_shares` ranks of a fully sharded stage share both."""
+    """Parameters, gradients, optimizer states and autocast's copies; `num_holders` replicas share the states under
+    ZeRO-1, and `num_shares` ranks of a fully sharded stage share all but the copies, which each microbatch has."""
     module = problem.modules[name]
     return problem.remembered(
         ("static bytes", name, tp_size, num_holders, num_shares),
@@ -21,6 +21,11 @@ def static_bytes_of_layers(
                 num_holders=num_holders,
                 options=problem.memory,
                 num_shares=num_shares,
+            )
+            + (
+                cast_weight_bytes(layer, tp_size=tp_size, options=problem.memory)
+                if problem.gradients[name][index].any and num_shares == 1
+                else 0
             )
             for index, layer in enumerate(module.workload.layers)
         ],
@@ -37,12 +42,15 @@ def copied_bytes_of_layers(problem: PlanningProblem, name: str) -> list[int]:
     ]
 
 
-def saved_bytes_of_layers(problem: PlanningProblem, name: str, load: Load, *, tp_size: int) -> list[int]:
+def saved_bytes_of_layers(
+    problem: PlanningProblem, name: str, load: Load, *, tp_size: int, fully_sharded: bool = False
+) -> list[int]:
     """What a microbatch of this load leaves for its backward."""
-    return problem.remembered(("saved bytes", name, load, tp_size), lambda: _saved_bytes(problem, name, load, tp_size))
+    key = ("saved bytes", name, load, tp_size, fully_sharded)
+    return problem.remembered(key, lambda: _saved_bytes(problem, name, load, tp_size, fully_sharded))
 
 
-def _saved_bytes(problem: PlanningProblem, name: str, load: Load, tp_size: int) -> list[int]:
+def _saved_bytes(problem: PlanningProblem, name: str, load: Load, tp_size: int, fully_sharded: bool) -> list[int]:
     layers = problem.modules[name].workload.layers
     kinds = [(id(layer), needs) for layer, needs in zip(layers, problem.gradients[name], strict=True)]
     known = {
@@ -54,6 +62,7 @@ def _saved_bytes(problem: PlanningProblem, name: str, load: Load, tp_size: int) 
             recompute=name in problem.recompute,
             tp_size=tp_size,
             options=problem.memory,
+            fully_sharded=fully_sharded,
         )
         for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
     }

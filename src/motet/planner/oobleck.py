@@ -242,7 +242,7 @@ def _sharded_costs(problem: PlanningProblem, name: str, num_shares: int) -> Chai
     return ChainCosts(
         seconds={num_shares: seconds},
         static_bytes={num_shares: [own + gathered for own, gathered in zip(static, others, strict=True)]},
-        saved_bytes={num_shares: saved_bytes_of_layers(problem, name, load, tp_size=1)},
+        saved_bytes={num_shares: saved_bytes_of_layers(problem, name, load, tp_size=1, fully_sharded=True)},
         fixed_bytes={num_shares: gathered_bytes(blocks, tp_size=1, num_shares=num_shares, options=memory)},
     )
 
