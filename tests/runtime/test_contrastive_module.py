@@ -14,6 +14,7 @@ from distributed import run_distributed
 
 from motet.errors import UserError
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
+from motet.models.multimodal import ModalityModule
 from motet.runtime.contrastive_module import ContrastiveParallelModule, TowerSpec
 
 CASE = Case({"image": Tower("clip"), "text": Tower("siglip_text")}, dtype="float32")
@@ -272,6 +273,35 @@ def test_mistakes_about_the_decoder() -> None:
         model(**{**coca_batch(), "present": {"sound": torch.ones(6)}})
     with pytest.raises(UserError, match=r"batch: present\['text'\] is no tensor of 6 truth values"):
         model(**{**coca_batch(), "present": {"text": torch.ones(5)}})
+
+
+def test_towers_that_share_a_parameter_are_for_one_process() -> None:
+    """Each rank would train a copy of its own."""
+
+    def tied(what: str) -> ContrastiveModule:
+        torch.manual_seed(0)
+        config = transformers.CLIPVisionConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32
+        )
+        modules = [transformers.CLIPVisionModel(config) for _ in range(2)]
+        projectors = [torch.nn.Linear(16, 8, bias=False) for _ in range(2)]
+        {"module": modules, "projector": projectors}[what][1] = {"module": modules, "projector": projectors}[what][0]
+        towers = zip(("left", "right"), modules, projectors, strict=True)
+        return ContrastiveModule({name: ModalityModule(module, projector) for name, module, projector in towers})
+
+    def worker(rank: int) -> list[str]:
+        said = []
+        for what in ("module", "projector"):
+            with pytest.raises(UserError) as caught:
+                ContrastiveParallelModule(tied(what), {"left": TowerSpec(), "right": TowerSpec()})
+            said.append(str(caught.value))
+        return said
+
+    said = run_distributed(worker, 2)[0]
+    assert said[0].startswith("model: left.module and right.module have the parameter embeddings.class_embedding in")
+    assert said[1].startswith("model: left.projector and right.projector have the parameter weight in common")
+    images = torch.randn(3, 3, 32, 32)
+    tied("module")(left={"pixel_values": images}, right={"pixel_values": images.flip(0)}).loss.backward()
 
 
 def test_mistakes() -> None:

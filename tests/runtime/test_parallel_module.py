@@ -272,6 +272,12 @@ def message_of(call: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
+def tied_multimodal() -> MultimodalModule:
+    model = tiny_multimodal()
+    model.audio_encoder.projector.linear_2.bias = model.vision_encoder.projector.linear_2.bias
+    return model
+
+
 def test_what_does_not_fit_is_named() -> None:
     def work(rank: int) -> list[str]:
         model = tiny_multimodal()
@@ -286,6 +292,7 @@ def test_what_does_not_fit_is_named() -> None:
             lambda: layout(ONE, ONE, ONE, schedule="2f2b").apply(model),
             lambda: layout(ONE, ONE, ONE, recompute=("llm",)).apply(model),
             lambda: layout(ONE, ONE, ONE, num_microbatches=0).apply(model),
+            lambda: layout(ONE, ONE, ONE).apply(tied_multimodal()),
         ]
         messages = [message_of(call) for call in wrong]
         spec = layout(ONE, ONE, ONE, num_microbatches=2, modality_parallelism="colocated")
@@ -312,6 +319,7 @@ def test_what_does_not_fit_is_named() -> None:
         "schedule: '2f2b' is not known; give one of gpipe, 1f1b",
         "recompute: there is no module 'llm'; the model has vision, audio, language_model",
         "num_microbatches is 0; give at least 1",
+        "model: vision.projector and audio.projector have the parameter linear_2.bias in common",
         "this MultimodalModule was parallelized before; build it anew",
         "this MultimodalModule was handed to a MultimodalParallelModule; call that one's execute",
         "batch: has 3 samples; give the global batch of 2",

@@ -43,7 +43,13 @@ from motet.plan import CONTRASTIVE, DECODER, Edge, ModulePlan, Plan, Stage
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.runtime.engine import Engine
-from motet.runtime.parallel_base import ParallelModule, check_same_on_all_ranks, default_device, share_weights
+from motet.runtime.parallel_base import (
+    ParallelModule,
+    check_no_sharing,
+    check_same_on_all_ranks,
+    default_device,
+    share_weights,
+)
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.runtime.verify import collect_weights
 from motet.schedule.generators import GENERATORS
@@ -107,6 +113,7 @@ class ContrastiveParallelModule(ParallelModule):
         contrastive = model if isinstance(model, ContrastiveModule) else from_transformers(model)
         if contrastive.is_taken_over:
             raise UserError("this ContrastiveModule was parallelized before; build it anew")
+        check_no_sharing(contrastive.parts())
         if contrastive.training:
             contrastive.freeze_eval_parts()
         _check(contrastive, tower_specs, schedule, recompute_features, num_contrastive_batches)

@@ -73,6 +73,19 @@ class ParallelModule(nn.Module, ABC):
         return self._engine.clip_gradients(max_norm)
 
 
+def check_no_sharing(parts: Mapping[str, nn.Module]) -> None:
+    """Raises `UserError` if two parts of a model have a parameter in common: their ranks would each train a copy."""
+    owner: dict[int, str] = {}
+    for part, module in parts.items():
+        for name, parameter in module.named_parameters():
+            first = owner.setdefault(id(parameter), part)
+            if first != part:
+                raise UserError(
+                    f"model: {first} and {part} have the parameter {name} in common, which ranks could not keep alike; "
+                    "give each a copy of its own (copy.deepcopy)"
+                )
+
+
 @torch.no_grad()
 def share_weights(model: nn.Module, device: torch.device) -> None:
     """Gives all ranks rank 0's weights, if theirs differ (models with random weights, built under different seeds)."""

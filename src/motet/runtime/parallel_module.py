@@ -44,7 +44,13 @@ from motet.plan import ContextOptions, ModulePlan, Plan, Stage
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.runtime.engine import Engine
-from motet.runtime.parallel_base import ParallelModule, check_same_on_all_ranks, default_device, share_weights
+from motet.runtime.parallel_base import (
+    ParallelModule,
+    check_no_sharing,
+    check_same_on_all_ranks,
+    default_device,
+    share_weights,
+)
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.schedule.generators import GENERATORS
 
@@ -138,6 +144,7 @@ class MultimodalParallelModule(ParallelModule):
             raise UserError("there is no process group; call torch.distributed.init_process_group before")
         if model.is_taken_over:
             raise UserError("this MultimodalModule was parallelized before; build it anew")
+        check_no_sharing(model.parts())
         if model.training:
             model.freeze_eval_parts()
         specs = {**(encoder_specs or {}), LANGUAGE_MODEL: language_model_spec or ParallelSpec()}
