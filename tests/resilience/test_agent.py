@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -107,6 +108,49 @@ def test_what_fails_in_a_node_that_is_out_is_no_failure(newest: Membership) -> N
     why = agent.run()
     assert ("failure" in store) == (newest == BOTH)
     assert why == ("a connection was closed" if newest == BOTH else "node 1 was lost: its agent was silent")
+
+
+def test_where_it_cannot_be_told_what_follows_newcomers_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else all agents would die of the same mistake."""
+    store = FullStore()
+    asked = Counter[str]()
+
+    def fail_for_joined(membership: Membership, changes: Sequence[Change]) -> Membership:
+        asked.update(change.kind for change in changes)
+        if any(change.kind == "joined" for change in changes):
+            raise KeyError("a template that is missing")
+        return replace(membership, generation=membership.generation + 1, nodes=(0,))
+
+    first = Membership(generation=1, nodes=(0, 2), num_known=1, plan="")
+    agent = NodeAgent(0, store, (), fail_for_joined, 1.0, WATCHDOG, first)
+    for _ in range(3):
+        agent._propose_what_follows(0, None, [])
+    assert (store, asked) == ({}, {"joined": 1})
+    assert "a template that is missing" in capsys.readouterr().err
+    agent._propose_what_follows(0, None, [2])
+    assert asked == {"joined": 2, "lost": 2}
+    assert Membership.from_json(store[key_of(2)]).nodes == (0,)
+
+
+def test_a_loss_that_cannot_be_dealt_with_ends_the_training() -> None:
+    """And all start anew."""
+    store = FullStore()
+
+    def fail(membership: Membership, changes: Sequence[Change]) -> Membership:
+        raise KeyError("a template that is missing")
+
+    NodeAgent(0, store, (), fail, 1.0, WATCHDOG, BOTH)._propose_what_follows(0, None, [1])
+    told = Membership.from_json(store[key_of(2)])
+    assert (told.everyone, told.saves, told.is_urgent) == ((), False, True)
+    assert "a template that is missing" in (told.stop or "")
+    assert [(change.kind, change.node) for change in told.changes] == [("lost", 1)]
+
+
+def test_a_node_that_is_warned_says_so_once_where_all_are_to_stop() -> None:
+    agent = NodeAgent(0, Store(), (), lambda membership, _: membership, 1.0, WATCHDOG)  # type: ignore[arg-type]
+    agent.is_warned = True
+    assert [change.kind for change in agent._changes(0, BOTH, None, ())] == ["leaving"]
+    assert agent._changes(0, replace(BOTH, stop="no pipeline is whole"), None, ()) == []
 
 
 def test_a_spare_that_is_warned_ends() -> None:

@@ -79,7 +79,7 @@ def play(seed: int, num_events: int = 5) -> Counter[str]:
     sizes = [fewest] * random.randint(failures + 1, most_total // fewest)
     for _ in range(most_total - sum(sizes)):
         sizes[random.choice([r for r, size in enumerate(sizes) if size < templates.most_nodes])] += 1
-    plan = plan_of(templates, sizes)
+    plan = plan_of(templates, sizes, len(sizes) + random.choice([0, 1, 2, 50]))
     num_nodes, steps = most_total, Counter[str]()
     for _ in range(num_events):
         can_lose = min(failures, num_nodes - templates.least_total)
@@ -197,6 +197,18 @@ def test_a_node_that_no_template_takes_waits() -> None:
     assert str(result.steps[-1]) == "1 nodes wait"
 
 
+def test_survivors_that_no_template_takes_are_left_out() -> None:
+    """And give what they hold to the others. Templates of n0 nodes alone are all that 2 n0 nodes need for f = 1."""
+    templates = draw_templates(Random(0), failures=1, fewest_nodes=2, most_nodes=2, devices_per_node=1)
+    plan = plan_of(templates, [2, 2])
+    for lost in range(4):
+        result = reconfigure(plan, replace(templates, failures=0), lost=[lost])
+        assert result.plan is not None
+        assert result.plan.num_ranks == 2
+        assert sorted(rank for rank in result.old_ranks if rank is not None) == [i for i in range(4) if i != lost]
+        check_next(plan, replace(templates, failures=0), result, 2)
+
+
 def test_nothing_happened() -> None:
     templates, plan = three_pipelines(failures=1)
     result = reconfigure(plan, templates)
@@ -211,7 +223,7 @@ def test_pipelines_that_share_a_node() -> None:
         reconfigure(plan, replace(templates, devices_per_node=4), lost=[0])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_more_nodes_than_the_templates_are_made_for(seed: int) -> None:
     """And any losses: nothing breaks, and what cannot go on says so."""
     random = Random(seed)
@@ -224,14 +236,16 @@ def test_more_nodes_than_the_templates_are_made_for(seed: int) -> None:
         most_nodes=most,
         devices_per_node=random.choice([1, 3]),
     )
-    plan, num_nodes = plan_of(templates, [fewest] * failures + [most]), failures * fewest + most
+    num_microbatches = failures + 1 + random.choice([0, 1, 2, 50])
+    plan = plan_of(templates, [fewest] * failures + [most], num_microbatches)
+    num_nodes = failures * fewest + most
     for _ in range(6):
         lost = random.sample(range(num_nodes), random.randint(0, min(num_nodes, random.choice([1, 2, num_nodes]))))
         result = reconfigure(plan, templates, lost=lost, num_joined=random.randint(0, 6))
         if result.plan is None:
             assert result.outcome in ("save_and_stop", "stop")
             return
-        num_nodes = len(result.old_ranks) // templates.devices_per_node
+        num_nodes = result.plan.num_ranks // templates.devices_per_node
         if result.outcome == "continue":
             check_next(plan, templates, result, num_nodes)
         plan = result.plan

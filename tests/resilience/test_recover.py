@@ -315,6 +315,38 @@ def test_too_few_nodes_save_and_stop_if_told_to(tmp_path: Path) -> None:
         train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
 
 
+def warn_node() -> None:
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+def kill_node() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [warn_node, kill_node])
+def test_who_is_left_and_warned_saves_and_stops(tmp_path: Path, second: Callable[[], None]) -> None:
+    """Both nodes are told to end, or one is, and the other dies: nothing is lost."""
+    config = unlike_config(tmp_path, 2, failures={"tolerate": 1, "detect_s": 2})
+    problem = read_problem(config)
+    templates = make_templates(problem)
+    plan = plan_of_sizes(problem, templates, (1, 1))
+    acts = [at(2, 0, warn_node), at(2, 2, second)]
+
+    def both(trainer: Trainer) -> None:
+        for act in acts:
+            act(trainer)
+        time.sleep(0.5)  # Agents look round several times in each step.
+
+    told = r"without the nodes that leave \(.*\) no pipeline is whole; saved as .*step_0000000[2-5]"
+    with before_each_step(both), pytest.raises(WorkerFailedError, match=told):
+        train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "latest"})})
+    losses = train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)["losses"]
+    assert 1 <= len(losses) <= 4
+    assert losses == pytest.approx(undisturbed_unlike()[-len(losses) :], rel=1e-12)
+
+
 @pytest.mark.slow
 def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> None:
     config = unlike_config(tmp_path, 2)

@@ -1,11 +1,18 @@
-"""Who has a part in the next membership where pipelines are alike."""
+"""Who has a part in the next membership, and under which plan."""
 
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from resilience.drawn_templates import draw_templates
+from resilience.drawn_templates import plan_of as plan_of_sizes
 from test_recover import config_of
 from training import plan_of
 
+from motet.plan import Plan
 from motet.resilience.membership import Change, Membership
 from motet.resilience.succession import Succession
 
@@ -32,3 +39,117 @@ def test_whoever_is_left_out_by_a_loss_is_out_at_once(node: int) -> None:
     told = after(Change("lost", node, "", 0.0))
     assert told.is_urgent
     assert set(told.everyone) == {0, 1, 2, 3} - {node, node ^ 1}
+
+
+def test_who_joins_takes_the_place_of_a_lost_node() -> None:
+    told = after(Change("lost", 0, "", 0.0), Change("joined", 4, "", 0.0))
+    assert told.nodes == (4, 1, 2, 3)
+    assert told.plan == plan_of(config_of(Path())).to_json()
+
+
+def test_unequal_pipelines_that_lose_one_keep_their_microbatches() -> None:
+    """Of a plan for which there are no templates."""
+    plan = plan_of_sizes(TEMPLATES, [1, 2, 1], 9)
+    plan = replace(plan, replica_microbatches=(2, 3, 4), num_microbatches=4)
+    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_known=4, plan=plan.to_json())
+    told = Plan.from_json(Succession(1, None)(first, [Change("lost", 3, "", 0.0)]).plan)
+    assert (told.replica_microbatches, told.num_microbatches) == ((2, 3), 3)
+
+
+TEMPLATES = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=3, devices_per_node=1)
+
+
+def test_nodes_that_join_wait_where_there_are_no_microbatches_for_them() -> None:
+    templates = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=1, devices_per_node=1)
+    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_of_sizes(templates, [1, 1], 3).to_json())
+    joined = [Change("joined", node, "", 0.0) for node in (2, 3)]
+    told = Succession(1, templates)(first, joined)
+    assert (told.nodes, told.waiting) == ((0, 1, 2), (3,))
+
+
+def test_survivors_that_no_template_takes_hand_over_and_leave() -> None:
+    templates = draw_templates(Random(0), failures=1, fewest_nodes=2, most_nodes=2, devices_per_node=1)
+    plan = plan_of_sizes(templates, [2, 2], 4)
+    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_known=4, plan=plan.to_json())
+    told = Succession(1, templates)(first, [Change("lost", 0, "", 0.0)])
+    assert (len(told.nodes), len(told.leaving), sorted(told.everyone)) == (2, 1, [1, 2, 3])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nodes_that_are_all_warned_save_and_stop(at_once: bool) -> None:
+    """The one that is told second hears that the first is leaving when it tells of itself."""
+    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_of_sizes(TEMPLATES, [1, 1], 4).to_json())
+    successor = Succession(1, TEMPLATES)
+    warnings = [Change("leaving", node, "", 0.0) for node in (0, 1)]
+    told = successor(first, warnings) if at_once else successor(successor(first, warnings[:1]), warnings[1:])
+    assert told.stop == "without the nodes that leave (0, 1) no pipeline is whole"
+    assert told.saves
+    assert not told.is_urgent
+    assert sorted(told.everyone) == [0, 1]
+
+
+def test_a_training_that_is_to_stop_stops_when_who_leaves_has_left() -> None:
+    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_of_sizes(TEMPLATES, [1, 1], 4).to_json())
+    successor = Succession(1, TEMPLATES, stops_below_guarantee=True)
+    told = successor(first, [Change("leaving", 1, "", 0.0)])
+    assert (told.nodes, told.leaving, told.saves) == ((0,), (1,), True)
+    assert "1 nodes are left" in (told.stop or "")
+    last = successor(told, [Change("left", 1, "", 0.0)])
+    assert (last.nodes, last.leaving, last.saves, last.stop) == ((0,), (), True, told.stop)
+
+
+def play(seed: int) -> None:
+    """Nodes come, are warned, leave and die in any order, as agents tell of it."""
+    random = Random(seed)
+    failures, size = random.randint(0, 2), random.choice([1, 2])
+    fewest = random.randint(1, 3)
+    templates = draw_templates(
+        random, failures=failures, fewest_nodes=fewest, most_nodes=fewest + random.randint(0, 3), devices_per_node=size
+    )
+    sizes = [random.randint(fewest, templates.most_nodes) for _ in range(failures + 1 + random.randint(0, 1))]
+    plan = plan_of_sizes(templates, sizes, len(sizes) + random.choice([0, 1, 50]))
+    successor = Succession(size, random.choice([templates, None]), stops_below_guarantee=random.choice([True, False]))
+    now = Membership(generation=1, nodes=tuple(range(sum(sizes))), num_known=sum(sizes), plan=plan.to_json())
+    may_die = random.choice([True, False])
+    for _ in range(8):
+        changes = [Change("joined", now.num_known + i, "", 0.0) for i in range(random.choice([0, 0, 1, 2]))]
+        if now.leaving and random.choice([True, False]):
+            changes += [Change("left", node, "", 0.0) for node in now.leaving]
+        kinds = ["leaving", "lost"] if may_die else ["leaving"]
+        touched = random.sample(now.nodes, random.randint(0, min(len(now.nodes), random.choice([1, len(now.nodes)]))))
+        if now.stop is None or may_die:
+            told = [Change(random.choice(kinds), node, "", 0.0) for node in touched]  # type: ignore[arg-type]
+            changes += [change for change in told if change.kind == "lost" or now.stop is None]
+        before, now = now, successor(now, changes)
+        check(before, changes, now, size, has_templates=successor.templates is not None)
+        if not now.saves:
+            assert may_die, "nobody has died, and work is lost"
+            return
+
+
+def check(before: Membership, changes: list[Change], now: Membership, size: int, *, has_templates: bool) -> None:
+    plan = Plan.from_json(now.plan)
+    gone = {change.node for change in changes if change.kind in ("lost", "left")}
+    come = {change.node for change in changes if change.kind == "joined"}
+    everyone = [*now.nodes, *now.leaving, *now.waiting]
+    assert len(set(everyone)) == len(everyone)
+    assert set(everyone) <= {*before.nodes, *before.leaving, *before.waiting, *come} - gone
+    assert {*before.waiting, *come} <= {*now.nodes, *now.waiting} | gone
+    assert now.num_known == before.num_known + len(come)
+    if now.saves:
+        assert plan.num_ranks == len(now.nodes) * size
+        assert sum(plan.replica_microbatches) >= len(plan.replica_microbatches)
+    if not now.is_urgent or (has_templates and now.saves):
+        # Nobody is out who has not left: whoever is of no use hands over first.
+        assert set(before.everyone) - gone <= set(now.everyone)
+    if now.stop is None:
+        warned = {change.node for change in changes if change.kind == "leaving"}
+        assert not warned & set(now.nodes)
+    if before.stop is not None:
+        assert now.stop is not None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_sequence_of_changes(seed: int) -> None:
+    play(seed)

@@ -18,8 +18,9 @@ import glob
 import json
 import signal
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -87,6 +88,8 @@ class NodeAgent:
     _left_in: int = 0
     """The newest generation in which it has handed over what it held, to leave."""
     _is_last_to_leave: bool = False
+    _unanswered: tuple[int, list[tuple[str, int]]] | None = None
+    """Generation and changes from which nothing could be made to follow."""
     _last_beat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
 
@@ -219,7 +222,37 @@ class NodeAgent:
     def _propose_what_follows(self, node: int, how: str | None, silent: Sequence[int]) -> None:
         """`how` this node was lost, and the others that are `silent`."""
         if self.membership is not None and (changes := self._changes(node, self.membership, how, silent)):
-            propose(self.store, self.successor(self.membership, changes))
+            following = self._following(self.membership, changes)
+            if following is not None:
+                propose(self.store, following)
+
+    def _following(self, membership: Membership, changes: Sequence[Change]) -> Membership | None:
+        """Where the successor fails, which would end all agents alike: what follows without those who come or are
+        warned, or None; after a loss that it cannot deal with, the end, from which all start anew."""
+        which = (membership.generation, [(change.kind, change.node) for change in changes])
+        if which == self._unanswered:
+            return None
+        losses = [change for change in changes if change.kind in ("lost", "left")]
+        failed = ""
+        for some in (changes, losses) if 0 < len(losses) < len(changes) else (changes,):
+            try:
+                return self.successor(membership, some)
+            except Exception as error:
+                traceback.print_exc()
+                failed = f"{type(error).__name__}: {error}"
+        self._unanswered = which
+        if not losses:
+            return None
+        return replace(
+            membership,
+            generation=membership.generation + 1,
+            nodes=(),
+            leaving=(),
+            changes=tuple(changes),
+            is_urgent=True,
+            stop=f"what follows from a loss could not be worked out ({failed})",
+            saves=False,
+        )
 
     def _changes(self, node: int, membership: Membership, how: str | None, silent: Sequence[int]) -> list[Change]:
         if node not in membership.everyone:
@@ -236,7 +269,7 @@ class NodeAgent:
             # All at once: whoever left before the others would be waited for under the next membership.
             told = "it has handed over what it held"
             changes += [Change("left", each, told, at) for each in membership.leaving]
-        elif self.is_warned and node in membership.nodes:
+        elif self.is_warned and node in membership.nodes and membership.stop is None:
             changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
         joined = range(membership.num_known, registered(self.store))
         return changes + [Change("joined", other, "", at) for other in joined]

@@ -71,4 +71,6 @@ def _what_was_done(recovery: Recovery) -> str:
         return "nothing had been trained yet: started again"
     if recovery.missing:
         return f"nobody held {recovery.missing[0]} any more: went back from step {before} to {_checkpoint(now)}"
+    if recovery.membership.stop is not None:
+        return f"stopped before step {now + 1}: {recovery.membership.stop}"
     return f"went on with step {now + 1}: {recovery.membership.note}"

@@ -76,8 +76,10 @@ class TemplateMembers:
                 iteration_s=inf, pause_s=0.0, from_checkpoint=result.outcome == "stop", num_nodes=len(self.waiting)
             )
         used = len(taken) - result.num_spares
-        self.order, self.waiting = [*stay, *taken[:used]], self.waiting[used:]
-        self.plan = result.plan
+        size, self.plan = self.templates.devices_per_node, result.plan
+        here = [self.order[rank // size] for rank in result.old_ranks[::size] if rank is not None]
+        placed = result.plan.num_ranks // size - used
+        self.order, self.waiting = [*here[:placed], *taken[:used]], [*here[placed:], *self.waiting[used:]]
         restore = result.outcome == "restore"
         pause_s = self.times.rebuild_s + (0.0 if warned else self.times.detect_s)
         pause_s += self.times.load_s if restore else self._copy_s(result.copies)
@@ -153,12 +155,12 @@ class SizeMembers:
                 num_needed=self.templates.failures + 1,
                 estimate=self.iteration_s,
             )
-            used = len(taken) - spares
+            used = len(taken) - min(spares, len(taken))
             share_bytes = self.model_bytes / self.templates.fewest_nodes
             pause_s = self.times.rebuild_s + share_bytes / self.times.bytes_per_s
             pause_s += 0.0 if warned else self.times.detect_s
-        self.waiting = self.waiting[used:]
         self.pipelines = self._filled(list(sizes.values()), list(sizes), stay, taken[:used])
+        self.waiting = [*(node for node in stay if node not in self.pipelines), *self.waiting[used:]]
         return Membership(
             iteration_s=self.iteration_s(list(sizes.values())),
             pause_s=pause_s,

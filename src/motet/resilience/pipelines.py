@@ -8,7 +8,6 @@ template, a whole node, on a node of the cluster. Node n has the ranks [n * devi
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
@@ -56,13 +55,6 @@ class Templates:
     def least_total(self) -> int:
         """(f + 1) n0: with fewer nodes the guarantee cannot be kept."""
         return (self.failures + 1) * self.fewest_nodes
-
-    @property
-    def most_total(self) -> float:
-        """With more nodes, some merged pipelines would have no template; infinite where every one has."""
-        if self.most_nodes >= 2 * self.fewest_nodes - 1:
-            return inf
-        return self.most_nodes + self.failures * self.fewest_nodes
 
     def __post_init__(self) -> None:
         if self.failures < 0:

@@ -31,12 +31,14 @@ class Reconfiguration:
     plan: Plan | None = None
     """None where training stops."""
     old_ranks: tuple[int | None, ...] = ()
-    """For each new rank, the rank that it had; None: it has joined."""
+    """For each new rank, the rank that it had; None: it has joined. Ranks beyond the plan's belong to survivors that no
+    template takes: they have copies to send, and nothing else to do."""
     copies: tuple[Copy, ...] = ()
     """Between new ranks. What a rank holds already and still needs is not among them."""
     steps: tuple[Step, ...] = ()
     num_spares: int = 0
-    """Of the joined nodes, the last so many wait: no combination of templates takes them."""
+    """Of the joined nodes, the last so many wait: no combination of templates takes them. Where all do, and that is not
+    enough, survivors are left out."""
 
 
 def reconfigure(
@@ -58,12 +60,11 @@ def reconfigure(
     if len(surviving) + num_joined < templates.least_total:
         return _stopped(templates, len(surviving) + num_joined, missing)
 
-    usable = int(min(num_joined, max(0, templates.most_total - len(surviving))))
     total = sum(plan.replica_microbatches) or plan.num_microbatches * len(before)
     sizes, steps, spares = new_sizes(
         [len(nodes) for nodes in before],
         [len(set(nodes) - set(lost)) for nodes in before],
-        usable,
+        num_joined,
         fewest=templates.fewest_nodes,
         most=templates.most_nodes,
         num_needed=templates.failures + 1,
@@ -71,12 +72,9 @@ def reconfigure(
     )
     chosen = [templates.by_nodes[n] for _, n in sorted(sizes.items())]
     draft = build_plan(plan, templates, [t.num_nodes for t in chosen], min_max_counts(chosen, total))
-    if usable < num_joined:
-        spares += num_joined - usable
-        steps.append(Step("spare", None, num_joined - usable))
-    nodes: list[int | None] = [*surviving, *[None] * (num_joined - spares)]
-    old_ranks = tuple(None if n is None else n * size + device for n in nodes for device in range(size))
-    new_plan, copies = _place(plan, draft, old_ranks, size, templates.layer_bytes, copy=not missing)
+    num_spares = min(spares, num_joined)
+    nodes: list[int | None] = [*surviving, *[None] * (num_joined - num_spares)]
+    new_plan, old_ranks, copies = _place(plan, draft, nodes, size, templates.layer_bytes, copy=not missing)
     return Reconfiguration(
         outcome="restore" if missing else "continue",
         message=_message(plan, missing, steps, len(new_plan.replica_microbatches)),
@@ -84,7 +82,7 @@ def reconfigure(
         old_ranks=old_ranks,
         copies=copies,
         steps=tuple(steps),
-        num_spares=spares,
+        num_spares=num_spares,
     )
 
 
@@ -134,29 +132,33 @@ def _estimate_s(templates: Templates, sizes: Sequence[int], total: int) -> float
 def _place(
     old: Plan,
     draft: Plan,
-    old_ranks: Sequence[int | None],
+    nodes: Sequence[int | None],
     size: int,
     layer_bytes: LayerBytes | None,
     *,
     copy: bool,
-) -> tuple[Plan, tuple[Copy, ...]]:
-    """The draft on the nodes that hold most of what they need, and what they lack."""
+) -> tuple[Plan, tuple[int | None, ...], tuple[Copy, ...]]:
+    """The draft on the nodes that hold most of what they need, the old ranks, and what ranks lack."""
     holdings = Holdings([old, draft])
     weights = holdings.weights(draft, layer_bytes)
-    held_before = holdings.by_rank(old)
-    held = [
-        held_before[rank] if rank is not None and rank < len(held_before) else frozenset[Unit]() for rank in old_ranks
-    ]
+    held_before = [*holdings.by_rank(old), *[frozenset[Unit]()] * size]
+    nothing: Node = (frozenset(),) * size
+    of_nodes = [nothing if node is None else tuple(held_before[node * size : (node + 1) * size]) for node in nodes]
+    rows = best_places(of_nodes, _by_node(holdings.by_rank(draft), size), weights)
+    all_taken = {taken for taken, *_ in rows}
+    order = sorted(range(len(nodes)), key=lambda i: i not in all_taken)
     rank_of: dict[int, int] = {}
-    for place, (node, *devices) in enumerate(
-        best_places(_by_node(held, size), _by_node(holdings.by_rank(draft), size), weights)
-    ):
-        rank_of |= {place * size + i: node * size + device for i, device in enumerate(devices)}
+    for place, (taken, *devices) in enumerate(rows):
+        first = order.index(taken) * size
+        rank_of |= {place * size + i: first + device for i, device in enumerate(devices)}
     plan = with_ranks(draft, rank_of)
+    in_order = [nodes[i] for i in order]
+    old_ranks = tuple(None if node is None else node * size + device for node in in_order for device in range(size))
     if not copy:
-        return plan, ()
-    needed = holdings.by_rank(plan)
-    return plan, copies(held, needed, weights, units_per_layer=holdings.units_per_layer, devices_per_node=size)
+        return plan, old_ranks, ()
+    held, needed = [units for i in order for units in of_nodes[i]], holdings.by_rank(plan)
+    made = copies(held, needed, weights, units_per_layer=holdings.units_per_layer, devices_per_node=size)
+    return plan, old_ranks, made
 
 
 def _by_node(of_ranks: Sequence[frozenset[Unit]], size: int) -> list[Node]:

@@ -200,7 +200,9 @@ class TrainingProcess:
             new.go_on_from(summary, self._trainers[0] if self._trainers else None)
         self._trainers.append(new)
         dist.barrier()
-        self._trainers = [new]
+        if dist.get_rank() < plan.num_ranks:
+            self._trainers = [new]
+        # Else it is about to leave, and keeps what it held: those who have it now may be lost before it has left.
         gc.collect()
         if dist.get_rank() == 0:
             what = Recovery(

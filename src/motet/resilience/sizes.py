@@ -10,9 +10,11 @@ so h pipelines with (f + 1) n0 <= N' < (h + 1) n0 nodes are at least f + 1. A pi
 that leaves fewer than f + 1, others can spare the nodes of a new one.
 
 Nodes that join complete pipelines first; then they make new pipelines or let pipelines grow, whichever is faster by
-`estimate`. A node that no template takes is a spare.
+`estimate`. A node that no template takes is a spare (what has merged may be more than the largest), and so is one that
+could only begin a pipeline that cannot be run: there are never more pipelines than microbatches.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -77,10 +79,12 @@ class _Sizes:
             self.nodes[pipeline] += 1
             self.note("borrow", pipeline, lender)
 
-    def merge(self, pipeline: int, other: int) -> None:
-        """Into `other`."""
-        self.nodes[other] += self.nodes.pop(pipeline)
+    def merge(self, pipeline: int, other: int) -> int:
+        """Into `other`. Returns how many nodes are more than a template takes."""
+        together = self.nodes[other] + self.nodes.pop(pipeline)
+        self.nodes[other] = min(together, self.most)
         self.note("merge", other, pipeline)
+        return together - self.nodes[other]
 
     def begin(self, num_nodes: int, kind: StepKind) -> int:
         """A new pipeline."""
@@ -94,61 +98,70 @@ class _Sizes:
             del self.nodes[pipeline]
             self.note("give_up", pipeline)
 
-    def fill(self, num_joined: int) -> int:
-        """Incomplete pipelines take joined nodes. Returns how many remain."""
+    def fill(self, num_free: int) -> int:
+        """Incomplete pipelines take free nodes. Returns how many remain."""
         for pipeline in self.incomplete:
-            taken = min(num_joined, self.fewest - self.nodes[pipeline])
+            taken = min(num_free, self.fewest - self.nodes[pipeline])
             if taken:
                 self.nodes[pipeline] += taken
-                num_joined -= taken
+                num_free -= taken
                 self.note("fill", pipeline)
-        return num_joined
+        return num_free
 
-    def complete_all(self) -> None:
+    def complete_all(self, num_free: int) -> int:
+        """Returns how many nodes are free then."""
         while self.incomplete:
             pipeline, *others = self.incomplete
             if self.fewest - self.nodes[pipeline] <= self.to_spare:
                 self.borrow(pipeline)
             elif others:
-                self.merge(others[0], pipeline)
+                num_free += self.merge(others[0], pipeline)
             else:
-                self.merge(pipeline, self.complete[-1])
+                num_free += self.merge(pipeline, self.complete[-1])
+            num_free = self.fill(num_free)
+        return num_free
 
-    def begin_needed(self, num_joined: int) -> int:
-        """Pipelines in the place of those given up, as far as f + 1 need them. Returns the joined nodes that remain."""
+    def begin_needed(self, num_free: int) -> int:
+        """Pipelines in the place of those given up, as far as f + 1 need them. Returns the free nodes that remain."""
         while len(self.nodes) < self.num_needed:
-            taken = min(num_joined, self.fewest)
-            num_joined -= taken
+            taken = min(num_free, self.fewest)
+            num_free -= taken
             self.borrow(self.begin(taken, "new"))
-        return num_joined
+        return num_free
 
-    def take_in(self, num_joined: int, estimate: Estimate) -> int:
-        """Joined nodes make pipelines grow or make new ones. Returns how many remain as spares."""
-        options = [self._grown(num_joined, num_new) for num_new in range(num_joined // self.fewest + 1)]
+    def take_in(self, num_free: int, estimate: Estimate) -> int:
+        """Free nodes make pipelines grow or make new ones. Returns how many remain as spares."""
+        options = []
+        for num_new in range(num_free // self.fewest + 1):
+            idle, nodes = self._grown(num_free, num_new)
+            seconds = estimate(list(nodes.values()))
+            if num_new == 0 or math.isfinite(seconds):
+                options.append((idle, seconds, num_new, nodes))
         # What leaves fewer nodes idle goes first.
-        idle, num_new, grown = min(options, key=lambda option: (option[0], estimate(list(option[2].values()))))
+        idle, _, num_new, grown = min(options, key=lambda option: option[:2])
         for pipeline, num_nodes in grown.items():
             if pipeline in self.nodes and self.nodes[pipeline] < num_nodes:
                 self.nodes[pipeline] = num_nodes
                 self.note("grow", pipeline)
         for _ in range(num_new):
             self.begin(grown[self.next_number], "new")
-        if idle and self.fewest - idle <= self.to_spare:
+        one_more = math.isfinite(estimate([*self.nodes.values(), self.fewest]))
+        if idle and one_more and self.fewest - idle <= self.to_spare:
             self.borrow(self.begin(idle, "new"))
             return 0
         if idle:
             self.steps.append(Step("spare", None, idle))
         return idle
 
-    def _grown(self, num_joined: int, num_new: int) -> tuple[int, int, dict[int, int]]:
-        """(nodes that nobody can take, new pipelines, the nodes of all) if so many pipelines are begun."""
+    def _grown(self, num_free: int, num_new: int) -> tuple[int, dict[int, int]]:
+        """(nodes that nobody can take, the nodes of all pipelines) if so many new pipelines are begun."""
         nodes = {**self.nodes, **{self.next_number + i: self.fewest for i in range(num_new)}}
-        idle = num_joined - num_new * self.fewest
+        idle = num_free - num_new * self.fewest
         while idle and min(nodes.values()) < self.most:
             smallest = min(nodes, key=lambda p: (nodes[p], p))
             nodes[smallest] += 1
             idle -= 1
-        return idle, num_new, nodes
+        return idle, nodes
 
 
 def new_sizes(
@@ -171,8 +184,6 @@ def new_sizes(
         if fewest <= now < was:
             sizes.note("simple", pipeline)
     sizes.give_up_empty()
-    num_joined = sizes.fill(num_joined)
-    sizes.complete_all()
-    num_joined = sizes.begin_needed(num_joined)
-    spares = sizes.take_in(num_joined, estimate) if num_joined else 0
+    num_free = sizes.begin_needed(sizes.complete_all(sizes.fill(num_joined)))
+    spares = sizes.take_in(num_free, estimate) if num_free else 0
     return sizes.nodes, sizes.steps, spares

@@ -49,50 +49,66 @@ class Succession:
 
     node_size: int
     templates: Templates | None
-    """None: pipelines that lost a node are left out, and all others stay as they are."""
+    """None: nodes that have joined take the places of lost ones; pipelines that still lack a node are left out, and all
+    others stay as they are."""
     stops_below_guarantee: bool = False
 
     def __call__(self, membership: Membership, changes: Sequence[Change]) -> Membership:
         """Whoever was lost or has left is out; who is about to leave stays to hand over; who joined comes last.
 
+        Where all that is left is about to leave, these nodes save what they hold, and training stops. A training that
+        is to stop does, whatever happens before it has.
         Where nothing was lost, nobody is out who has not left: nobody is told to stop waiting for it."""
         gone = {change.node for change in changes if change.kind in ("lost", "left")}
         going = [change.node for change in changes if change.kind == "leaving" and change.node not in gone]
         joined = [change.node for change in changes if change.kind == "joined"]
         candidates = [node for node in (*membership.waiting, *joined) if node not in gone]
-        out = [place for place, node in enumerate(membership.nodes) if node in gone or node in going]
         plan = Plan.from_json(membership.plan)
+        out = [place for place, node in enumerate(membership.nodes) if node in gone or node in going]
         next_plan = self._next_plan(plan, out, len(candidates))
         order = [*membership.nodes, *candidates]
+        warned = [node for node in (*membership.leaving, *going) if node not in gone]
+        if next_plan.plan is None and warned:
+            out = [place for place, node in enumerate(membership.nodes) if node in gone]
+            back = [node for node in warned if node not in membership.nodes]
+            last = self._next_plan(plan, out, len(back))
+            if last.plan is not None:
+                listed = ", ".join(map(str, warned))
+                stop = f"without the nodes that leave ({listed}) no pipeline is whole"
+                next_plan, order = replace(last, note="", stop=stop), [*membership.nodes, *back]
         nodes = tuple(order[place] for place in next_plan.places)
         is_urgent = any(change.kind == "lost" for change in changes)
-        if not is_urgent and next_plan.plan is not None:
-            # Whoever the plan has no use for stays as long: others may still wait for it under this membership.
-            going += [node for node in membership.nodes if node not in (*nodes, *gone, *going)]
+        if next_plan.plan is not None and not (is_urgent and self.templates is None):
+            # Whoever the plan has no use for stays as long: others may still wait for it under this membership, or need
+            # what it holds.
+            warned += [node for node in membership.nodes if node not in (*nodes, *gone, *warned)]
         return Membership(
             generation=membership.generation + 1,
             nodes=nodes,
-            leaving=tuple(node for node in (*membership.leaving, *going) if node not in gone),
+            leaving=tuple(node for node in warned if node not in nodes),
             waiting=tuple(node for node in candidates if node not in nodes),
             num_known=max(membership.num_known, *(node + 1 for node in joined), 0),
             plan=(next_plan.plan or plan).to_json(),
             changes=tuple(changes),
             is_urgent=is_urgent,
             note=next_plan.note,
-            stop=next_plan.stop,
+            stop=next_plan.stop or membership.stop,
             saves=next_plan.plan is not None,
         )
 
     def _next_plan(self, plan: Plan, out: Sequence[int], num_candidates: int) -> "_NextPlan":
         """`out`: places of the nodes that the next plan cannot use."""
+        num_nodes = plan.num_ranks // self.node_size
         if not out and not num_candidates:
-            return _NextPlan(plan, range(plan.num_ranks // self.node_size), note="nothing changes")
+            return _NextPlan(plan, range(num_nodes), note="nothing changes")
         if self.templates is None:
-            kept = drop_broken(plan, out, self.node_size)
+            instead = dict(zip(out, range(num_nodes, num_nodes + num_candidates), strict=False))
+            kept = drop_broken(plan, [place for place in out if place not in instead], self.node_size)
             if kept is None:
                 return _NextPlan(None, (), stop="no pipeline is left that is whole")
-            note = f"{len(kept[0].modules[next(iter(plan.modules))].replicas)} whole pipelines are left"
-            return _NextPlan(*kept, note=note)
+            whole, places = kept
+            note = f"{len(next(iter(whole.modules.values())).replicas)} whole pipelines are left"
+            return _NextPlan(whole, [instead.get(place, place) for place in places], note=note)
         first = reconfigure(plan, self.templates, lost=out, num_joined=num_candidates)
         found = first
         for failures in range(self.templates.failures - 1, -1, -1):
@@ -101,8 +117,8 @@ class Succession:
                 found = reconfigure(plan, fewer, lost=out, num_joined=num_candidates)
         if found.plan is None:
             return _NextPlan(None, (), stop=first.message)
-        num_nodes = plan.num_ranks // self.node_size
-        surviving = [place for place in range(num_nodes) if place not in out]
+        new_nodes = found.old_ranks[: found.plan.num_ranks : self.node_size]
+        surviving = [rank // self.node_size for rank in new_nodes if rank is not None]
         joined = range(num_nodes, num_nodes + num_candidates - found.num_spares)
         stop = first.message if found is not first and self.stops_below_guarantee else None
         note = found.message if found is first else f"{found.message}; fewer failures can be survived now"
@@ -120,7 +136,7 @@ class _NextPlan:
 
 def drop_broken(plan: Plan, lost_places: Sequence[int], node_size: int) -> tuple[Plan, list[int]] | None:
     """The plan without the pipelines that had a part on a lost node, and the places of the nodes that it uses; None if
-    no pipeline is left."""
+    no pipeline is left. The others keep their numbers of microbatches, which become larger."""
     lost = {place * node_size + i for place in lost_places for i in range(node_size)}
     whole = [
         r
@@ -134,7 +150,11 @@ def drop_broken(plan: Plan, lost_places: Sequence[int], node_size: int) -> tuple
     )
     number = {rank: i for i, rank in enumerate(used)}
     modules = {name: _renumbered(module, whole, number) for name, module in plan.modules.items()}
-    return replace(plan, modules=modules), [rank // node_size for rank in used[::node_size]]
+    counts = tuple(plan.replica_microbatches[r] for r in whole) if plan.replica_microbatches else ()
+    smaller = replace(
+        plan, modules=modules, num_microbatches=max(counts, default=plan.num_microbatches), replica_microbatches=counts
+    )
+    return smaller, [rank // node_size for rank in used[::node_size]]
 
 
 def _renumbered(module: ModulePlan, whole: Sequence[int], number: dict[int, int]) -> ModulePlan:
