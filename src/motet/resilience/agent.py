@@ -30,6 +30,7 @@ from motet.resilience.membership import (
     Beats,
     Call,
     Change,
+    Kind,
     Membership,
     Store,
     next_membership,
@@ -88,7 +89,7 @@ class NodeAgent:
     _left_in: int = 0
     """The newest generation in which it has handed over what it held, to leave."""
     _is_last_to_leave: bool = False
-    _unanswered: tuple[int, list[tuple[str, int]]] | None = None
+    _unanswered: tuple[int, list[tuple[Kind, int]]] | None = None
     """Generation and changes from which nothing could be made to follow."""
     _last_beat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
