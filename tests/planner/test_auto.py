@@ -7,10 +7,11 @@ import pytest
 from small_problem import sample, small_problem, with_memory
 
 from motet.planner import PLANNERS, make_plan
-from motet.planner.auto import NOT_TRIED, choose
+from motet.planner.auto import NOT_TRIED, Choice, bound_of_all, choose
 from motet.planner.auto_layouts import own_layouts
 from motet.planner.bound_and_simulate import rank
 from motet.planner.evaluate import evaluate
+from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.schedule.generators import GENERATORS
 
@@ -49,9 +50,9 @@ def test_it_is_between_the_bound_and_the_best_named_planner(seed):
         assert at_least_s <= named[name].iteration_time_s or not named[name].fits
     for name, evaluation in choice.named.items():
         assert evaluation.iteration_time_s == pytest.approx(named[name].iteration_time_s)
-    if choice.lower_bound_s is not None:
-        assert choice.lower_bound_s <= choice.evaluation.iteration_time_s * (1 + 1e-9)
-        assert problem_lower_bound_s(problem) >= choice.lower_bound_s
+    assert choice.lower_bound_s <= choice.evaluation.iteration_time_s * (1 + 1e-9)
+    assert problem_lower_bound_s(problem) >= choice.lower_bound_s
+    assert "above what no plan undercuts" in choice.why
     assert choice.evaluation.plan.planner == "auto"
     assert choice.evaluation.plan.schedule in choice.why
 
@@ -64,6 +65,19 @@ def test_it_goes_beyond_what_any_planner_finds():
         faster += rank(choice.evaluation) < best
         assert (choice.found_by == "auto") == (rank(choice.evaluation) < best)
     assert faster >= 2
+
+
+def test_stages_that_differ_in_tensor_parallelism_are_bounded_and_told():
+    problem = small_problem(num_devices=3, encoders=(), frozen=())
+    modules = {name: replace(module, tp_sizes=(1, 2)) for name, module in problem.modules.items()}
+    problem = replace(problem, modules=modules)
+    runs = (Chunk("language_model", (0, 4), 0), Chunk("language_model", (4, 10), 1))
+    evaluation = evaluate(problem, layout_plan(problem, Layout(planner="auto", chunks=runs, group_sizes=(1, 2))))
+    bound_s = bound_of_all(problem, [evaluation.plan], evaluation.plan)
+    assert 0 < bound_s <= evaluation.iteration_time_s
+    choice = Choice(evaluation, found_by="auto", named={}, too_slow={}, refused={}, lower_bound_s=bound_s)
+    assert "language_model 2 stages x tp 1 and 2 x 1 replicas" in choice.why
+    assert f"{evaluation.iteration_time_s / bound_s - 1:.1%} above what no plan undercuts" in choice.why
 
 
 def test_a_schedule_that_the_user_fixed_is_kept():

@@ -152,6 +152,39 @@ def draw_layout(rng, problem):
     return Layout(planner="drawn", chunks=chunks, group_sizes=(size,) * len(used), dp=dp, shared=shared)
 
 
+def test_no_drawn_plan_whose_stages_differ_in_tensor_parallelism_is_faster():
+    """Groups of one and of two ranks in one module; messages and sums of gradients cost nothing."""
+    ratios = []
+    for seed in range(12):
+        rng = Random(seed)
+        problem = tiny_problem(rng, num_devices=4, num_microbatches=rng.choice([1, 2]), dp_sizes=(1,))
+        problem = replace(problem, table=replace(problem.table, message=FREE, all_reduce=FREE))
+        bound = problem_lower_bound_s(problem, mixed=True)
+        assert bound <= problem_lower_bound_s(problem) * (1 + 1e-9)
+        for _ in range(3):
+            layout = draw_mixed_layout(rng, problem)
+            plan = layout_plan(problem, layout)
+            assert {stage.tp_size for *_, stage in plan.stages()} == {1, 2}
+            for schedule in ("1f1b", "zero_bubble_h1", "bubble_filling"):
+                if applies(problem, layout, schedule):
+                    evaluation = evaluate(problem, layout_plan(problem, layout, schedule=schedule))
+                    assert bound <= evaluation.iteration_time_s * (1 + 1e-9), f"seed {seed}: {layout} {schedule}"
+                    ratios.append(bound / evaluation.iteration_time_s)
+    assert len(ratios) >= 30
+    assert max(ratios) > 0.3
+
+
+def draw_mixed_layout(rng, problem):
+    """The language model on groups of two ranks and of one, the encoder on one of these."""
+    n = problem.modules["language_model"].workload.num_layers
+    sizes = rng.choice([(2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+    inner = sorted(rng.sample(range(1, n), k=len(sizes) - 1))
+    runs = zip([0, *inner], [*inner, n], strict=True)
+    vision = Chunk("vision", (0, problem.modules["vision"].workload.num_layers), rng.randrange(len(sizes)))
+    chunks = (vision, *(Chunk("language_model", run, group) for group, run in enumerate(runs)))
+    return Layout(planner="drawn", chunks=chunks, group_sizes=sizes)
+
+
 def test_no_order_of_actions_and_halves_is_faster():
     """One replica, few microbatches: all orders of all actions on all ranks, for every layout that is small enough."""
     num_tried = 0

@@ -67,7 +67,7 @@ class Choice:
     refused: Mapping[str, str]
     """Why a planner has none."""
     lower_bound_s: float | None
-    """No plan of the problem takes less; None where the plan is outside what the bound covers."""
+    """No plan of the problem takes less; None for towers, which the bound does not cover."""
 
     @property
     def best_named(self) -> str | None:
@@ -257,20 +257,19 @@ def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
     return [evaluate(problem, replace(plan, modules=modules))]
 
 
-def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float | None:
+def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
     """Where sequence parallelism is chosen, its costs count too. It is in all modules or in none."""
     bound_s = bound_of_all(problem, candidates, chosen)
-    if bound_s is None or not any(module.sequence_parallel for module in chosen.modules.values()):
+    if not any(module.sequence_parallel for module in chosen.modules.values()):
         return bound_s
     table = problem.table
     modules = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
-    other_s = bound_of_all(replace(problem, table=replace(table, modules=modules)), candidates, chosen)
-    return bound_s if other_s is None else min(bound_s, other_s)
+    return min(bound_s, bound_of_all(replace(problem, table=replace(table, modules=modules)), candidates, chosen))
 
 
-def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float | None:
-    """The lower bound over all plans with the sizes that the user allows or a candidate has; None if the chosen one has
-    several tensor-parallel sizes in one module, which the bound does not cover."""
+def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
+    """The lower bound over all plans with the sizes that the user allows or a candidate has; if the chosen one has
+    several tensor-parallel sizes in one module, over all plans that may."""
     replicas = {name: set(problem.dp_sizes) for name in problem.modules}
     tp = {name: set(module.tp_sizes) for name, module in problem.modules.items()}
     cp = {name: set(cp_sizes(problem, name)) for name in problem.modules}
@@ -279,13 +278,12 @@ def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: P
             replicas[name].add(len(plan.modules[name].replicas))
             tp[name] |= _tp_sizes(plan, name)
             cp[name].add(plan.modules[name].replicas[0].stages[0].cp_size)
-    if any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules):
-        return None
     return problem_lower_bound_s(
         problem,
         num_replicas={name: sorted(sizes) for name, sizes in replicas.items()},
         tp={name: sorted(sizes) for name, sizes in tp.items()},
         cp={name: sorted(sizes) for name, sizes in cp.items()},
+        mixed=any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules),
     )
 
 
@@ -299,7 +297,8 @@ def _shape(plan: Plan) -> str:
     for name, module in plan.modules.items():
         if module.copy_of is None and module.kind != "loss":
             stages = module.replicas[0].stages
-            groups = f" x tp {stages[0].tp_size}" if stages[0].tp_size > 1 else ""
+            tp_sizes = sorted(_tp_sizes(plan, name))
+            groups = f" x tp {' and '.join(map(str, tp_sizes))}" if tp_sizes != [1] else ""
             groups += " with sequence parallelism" if module.sequence_parallel else ""
             groups += f" x cp {stages[0].cp_size}" if stages[0].cp_size > 1 else ""
             parts.append(f"{name} {len(stages)} stages{groups} x {len(module.replicas)} replicas")

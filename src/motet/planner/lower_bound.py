@@ -2,8 +2,9 @@
 
 Covered are all plans on the problem's devices in which every module has one tensor-parallel size, one context-parallel
 size and one number of replicas, out of given sets, and none shards its parameters: any cut into stages, any groups
-(own, shared, interleaved, with copies), any schedule, backwards split or not, the batch dealt out as
-`problem.assignment` does.
+(own, shared, interleaved, with copies, some of the devices idle), any schedule, backwards split or not, the batch dealt
+out as `problem.assignment` does. `mixed` covers plans too whose stages of one module differ in tensor parallelism:
+every layer then has whichever of the sizes is least, by itself for each of the sums below, and 3 does not count.
 
 Relaxed are: messages, reductions and what context-parallel groups exchange take no time; memory is looked at as one
 sum, of parameters, gradients and moments over all devices; ranks may interrupt and share out work at will. Kept is:
@@ -28,15 +29,20 @@ from typing import NamedTuple
 from motet.costs.memory import RESERVE
 from motet.planner.degrees import cp_sizes, dp_sizes, tp_sizes
 from motet.planner.layer_bytes import static_bytes_of_layers
+from motet.planner.layer_times import LayerTime
 from motet.planner.problem import PlanningProblem
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of the model under one combination of sizes. Seconds on each rank that holds it."""
+    """One layer of the model under one combination of sizes; of several tensor-parallel sizes what bounds least."""
 
     num_holders: int
+    device_s: float
+    """Of work, on all ranks that hold it together."""
+    device_weight_s: float
     work_s: float
+    """On each rank that holds it."""
     weight_s: float
     head_s: float
     tail_s: float
@@ -45,14 +51,14 @@ class _Layer:
 class Size(NamedTuple):
     """Of one module."""
 
-    tp: int
+    tp: tuple[int, ...]
+    """Of each of its layers one of these."""
     cp: int
     num_replicas: int
 
-    @property
-    def num_holders(self) -> int:
-        """Ranks that hold each layer, or a shard of it."""
-        return self.tp * self.cp * self.num_replicas
+    def num_holders(self, tp: int) -> int:
+        """Ranks that hold a layer of this tensor-parallel size, or a shard of it."""
+        return tp * self.cp * self.num_replicas
 
 
 Sizes = Mapping[str, Size]
@@ -64,12 +70,14 @@ def problem_lower_bound_s(
     num_replicas: Mapping[str, Sequence[int]] | None = None,
     tp: Mapping[str, Sequence[int]] | None = None,
     cp: Mapping[str, Sequence[int]] | None = None,
+    mixed: bool = False,
 ) -> float:
     """Seconds of one iteration that no plan undercuts; infinite if no combination can fit into memory.
 
-    `num_replicas`, `tp`, `cp`: for each module the sizes that plans may have; None: the problem's."""
+    `num_replicas`, `tp`, `cp`: for each module the sizes that plans may have; None: the problem's. `mixed`: its stages
+    may differ in tensor parallelism."""
     modules, least_s = _Modules(problem), inf
-    combinations = _combinations(problem, modules, num_replicas, tp, cp)
+    combinations = _combinations(problem, modules, num_replicas, tp, cp, mixed)
     for share_s, sizes in sorted([(modules.share_s(sizes), sizes) for sizes in combinations], key=itemgetter(0)):
         if share_s >= least_s:
             break
@@ -85,22 +93,28 @@ class _Modules:
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         self._static_bytes: dict[tuple[str, Size], int] = {}
-        self._num_updated: dict[tuple[str, int], int] = {}
+        self._num_updated: dict[tuple[str, tuple[int, ...]], int] = {}
         self._work_s: dict[tuple[str, Size], float] = {}
 
     def share_s(self, sizes: Sizes) -> float:
         """Each device's part of all the work: less than the bound, and soon computed."""
         for name, size in sizes.items():
             if (name, size) not in self._work_s:
-                times = self.problem.least_total_times(name, size.tp, size.num_replicas, cp=size.cp)
-                self._work_s[name, size] = size.tp * size.cp * sum(time.total_s for time in times)
+                self._work_s[name, size] = size.cp * sum(
+                    min(tp * time.total_s for tp, time in zip(size.tp, times, strict=True))
+                    for times in _least_totals(self.problem, name, size)
+                )
         return sum(self._work_s[key] for key in sizes.items()) / self.problem.num_devices
 
     def static_bytes(self, name: str, size: Size) -> int:
         """Parameters, gradients and moments, on all ranks together."""
         if (name, size) not in self._static_bytes:
-            each = static_bytes_of_layers(self.problem, name, tp_size=size.tp, num_holders=size.cp * size.num_replicas)
-            self._static_bytes[name, size] = size.num_holders * sum(each)
+            num_holders = size.cp * size.num_replicas
+            each = [static_bytes_of_layers(self.problem, name, tp_size=tp, num_holders=num_holders) for tp in size.tp]
+            self._static_bytes[name, size] = sum(
+                min(size.num_holders(tp) * num_bytes for tp, num_bytes in zip(size.tp, layer, strict=True))
+                for layer in zip(*each, strict=True)
+            )
         return self._static_bytes[name, size]
 
     def num_updated(self, name: str, size: Size) -> int:
@@ -108,11 +122,18 @@ class _Modules:
         if (name, size.tp) not in self._num_updated:
             module = self.problem.modules[name]
             self._num_updated[name, size.tp] = sum(
-                layer.num_parameters_per_rank(size.tp)
+                min(tp * layer.num_parameters_per_rank(tp) for tp in size.tp)
                 for index, layer in enumerate(module.workload.layers)
                 if module.is_trainable(index)
             )
-        return (size.tp if self.problem.memory.zero1 else size.num_holders) * self._num_updated[name, size.tp]
+        num_copies = 1 if self.problem.memory.zero1 else size.cp * size.num_replicas
+        return num_copies * self._num_updated[name, size.tp]
+
+
+def _least_totals(problem: PlanningProblem, name: str, size: Size) -> Iterator[tuple[LayerTime, ...]]:
+    """For each layer, its times at each of the tensor-parallel sizes."""
+    of_sizes = [problem.least_total_times(name, tp, size.num_replicas, cp=size.cp) for tp in size.tp]
+    return zip(*of_sizes, strict=True)
 
 
 def _combinations(
@@ -121,6 +142,7 @@ def _combinations(
     num_replicas: Mapping[str, Sequence[int]] | None,
     tp: Mapping[str, Sequence[int]] | None,
     cp: Mapping[str, Sequence[int]] | None,
+    mixed: bool,
 ) -> Iterator[Sizes]:
     """Sizes whose parameters fit."""
     names = list(problem.modules)
@@ -130,7 +152,7 @@ def _combinations(
             [
                 Size(*size)
                 for size in product(
-                    sorted(set(tp[name] if tp else tp_sizes(problem, name))),
+                    _choices_of_tp(tp[name] if tp else tp_sizes(problem, name), mixed),
                     sorted(set(cp[name] if cp else cp_sizes(problem, name))),
                     dps or sorted(set((num_replicas or {})[name])),
                 )
@@ -143,8 +165,13 @@ def _combinations(
                 yield combination
 
 
+def _choices_of_tp(sizes: Sequence[int], mixed: bool) -> list[tuple[int, ...]]:
+    ordered = sorted(set(sizes))
+    return [tuple(ordered)] if mixed else [(tp,) for tp in ordered]
+
+
 def _fits(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> bool:
-    if any(size.num_holders > problem.num_devices for size in sizes.values()):
+    if any(size.num_holders(min(size.tp)) > problem.num_devices for size in sizes.values()):
         return False
     needed = sum(modules.static_bytes(name, size) for name, size in sizes.items())
     return needed <= problem.num_devices * problem.cluster.device.memory_bytes * (1 - RESERVE)
@@ -152,17 +179,23 @@ def _fits(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> bool:
 
 def _layers(problem: PlanningProblem, sizes: Sizes) -> list[_Layer]:
     heads, tails = _heads_and_tails(problem, sizes)
-    return [
-        _Layer(
-            num_holders=size.num_holders,
-            work_s=time.total_s / size.num_replicas,
-            weight_s=time.weight_s / size.num_replicas,
-            head_s=heads[name][i],
-            tail_s=tails[name][i],
-        )
-        for name, size in sizes.items()
-        for i, time in enumerate(problem.least_total_times(name, size.tp, size.num_replicas, cp=size.cp))
-    ]
+    layers = []
+    for name, size in sizes.items():
+        for i, times in enumerate(_least_totals(problem, name, size)):
+            device_s = [tp * size.cp * time.total_s for tp, time in zip(size.tp, times, strict=True)]
+            device_weight_s = [tp * size.cp * time.weight_s for tp, time in zip(size.tp, times, strict=True)]
+            layers.append(
+                _Layer(
+                    num_holders=size.num_holders(max(size.tp)),
+                    device_s=min(device_s),
+                    device_weight_s=max(device_weight_s),
+                    work_s=min(time.total_s for time in times) / size.num_replicas,
+                    weight_s=max(time.weight_s for time in times) / size.num_replicas,
+                    head_s=heads[name][i],
+                    tail_s=tails[name][i],
+                )
+            )
+    return layers
 
 
 def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -171,10 +204,13 @@ def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, 
     backs: dict[str, list[float]] = {}
     one: dict[str, tuple[list[float], list[float]]] = {}
     for name in _in_order(problem):
-        tp, cp, replicas = sizes[name]
+        tps, cp, replicas = sizes[name]
         smallest = max(1, len(problem.samples) // (replicas * problem.num_microbatches)) if problem.cuts_evenly else 1
-        times = problem.least_times(name, tp, smallest, cp=cp)
-        one[name] = ([time.forward_s for time in times], [time.backward_s - time.weight_s for time in times])
+        times = list(zip(*(problem.least_times(name, tp, smallest, cp=cp) for tp in tps), strict=True))
+        one[name] = (
+            [min(time.forward_s for time in of_layer) for of_layer in times],
+            [min(time.backward_s - time.weight_s for time in of_layer) for of_layer in times],
+        )
         heads[name], backs[name] = [], []
         head = back = 0.0
         for i in range(len(times)):
@@ -228,8 +264,8 @@ def _in_order(problem: PlanningProblem) -> list[str]:
 
 def _work(layers: Sequence[_Layer], num_devices: int) -> float:
     """Ranks that no layer is left for are idle anyway; others may be left idle where that is faster."""
-    work = sum(layer.num_holders * layer.work_s for layer in layers)
-    weight = sum(layer.num_holders * layer.weight_s for layer in layers)
+    work = sum(layer.device_s for layer in layers)
+    weight = sum(layer.device_weight_s for layer in layers)
     head_places = sorted((layer.head_s, layer.num_holders) for layer in layers)
     tail_places = sorted((layer.tail_s, layer.num_holders) for layer in layers)
 
@@ -263,6 +299,8 @@ def _indivisible(layers: Sequence[_Layer]) -> float:
 def _pigeonholes(problem: PlanningProblem, layers: Sequence[_Layer], sizes: Sizes) -> float:
     """Sorted by work, the (k D + 1 - j)-th items for j = 0..k: some rank has k + 1 of those before, none smaller."""
     if not _replicas_work_alike(problem, {size.num_replicas for size in sizes.values()}):
+        return 0.0
+    if any(len(size.tp) > 1 for size in sizes.values()):
         return 0.0
     items = sorted(
         (seconds for layer in layers for seconds in [layer.work_s] * min(layer.num_holders, problem.num_devices)),
