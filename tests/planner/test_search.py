@@ -12,7 +12,7 @@ from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees
 from motet.planner.report import report, report_text
-from motet.planner.search import layouts_of
+from motet.planner.search import layouts_of, usable_counts
 
 
 @pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "distmm"])  # It takes towers alone.
@@ -156,3 +156,34 @@ def test_a_foreign_unimodal_planner_is_asked_for_every_cut():
     for module in plan.modules.values():
         *early, _ = module.replicas[0].stages
         assert all(last - first == 1 for first, last in (stage.layers for stage in early))
+
+
+@pytest.mark.parametrize("placements", [("parallel",), ("colocated",), ("parallel", "colocated"), ("replicated",)])
+@pytest.mark.parametrize("num_encoders", [0, 1, 2])
+def test_only_device_counts_that_are_left_out_have_no_layouts(placements, num_encoders):
+    problem = small_problem(num_devices=80, encoders=("vision", "audio")[:num_encoders], dp_sizes=(1, 3))
+    limits = {"vision": ((1, 2), 2), "audio": ((2,), 2), "language_model": ((2,), 5)}
+    modules = {
+        name: replace(module, tp_sizes=limits[name][0], max_stages=limits[name][1])
+        for name, module in problem.modules.items()
+    }
+    problem = replace(problem, modules=modules)
+    counts = usable_counts(problem, placements)
+    assert counts == sorted(counts, reverse=True)
+    for num_devices in range(1, 81):
+        if placements == ("replicated",):  # All modules have the language model's size, and its stages.
+            able = any(num_devices == dp * 2 * pp for dp in (1, 3) for pp in range(1, 6))
+        else:
+            able = any(layouts_of(problem, frozen_aware_cut, num_devices, "some", placements))
+        assert (num_devices in counts) == able
+
+
+def test_devices_that_no_layout_can_use_are_passed_over(monkeypatch):
+    """Of a million devices 2 x (9 + 10) stages can be used at most: others are not looked at one by one."""
+    looked_at = []
+    monkeypatch.setattr(
+        "motet.planner.search.layouts_of", lambda *given: looked_at.append(given[2]) or layouts_of(*given)
+    )
+    problem = small_problem(num_devices=1_000_000, encoders=("vision",), dp_sizes=(1, 2))
+    assert cornstarch(problem).num_ranks == max(looked_at) == 2 * (9 + 10)
+    assert len(looked_at) == 1

@@ -133,7 +133,8 @@ def _common_tp_sizes(problem: PlanningProblem, modules: tuple[str, ...] | None) 
 def no_layout(problem: PlanningProblem, planner: str) -> UserError:
     return UserError(
         f"parallel.planner: {planner} finds no layout of {' and '.join(problem.modules)} on {problem.num_devices} "
-        "devices within the limits on degrees; allow other tp or dp sizes, or more devices"
+        "devices within the limits on degrees; allow other tp or dp sizes or more stages, or give another number of "
+        "devices"
     )
 
 

@@ -36,7 +36,7 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
     Raises `ValueError` if there are fewer devices than modules need.
     """
     wanted = tuple(placements)
-    for num_devices in range(problem.num_devices, 0, -1):
+    for num_devices in usable_counts(problem, wanted):
         replicated = _replicated(problem, cut, num_devices, planner, wanted) if "replicated" in wanted else []
         layouts = layouts_of(problem, cut, num_devices, planner, [p for p in wanted if p != "replicated"])
         evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
@@ -49,6 +49,32 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
         f"cluster.num_devices: is {problem.num_devices}, but {' and '.join(problem.modules)} need at least "
         f"{fewest} under placement {' or '.join(wanted)}"
     )
+
+
+def usable_counts(problem: PlanningProblem, placements: Iterable[Placement]) -> list[int]:
+    """The numbers of devices, most first, that some degrees use up; of the others there are no layouts."""
+    per_replica = {total for placement in placements for total in _sizes_of_replicas(problem, placement)}
+    dps = [dp for dp in problem.dp_sizes if dp <= len(problem.samples)]
+    return sorted({dp * n for dp in dps for n in per_replica if dp * n <= problem.num_devices}, reverse=True)
+
+
+def _sizes_of_replicas(problem: PlanningProblem, placement: Placement) -> set[int]:
+    """How many devices one replica of the whole model may have."""
+
+    def sizes(names: tuple[str, ...]) -> set[int]:
+        """Of modules that share groups."""
+        common = set.intersection(*(set(tp_sizes(problem, name)) for name in names))
+        most = min(most_stages(problem, name) for name in names)
+        return {tp * pp for tp in common for pp in range(1, most + 1)}
+
+    if placement == "replicated":
+        common = set.intersection(*(set(tp_sizes(problem, name)) for name in problem.modules))
+        return {tp * pp for tp in common for sink in problem.sinks for pp in range(1, most_stages(problem, sink) + 1)}
+    together = [problem.sources] if placement == "colocated" and problem.sources else [(n,) for n in problem.sources]
+    totals = {0}
+    for names in [*together, *((name,) for name in problem.sinks)]:
+        totals = {total + size for total in totals for size in sizes(names) if total + size <= problem.num_devices}
+    return totals
 
 
 def layouts_of(
