@@ -81,6 +81,7 @@ PURE = (
     "motet.resilience.senders",
     "motet.resilience.failure_log",
     "motet.resilience.membership",
+    "motet.resilience.run_record",
     "motet.resilience.stragglers",
     "motet.resilience.succession",
     "motet.resilience.watchdog",

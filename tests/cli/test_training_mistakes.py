@@ -7,12 +7,24 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from mistakes import expect_mistake
 from tiny_run import write_tiny_run
 
 from motet.cli.main import main
+from motet.config import load_run_config
+from motet.resilience.run_record import RunRecord, as_json
 
 EXPLICIT = "parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}"
+TWO_PIPELINES = (
+    "parallel={planner: explicit, placement: colocated, explicit: {vision: {dp: 2}, audio: {dp: 2}, "
+    "language_model: {dp: 2}}}"
+)
+SURVIVING = [
+    part
+    for key in (TWO_PIPELINES, "cluster.num_devices=4", "cluster.num_nodes=4", "train.failures.tolerate=1")
+    for part in ("--set", key)
+]
 
 
 @pytest.fixture
@@ -77,6 +89,7 @@ def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: st
     [
         (["--listen", "here:0"], "--listen: train.failures is null; set it"),
         (["--listen", "29500", "--set", "train.failures={}"], "--listen: is '29500'; give HOST:PORT"),
+        (["--listen", "192.0.2.1:29500", *SURVIVING], "--listen: 192.0.2.1:29500 cannot be listened at .*this machine"),
         (["--listen", "here:1", "--join", "there:1"], "--listen: does not go with --join"),
     ],
 )
@@ -84,18 +97,37 @@ def test_listening(capsys: pytest.CaptureFixture[str], run_file: Path, options: 
     expect_mistake(capsys, ["train", run_file, *options], message, says_more=True)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rate=0.5", "train.learning_rate: is 0.5 here and is 0.001 there"),
+        ("model.language_model.values.hidden_size=64", "model.language_model.values.hidden_size: is 64 here"),
+        ("cluster.num_devices=8", "cluster.num_devices: is 8 here and is 4 there"),
+    ],
+)
+def test_another_run_file(capsys: pytest.CaptureFixture[str], run_file: Path, override: str, message: str) -> None:
+    """Taken in, such a node would train another model, or end the others."""
+    keys = SURVIVING[1::2]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    RunRecord(config=as_json(load_run_config(str(run_file), keys))).write(store)
+    arguments = ["train", run_file, "--join", f"127.0.0.1:{store.port}", *SURVIVING, "--set", override]
+    expect_mistake(capsys, arguments, message, says_more=True)
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "simulate"])
+def test_shares_without_a_second_copy(capsys: pytest.CaptureFixture[str], run_file: Path, command: str) -> None:
+    arguments = [command, run_file, *SURVIVING, "--set", "parallel.zero1=true"]
+    expect_mistake(capsys, arguments, "parallel.zero1: is true, which shards .*zero1: false")
+
+
 def test_survivors_are_not_started_by_torchrun(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    modules = "{vision: {dp: 2}, audio: {dp: 2}, language_model: {dp: 2}}"
-    layout = f"parallel={{planner: explicit, placement: colocated, explicit: {modules}}}"
-    keys = (layout, "cluster.num_devices=4", "cluster.num_nodes=4", "train.failures.tolerate=1")
-    options = [part for key in keys for part in ("--set", key)]
     expect_mistake(
         capsys,
-        ["train", run_file, *options],
+        ["train", run_file, *SURVIVING],
         "train.failures: motet starts the processes of such a run itself",
         says_more=True,
     )

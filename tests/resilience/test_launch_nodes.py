@@ -16,10 +16,12 @@ from test_recover import at, config_of, failures, train_and, undisturbed
 from training import plan_of
 
 from motet.config import RunConfig
+from motet.errors import UserError
 from motet.resilience import launch_nodes
 from motet.resilience.agent import NodeAgent
 from motet.resilience.children import Children
 from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
+from motet.resilience.run_record import RunRecord, as_json
 from motet.runtime.launch import WorkerFailedError
 
 
@@ -44,7 +46,7 @@ def test_a_store_that_is_stopped_is_lost(tmp_path: Path) -> None:
     """Its clients would wait without limit."""
     config = config_of(tmp_path)
     with Children() as children, mock.patch.object(launch_nodes, "_patience_s", return_value=0.3):
-        host, address = launch_nodes._start_store(children, ("127.0.0.1", 0), "", 0)
+        host, address = launch_nodes._start_store(children, ("127.0.0.1", 0), RunRecord(config={}), "", 0)
         assert host.pid is not None
         os.kill(host.pid, signal.SIGSTOP)
         with (
@@ -91,7 +93,9 @@ def start_joining(config: RunConfig, store: dist.TCPStore) -> tuple[BaseProcess,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_node_that_has_no_part_yet_can_be_ended(tmp_path: Path, store: dist.TCPStore, number: signal.Signals) -> None:
     """The training that it joined waits for more nodes."""
-    process, told = start_joining(config_of(tmp_path), store)
+    config = config_of(tmp_path)
+    RunRecord(config=as_json(config)).write(store)
+    process, told = start_joining(config, store)
     workers = told.recv()
     wait_for(lambda: store.add("nodes", 0) == 1)
     assert process.pid is not None
@@ -103,8 +107,16 @@ def test_a_node_that_has_no_part_yet_can_be_ended(tmp_path: Path, store: dist.TC
 
 def test_a_node_that_was_lost_says_so(tmp_path: Path, store: dist.TCPStore) -> None:
     """Whoever started it by `--join` may do so again."""
+    config = config_of(tmp_path)
+    RunRecord(config=as_json(config)).write(store)
     with (
         mock.patch.object(NodeAgent, "run", return_value="it was lost"),
         pytest.raises(WorkerFailedError, match="it was lost"),
     ):
-        join_training(config_of(tmp_path), None, ("127.0.0.1", store.port), 1)
+        join_training(config, None, ("127.0.0.1", store.port), 1)
+
+
+def test_a_store_without_a_run_is_told(tmp_path: Path, store: dist.TCPStore) -> None:
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 0.1})
+    with pytest.raises(UserError, match=f"--join: what answers at 127.0.0.1:{store.port} is no training"):
+        join_training(config, None, ("127.0.0.1", store.port), 1)

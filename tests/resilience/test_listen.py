@@ -64,6 +64,17 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
             train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=address)
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
+def test_an_address_of_another_machine_is_told(tmp_path: Path, host: str) -> None:
+    """A store would listen at all addresses of this one, and nobody would find it."""
+    config = config_of(tmp_path)
+    with (
+        mock.patch.object(launch_nodes, "_start_store", side_effect=AssertionError),
+        pytest.raises(UserError, match=f"--listen: {host}:29500 cannot be listened at .* an address of this machine"),
+    ):
+        train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=(host, 29500))
+
+
 def test_the_interface_is_that_of_the_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
         assert interface_towards(connection) == "lo"

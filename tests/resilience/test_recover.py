@@ -189,6 +189,14 @@ def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(
     assert result["world_size"] == 4
     assert 1 <= len(result["losses"]) <= STEPS
     assert result["losses"] == pytest.approx(undisturbed()[-len(result["losses"]) :], rel=1e-12)
+    log = failures(config)
+    assert {(change["kind"], change["node"]) for line in log for change in line["changes"]} == {
+        ("lost", 0),
+        ("lost", 3),
+    }
+    assert log[-2]["done"] == "no pipeline is left that is whole: all nodes are started anew, 1 of 3 times"
+    assert log[-1]["done"].startswith("all nodes were started anew, from ")
+    assert log[-1]["step"] == STEPS - len(result["losses"]) + 1
 
 
 def unlike_config(output: Path, num_nodes: int, **overrides: Any) -> RunConfig:
@@ -313,6 +321,8 @@ def test_too_few_nodes_save_and_stop_if_told_to(tmp_path: Path) -> None:
         pytest.raises(WorkerFailedError, match=r"1 nodes are left, but 2 pipelines .* need 2.*step_00000002"),
     ):
         train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
+    [failure] = failures(config)
+    assert failure["done"].startswith("stopped before step 3: 1 nodes are left")
 
 
 def warn_node() -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from chaos import Layout, config_of, plan_and_templates, undisturbed
-from test_recover import STEPS, before_each_step, die, failures, once, train_and
+from test_recover import STEPS, at, before_each_step, die, failures, once, train_and
 from test_recover import config_of as recover_config_of
 from test_recover import undisturbed as alike_losses
 
+from motet.config import RunConfig
 from motet.resilience import launch_nodes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
@@ -94,3 +96,49 @@ def test_all_start_anew_where_the_store_is_lost(tmp_path: Path) -> None:
     assert result["world_size"] == 4
     assert 0 < len(result["losses"]) < STEPS
     assert result["losses"] == pytest.approx(alike_losses()[-len(result["losses"]) :], rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def earlier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 2, 4 and 6."""
+    config = recover_config_of(tmp_path_factory.mktemp("earlier"), train__checkpoint_every=2, train__keep_checkpoints=3)
+    train_and(config, lambda trainer: None)
+    return Path(config.train.output) / "checkpoints"
+
+
+def train_and_lose_all_agents(config: RunConfig) -> dict[str, Any]:
+    """Once, before step 4."""
+    together = multiprocessing.get_context("fork").Barrier(4)
+
+    def end_agent() -> None:
+        together.wait()
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    ends = [at(3, rank, end_agent) for rank in range(4)]
+
+    def at_step(trainer: Trainer) -> None:
+        for end in ends:
+            end(trainer)
+
+    return train_and(config, at_step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed_step", [0, 2])
+def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, resumed_step: int) -> None:
+    """It has saved nothing yet; the checkpoint in its output folder is another run's."""
+    start = tmp_path / "start"
+    shutil.copytree(earlier_run / "step_00000002", start)
+    resume = {"train__resume": str(start)} if resumed_step else {}
+    config = recover_config_of(tmp_path / "run", **resume)
+    shutil.copytree(earlier_run / "step_00000004", Path(config.train.output) / "checkpoints" / "step_00000004")
+    result = train_and_lose_all_agents(config)
+    assert result["losses"] == pytest.approx(alike_losses()[resumed_step:], rel=1e-12)
+    end, beginning = failures(config)
+    assert end["done"] == "all nodes were lost: all nodes are started anew, 1 of 3 times"
+    assert sorted((change["kind"], change["node"], change["how"]) for change in end["changes"]) == [
+        ("lost", node, "its agent was ended by SIGKILL") for node in range(4)
+    ]
+    checkpoint = "the checkpoint of step 2" if resumed_step else "the start, as there was no checkpoint"
+    assert beginning["done"] == f"all nodes were started anew, from {checkpoint}"
+    assert (beginning["step"], beginning["changes"]) == (resumed_step + 1, [])

@@ -321,6 +321,11 @@ class RunConfig(Section):
                 f"data.kind: {self.data.kind} has no images to generate; models with generators can be planned and "
                 "simulated only, so give described"
             )
+        if self.train.failures is not None and self.parallel.zero1:
+            raise ValueError(
+                "parallel.zero1: is true, which shards the optimizer's state over the replicas, so that a lost node "
+                "takes its share along; with train.failures give zero1: false"
+            )
         self._check_towers()
         return self
 

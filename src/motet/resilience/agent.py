@@ -207,7 +207,7 @@ class NodeAgent:
         for place, watched in enumerate(self.processes):
             process = watched.process
             if process.exitcode is not None:
-                self._failure = f"process {place} (pid {process.pid}) {_how_it_ended(process.exitcode)}"
+                self._failure = f"process {place} (pid {process.pid}) {how_it_ended(process.exitcode)}"
             elif now - watched.last_sign > self.detect_s and self._is_idle(watched):
                 self._failure = (
                     f"process {place} (pid {process.pid}) hung: no sign of life for {now - watched.last_sign:.1f} s"
@@ -294,7 +294,7 @@ class NodeAgent:
         self._end_processes()
 
 
-def _how_it_ended(exitcode: int) -> str:
+def how_it_ended(exitcode: int) -> str:
     if exitcode < 0:
         return f"was ended by {signal.Signals(-exitcode).name}"
     return f"exited with code {exitcode}"

@@ -1,9 +1,9 @@
-"""`failures.jsonl` in the output folder: a line for each change of membership, what died or came and what was done; and
-one for each rank that becomes slow."""
+"""`failures.jsonl` in the output folder: a line for each change of membership, what died or came and what was done; one
+for each end of all nodes, and one when they have been started anew; and one for each rank that becomes slow."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,12 +29,14 @@ class Recovery:
     """Parameters that nobody held any more."""
     seconds: float
     """From when this rank heard of it until all had what they need."""
+    restarts: int
+    """How often all nodes had been started anew before."""
 
 
 def write_recovery(output: Path, recovery: Recovery) -> None:
     """Appends a line, but for the start of a run."""
     membership = recovery.membership
-    if membership.generation == FIRST_GENERATION:
+    if membership.generation == FIRST_GENERATION and not recovery.restarts:
         return
     line = {
         "generation": membership.generation,
@@ -47,6 +49,11 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
         "recovery_s": recovery.seconds,
     }
     _append(output, line)
+
+
+def write_end(output: Path, changes: Sequence[Change], done: str) -> None:
+    """Appends a line: all nodes have ended, or are ended. `changes`: those that no line tells of yet."""
+    _append(output, {"changes": [asdict(change) for change in changes], "done": done})
 
 
 def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int) -> None:
@@ -68,7 +75,9 @@ def _checkpoint(step: int) -> str:
 def _what_was_done(recovery: Recovery) -> str:
     before, now = recovery.steps_before, recovery.steps
     if before is None:
-        return "nothing had been trained yet: started again"
+        if recovery.membership.generation == FIRST_GENERATION:
+            return f"all nodes were started anew, from {_checkpoint(now)}"
+        return "nothing had been trained yet: started again" + (f", from {_checkpoint(now)}" if now else "")
     if recovery.missing:
         return f"nobody held {recovery.missing[0]} any more: went back from step {before} to {_checkpoint(now)}"
     if recovery.membership.stop is not None:

@@ -21,9 +21,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -33,24 +35,29 @@ from motet.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.resilience.agent import FINISH_S, SEEN_END, NodeAgent, WatchedProcess, store_patience_s
+from motet.resilience.agent import FINISH_S, SEEN_END, NodeAgent, WatchedProcess, how_it_ended, store_patience_s
 from motet.resilience.children import Children
 from motet.resilience.control import Control
+from motet.resilience.failure_log import write_end
 from motet.resilience.interfaces import interface_towards
 from motet.resilience.membership import (
     FIRST_GENERATION,
     Beats,
+    Change,
     Membership,
     key_of,
     next_membership,
     propose,
     register,
     registered,
+    unlogged_changes,
 )
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import RESULT, StoppedError, TooFewNodesError, TrainingProcess
+from motet.resilience.run_record import RunRecord, as_json, first_difference
 from motet.resilience.succession import Succession
 from motet.resilience.watchdog import Watchdog
+from motet.runtime.checkpoint_folder import stamps
 from motet.runtime.launch import WorkerFailedError
 
 STORE_TIMEOUT = timedelta(seconds=10)
@@ -75,23 +82,31 @@ def train_on_nodes(
     Where too few nodes are left, or the store is lost, all of them are started anew, from the last checkpoint.
     Raises `UserError` or `WorkerFailedError` if the training could not go on."""
     assert config.train.failures is not None
-
-    def run_once(config: RunConfig) -> dict[str, Any]:
-        if listen is None:
-            return _train_here(config, plan, templates, num_nodes, node_size)
-        return _train_elsewhere(config, plan, num_nodes, listen)
-
-    for _ in range(config.train.failures.restarts):
+    if listen is not None:
+        _check_address(listen)
+    output, most = Path(config.train.output), config.train.failures.restarts
+    run = RunRecord(config=as_json(config), earlier_checkpoints=stamps(output / "checkpoints"))
+    while True:
         try:
-            return run_once(config)
+            if listen is None:
+                return _train_here(config, run, plan, templates, num_nodes, node_size)
+            return _train_elsewhere(config, run, plan, num_nodes, listen)
         except NodesLostError as error:
+            if run.restarts == most:
+                write_end(output, error.changes, f"{error}: nodes are not started anew more than {most} times")
+                raise
+            run = replace(run, restarts=run.restarts + 1)
+            write_end(output, error.changes, f"{error}: all nodes are started anew, {run.restarts} of {most} times")
             print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
-            config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "latest"})})
-    return run_once(config)
 
 
 class NodesLostError(WorkerFailedError):
-    """Too few nodes are left, or they cannot reach each other."""
+    """Too few nodes are left, or they cannot reach each other. `changes`: those that the failure log does not tell of
+    yet."""
+
+    def __init__(self, why: str, changes: Sequence[Change] = ()) -> None:
+        super().__init__(why)
+        self.changes = changes
 
 
 def join_training(
@@ -99,7 +114,8 @@ def join_training(
 ) -> None:
     """This process becomes the agent of one more node.
 
-    Raises `UserError` if no store answers, `WorkerFailedError` if the node was lost, or the training failed."""
+    Raises `UserError` if no store answers, or if the run has another run file; `WorkerFailedError` if the node was
+    lost, or the training failed."""
     assert config.train.failures is not None
     host, port = store_address
     try:
@@ -109,30 +125,48 @@ def join_training(
         raise UserError(f"--join: nobody answers at {host}:{port}; is the training still running?") from None
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    _check_run_file(config, store_address)
     succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
     if why := run_agent(config, store_address, None, node_size, succession):
         raise WorkerFailedError(why)
 
 
+def _check_run_file(config: RunConfig, store_address: tuple[str, int]) -> None:
+    """Raises `UserError` unless it is that of the run which has the store."""
+    assert config.train.failures is not None
+    address = ":".join(map(str, store_address))
+    patience_s = store_patience_s(config.train.failures.detect_s)
+    with Watchdog(patience_s, lambda: _end_cut_off(store_address, f"for {patience_s:g} s")):
+        try:
+            store = dist.TCPStore(*store_address, is_master=False, timeout=timedelta(seconds=patience_s / 2))
+            run = RunRecord.read(store)
+        except (dist.DistError, ValueError):
+            raise UserError(f"--join: what answers at {address} is no training that a node can join") from None
+    if difference := first_difference(config, run):
+        raise UserError(f"{difference}, in the training at {address}; give the run file of that training")
+
+
 def _train_here(
-    config: RunConfig, plan: Plan, templates: Templates | None, num_nodes: int, node_size: int
+    config: RunConfig, run: RunRecord, plan: Plan, templates: Templates | None, num_nodes: int, node_size: int
 ) -> dict[str, Any]:
     assert config.train.failures is not None
     succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
     with Children() as children:
         # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
-        host, address = _start_store(children, (LOOPBACK, 0), plan.to_json(), num_nodes)
+        host, address = _start_store(children, (LOOPBACK, 0), run, plan.to_json(), num_nodes)
         told = f"motet: nodes may join: motet train RUN.yaml --join {address[0]}:{address[1]}"
         print(told, file=sys.stderr, flush=True)
         agents = [children.start(run_agent, config, address, node, node_size, succession) for node in range(num_nodes)]
         with _watched_store(host, address, config) as (store, watchdog):
-            return _outcome(store, _wait_for_end(store, watchdog, config, agents))
+            return _outcome(store, _wait_for_end(store, watchdog, config, agents), config, agents)
 
 
-def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tuple[str, int]) -> dict[str, Any]:
+def _train_elsewhere(
+    config: RunConfig, run: RunRecord, plan: Plan, num_nodes: int, listen: tuple[str, int]
+) -> dict[str, Any]:
     assert config.train.failures is not None
     with Children() as children:
-        host, address = _start_store(children, listen, plan.to_json(), 0)
+        host, address = _start_store(children, listen, run, plan.to_json(), 0)
         told = f"motet: waiting for {num_nodes} nodes: motet train RUN.yaml --join {address[0]}:{address[1]}"
         print(told, file=sys.stderr, flush=True)
         with _watched_store(host, address, config) as (store, watchdog):
@@ -143,7 +177,7 @@ def _train_elsewhere(config: RunConfig, plan: Plan, num_nodes: int, listen: tupl
             propose(
                 store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan.to_json())
             )
-            return _outcome(store, _wait_for_end(store, watchdog, config))
+            return _outcome(store, _wait_for_end(store, watchdog, config), config)
 
 
 def _patience_s(config: RunConfig) -> float:
@@ -198,31 +232,61 @@ def _wait_for_end(
 
 
 KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
-FAILURES = {
-    "mistake": UserError,
-    "too few nodes": NodesLostError,
-    "stopped": WorkerFailedError,
-    "failure": WorkerFailedError,
-}
+FAILURES = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
 
 
-def _outcome(store: dist.Store, last: Membership) -> dict[str, Any]:
+def _outcome(
+    store: dist.Store, last: Membership, config: RunConfig, agents: Sequence[BaseProcess] = ()
+) -> dict[str, Any]:
+    while newer := next_membership(store, last.generation):
+        last = newer
     if store.check(["failure"]):
         failure = json.loads(store.get("failure"))
-        raise FAILURES[failure["kind"]](failure["message"])
+        if failure["kind"] in FAILURES:
+            raise FAILURES[failure["kind"]](failure["message"])
+        raise NodesLostError(failure["message"], unlogged_changes(store, last.generation))
     if store.check([RESULT]):
         return json.loads(store.get(RESULT))
-    raise NodesLostError(last.stop or "all nodes were lost")
+    lost = _lost_unseen(last, agents, f"its agent was silent for {_patience_s(config):g} s")
+    raise NodesLostError(last.stop or "all nodes were lost", (*unlogged_changes(store, last.generation), *lost))
+
+
+def _lost_unseen(last: Membership, agents: Sequence[BaseProcess], silent: str) -> list[Change]:
+    """Nobody was left to take these nodes for lost."""
+    codes = dict(enumerate(agent.exitcode for agent in agents))
+    ends = {node: f"its agent {how_it_ended(code)}" for node, code in codes.items() if code is not None}
+    return [Change("lost", node, ends.get(node, silent), time.time()) for node in last.everyone]
+
+
+def _check_address(listen: tuple[str, int]) -> None:
+    """Raises `UserError` unless it is one of this machine's and free. A store would listen at all of them."""
+    try:
+        families = [family for family, *_ in socket.getaddrinfo(*listen, type=socket.SOCK_STREAM)]
+    except OSError as error:
+        raise _no_address(listen, str(error.strerror)) from None
+    for place, family in enumerate(families):
+        try:
+            return socket.create_server(listen, family=family).close()
+        except OSError as error:
+            if place == len(families) - 1:
+                raise _no_address(listen, os.strerror(error.errno or 0)) from None
+
+
+def _no_address(listen: tuple[str, int], why: str) -> UserError:
+    host, port = listen
+    return UserError(
+        f"--listen: {host}:{port} cannot be listened at ({why}); give an address of this machine and a free port"
+    )
 
 
 def _start_store(
-    children: Children, listen: tuple[str, int], plan: str, num_nodes: int
+    children: Children, listen: tuple[str, int], run: RunRecord, plan: str, num_nodes: int
 ) -> tuple[BaseProcess, tuple[str, int]]:
     """In a process of its own; its address. `num_nodes`: with which the training begins; 0: they are still to come.
 
     Raises `UserError` if it cannot listen there, `NodesLostError` if it does not answer."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = children.start(_host_store, sender, listen, plan, num_nodes)
+    process = children.start(_host_store, sender, listen, run, plan, num_nodes)
     sender.close()  # Else its end would go unnoticed.
     try:
         answer = receiver.recv() if receiver.poll(STORE_TIMEOUT.total_seconds()) else None
@@ -231,19 +295,17 @@ def _start_store(
     if answer is None:
         raise NodesLostError("the process that is to have the store does not answer")
     if isinstance(answer, str):
-        raise UserError(
-            f"--listen: {listen[0]}:{listen[1]} cannot be listened at ({answer}); give an address of this "
-            "machine and a free port"
-        )
+        raise _no_address(listen, answer)
     return process, (listen[0], answer)
 
 
-def _host_store(answer: Connection, listen: tuple[str, int], plan: str, num_nodes: int) -> None:
+def _host_store(answer: Connection, listen: tuple[str, int], run: RunRecord, plan: str, num_nodes: int) -> None:
     try:
         store = dist.TCPStore(*listen, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
     except (RuntimeError, ValueError) as error:
         answer.send(str(error).splitlines()[0])
         return
+    run.write(store)
     if num_nodes:
         nodes = tuple(register(store) for _ in range(num_nodes))
         propose(store, Membership(generation=FIRST_GENERATION, nodes=nodes, num_known=num_nodes, plan=plan))
@@ -260,22 +322,22 @@ def run_agent(
     assert config.train.failures is not None
     detect_s = config.train.failures.detect_s
     patience_s = store_patience_s(detect_s)
-
-    def end_cut_off(told: str = f"for {patience_s:g} s") -> NoReturn:
-        host, port = store_address
-        print(f"motet: the store at {host}:{port} does not answer any more ({told})", file=sys.stderr, flush=True)
-        os._exit(1)  # Its processes end with it.
-
     with Children() as children:
         processes = _start_processes(children, config, store_address, node_size)
-        with Watchdog(patience_s, end_cut_off) as watchdog:
+        with Watchdog(patience_s, lambda: _end_cut_off(store_address, f"for {patience_s:g} s")) as watchdog:
             try:
                 store = dist.TCPStore(*store_address, is_master=False, timeout=STORE_TIMEOUT)
                 agent = NodeAgent(node, store, processes, succession, detect_s, watchdog)
                 signal.signal(signal.SIGTERM, agent.warn)
                 return agent.run()
             except dist.DistError as error:
-                end_cut_off(str(error).partition("\n")[0])
+                _end_cut_off(store_address, str(error).partition("\n")[0])
+
+
+def _end_cut_off(store_address: tuple[str, int], told: str) -> NoReturn:
+    host, port = store_address
+    print(f"motet: the store at {host}:{port} does not answer any more ({told})", file=sys.stderr, flush=True)
+    os._exit(1)  # Its processes end with it.
 
 
 def _start_processes(

@@ -35,6 +35,7 @@ from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
 from motet.resilience.handover import Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.membership import Call, Membership, unlogged_changes
+from motet.resilience.run_record import RunRecord
 from motet.resilience.stragglers import StragglerWatch
 from motet.resilience.waits import release_in_background
 from motet.runtime.assembly import build_engine, pick_device
@@ -165,6 +166,7 @@ class TrainingProcess:
     def _join_world(self, call: Call) -> None:
         host, port = self._store_address
         store = self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
+        self._run_record = RunRecord.read(store)
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"generation/{call.membership.generation}", store),
@@ -213,6 +215,7 @@ class TrainingProcess:
                 steps=new.finished_steps,
                 moved_bytes=handover.moved_bytes,
                 missing=tuple(handover.missing),
+                restarts=self._run_record.restarts,
                 seconds=time.monotonic() - started,
             )
             write_recovery(Path(self._config.train.output), what)
@@ -262,13 +265,15 @@ class TrainingProcess:
         return replace(summary, settled_steps=settled, save_again=any(report.is_saving for report in reports))
 
     def _begin(self, trainer: Trainer, before: TrainingSummary | None) -> None:
-        """Collective: from the last checkpoint, or from the start. `before`: what this run had come to, if anything."""
-        if before is None:
-            found = checkpoint_to_resume(self._config)
-            if self._config.train.resume is not None and dist.get_rank() == 0:
-                print(told_of(found, trainer), file=sys.stderr, flush=True)
-        else:
-            found = read_latest(trainer.output / "checkpoints") if before.checkpoint else None
+        """Collective: from this run's last checkpoint, else from where the run file says, or from the start. `before`:
+        what this run had come to, if anything."""
+        run = self._run_record
+        found = read_latest(trainer.output / "checkpoints", besides=run.earlier_checkpoints)
+        if found is None:
+            found = checkpoint_to_resume(run.resume, trainer.output)
+        is_expected = run.resume is not None or run.restarts > 0 or before is not None
+        if is_expected and dist.get_rank() == 0:
+            print(told_of(found, trainer), file=sys.stderr, flush=True)
         if found is not None:
             trainer.resume(*found)
 

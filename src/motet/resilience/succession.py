@@ -18,11 +18,6 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
     """Raises `UserError` unless the run can go on after as many failures as it says (`train.failures`)."""
     failures, cluster = config.train.failures, config.cluster
     assert failures is not None
-    if config.parallel.zero1:
-        raise UserError(
-            "parallel.zero1: is true, which shards the optimizer's state over the replicas, so that a lost node takes "
-            "its share along; with train.failures give zero1: false"
-        )
     if cluster.device != "cpu":
         raise UserError(f"train.failures: is not there yet for cluster.device: {cluster.device}; give cpu, or null")
     num_pipelines = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes))

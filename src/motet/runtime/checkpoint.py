@@ -10,7 +10,7 @@ system.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from motet.errors import UserError
 from motet.runtime import checkpoint_folder
 from motet.runtime.agreement import on_every_rank, on_first_rank
-from motet.runtime.checkpoint_folder import Manifest, TrainingState
+from motet.runtime.checkpoint_folder import Manifest, Stamp, TrainingState
 from motet.runtime.local_model import LocalModel
 from motet.runtime.optimizer import Optimizer
 
@@ -102,11 +102,12 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     return manifest.state
 
 
-def read_latest(folder: Path) -> tuple[Path, TrainingState] | None:
-    """Collective: the newest checkpoint that is whole; None if there are no checkpoints.
+def read_latest(folder: Path, besides: Collection[Stamp] = ()) -> tuple[Path, TrainingState] | None:
+    """Collective: the newest checkpoint that is whole; None if there are no checkpoints. `besides`: that are not to be
+    looked at.
 
     Rank 0 says on stderr which damaged ones were passed over. Raises `UserError` if all are."""
-    checkpoints = on_first_rank(lambda: checkpoint_folder.complete_checkpoints(folder))
+    checkpoints = on_first_rank(lambda: checkpoint_folder.complete_checkpoints(folder, besides))
     for checkpoint in reversed(checkpoints):
         try:
             return checkpoint, read_training_state(checkpoint)

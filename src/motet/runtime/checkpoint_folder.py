@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from motet.errors import UserError
 MANIFEST = "checkpoint.json"
 PARTIAL = ".tmp"
 REPLACED = ".old"
+Stamp = tuple[str, int]
+"""A checkpoint's name, and when it was written (mtime, ns): another one that takes its name has another."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,22 @@ def _delete_partial(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path, besides: Collection[Stamp] = ()) -> list[Path]:
+    """Oldest first, without those in `besides`."""
+    return [path for stamp, path in _complete(folder) if stamp not in besides]
+
+
+def stamps(folder: Path) -> tuple[Stamp, ...]:
+    """Of the complete checkpoints."""
+    return tuple(stamp for stamp, _ in _complete(folder))
+
+
+def _complete(folder: Path) -> list[tuple[Stamp, Path]]:
     """Oldest first."""
     manifests = [path / MANIFEST for path in folder.glob("step_*") if not path.name.endswith(PARTIAL)]
-    written = [(path.stat().st_mtime_ns, path.parent.name, path.parent) for path in manifests if path.is_file()]
-    return [path for *_, path in sorted(written)]
+    written = sorted((path.stat().st_mtime_ns, path.parent.name, path.parent) for path in manifests if path.is_file())
+    # One that is about to be replaced is still the same.
+    return [((name.removesuffix(REPLACED), written_ns), path) for written_ns, name, path in written]
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -60,7 +60,7 @@ def _train(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int]) -> dict
 def _train_on(config: RunConfig, plan: Plan, producers: Producers, device: torch.device) -> dict[str, Any]:
     train = config.train
     trainer = make_trainer(config, build_engine(config, plan, device), producers)
-    found = checkpoint_to_resume(config)
+    found = checkpoint_to_resume(train.resume, trainer.output)
     if found is not None:
         trainer.resume(*found)
     if train.resume is not None and dist.get_rank() == 0:
@@ -102,13 +102,13 @@ def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, An
     }
 
 
-def checkpoint_to_resume(config: RunConfig) -> tuple[Path, TrainingState] | None:
-    """`latest` is the newest of the run's own output that is whole, if it has one. Collective."""
-    resume = config.train.resume
+def checkpoint_to_resume(resume: str | None, output: Path) -> tuple[Path, TrainingState] | None:
+    """`resume`: as in the run file; `latest` is the newest of the output folder that is whole, if it has one.
+    Collective."""
     if resume is None:
         return None
     if resume == "latest":
-        return read_latest(Path(config.train.output) / "checkpoints")
+        return read_latest(output / "checkpoints")
     folder = Path(resume).resolve()
     if not folder.is_dir():
         raise UserError(f"train.resume: {resume} is not a folder; give a checkpoint's, such as .../step_00000100")
