@@ -274,7 +274,7 @@ def message_of(call: Callable[[], object]) -> str:
 
 def tied_multimodal() -> MultimodalModule:
     model = tiny_multimodal()
-    model.audio_encoder.projector.linear_2.bias = model.vision_encoder.projector.linear_2.bias
+    model.audio_encoder.projector.linear.bias = model.vision_encoder.projector.linear_1.bias
     return model
 
 
@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_named() -> None:
         "schedule: '2f2b' is not known; give one of gpipe, 1f1b",
         "recompute: there is no module 'llm'; the model has vision, audio, language_model",
         "num_microbatches is 0; give at least 1",
-        "model: vision.projector and audio.projector have the parameter linear_2.bias in common",
+        "model: vision.projector and audio.projector have the parameter linear.bias in common",
         "this MultimodalModule was parallelized before; build it anew",
         "this MultimodalModule was handed to a MultimodalParallelModule; call that one's execute",
         "batch: has 3 samples; give the global batch of 2",
