@@ -112,6 +112,7 @@ def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_fi
     run_file.write_text(yaml.safe_dump(content, sort_keys=False))
     verified = run(capsys, "verify", run_file)
     assert verified["passed"]
+    assert run(capsys, "verify", run_file, "--set", "train.dtype=float64")["max_grad_rel_err"] < 1e-9
     config = load_run_config(run_file)
     data = open_data(config)
     drawn = next(Loader(InProcess(data.train), 8, seed=config.train.seed, batches_ahead=0))

@@ -15,6 +15,7 @@ from motet.models.encoder_stage import EncoderStage, num_encoder_layers
 from motet.models.language_model_stage import LanguageModelStage
 from motet.models.materialize import layer_parts, materialize, num_module_layers, read_part_config
 from motet.models.multimodal import ModalityModule
+from motet.runtime.float64 import float64_throughout
 
 
 def language_model_part(family: str) -> LanguageModelConfig:
@@ -179,6 +180,18 @@ def test_parts_come_out_of_a_folder_of_a_whole_model(family: str, tmp_path) -> N
     assert {n for n, _ in found.named_parameters()} == set(names)
     for name, parameter in names.items():
         assert torch.equal(found.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("family", ["llama", "siglip"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folders_are_read_where_float32_means_float64(family: str, dtype: torch.dtype, tmp_path) -> None:
+    """As `motet verify` with train.dtype float64 reads them."""
+    plain = plain_model(PARTS[family]).to(dtype)
+    plain.save_pretrained(tmp_path)
+    with float64_throughout():
+        read = build(type(PARTS[family])(path=str(tmp_path)), dtype=torch.float64)
+    for name, parameter in read.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name).double())
 
 
 def test_stored_values_can_be_replaced(tmp_path) -> None:

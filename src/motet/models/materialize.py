@@ -35,6 +35,7 @@ from motet.models.encoder_stage import encoder_layer_parts, num_encoder_layers
 from motet.models.families import Kind, config_class_named, model_class_of, part_type
 from motet.models.language_models import language_model_layer_parts, num_language_model_layers
 from motet.plan import LayerRange
+from motet.runtime.float64 import dtypes_by_name
 
 Parts = Mapping[int, tuple[str, ...]]
 """For every layer that is held, the paths of its sub-modules."""
@@ -117,7 +118,7 @@ def stored_tensor(part: PartConfig, key: str, *, where: str) -> torch.Tensor | N
         return None
     for file in sorted(_folder_of(part).glob("*.safetensors")):
         if key in _names_in(file, where):
-            with safe_open(file, framework="pt") as tensors:
+            with safe_open(file, framework="pt") as tensors, dtypes_by_name():
                 return tensors.get_tensor(key)
     return None
 
@@ -228,7 +229,7 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lac
         file, key = stored[source]
         by_file.setdefault(file, []).append((name, key))
     for file, names in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="pt") as tensors, dtypes_by_name():
             for name, key in names:
                 value = tensors.get_tensor(key)
                 if value.shape != wanted[name].shape:

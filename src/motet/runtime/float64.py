@@ -3,6 +3,7 @@
 Within `float64_throughout` a cast to float32 gives float64, so that a comparison in float64 shows differences of 1e-12
 and not the rounding of a norm. It replaces names of torch for the whole process, because a mode of torch's would not
 reach what is recomputed in a backward pass. It is for verification only, and both sides of a comparison run in it.
+Files know their dtypes by torch's names, so what reads one stands in `dtypes_by_name`.
 """
 
 import pickle
@@ -11,6 +12,15 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+
+FLOAT32 = torch.float32
+
+
+@contextmanager
+def dtypes_by_name() -> Iterator[None]:
+    """Inside `float64_throughout`, a stretch in which torch's names mean what they say."""
+    with patch.object(torch, "float32", FLOAT32), patch.object(torch, "float", FLOAT32):
+        yield
 
 
 @contextmanager
