@@ -83,7 +83,27 @@ def test_towers_cut_each_contrastive_batch_by_themselves() -> None:
         per_batch = len(replicas[0]) // 3
         for g in range(3):
             held = [i for cut in replicas for m in cut[g * per_batch : (g + 1) * per_batch] for i in m]
-            assert held == list(range(24 * g, 24 * g + 24))
+            assert sorted(held) == list(range(24 * g, 24 * g + 24))
+    # In two steps, as both numbers of microbatches can be divided by 2: the batch's first half, then the other.
+    assert assignment.microbatches["image"][1][:4] == ((4, 5), (6, 7), (16, 17), (18, 19))
+    assert assignment.microbatches["text"][1][:2] == ((3, 4, 5), (15, 16, 17))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+def test_modules_take_the_samples_of_a_contrastive_batch_in_the_same_steps(
+    image_dp: int, text_dp: int, image_k: int, text_k: int, num_steps: int
+) -> None:
+    """So who reads a tower's first microbatches has all of its own first ones, whatever the replicas of either."""
+    towers = {"image": [replica(r) for r in range(image_dp)], "text": [replica(image_dp + r) for r in range(text_dp)]}
+    counts = {"image": 2 * image_k * num_steps, "text": 2 * text_k * num_steps}
+    num_samples = 2 * num_steps * image_dp * text_dp * image_k * text_k
+    plan = contrastive(towers, num_batches=2, num_microbatches=counts)
+    cut = contiguous_assignment(plan, samples(num_samples, ["image", "text"])).microbatches
+    size = num_samples // (2 * num_steps)
+    for name, of_step in (("image", image_k), ("text", text_k)):
+        for step in range(2 * num_steps):
+            held = [i for each in cut[name] for m in each[step * of_step : (step + 1) * of_step] for i in m]
+            assert sorted(held) == list(range(step * size, (step + 1) * size))
 
 
 @given(
@@ -107,7 +127,11 @@ def test_a_tower_holds_what_its_contrastive_batch_has(
             held = [
                 i for cut in assignment.microbatches[name] for m in cut[g * per_batch : (g + 1) * per_batch] for i in m
             ]
-            assert held == [i for i in batch if name not in lacking.get(i, ())]
+            assert sorted(held) == [i for i in batch if name not in lacking.get(i, ())]
+            sizes = [len(m) for cut in assignment.microbatches[name] for m in cut[g * per_batch : (g + 1) * per_batch]]
+            shares = [sum(sizes[i : i + per_batch]) for i in range(0, len(sizes), per_batch)]
+            assert max(shares) - min(shares) <= 1
+            assert all(list(m) == sorted(m) for cut in assignment.microbatches[name] for m in cut)
 
 
 def test_unlike_replicas_share_out_the_same_microbatches() -> None:

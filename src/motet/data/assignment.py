@@ -67,20 +67,38 @@ def contrastive_assignment(plan: Plan, samples: Sequence[Sample], loss: str) -> 
     replicas with 4 of 2 samples, 4 replicas with 2 of 3). Where the contrastive batches do not divide the global batch,
     they differ by one sample. A sample without a modality is left out of that
     modality's microbatch, one without any tower's modality out of the loss's.
+
+    The contrastive batch's first samples are those of all replicas' first microbatches, so that a decoder which has
+    other replicas than the tower it reads can begin with what the tower makes first.
     """
     batches = split_evenly(range(len(samples)), plan.num_microbatches_of(loss))
     towers = [plan.modules[edge.source].data_module(edge.source) for edge in plan.edges if edge.target == loss]
+    counts = {name: plan.num_microbatches_of(name) // len(batches) for name in plan.modules}
+    num_steps = gcd(*(count for name, count in counts.items() if name != loss))
     cut: dict[str, tuple[tuple[Microbatch, ...], ...]] = {}
     for name, module in plan.modules.items():
         read = towers if name == loss else [module.data_module(name)]
         able = [[i for i in batch if any(samples[i].has(tower) for tower in read)] for batch in batches]
-        shares = [split_evenly(batch, len(module.replicas)) for batch in able]
-        per_batch = plan.num_microbatches_of(name) // len(batches)
+        by_batch = [_in_steps(batch, len(module.replicas), counts[name], num_steps) for batch in able]
         cut[name] = tuple(
-            tuple(microbatch for share in shares for microbatch in split_evenly(share[r], per_batch))
-            for r in range(len(module.replicas))
+            tuple(microbatch for of_replica in replica for microbatch in of_replica)
+            for replica in zip(*by_batch, strict=True)
         )
     return BatchAssignment(cut)
+
+
+def _in_steps(
+    samples: Sequence[int], num_replicas: int, num_microbatches: int, num_steps: int
+) -> list[list[Microbatch]]:
+    """[replica][microbatch], as even as can be. All replicas' microbatches of a step, of which there are `num_steps`,
+    have the samples before those of the next one."""
+    shares = [split_evenly(share, num_microbatches) for share in split_evenly(range(len(samples)), num_replicas)]
+    order = sorted(
+        (i * num_steps // num_microbatches, r, i) for r in range(num_replicas) for i in range(num_microbatches)
+    )
+    left = iter(samples)
+    taken = {(r, i): tuple(islice(left, len(shares[r][i]))) for _, r, i in order}
+    return [[taken[r, i] for i in range(num_microbatches)] for r in range(num_replicas)]
 
 
 def assignment_of_shares(

@@ -76,12 +76,12 @@ class _Search:
         self._tried: set[object] = set()
 
     def descend(self, assignment: Assignment, evaluation: Evaluation) -> Evaluation:
-        """To where no change of one unit that is tried makes it faster."""
+        """To where no change of all units' microbatches makes it faster, nor one of one unit that is tried."""
         since = 0
-        while since < len(assignment.units):
-            for i in range(len(assignment.units)):
+        while since <= len(assignment.units):
+            for i in (None, *range(len(assignment.units))):
                 since += 1
-                for changed in self._changes(assignment, i, evaluation):
+                for changed in self._scaled(assignment) if i is None else self._changes(assignment, i, evaluation):
                     if self._num_actions >= MAX_ACTIONS:
                         return evaluation
                     key = changed.units, changed.layouts
@@ -106,6 +106,21 @@ class _Search:
         for k in np.flatnonzero(able)[np.argsort(whole.seconds[able], kind="stable")[:NUM_TRIED]]:
             rows = (*assignment.rows[:i], whole.take(np.array([k])), *assignment.rows[i + 1 :])
             yield replace(assignment, rows=rows)
+
+    def _scaled(self, assignment: Assignment) -> Iterator[Assignment]:
+        """With half as many microbatches in every unit, and with twice as many, where that fits: a decoder waits for
+        the coarser cut of its own and its tower's, so changing one of them alone gains nothing."""
+        for halved in (True, False):
+            rows = []
+            for unit, own in zip(assignment.units, assignment.rows, strict=True):
+                whole, _ = self._choices(unit)
+                wanted = own.per_batch[0] // 2 if halved else own.per_batch[0] * 2
+                alike = whole.per_batch == max(1, wanted)
+                for name in ("tp", "pp", "dp", "recomputes"):
+                    alike &= getattr(whole, name) == getattr(own, name)[0]
+                rows.append(whole.take(alike))
+            if all(map(len, rows)):
+                yield replace(assignment, rows=tuple(rows))
 
     def _choices(self, unit: tuple[str, ...]) -> tuple[Choices, Choices]:
         """The same rows, with the sums of gradients in their seconds and without."""

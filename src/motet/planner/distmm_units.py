@@ -9,6 +9,11 @@ The time of a choice is that of DistMM-Pipe: (batches x K + stages - 1) turns of
 and the optimizer's step. Its memory: what is static, and K + stages - 1 microbatches, all of which wait for a
 batch-sync; or with recomputed features their inputs, and one graph.
 
+A decoder and the tower that it reads are one pipeline: one waits for the other's first microbatch, which waits for the
+gradient of the last one. A unit does not know the other's layout, so the other counts as one stage, with turns as long
+as its own, which is what the load balancer aims at: a turn more for both, and a microbatch more that the tower's ranks
+hold. The decoder itself waits for no batch-sync and holds what 1F1B does.
+
 Limits: messages between stages and the batch-sync are not in the estimate (simulation decides in the end).
 """
 
@@ -28,6 +33,7 @@ from motet.planner.degrees import tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import PlanningProblem
+from motet.planner.towers import decoders
 
 NUM_PARTITIONS = 3
 
@@ -142,16 +148,28 @@ def _choices(
     dp, per_batch, recomputes, samples = (x[sensible] for x in (dp, per_batch, recomputes, samples))
     size = -(-samples // per_batch)
     estimates = [_Estimate(problem, name, degrees) for name in towers]
+    chained = [e for e in estimates if _is_chained(problem, e.name)]
     turns = problem.num_contrastive_batches * per_batch + degrees.pp - 1
     seconds = turns * sum(e.turn_s(size, recomputes) for e in estimates)
+    seconds = seconds + sum(e.turn_s(size, recomputes) for e in chained)
     if not computation_only:
         seconds = seconds + sum(e.reduce_s(dp) + e.optimizer_s(dp) for e in estimates)
-    held = np.minimum(per_batch + degrees.pp - 1, problem.num_contrastive_batches * per_batch)
+    if towers[0] in problem.towers:
+        held = per_batch + degrees.pp - 1 + bool(chained)
+    else:
+        held = np.full_like(per_batch, degrees.pp)
+    held = np.minimum(held, problem.num_contrastive_batches * per_batch)
     needed = sum(e.static_bytes(dp) + e.saved_bytes(size, held, recomputes) for e in estimates)
     fits = needed <= problem.cluster.device.memory_bytes * (1 - RESERVE)
     tp, pp = (np.full(len(dp), n) for n in degrees)
     every = Choices(dp * degrees.num_devices, np.asarray(seconds), tp, pp, dp, per_batch, recomputes)
     return every.take(np.asarray(fits, dtype=bool))
+
+
+def _is_chained(problem: PlanningProblem, name: str) -> bool:
+    """Whether it is a decoder, or the tower that one reads."""
+    own = decoders(problem)
+    return name in own or any(edge.source == name and edge.target in own for edge in problem.edges)
 
 
 def _microbatch_counts(batch_size: int) -> list[int]:
@@ -258,7 +276,8 @@ def _mean_load(problem: PlanningProblem, name: str) -> Load:
 
     def compute() -> Load:
         able = [sample for sample in problem.samples if sample.has(name)]
-        loads = [microbatch_load(problem.modules[name].workload, name, [sample]) for sample in able]
+        sources = [edge.source for edge in problem.edges if edge.target == name]
+        loads = [microbatch_load(problem.modules[name].workload, name, [sample], sources) for sample in able]
         return Load(*(sum(values) / len(problem.samples) for values in zip(*loads, strict=True)))
 
     return problem.remembered(("mean sample", name), compute)
