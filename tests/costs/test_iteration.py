@@ -401,3 +401,28 @@ def test_what_a_group_exchanges_is_part_of_what_it_computes(sequence_parallel):
         assert with_links.group_communication_s(action) == pytest.approx(exchanged)
         assert without.group_communication_s(action) == 0
     assert with_links.group_communication_s(Compute(Kind.FORWARD, CELL)) > 0
+
+
+def test_autocast_copies_weights_of_layers_with_a_backward():
+    """Frozen encoder layers before anything trainable need none; a frozen language model behind the projector does."""
+
+    def grown(**options):
+        plain, cast = (bind(small_plan(**options), memory=MemoryOptions(autocast_bytes=width)) for width in (None, 2))
+        return [cast.static_bytes(rank) - plain.static_bytes(rank) for rank in range(3)]
+
+    def matrices(layers):
+        return sum(linear.in_features * linear.out_features for layer in layers for linear in layer.linears)
+
+    projector, blocks, head = VISION.layers[4:], TEXT.layers[:2], TEXT.layers[2:]
+    assert grown() == [2 * matrices(projector), 2 * matrices(blocks), 2 * matrices(head)]
+    trained = grown(vision_trainable=((2, 5),))
+    assert trained == [2 * matrices(VISION.layers[2:]), 2 * matrices(blocks), 2 * matrices(head)]
+    assert trained[0] > grown()[0] > 0
+
+
+def test_a_step_under_autocast_sends_what_it_did_before():
+    wide, cast = (bind(small_plan(), memory=MemoryOptions(autocast_bytes=width)) for width in (None, 2))
+    between = Message(Cell("text", 0, 0, 1), Cell("text", 0, 1, 1), True, 2, 1)
+    assert cast.message_bytes(between) == wide.message_bytes(between)
+    cell = Cell("text", 0, 0, 0)
+    assert cast.saved_bytes(cell, half=False) < wide.saved_bytes(cell, half=False)

@@ -1,16 +1,26 @@
+import copy
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
+from tiny_configs import EVERY_MODEL
 from torch import nn
 from tp_cases import CASES, VISION, Case, llama, run_text, run_vision
 from tp_compare import largest_error
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
+from motet.costs.kernels import layer_kernels
+from motet.costs.load import microbatch_load
+from motet.data.sample import Sample, Segment
+from motet.models.language_model_stage import LanguageModelStage
 from motet.models.shards import SHARDS, layer_pattern
 from motet.runtime.sharding import gather_full
+from motet.runtime.split_backward import make_splittable
 from motet.runtime.tensor_parallel import (
     RowLinear,
     TensorParallel,
@@ -19,9 +29,11 @@ from motet.runtime.tensor_parallel import (
     tensor_parallel_layout,
     tp_reduce_gradients,
 )
+from motet.workload import module_workload
 
 MODES = (False, True)
 """Sequence parallelism off and on."""
+SEQUENCE = Sample("a", {"m": (Segment(8),)})
 
 
 def tolerance(case: Case, dtype: torch.dtype) -> float:
@@ -110,6 +122,55 @@ def test_bfloat16_autocast() -> None:
                     assert error < 0.1, (case.family, where, error)
 
     run_distributed(compare, 2)
+
+
+def counted_bytes(sequence_parallel: bool, dtype: str, rank: int) -> dict[str, Counter[str]]:
+    """Of a stage of two blocks, by pass and collective: bytes of one rank's whole tensors."""
+    config, model_class = EVERY_MODEL["llama"]
+    config = copy.deepcopy(config)
+    config._attn_implementation = "sdpa"
+    stage = LanguageModelStage("m", model_class(config), (1, 3))
+    apply_tensor_parallel(stage, "llama", TensorParallel(None, rank, 2, sequence_parallel))
+    make_splittable(stage)
+    hidden = torch.randn(stage.input_shape([SEQUENCE]), requires_grad=True)
+    counts: Counter[str] = Counter()
+
+    def count(name: str, whole: int) -> Any:
+        real = getattr(dist, name)
+
+        def call(*tensors: Any, **options: Any) -> Any:
+            counts[name.removesuffix("_single")] += tensors[whole].nbytes
+            return real(*tensors, **options)
+
+        return patch.object(dist, name, call)
+
+    with count("all_reduce", 0), count("all_gather_single", 0), count("reduce_scatter_single", 1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            output = stage(hidden, {}, [{}], [SEQUENCE])
+        forward, _ = counts.copy(), counts.clear()
+        output.sum().backward()
+    return {"forward": forward, "backward": counts}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_costs_count_the_bytes_that_are_sent(sequence_parallel: bool, dtype: str) -> None:
+    """A stage's own gather at its end, and that of its input's gradient, are no layer's."""
+    measured = run_distributed(lambda rank: counted_bytes(sequence_parallel, dtype, rank), 2)[0]
+    workload = module_workload(EVERY_MODEL["llama"][0])
+    load = microbatch_load(workload, "m", [SEQUENCE])
+    element_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+    sizes = {"tp_size": 2, "sequence_parallel": sequence_parallel}
+    for direction in ("forward", "backward"):
+        expected: Counter[str] = Counter()
+        for layer in workload.layers[1:3]:
+            kernels = layer_kernels(layer, **sizes, element_bytes=element_bytes, residual_bytes=4)
+            for shape in kernels.forward if direction == "forward" else kernels.input_gradient:
+                if shape.collective is not None:
+                    expected[shape.collective] += round(shape.at(load).num_bytes)
+        if sequence_parallel:
+            expected["all_gather"] += SEQUENCE.num_tokens("m") * 64 * 4
+        assert measured[direction] == expected
 
 
 class Stages(nn.Module):

@@ -41,7 +41,7 @@ class AnalyticCosts:
     cluster: Cluster
     dtype: str
     message_bytes: int
-    """Of each element that collectives carry."""
+    """Of each element that goes from layer to layer; collectives that sum what linears have computed carry `dtype`."""
     speeds: Speeds
 
     def module(self, workload: ModuleWorkload, *, tp_size: int = 1, sequence_parallel: bool = False) -> ModuleCosts:
@@ -52,9 +52,8 @@ class AnalyticCosts:
     def kernel(self, shape: KernelShape, *, tp_size: int = 1) -> Quadratic:
         """Seconds of one kernel as a function of the load."""
         if shape.collective is not None:
-            scale = self.message_bytes / ELEMENT_BYTES[self.dtype]
             terms = collective_terms(self.cluster, shape.collective, range(tp_size))
-            return Quadratic(constant=terms.latency_s).plus(shape.num_bytes.times(scale / terms.bytes_per_s))
+            return Quadratic(constant=terms.latency_s).plus(shape.num_bytes.times(1 / terms.bytes_per_s))
         device, speed = self.cluster.device, self.speeds.compute(shape.kind)
         work = shape.num_bytes.times(1 / (self.speeds.memory.limit * device.memory_bytes_per_s))
         if speed is not None:
@@ -68,6 +67,7 @@ class AnalyticCosts:
             tp_size=tp_size,
             sequence_parallel=sequence_parallel,
             element_bytes=ELEMENT_BYTES[self.dtype],
+            residual_bytes=self.message_bytes,
         )
 
         def seconds(shapes: Iterable[KernelShape]) -> Quadratic:
@@ -94,7 +94,7 @@ def analytic_table(
 ) -> CostTable:
     """The costs of a model that nobody has measured.
 
-    `dtype_bytes`: of each element that travels. `speeds`: None: the assumed ones.
+    `dtype_bytes`: of each element that goes from layer to layer (under autocast 4). `speeds`: None: the assumed ones.
     """
     costs = AnalyticCosts(
         cluster=cluster, dtype=dtype, message_bytes=dtype_bytes, speeds=speeds or default_speeds(cluster.device)

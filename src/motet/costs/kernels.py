@@ -69,9 +69,15 @@ class LayerKernels:
 
 
 def layer_kernels(
-    layer: LayerShape, *, tp_size: int = 1, sequence_parallel: bool = False, element_bytes: int = 2
+    layer: LayerShape,
+    *,
+    tp_size: int = 1,
+    sequence_parallel: bool = False,
+    element_bytes: int = 2,
+    residual_bytes: int | None = None,
 ) -> LayerKernels:
     """On each rank of a tensor-parallel group of this size. `element_bytes`: of activations and of weights as computed.
+    `residual_bytes`: of what goes from layer to layer, in float32 under autocast; None: the same.
 
     A block's linears and attention are divided among the group; two all-reduces of its tokens close each forward and
     each backward (Shoeybi et al. 2019, section 3), one those of the vocabulary's layers. With sequence parallelism each
@@ -79,7 +85,8 @@ def layer_kernels(
     section 4.2.2). Embeddings of patches, merger and projector are computed by all."""
     if not layer.runs:
         return LayerKernels((), (), ())
-    make = _Maker(layer, tp_size, sequence_parallel, element_bytes)
+    residual = element_bytes if residual_bytes is None else residual_bytes
+    make = _Maker(layer, tp_size, sequence_parallel, element_bytes, residual)
     return LayerKernels(
         forward=tuple(make.forward("forward")),
         input_gradient=tuple(reversed(make.forward("input_gradient"))),
@@ -111,6 +118,7 @@ class _Maker:
     tp_size: int
     sequence_parallel: bool
     element_bytes: int
+    residual_bytes: int
 
     def forward(self, direction: Pass) -> list[KernelShape]:
         """The kernels of a forward, or those of the gradients of their inputs, in the forward's order."""
@@ -121,20 +129,23 @@ class _Maker:
         if layer.part == "embed" and layer.vocabulary:
             table = self._whole("embedding", "elementwise", 2 * layer.hidden_size)
             # Its gradient goes into the table alone: no rank needs another's.
-            return [table, *self._closing(1)] if direction == "forward" else [replace(table, leaves_layer=True)]
+            return (
+                [table, *self._closing(1, direction)] if direction == "forward" else [replace(table, leaves_layer=True)]
+            )
         if layer.attention is None:
-            return [*self._norms(direction), *linears, *self._functions(direction), *self._closing(1)]
+            return [*self._norms(direction), *linears, *self._functions(direction), *self._closing(1, direction)]
         # Queries, keys, values and output of each attention stand before the linears of the MLP.
         norms, kernels = self._norms(direction), []
         for i, attention in enumerate(layer.attentions):
             *queries_keys_values, output = linears[4 * i : 4 * i + 4]
-            kernels += [*self._closing(1), self._residual()] if i else []
+            kernels += [*self._closing(1, direction), self._residual()] if i else []
             kernels += [*norms[i : i + 1], *queries_keys_values, self._attention(attention, direction), output]
         rest, mlp = norms[len(layer.attentions) :], linears[4 * len(layer.attentions) :]
         if not mlp:
-            return [*kernels, *rest, self._residual(), *self._closing(1)]
+            return [*kernels, *rest, self._residual(), *self._closing(1, direction)]
         after = [*rest, *mlp[:-1], *self._functions(direction), mlp[-1]]
-        return [*kernels, *self._closing(1), self._residual(), *after, *self._closing(1), self._residual()]
+        closing = self._closing(1, direction)
+        return [*kernels, *closing, self._residual(), *after, *closing, self._residual()]
 
     def linear(self, linear: Linear, direction: Pass) -> KernelShape:
         shards = self.tp_size if linear.cut else 1
@@ -213,17 +224,23 @@ class _Maker:
         size = elements * self.element_bytes / (self.tp_size if is_shared else 1)
         return KernelShape(name, kind, Quadratic(), self._quadratic(per_token=size))
 
-    def _closing(self, num_sums: int) -> list[KernelShape]:
-        """The collectives after a row-cut linear or a table cut by the vocabulary."""
+    def _closing(self, num_sums: int, direction: Pass) -> list[KernelShape]:
+        """The collectives after a row-cut linear or a table cut by the vocabulary; backwards, before what is cut.
+
+        Forwards a linear's outputs are summed, backwards the gradients of what all linears behind a norm read. With
+        sequence parallelism each is gathered in the other direction."""
         layer = self.layer
         is_cut = self.tp_size > 1 and (bool(layer.vocabulary) or any(linear.cut for linear in layer.linears))
         if not is_cut:
             return []
-        size = self._quadratic(per_token=layer.hidden_size * self.element_bytes)
-        together: tuple[Collective, ...] = ("all_reduce",)
+        summed, gathered = self.element_bytes, self.residual_bytes
+        if direction != "forward" or layer.part != "block":
+            summed, gathered = gathered, summed
+        together: dict[Collective, int] = {"all_reduce": summed}
         if self.sequence_parallel and layer.part == "block":
-            together = ("reduce_scatter", "all_gather")
-        return [KernelShape(kind, "communication", Quadratic(), size, collective=kind) for kind in together * num_sums]
+            together = {"reduce_scatter": summed, "all_gather": gathered}
+        sizes = {kind: self._quadratic(per_token=layer.hidden_size * size) for kind, size in together.items()}
+        return [KernelShape(k, "communication", Quadratic(), sizes[k], collective=k) for k in [*sizes] * num_sums]
 
     def _terms(self, rows: Rows, value: float, constant: float = 0.0) -> Quadratic:
         return self._quadratic(**{"constant": constant, _TERM[rows]: value})

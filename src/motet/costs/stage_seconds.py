@@ -118,7 +118,8 @@ class StageSeconds:
                 layer,
                 tp_size=kind.stage.tp_size,
                 sequence_parallel=self.cells.plan.modules[kind.module].sequence_parallel,
-                element_bytes=self.memory.activation_bytes,
+                element_bytes=self.memory.computed_bytes,
+                residual_bytes=self.memory.activation_bytes,
             )
             exchange = self._key_exchange(layer, kind.stage)
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
@@ -169,7 +170,7 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
         return ZERO
     terms = collective_terms(cluster, "all_gather", stage.ranks[:: stage.tp_size])
     width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
-    per_token = width * memory.activation_bytes * stage.cp_size / terms.bytes_per_s
+    per_token = width * memory.computed_bytes * stage.cp_size / terms.bytes_per_s
     return Quadratic(constant=terms.latency_s, per_token=per_token)
 
 

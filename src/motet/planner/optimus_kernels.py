@@ -40,7 +40,12 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
         gradients = problem.gradients[name][i]
         key = (layer, gradients, time.forward_s, time.backward_s)
         if key not in known:
-            shapes = layer_kernels(layer, tp_size=tp, element_bytes=problem.memory.activation_bytes)
+            shapes = layer_kernels(
+                layer,
+                tp_size=tp,
+                element_bytes=problem.memory.computed_bytes,
+                residual_bytes=problem.memory.activation_bytes,
+            )
             recomputed = name in problem.recompute and layer.part == "block"
 
             def in_order(kernels: Sequence[KernelShape], total_s: float) -> Kernels:
@@ -59,9 +64,14 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
 
 
 def _assumed_costs(problem: PlanningProblem) -> AnalyticCosts:
-    device, size = problem.cluster.device, problem.memory.activation_bytes
+    device, size = problem.cluster.device, problem.memory.computed_bytes
     dtype = "bfloat16" if size == 2 and "bfloat16" in device.peak_flops else next(iter(device.peak_flops))
-    return AnalyticCosts(cluster=problem.cluster, dtype=dtype, message_bytes=size, speeds=default_speeds(device))
+    return AnalyticCosts(
+        cluster=problem.cluster,
+        dtype=dtype,
+        message_bytes=problem.memory.activation_bytes,
+        speeds=default_speeds(device),
+    )
 
 
 def _backward(shapes: LayerKernels, gradients: LayerGradients, *, recomputed: bool) -> tuple[KernelShape, ...]:
