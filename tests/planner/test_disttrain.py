@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import small_problem, with_memory
 
+from motet.catalogue import LINKS
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import RESERVE
 from motet.data.sample import Segment
@@ -15,6 +16,7 @@ from motet.plan import Edge, Plan, check_plan
 from motet.planner import make_plan
 from motet.planner.disttrain import disttrain, orchestrated_plan, orchestration_problem
 from motet.planner.evaluate import evaluate
+from motet.planner.orchestration import evaluate_degrees, orchestrate
 from motet.planner.problem import ModuleProblem
 from motet.planner.units import Orchestration, UnitDegrees
 from motet.workload_diffusion import generator_workload
@@ -145,3 +147,29 @@ def test_mistakes_are_told():
         disttrain(small_problem(), placement="colocated")
     with pytest.raises(ValueError, match=r"cluster.num_devices: is 2, but vision and audio and language_model need"):
         disttrain(small_problem(num_devices=2))
+
+
+def test_the_closed_form_knows_of_messages_and_of_sums_of_gradients():
+    """Six nodes of one device on a slow network: without them it is far off."""
+    problem = small_problem(num_devices=6, encoders=("vision",), frozen=(), dp_sizes=(2,))
+    slow = replace(LINKS["ethernet10"], bytes_per_s=3e7)
+    problem = replace(problem, cluster=replace(problem.cluster, devices_per_node=1, between_nodes=slow))
+    whole = orchestration_problem(problem)
+    text = problem.modules["language_model"].workload
+    gradients = sum(layer.num_parameters for layer in text.layers) * problem.memory.parameter_bytes
+    assert whole.units["language_model"].reduce_s == pytest.approx(gradients / 3e7)
+    found = orchestrate(whole)
+    simulated_s = evaluate(problem, orchestrated_plan(problem, found)).iteration_time_s
+    assert found.iteration_s == pytest.approx(simulated_s, rel=0.3)
+    units = {name: replace(unit, boundary_s=0.0, reduce_s=0.0) for name, unit in whole.units.items()}
+    deaf = evaluate_degrees(replace(whole, units=units), found.degrees)
+    assert deaf.iteration_s < 0.7 * simulated_s
+
+
+def test_frozen_modules_sum_nothing_and_send_nothing_back():
+    trained, frozen = (
+        orchestration_problem(small_problem(num_devices=4, encoders=(), frozen=names)).units["language_model"]
+        for names in ((), ("language_model",))
+    )
+    assert trained.reduce_s > frozen.reduce_s == 0
+    assert trained.boundary_s == 2 * frozen.boundary_s > 0

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import small_problem, with_memory
 
+from motet.catalogue import LINKS
 from motet.plan import Edge, Plan, check_plan
 from motet.planner import make_plan
 from motet.planner.entrain import (
@@ -18,6 +19,7 @@ from motet.planner.entrain import (
     entrain,
     iteration_s,
     profiling_size,
+    resharding,
 )
 from motet.planner.evaluate import evaluate
 from motet.planner.profiling_size import proportional_allocation
@@ -51,7 +53,11 @@ def test_is_the_best_of_exhaustive_search(times, devices, num_microbatches, pena
     }
     found = min(
         configurations(
-            components, EDGES, allocation, num_microbatches, lambda e, a, b: penalty * ((a.tp, a.cp) != (b.tp, b.cp))
+            components,
+            EDGES,
+            allocation,
+            num_microbatches,
+            lambda e, shapes: penalty * (shapes[e.source][:2] != shapes[e.target][:2]),
         ),
         key=lambda each: each.iteration_s,
     )
@@ -108,7 +114,7 @@ def test_unlike_groups_are_resharded():
         EDGES[:1],
         {"vision": 1, "text": 2},
         3,
-        lambda edge, source, target: 10.0 * (source.tp != target.tp),
+        lambda edge, shapes: 10.0 * (shapes[edge.source].tp != shapes[edge.target].tp),
     )
     times = {each.shapes["text"]: each.iteration_s for each in found}
     assert times == {Shape(1, 1, 1): 8 + 2 * 4, Shape(2, 1, 1): 6 + 2 * 4 + 3 * 10}
@@ -133,3 +139,46 @@ def test_mistakes_are_told():
 def test_what_does_not_fit_is_said():
     problem = with_memory(small_problem(num_devices=3, frozen=()), 2**20)
     assert evaluate(problem, entrain(problem)).overflows
+
+
+def on_slow_nodes(problem):
+    """A node for each device."""
+    cluster = replace(problem.cluster, devices_per_node=1, between_nodes=LINKS["ethernet10"])
+    return replace(problem, cluster=cluster)
+
+
+def test_sums_of_gradients_decide_on_slow_networks():
+    """Replicas of a trained model would sum all gradients over the network."""
+    problem = on_slow_nodes(small_problem(num_devices=6, frozen=(), dp_sizes=(1, 2)))
+    times = {
+        dp: evaluate(problem, entrain(replace(problem, dp_sizes=(dp,)))).iteration_time_s for dp in problem.dp_sizes
+    }
+    assert times[1] < times[2]
+    assert evaluate(problem, entrain(problem)).iteration_time_s == times[1]
+
+
+def test_the_slowest_sum_of_gradients_counts_once():
+    component = Component(layer_s=lambda tp, cp: [2.0, 3.0])
+    (found,) = configurations(
+        {"vision": component, "text": component},
+        EDGES[:1],
+        {"vision": 1, "text": 2},
+        1,
+        reduce_s=lambda name, shapes, stages: 10.0 * len(stages) if name == "text" else 7.0,
+    )
+    assert found.iteration_s == 5 + 5 + 20
+
+
+def test_resharding_is_what_the_links_between_the_ranks_take():
+    """An encoder on rank 0, groups of two behind it: inside a node and over the network."""
+    near = small_problem(num_devices=3, encoders=("vision",), frozen=())
+    far = on_slow_nodes(near)
+    shapes = {"vision": Shape(1, 1, 1), "language_model": Shape(2, 1, 1)}
+    for problem in (near, far):
+        tokens = sum(sample.num_outputs("vision") for sample in problem.samples) / problem.num_microbatches
+        num_bytes = tokens * 128 * problem.memory.activation_bytes
+        link = problem.cluster.link(0, 2)
+        # Both receivers at once forth, one sender back.
+        expected = 2 * link.latency_s + (2 + 1) * num_bytes / link.bytes_per_s
+        assert resharding(problem, 1)(problem.edges[0], shapes) == pytest.approx(expected)
+    assert resharding(near, 1)(near.edges[0], {**shapes, "language_model": Shape(1, 1, 2)}) == 0.0

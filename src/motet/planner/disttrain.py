@@ -4,8 +4,9 @@ The orchestration that `motet.planner.orchestration` finds, as a plan. Every mod
 its own, with its own tensor, pipeline and data parallelism; their numbers of replicas need not be equal. Modules that
 lead to the language model are encoders, those that it leads to are generators, several of each stand side by side.
 
-The closed form does not see messages between units, padding, or how unlike samples are. So the best orchestrations, one
-for each data- and tensor-parallel size of the language model, are simulated, and the best simulation that fits wins.
+The closed form does not see latencies, messages between units, padding, or how unlike samples are; where there are
+several nodes, all messages and reductions go through their network. So the best orchestrations, one for each data- and
+tensor-parallel size of the language model, are simulated, and the best simulation that fits wins.
 
 Deviations: the number of microbatches is the problem's (the paper fixes their size instead); units of large
 tensor-parallel groups get the first ranks, so that groups lie within nodes.
@@ -27,7 +28,7 @@ from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, cut_module
-from motet.planner.layer_bytes import saved_bytes_of_layers
+from motet.planner.layer_bytes import gradient_bytes_of_layers, saved_bytes_of_layers
 from motet.planner.orchestration import orchestrate
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
@@ -143,6 +144,8 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         state_bytes=state,
         optimizer_bytes=with_optimizer - state,
         activation_bytes={size: _saved_bytes(problem, name, size, dp_sizes[0]) / num_samples for size in fits},
+        boundary_s=_boundary_s(problem, name, dp_sizes[0]),
+        reduce_s=_reduce_s(problem, name),
         dp_sizes=dp_sizes,
         max_stages=module.max_stages,
         vpp_sizes=VPP_SIZES if role == "language_model" and problem.schedule in INTERLEAVED else (1,),
@@ -152,6 +155,28 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
 def _saved_bytes(problem: PlanningProblem, name: str, tp_size: int, dp: int) -> float:
     """What a typical microbatch leaves in the whole module for its backward, on each rank of a group."""
     return sum(saved_bytes_of_layers(problem, name, problem.typical_load(name, dp), tp_size=tp_size))
+
+
+def _boundary_s(problem: PlanningProblem, name: str, dp: int) -> float:
+    """A sample's message to the next stage, and its gradient's way back."""
+    workload = problem.modules[name].workload
+    tokens = problem.typical_load(name, dp).tokens / _samples_per_microbatch(problem, dp)
+    num_bytes = tokens * workload.hidden_size * problem.memory.activation_bytes
+    returns = any(needs.any for needs in problem.gradients[name])
+    measured = problem.table.message
+    farthest = problem.cluster.link(0, problem.num_devices - 1)
+    bytes_per_s = farthest.bytes_per_s if measured is None else measured.bytes_per_s
+    return num_bytes / bytes_per_s * (2 if returns else 1)
+
+
+def _reduce_s(problem: PlanningProblem, name: str) -> float:
+    """All gradients' bytes over the bandwidth of one device."""
+    num_bytes = sum(gradient_bytes_of_layers(problem, name, tp_size=1))
+    measured = problem.table.all_reduce
+    if measured is not None:
+        return num_bytes / measured.bytes_per_s
+    cluster = problem.cluster
+    return num_bytes / (cluster.within_node.bytes_per_s if cluster.num_nodes == 1 else cluster.network_bytes_per_s)
 
 
 def _samples_per_microbatch(problem: PlanningProblem, dp: int) -> float:

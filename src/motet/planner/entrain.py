@@ -4,29 +4,36 @@ Each replica's devices are shared among the modules in proportion to their work 
 tensor- and context-parallel size, what is left of a module's share are its pipeline stages, cut by the exact partition;
 then the layout counts whose iteration takes least,
 
-    T = longest path through the modules (sum of a module's stages) + (K - 1) slowest stage + resharding.
+    T = longest path through the modules (sum of a module's stages) + (K - 1) slowest stage + resharding + reduction,
+
+the best of each data-parallel size, in this order, while it promises to be faster than the best simulation.
 
 Is the global batch large enough to be typical? `profiling_size` tells (Algorithm 2, `motet.planner.profiling_size`).
 
 Deviations: (4.2) adds up all modules, but encoders side by side run in parallel: here the longest path counts. A share
-that a tensor-parallel size does not divide leaves devices idle instead of ruling the size out.
-Limits: resharding is what the boundary's messages cost, one after the other; layouts that do not fit into memory are
-told by simulating the best ones in turn; `profiling_size` costs samples one by one, so it sees no padding.
+that a tensor-parallel size does not divide leaves devices idle instead of ruling the size out. Algorithm 3 leaves out
+the sum of gradients over replicas, which decides on slow networks; the last term is that of the slowest module.
+Limits: resharding is a transfer at the links of the first replica's ranks for each microbatch, hidden behind nothing,
+as if an encoder entered the first stage of what it enters; layouts that do not fit into memory are told by simulation;
+`profiling_size` costs samples one by one, so it sees no padding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from motet.costs.communication import all_reduce_seconds, resharding_seconds
 from motet.errors import UserError
-from motet.plan import Edge, Plan
+from motet.plan import Edge, LayerRange, Plan
 from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
+from motet.planner.layer_bytes import gradient_bytes_of_layers
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.profiling_size import (
@@ -45,6 +52,14 @@ class Shape(NamedTuple):
     tp: int
     cp: int
     pp: int
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tp * self.cp
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks_per_stage * self.pp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +80,10 @@ class Configuration:
     iteration_s: float
 
 
-Reshard = Callable[[Edge, Shape, Shape], float]
-"""(edge, source's shape, target's) -> seconds that one microbatch's resharding takes, forth and back."""
+Reshard = Callable[[Edge, Mapping[str, Shape]], float]
+"""(edge, shapes of all modules) -> seconds that one microbatch's resharding takes, forth and back."""
+Reduce = Callable[[str, Mapping[str, Shape], Sequence[LayerRange]], float]
+"""(module, shapes of all modules, its stages) -> seconds in which the replicas sum its gradients."""
 
 
 def configurations(
@@ -74,20 +91,24 @@ def configurations(
     edges: Sequence[Edge],
     allocation: Mapping[str, int],
     num_microbatches: int,
-    reshard_s: Reshard = lambda edge, source, target: 0.0,
+    reshard_s: Reshard = lambda edge, shapes: 0.0,
+    reduce_s: Reduce = lambda name, shapes, stages: 0.0,
 ) -> Iterator[Configuration]:
     """Every configuration of one replica (tiers 1 and 2). `allocation`: devices of each module."""
     choices = [list(_shapes(component, allocation[name])) for name, component in components.items()]
-    cut: dict[tuple[str, Shape], tuple[float, ...]] = {}
+    cut: dict[tuple[str, Shape], tuple[Sequence[LayerRange], tuple[float, ...]]] = {}
     for combination in product(*choices):
         shapes = dict(zip(components, combination, strict=True))
         for name, shape in shapes.items():
             if (name, shape) not in cut:
                 times = components[name].layer_s(shape.tp, shape.cp)
-                cut[name, shape] = tuple(stage_costs(times, partition(times, shape.pp)))
-        stage_s = {name: cut[name, shape] for name, shape in shapes.items()}
-        resharding = num_microbatches * sum(reshard_s(e, shapes[e.source], shapes[e.target]) for e in edges)
-        yield Configuration(shapes, stage_s, iteration_s(stage_s, edges, num_microbatches) + resharding)
+                stages = partition(times, shape.pp)
+                cut[name, shape] = stages, tuple(stage_costs(times, stages))
+        stage_s = {name: cut[name, shape][1] for name, shape in shapes.items()}
+        seconds = iteration_s(stage_s, edges, num_microbatches)
+        seconds += num_microbatches * sum(reshard_s(edge, shapes) for edge in edges)
+        seconds += max(reduce_s(name, shapes, cut[name, shape][0]) for name, shape in shapes.items())
+        yield Configuration(shapes, stage_s, seconds)
 
 
 def _shapes(component: Component, num_devices: int) -> Iterator[Shape]:
@@ -113,7 +134,7 @@ def iteration_s(stage_s: Mapping[str, Sequence[float]], edges: Sequence[Edge], n
 
 
 def entrain(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """The best configuration that fits into memory; one that does not only if none of the best does.
+    """The fastest in simulation that fits into memory; one that does not only if none of the best does.
 
     Raises `ValueError` if there are fewer devices than modules, and for a placement other than `parallel`."""
     if placement not in (None, "parallel"):
@@ -125,11 +146,16 @@ def entrain(problem: PlanningProblem, *, placement: Placement | None = None) -> 
         names = " and ".join(problem.modules)
         raise UserError(f"cluster.num_devices: is {problem.num_devices}, but {names} need ranks of their own")
     evaluations: list[Evaluation] = []
-    for dp, configuration in found[:MAX_SIMULATED]:
+    fitting: dict[int, float] = {}
+    for dp, configuration in found:
+        if len(evaluations) == MAX_SIMULATED or configuration.iteration_s >= min(fitting.values(), default=inf):
+            break
+        if dp in fitting:
+            continue
         degrees = {name: Degrees(tp=s.tp, cp=s.cp, pp=s.pp, dp=dp) for name, s in configuration.shapes.items()}
         evaluations.append(evaluate(problem, build_plan(problem, degrees, planner="entrain")))
         if evaluations[-1].fits:
-            break
+            fitting[dp] = evaluations[-1].iteration_time_s
     return min(evaluations, key=rank).plan
 
 
@@ -141,8 +167,8 @@ def _with_dp(problem: PlanningProblem) -> Iterator[tuple[int, Configuration]]:
         work = [device_seconds(problem, name) for name in problem.modules]
         allocation = dict(zip(problem.modules, proportional_allocation(budget, work), strict=True))
         components = {name: _component(problem, name, dp) for name in problem.modules}
-        reshard_s = _resharding(problem, dp)
-        for found in configurations(components, problem.edges, allocation, problem.num_microbatches, reshard_s):
+        terms = resharding(problem, dp), _reduction(problem, dp)
+        for found in configurations(components, problem.edges, allocation, problem.num_microbatches, *terms):
             yield dp, found
 
 
@@ -160,17 +186,46 @@ def _component(problem: PlanningProblem, name: str, dp: int) -> Component:
     )
 
 
-def _resharding(problem: PlanningProblem, dp: int) -> Reshard:
+def resharding(problem: PlanningProblem, dp: int) -> Reshard:
     num_microbatches = dp * problem.num_microbatches
 
-    def seconds(edge: Edge, source: Shape, target: Shape) -> float:
+    def seconds(edge: Edge, shapes: Mapping[str, Shape]) -> float:
+        source, target = shapes[edge.source], shapes[edge.target]
         if (source.tp, source.cp) == (target.tp, target.cp):
             return 0.0
+        first_rank = _first_ranks(shapes)
+        begin, end = first_rank[edge.source] + source.ranks_per_stage * (source.pp - 1), first_rank[edge.target]
+        senders = range(begin, begin + source.ranks_per_stage)
+        receivers = range(end, end + target.ranks_per_stage)
         tokens = sum(sample.num_outputs(edge.source) for sample in problem.samples) / num_microbatches
-        width = problem.modules[edge.source].workload.output_size
-        there = problem.cluster.between_nodes.seconds(tokens * width * problem.memory.activation_bytes)
+        num_bytes = tokens * problem.modules[edge.source].workload.output_size * problem.memory.activation_bytes
         returns = any(needs.any for needs in problem.gradients[edge.source])
-        return there * (2 if returns else 1)
+        there = resharding_seconds(problem.cluster, _transfers(senders, receivers, num_bytes / target.cp))
+        back = resharding_seconds(problem.cluster, _transfers(receivers, senders, num_bytes / source.cp))
+        return there + (back if returns else 0.0)
+
+    return seconds
+
+
+def _first_ranks(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Of each module in the first replica."""
+    ends = accumulate(shape.num_ranks for shape in shapes.values())
+    return {name: end - shape.num_ranks for (name, shape), end in zip(shapes.items(), ends, strict=True)}
+
+
+def _transfers(senders: range, receivers: range, num_bytes: float) -> list[tuple[int, int, float]]:
+    """Each receiver has one sender, in turns, as messages have (`motet.schedule.lower`)."""
+    return [(senders[i % len(senders)], receiver, num_bytes) for i, receiver in enumerate(receivers)]
+
+
+def _reduction(problem: PlanningProblem, dp: int) -> Reduce:
+    def seconds(name: str, shapes: Mapping[str, Shape], stages: Sequence[LayerRange]) -> float:
+        shape, first_rank = shapes[name], _first_ranks(shapes)[name]
+        of_layers = gradient_bytes_of_layers(problem, name, tp_size=shape.tp)
+        most = max(sum(of_layers[first:last]) for first, last in stages)
+        stride = sum(each.num_ranks for each in shapes.values())
+        holders = [first_rank + d * stride + c * shape.tp for d in range(dp) for c in range(shape.cp)]
+        return all_reduce_seconds(problem.table, problem.cluster, holders, most)
 
     return seconds
 

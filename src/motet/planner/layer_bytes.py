@@ -42,6 +42,15 @@ def copied_bytes_of_layers(problem: PlanningProblem, name: str) -> list[int]:
     ]
 
 
+def gradient_bytes_of_layers(problem: PlanningProblem, name: str, *, tp_size: int) -> list[int]:
+    """What replicas sum."""
+    module = problem.modules[name]
+    return [
+        layer.num_parameters_per_rank(tp_size) * problem.memory.parameter_bytes if module.is_trainable(index) else 0
+        for index, layer in enumerate(module.workload.layers)
+    ]
+
+
 def saved_bytes_of_layers(
     problem: PlanningProblem, name: str, load: Load, *, tp_size: int, fully_sharded: bool = False
 ) -> list[int]:
