@@ -83,10 +83,12 @@ def play(seed: int, num_events: int = 5) -> Counter[str]:
     num_nodes, steps = most_total, Counter[str]()
     for _ in range(num_events):
         can_lose = min(failures, num_nodes - templates.least_total)
-        lost = random.sample(range(num_nodes), random.randint(0, can_lose)) if can_lose > 0 else []
-        joined = random.choice([0, random.randint(0, most_total - num_nodes + len(lost))])
-        result = reconfigure(plan, templates, lost=lost, num_joined=joined)
-        num_nodes += joined - len(lost)
+        out = random.sample(range(num_nodes), random.randint(0, can_lose)) if can_lose > 0 else []
+        warned = random.randint(0, len(out))
+        lost, leaving = out[warned:], out[:warned]
+        joined = random.choice([0, random.randint(0, most_total - num_nodes + len(out))])
+        result = reconfigure(plan, templates, lost=lost, leaving=leaving, num_joined=joined)
+        num_nodes += joined - len(out)
         assert result.outcome == "continue", result.message
         plan = check_next(plan, templates, result, num_nodes - result.num_spares)
         # Below what a combination of templates can cover nobody waits.
@@ -207,6 +209,15 @@ def test_survivors_that_no_template_takes_are_left_out() -> None:
         assert result.plan.num_ranks == 2
         assert sorted(rank for rank in result.old_ranks if rank is not None) == [i for i in range(4) if i != lost]
         check_next(plan, replace(templates, failures=0), result, 2)
+
+
+def test_nodes_that_leave_hand_over_what_nobody_else_holds() -> None:
+    templates, plan = three_pipelines(failures=0)
+    result = reconfigure(plan, templates, leaving=[0, 2, 4])
+    assert result.outcome == "continue"
+    assert result.old_ranks == (1, 3, 5, 0, 2, 4)
+    assert {copy.source for copy in result.copies} & {3, 4, 5}
+    check_next(plan, templates, result, 3)
 
 
 def test_nothing_happened() -> None:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,9 @@ from test_recover import STEPS, at, before_each_step, die, failures, once, train
 from test_recover import config_of as recover_config_of
 from test_recover import undisturbed as alike_losses
 
+from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
+from motet.planner.oobleck import plan_of as plan_of_sizes
 from motet.resilience import launch_nodes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
@@ -72,6 +75,22 @@ def test_what_was_held_before_going_back_is_not_mixed_with_the_checkpoint(tmp_pa
     with mock.patch.object(TrainingProcess, "_begin", begin_and_die):
         losses, _ = train_without_language_model(tmp_path)
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][2:], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_who_no_template_takes_leaves(tmp_path: Path) -> None:
+    """Of two pipelines of two nodes a node dies, and there is no template for three."""
+    config = config_of(tmp_path, 1, UNLIKE)
+    _, templates = plan_and_templates(UNLIKE, 1, (2, 3))
+    assert templates is not None
+    templates = replace(templates, by_nodes={2: templates.by_nodes[2]})
+    plan = plan_of_sizes(read_problem(config), templates, (2, 2))
+    with before_each_step(at(2, 0, die)):
+        result = train_on_nodes(config, plan, templates, num_nodes=4, node_size=1)
+    assert result["losses"] == pytest.approx(undisturbed(1, UNLIKE)[0], rel=1e-12)
+    assert result["world_size"] == 2
+    kinds = [[change["kind"] for change in line["changes"]] for line in failures(config)]
+    assert kinds == [["lost"], ["left"]]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class Reconfiguration:
     """None where training stops."""
     old_ranks: tuple[int | None, ...] = ()
     """For each new rank, the rank that it had; None: it has joined. Ranks beyond the plan's belong to survivors that no
-    template takes: they have copies to send, and nothing else to do."""
+    template takes, then to nodes that leave: they have copies to send, and nothing else to do."""
     copies: tuple[Copy, ...] = ()
     """Between new ranks. What a rank holds already and still needs is not among them."""
     steps: tuple[Step, ...] = ()
@@ -46,24 +46,27 @@ def reconfigure(
     templates: Templates,
     *,
     lost: Collection[int] = (),
+    leaving: Collection[int] = (),
     num_joined: int = 0,
 ) -> Reconfiguration:
-    """`lost`: numbers of nodes. `num_joined`: nodes that are new, with nothing on them.
+    """`lost`, `leaving`: numbers of nodes; those that leave have no part any more, but hand over what they hold.
+    `num_joined`: nodes that are new, with nothing on them.
 
     Survivors keep their order and nodes that join come after them, so the new ranks have no gaps. A failure during
     the recovery from another is reconfigured from the same plan with all nodes lost since.
     Raises `UserError` for a plan without pipelines of whole nodes."""
     size = templates.devices_per_node
     before = nodes_of_pipelines(plan, size)
-    surviving = [node for node in range(-(-plan.num_ranks // size)) if node not in set(lost)]
-    missing = _missing(plan, surviving, size)
+    out = {*lost, *leaving}
+    surviving = [node for node in range(-(-plan.num_ranks // size)) if node not in out]
+    missing = _missing(plan, {*surviving, *leaving}, size)
     if len(surviving) + num_joined < templates.least_total:
         return _stopped(templates, len(surviving) + num_joined, missing)
 
     total = sum(plan.replica_microbatches) or plan.num_microbatches * len(before)
     sizes, steps, spares = new_sizes(
         [len(nodes) for nodes in before],
-        [len(set(nodes) - set(lost)) for nodes in before],
+        [len(set(nodes) - out) for nodes in before],
         num_joined,
         fewest=templates.fewest_nodes,
         most=templates.most_nodes,
@@ -74,7 +77,9 @@ def reconfigure(
     draft = build_plan(plan, templates, [t.num_nodes for t in chosen], min_max_counts(chosen, total))
     num_spares = min(spares, num_joined)
     nodes: list[int | None] = [*surviving, *[None] * (num_joined - num_spares)]
-    new_plan, old_ranks, copies = _place(plan, draft, nodes, size, templates.layer_bytes, copy=not missing)
+    new_plan, old_ranks, copies = _place(
+        plan, draft, nodes, sorted(leaving), size, templates.layer_bytes, copy=not missing
+    )
     return Reconfiguration(
         outcome="restore" if missing else "continue",
         message=_message(plan, missing, steps, len(new_plan.replica_microbatches)),
@@ -133,26 +138,28 @@ def _place(
     old: Plan,
     draft: Plan,
     nodes: Sequence[int | None],
+    leaving: Sequence[int],
     size: int,
     layer_bytes: LayerBytes | None,
     *,
     copy: bool,
 ) -> tuple[Plan, tuple[int | None, ...], tuple[Copy, ...]]:
-    """The draft on the nodes that hold most of what they need, the old ranks, and what ranks lack."""
+    """The draft on those of `nodes` that hold most of what they need, the old ranks, and what ranks lack."""
     holdings = Holdings([old, draft])
     weights = holdings.weights(draft, layer_bytes)
     held_before = [*holdings.by_rank(old), *[frozenset[Unit]()] * size]
     nothing: Node = (frozenset(),) * size
-    of_nodes = [nothing if node is None else tuple(held_before[node * size : (node + 1) * size]) for node in nodes]
-    rows = best_places(of_nodes, _by_node(holdings.by_rank(draft), size), weights)
+    everyone = [*nodes, *leaving]
+    of_nodes = [nothing if node is None else tuple(held_before[node * size : (node + 1) * size]) for node in everyone]
+    rows = best_places(of_nodes[: len(nodes)], _by_node(holdings.by_rank(draft), size), weights)
     all_taken = {taken for taken, *_ in rows}
-    order = sorted(range(len(nodes)), key=lambda i: i not in all_taken)
+    order = sorted(range(len(everyone)), key=lambda i: i not in all_taken)
     rank_of: dict[int, int] = {}
     for place, (taken, *devices) in enumerate(rows):
         first = order.index(taken) * size
         rank_of |= {place * size + i: first + device for i, device in enumerate(devices)}
     plan = with_ranks(draft, rank_of)
-    in_order = [nodes[i] for i in order]
+    in_order = [everyone[i] for i in order]
     old_ranks = tuple(None if node is None else node * size + device for node in in_order for device in range(size))
     if not copy:
         return plan, old_ranks, ()

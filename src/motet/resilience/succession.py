@@ -59,14 +59,14 @@ class Succession:
         joined = [change.node for change in changes if change.kind == "joined"]
         candidates = [node for node in (*membership.waiting, *joined) if node not in gone]
         plan = Plan.from_json(membership.plan)
-        out = [place for place, node in enumerate(membership.nodes) if node in gone or node in going]
-        next_plan = self._next_plan(plan, out, len(candidates))
+        lost = [place for place, node in enumerate(membership.nodes) if node in gone]
+        leaving = [place for place, node in enumerate(membership.nodes) if node in going]
+        next_plan = self._next_plan(plan, lost, leaving, len(candidates))
         order = [*membership.nodes, *candidates]
         warned = [node for node in (*membership.leaving, *going) if node not in gone]
         if next_plan.plan is None and warned:
-            out = [place for place, node in enumerate(membership.nodes) if node in gone]
             back = [node for node in warned if node not in membership.nodes]
-            last = self._next_plan(plan, out, len(back))
+            last = self._next_plan(plan, lost, (), len(back))
             if last.plan is not None:
                 listed = ", ".join(map(str, warned))
                 stop = f"without the nodes that leave ({listed}) no pipeline is whole"
@@ -91,9 +91,9 @@ class Succession:
             saves=next_plan.plan is not None,
         )
 
-    def _next_plan(self, plan: Plan, out: Sequence[int], num_candidates: int) -> "_NextPlan":
-        """`out`: places of the nodes that the next plan cannot use."""
-        num_nodes = plan.num_ranks // self.node_size
+    def _next_plan(self, plan: Plan, lost: Sequence[int], leaving: Sequence[int], num_candidates: int) -> "_NextPlan":
+        """`lost`, `leaving`: places of the nodes that the next plan cannot use."""
+        num_nodes, out = plan.num_ranks // self.node_size, (*lost, *leaving)
         if not out and not num_candidates:
             return _NextPlan(plan, range(num_nodes), note="nothing changes")
         if self.templates is None:
@@ -104,12 +104,12 @@ class Succession:
             whole, places = kept
             note = f"{len(next(iter(whole.modules.values())).replicas)} whole pipelines are left"
             return _NextPlan(whole, [instead.get(place, place) for place in places], note=note)
-        first = reconfigure(plan, self.templates, lost=out, num_joined=num_candidates)
+        first = reconfigure(plan, self.templates, lost=lost, leaving=leaving, num_joined=num_candidates)
         found = first
         for failures in range(self.templates.failures - 1, -1, -1):
             if found.plan is None:
                 fewer = replace(self.templates, failures=failures)
-                found = reconfigure(plan, fewer, lost=out, num_joined=num_candidates)
+                found = reconfigure(plan, fewer, lost=lost, leaving=leaving, num_joined=num_candidates)
         if found.plan is None:
             return _NextPlan(None, (), stop=first.message)
         new_nodes = found.old_ranks[: found.plan.num_ranks : self.node_size]
