@@ -8,6 +8,7 @@ import pytest
 
 from motet.cli.typical_batch import read_problem
 from motet.config import load_run_config
+from motet.planner import make_plan
 from motet.planner.auto_towers import search_towers
 from motet.planner.distmm_units import Partition, unit_choices
 from motet.planner.evaluate import evaluate
@@ -63,6 +64,7 @@ def test_the_plan_is_near_the_best_of_those_made_by_hand(tmp_path: Path, contras
     found = search_towers(problem)
     assert found.of_distmm.iteration_time_s <= 1.05 * best
     assert found.best.iteration_time_s <= 1.02 * best
+    assert make_plan(problem, "auto").modules == found.best.plan.modules
 
 
 def test_estimates_of_a_decoder_count_what_it_reads(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def check_may_be_whole(problem: PlanningProblem, planner: str, names: Iterable[s
             )
 
 
-FINDS_REPLICAS_ITSELF = ("oobleck", "distmm")
-"""Planners for which the number of replicas is what they look for: no limit is set on it."""
+FINDS_REPLICAS_ITSELF = ("oobleck",)
+"""Planners for which the number of replicas is what they look for: no limit is set on it, as none is on towers'."""
 FILLS_REPLICAS = ("optimus", "megatron_extra_stages")
 """Planners that give a replica of the language model several of an encoder: its own number is what is limited."""
 
@@ -88,7 +88,8 @@ def check_within_limits(problem: PlanningProblem, plan: Plan) -> None:
             _check_limit(plan, owner, "tp", stage.tp_size, module.tp_sizes)
             _check_limit(plan, owner, "cp", stage.cp_size, module.cp_sizes)
         may_be_filled = plan.planner in FILLS_REPLICAS and module.workload.kind != "language_model"
-        if plan.planner not in FINDS_REPLICAS_ITSELF and not may_be_filled:
+        finds_replicas = plan.planner in FINDS_REPLICAS_ITSELF or plan.loss_module is not None
+        if not finds_replicas and not may_be_filled:
             _check_limit(plan, owner, "dp", len(planned.replicas), problem.dp_sizes)
 
 
