@@ -251,7 +251,9 @@ def _clip(read: Reader) -> ModuleWorkload:
     return _encoder(read, width=width, embed=embed, blocks=[block] * read("num_hidden_layers"), head=head)
 
 
-def _text(read: Reader, *, head: LayerShape, embedding_norm: bool = False) -> ModuleWorkload:
+def _text(
+    read: Reader, *, head: LayerShape, embedding_norm: bool = False, output_size: int | None = None
+) -> ModuleWorkload:
     width = read("hidden_size")
     block = _encoder_block(
         width, read("num_attention_heads"), read("intermediate_size"), bias=(True,) * 4, norm_parameters=4 * width
@@ -261,7 +263,8 @@ def _text(read: Reader, *, head: LayerShape, embedding_norm: bool = False) -> Mo
     embed = LayerShape(
         "embed", width, other_parameters=(rows + 2 * embedding_norm) * width, saved_vectors=int(embedding_norm)
     )
-    return _encoder(read, width=width, embed=embed, blocks=[block] * read("num_hidden_layers"), head=head)
+    blocks = [block] * read("num_hidden_layers")
+    return _encoder(read, width=width, output_size=output_size, embed=embed, blocks=blocks, head=head)
 
 
 def _clip_text(read: Reader) -> ModuleWorkload:
@@ -274,7 +277,8 @@ def _siglip_text(read: Reader) -> ModuleWorkload:
     width = read("hidden_size")
     out = read.optional("projection_size", width)
     pooled = Linear(width, out, True, rows="outputs")
-    return _text(read, head=LayerShape("head", out, (pooled,), other_parameters=2 * width, saved_vectors=1))
+    head = LayerShape("head", out, (pooled,), other_parameters=2 * width, saved_vectors=1)
+    return _text(read, head=head, output_size=out)
 
 
 def _bert(read: Reader) -> ModuleWorkload:

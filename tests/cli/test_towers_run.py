@@ -97,6 +97,7 @@ def test_the_scale_may_begin_at_its_limit(run_file: Path) -> None:
     assert contrastive.max_logit_scale == pytest.approx(ContrastiveLoss("sigmoid").logit_scale.item())
 
 
+@pytest.mark.slow
 def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """Both towers of one CLIPModel: the loss is that of transformers' own model, and what is exported is it again."""
     torch.manual_seed(0)
@@ -144,6 +145,22 @@ def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_fi
     (folder / "config.json").write_text(json.dumps({**whole["text_config"], "model_type": "clip_text_model"}))
     expect_mistake(
         capsys, ["plan", run_file], "image.part: is image, but what is stored is one clip_text_model without"
+    )
+
+
+def test_texts_that_are_wider_than_their_features(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """SigLIP's `projection_size`: with a projector behind it, and as the width of the features."""
+    values = {**SMALL, "vocab_size": 32, "max_position_embeddings": 12, "projection_size": 24}
+    text = f"model.towers.text={{config: SiglipTextConfig, values: {json.dumps(values)}, projector: linear}}"
+    with_text = ("--set", text, "--set", "model.contrastive.width=9")
+    assert run(capsys, "verify", run_file, *with_text)["passed"]
+    bare = (*with_text, "--set", "model.towers.text.projector=null")
+    message = "model.towers.text.projector: is null, but the tower's width is 24 and that of the features 9; give it a"
+    expect_mistake(capsys, ["plan", run_file, *bare], message)
+    with_decoder(run_file, "GPT2Config")
+    decoder = ("--set", "model.decoder.reads=text")
+    expect_mistake(
+        capsys, ["plan", run_file, *with_text, *decoder], "model.towers.text: makes features of 16, but one of 24 of a"
     )
 
 

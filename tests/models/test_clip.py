@@ -32,8 +32,9 @@ def clip(eos_token_id: int) -> CLIPModel:
 
 
 def siglip() -> SiglipModel:
+    """Its texts are wider inside than its features."""
     torch.manual_seed(0)
-    text = SiglipTextConfig(**TEXT, eos_token_id=2, projection_size=32)
+    text = SiglipTextConfig(**{**TEXT, "hidden_size": 40}, eos_token_id=2, projection_size=32)
     vision = SiglipVisionConfig(**IMAGE)
     return SiglipModel(SiglipConfig(text_config=text.to_dict(), vision_config=vision.to_dict())).double()
 

@@ -29,7 +29,7 @@ TEXT = {
     "num_hidden_layers": BLOCKS,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": LONGEST_TEXT,
-    "projection_size": HIDDEN,
+    "projection_size": HIDDEN + 4,
     "eos_token_id": END_OF_TEXT,
     "bos_token_id": 0,
     "pad_token_id": 1,
@@ -94,7 +94,8 @@ class Case:
             model_class, config_class, values = MODELS[tower.family]
             known = config_class().to_dict()
             config = config_class(**{key: value for key, value in values.items() if key in known})
-            modules[name] = ModalityModule(model_class(config), nn.Linear(HIDDEN, WIDTH, bias=False))
+            pooled = getattr(config, "projection_size", HIDDEN)
+            modules[name] = ModalityModule(model_class(config), nn.Linear(pooled, WIDTH, bias=False))
         loss = ContrastiveLoss(self.kind, math.log(4.0))  # type: ignore[arg-type]
         model = ContrastiveModule(modules, loss, anchor=self.anchor).to(dtype)
         with torch.no_grad():

@@ -59,6 +59,7 @@ def test_masked_texts_equal_transformers_own_model(family: str) -> None:
         torch.manual_seed(5)
         towers = {name: tower.module.config for name, tower in case.build().modality_modules().items()}
         configs = {"vision_config": towers["image"].to_dict(), "text_config": towers["text"].to_dict()}
+        configs["text_config"]["projection_size"] = towers["image"].hidden_size
         if family == "clip_text":
             return transformers.CLIPModel(transformers.CLIPConfig(**configs)).train()
         return transformers.SiglipModel(transformers.SiglipConfig(**configs)).train()
@@ -266,6 +267,9 @@ def test_mistakes_about_the_decoder() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=9, add_cross_attention=True)
     with pytest.raises(UserError, match="decoder: is 16 wide, but image hands on features of 20; give all towers"):
         ContrastiveModule(towers, decoder=CaptionDecoder(transformers.GPT2LMHeadModel(config), "image"))
+    towers = CASE.build().modality_modules()
+    with pytest.raises(UserError, match="decoder: text makes features of 32, but one of 36 of a whole item"):
+        ContrastiveModule(towers, decoder=CaptionDecoder(tiny_decoder("gpt2"), "text"))
     model = COCA.build().float()
     with pytest.raises(UserError, match="batch: decoder is missing; give it a dict with the captions' input_ids"):
         model(**batch())

@@ -253,6 +253,13 @@ def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule]
             f"decoder: {type(decoder.module).__name__} attends to no encoder; give a GPT2LMHeadModel whose "
             "configuration has add_cross_attention=True, or a BertLMHeadModel with is_decoder=True too"
         )
+    read = towers[decoder.reads]
+    inner = getattr(read.module.config, family_of(read.module).hidden_size)
+    if inner != read.output_size:
+        raise UserError(
+            f"decoder: {decoder.reads} makes features of {inner}, but one of {read.output_size} of a whole item, and "
+            "the decoder reads both; give it a projection_size equal to its hidden_size"
+        )
     hidden_size = decoder.module.config.hidden_size
     if hidden_size != width:
         raise UserError(

@@ -319,6 +319,7 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed_parts=("embeddings",),
         blocks="encoder.layers",
         head_parts=("final_layer_norm", "head"),
+        output_size="projection_size",
         embed=_by_shape(lambda model, ids: model.embeddings(input_ids=ids)),
         block_arguments=_mask_of_text,
         finish=lambda model, hidden, grids: model.final_layer_norm(hidden),

@@ -34,7 +34,17 @@ def tower_workloads(config: RunConfig, read: ReadPart) -> dict[str, ModuleWorklo
     )
     if config.model.decoder is None:
         return {**towers, CONTRASTIVE: loss}
+    _check_read_tower(config.model.decoder.reads, encoders[config.model.decoder.reads])
     return {**towers, CONTRASTIVE: loss, DECODER: _decoder(config.model.decoder, width, read)}
+
+
+def _check_read_tower(name: str, encoder: ModuleWorkload) -> None:
+    """Its projector takes both its features and what it makes of a whole item."""
+    if encoder.hidden_size != encoder.output_size:
+        raise UserError(
+            f"model.towers.{name}: makes features of {encoder.hidden_size}, but one of {encoder.output_size} of a "
+            "whole item, and the decoder reads both; give it a projection_size equal to its hidden_size"
+        )
 
 
 def _decoder(part: DecoderConfig, width: int, read: ReadPart) -> ModuleWorkload:
