@@ -1,4 +1,4 @@
-"""What each baseline's plan looks like, and FSDP's closed forms."""
+"""What each baseline's plan looks like."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from small_problem import small_problem
 
 from motet.planner import make_plan
-from motet.planner.baselines import fsdp_iteration_s, fsdp_memory_bytes, shares
+from motet.planner.baselines import shares
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 40))
@@ -47,24 +47,3 @@ def test_encoders_are_on_every_stage():
 def test_what_is_about_encoders_needs_one(planner):
     with pytest.raises(ValueError, match="needs an encoder"):
         make_plan(small_problem(encoders=()), planner)
-
-
-def test_fsdp_is_a_replica_per_device_and_needs_as_many_samples():
-    plan = make_plan(small_problem(num_devices=5, dp_sizes=(1, 5)), "fsdp")
-    assert all(len(module.replicas) == 5 for module in plan.modules.values())
-    with pytest.raises(ValueError, match="fsdp needs a sample for each of 17 devices"):
-        make_plan(small_problem(num_devices=17, dp_sizes=(17,)), "fsdp")
-    with pytest.raises(ValueError, match="do not allow; allow 5"):
-        make_plan(small_problem(num_devices=5), "fsdp")
-
-
-def test_fsdp_by_hand():
-    problem = small_problem(num_devices=4, frozen=())
-    parameters = sum(layer.num_parameters for m in problem.modules.values() for layer in m.workload.layers)
-    frozen = small_problem(num_devices=4, frozen=("vision", "audio", "language_model"))
-    # Parameter, gradient and two moments of 4 bytes each, over 4 devices.
-    assert fsdp_memory_bytes(problem) == 4 * parameters * 4 / 4
-    assert fsdp_memory_bytes(frozen) < fsdp_memory_bytes(problem) / 2
-    # Compute hides communication, or the other way round.
-    assert fsdp_iteration_s(problem, 100.0) == pytest.approx(100.0, rel=1e-3)
-    assert fsdp_iteration_s(problem, 0.0) > fsdp_iteration_s(frozen, 0.0) > 0

@@ -12,7 +12,6 @@ from motet.planner.baselines import (
     encoders_replicated,
     even,
     frozen_unaware,
-    fsdp,
     proportional,
 )
 from motet.planner.cornstarch import cornstarch
@@ -22,6 +21,7 @@ from motet.planner.distmm import distmm
 from motet.planner.disttrain import disttrain
 from motet.planner.entrain import entrain
 from motet.planner.explicit import Placement, explicit_plan
+from motet.planner.fsdp import fsdp
 from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
 from motet.planner.oobleck import oobleck
 from motet.planner.optimus import optimus

@@ -5,20 +5,16 @@
   devices shared out, by forward time as if every backward took twice as long.
 * `encoders_replicated` (Cornstarch 6.1, baseline 2): the language model over all stages, every encoder whole in each.
 * `proportional` (DistTrain 8.2's ratio-based strategy): devices in proportion to the modules' FLOPs.
-* `fsdp` (Zhao et al. 2023): each device its own samples. A plan has no way to say that parameters are sharded and
-  gathered, so it says data parallelism, and whether it fits is judged with whole parameters; `fsdp_iteration_s` and
-  `fsdp_memory_bytes` are closed forms of what sharding costs and saves.
 """
 
 from collections.abc import Iterator, Mapping
 
 from motet.costs.analytic import layer_flops
-from motet.costs.communication import all_reduce_seconds
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.degrees import best_plan, check_may_be_whole, dp_sizes, most_stages, tp_sizes, uniform_degrees
+from motet.planner.degrees import best_plan, dp_sizes, most_stages, tp_sizes, uniform_degrees
 from motet.planner.explicit import Placement, cut_module
-from motet.planner.layout import Chunk, Layout, layout_of_degrees
+from motet.planner.layout import Layout, layout_of_degrees
 from motet.planner.partition import even_partition, partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.search import search
@@ -46,60 +42,6 @@ def encoders_colocated(problem: PlanningProblem, *, placement: Placement | None 
 
 def proportional(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
     return best_plan(problem, list(_proportional_layouts(problem)), "proportional", placement)
-
-
-def fsdp(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """A replica on each device."""
-    check_may_be_whole(problem, "fsdp", problem.modules)
-    if problem.num_devices not in problem.dp_sizes:
-        raise UserError(
-            f"parallel.planner: fsdp needs a replica on each of {problem.num_devices} devices, which the limits on dp "
-            f"({', '.join(map(str, problem.dp_sizes))}) do not allow; allow {problem.num_devices}"
-        )
-    if problem.num_devices > len(problem.samples):
-        raise UserError(
-            f"parallel.planner: fsdp needs a sample for each of {problem.num_devices} devices, the batch has "
-            f"{len(problem.samples)}; raise train.global_batch_size"
-        )
-    chunks = tuple(Chunk(name, (0, module.workload.num_layers), 0) for name, module in problem.modules.items())
-    layout = Layout(planner="fsdp", chunks=chunks, group_sizes=(1,), dp=problem.num_devices)
-    return best_plan(problem, [layout], "fsdp", placement)
-
-
-def fsdp_iteration_s(problem: PlanningProblem, compute_s: float) -> float:
-    """The iteration with sharded parameters: `compute_s` of a device, or gathering all parameters for the forward and
-    again for the backward and scattering all gradients, whichever is longer; neither ever waits for the other.
-
-    A gather and a scatter each take half of an all-reduce (a ring passes as many bytes once)."""
-    ranks = range(problem.num_devices)
-    trainable, frozen = _parameters(problem)
-    options = problem.memory
-    gather_s = all_reduce_seconds(
-        problem.table, problem.cluster, ranks, (trainable + frozen) * options.activation_bytes
-    )
-    scatter_s = all_reduce_seconds(problem.table, problem.cluster, ranks, trainable * options.parameter_bytes) / 2
-    return max(compute_s, gather_s + scatter_s) + gather_s / 2 / max(1, _num_layers(problem))
-
-
-def fsdp_memory_bytes(problem: PlanningProblem) -> float:
-    """Parameters, gradients and moments of one device; activations come on top."""
-    trainable, frozen = _parameters(problem)
-    options = problem.memory
-    num_bytes = (2 * trainable + frozen) * options.parameter_bytes + trainable * options.state_bytes
-    return num_bytes / problem.num_devices
-
-
-def _parameters(problem: PlanningProblem) -> tuple[int, int]:
-    """Trainable and frozen ones."""
-    counts = [0, 0]
-    for module in problem.modules.values():
-        for index, layer in enumerate(module.workload.layers):
-            counts[0 if module.is_trainable(index) else 1] += layer.num_parameters
-    return counts[0], counts[1]
-
-
-def _num_layers(problem: PlanningProblem) -> int:
-    return sum(module.workload.num_layers for module in problem.modules.values())
 
 
 def _require_encoders(problem: PlanningProblem, planner: str, placement: Placement | None, own: Placement) -> None:

@@ -1,12 +1,14 @@
 """What is told about a plan, to a program (`report`) and to a person (`report_text`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from motet.plan import Plan
 from motet.planner.auto import Choice
 from motet.planner.cost_comparison import compare_costs
 from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.fsdp import fully_sharded
 from motet.planner.problem import PlanningProblem
 from motet.planner.remedies import remedies
 from motet.schedule.action import Compute, Kind
@@ -44,6 +46,7 @@ def report_evaluation(
         "planning_time_s": planning_time_s,
         "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
         "cost_comparison": compare_costs(problem, plan),
+        **({"fully_sharded": asdict(fully_sharded(evaluation))} if plan.planner == "fsdp" else {}),
     }
 
 
@@ -138,6 +141,8 @@ def report_text(values: Mapping[str, Any]) -> str:
     ]
     if values["mfu"] is not None:
         lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
+    if "fully_sharded" in values:
+        lines.append(_sharded_text(values["fully_sharded"]))
     rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]
     for stage, num_alike in _different(values["stages"]):
         first, last = stage["layers"]
@@ -152,6 +157,14 @@ def report_text(values: Mapping[str, Any]) -> str:
         lines.append(f"does not fit: {worst}" + (f" (and {len(others)} more ranks)" if others else ""))
         lines += [f"  {remedy}" for remedy in values["remedies"]]
     return "\n".join(lines)
+
+
+def _sharded_text(values: Mapping[str, Any]) -> str:
+    return (
+        "with parameters, gradients and optimizer state sharded over all devices (FSDP, in closed form): iteration "
+        f"{_ms(values['iteration_time_s'])}, peak memory {values['peak_memory_bytes'] / 2**20:.0f} MiB, "
+        f"{'fits' if values['fits'] else 'does not fit'}"
+    )
 
 
 def _different(stages: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
