@@ -190,13 +190,13 @@ def test_a_damaged_manifest(
     expect_refusal(capsys, run_file, [f"train.resume={copy}"], "checkpoint.json is damaged")
 
 
-def test_a_world_that_the_plan_does_not_fill(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+def test_a_world_that_is_too_small_for_the_plan(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     plan_file = run_file.with_name("plan.json")
     options = ["--set", EXPLICIT, "--set", "cluster.num_devices=3"]
     assert main(["plan", str(run_file), *options, "--out", str(plan_file)]) == 0
     capsys.readouterr()
-    arguments = ["train", run_file, "--plan", plan_file]
-    expect_mistake(capsys, arguments, "cluster.num_devices: is 4, but the plan has 3 ranks; give cluster.num_devices=3")
+    arguments = ["train", run_file, "--plan", plan_file, "--set", "cluster.num_devices=2"]
+    expect_mistake(capsys, arguments, "cluster.num_devices: is 2, but the plan has 3 ranks; give cluster.num_devices=3")
 
 
 def test_torchrun_with_another_number_of_processes(

@@ -161,13 +161,16 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_refuses_a_world_that_the_plan_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_world_size(3, num_processes=3)
-    with pytest.raises(UserError, match=r"cluster.num_devices: is 4, but the plan has 3 ranks"):
-        check_world_size(3, num_processes=4)
+def test_refuses_a_world_that_is_too_small_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_world_size(3, num_devices=3)
+    check_world_size(3, num_devices=4)
+    with pytest.raises(UserError, match=r"cluster.num_devices: is 2, but the plan has 3 ranks"):
+        check_world_size(3, num_devices=2)
     with pytest.raises(UserError, match="torchrun"):
-        check_world_size(4, num_processes=4, num_nodes=2)
+        check_world_size(4, num_devices=4, num_nodes=2)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="torchrun started 2 processes"):
-        check_world_size(4, num_processes=4)
+        check_world_size(4, num_devices=4)
+    with pytest.raises(UserError, match="torchrun started 2 processes; start 1 "):
+        check_world_size(1, num_devices=2)

@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     evaluation = choice.evaluation if choice else evaluate(problem, plan)
     result = report_evaluation(evaluation, planning_time_s=planning_time_s, dtype=config.train.dtype)
     print(report_text(result))
+    if plan.num_ranks < problem.num_devices:
+        print(f"the plan leaves {problem.num_devices - plan.num_ranks} of {problem.num_devices} devices idle")
     if choice:
         result["choice"] = report_choice(choice)
         print(choice_text(result["choice"]))

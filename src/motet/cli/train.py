@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -120,12 +121,15 @@ def export(config: "RunConfig", checkpoint: str | None) -> str | None:
 
 
 def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: "Plan", *more: Any) -> dict[str, Any]:
-    """What the worker returns on rank 0; under torchrun it is empty on all ranks but the first.
+    """What the worker returns on rank 0; under torchrun it is empty on all ranks but the first. Devices for which the
+    plan has no rank stay idle.
 
     `more`: further arguments of the worker."""
-    from motet.runtime.launch import check_world_size, launch
+    from motet.runtime.launch import check_world_size, launch, started_by_torchrun
 
     check_world_size(plan.num_ranks, config.cluster.num_devices, config.cluster.num_nodes)
+    if plan.num_ranks < config.cluster.num_devices and not started_by_torchrun():
+        print(f"the plan runs on {plan.num_ranks} of {config.cluster.num_devices} devices", file=sys.stderr)
     # Imported before the processes are forked, so that none has to.
     from motet.runtime.train_worker import train_worker
     from motet.runtime.verify_worker import verify_worker

@@ -61,20 +61,21 @@ def started_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def check_world_size(num_ranks: int, num_processes: int, num_nodes: int = 1) -> None:
-    """Raises `UserError` unless the plan's ranks are as many as the processes that there are or will be."""
+def check_world_size(num_ranks: int, num_devices: int, num_nodes: int = 1) -> None:
+    """Raises `UserError` if the plan has more ranks than there are devices; under torchrun, which has started processes
+    already, if it has not as many as these."""
     if started_by_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != num_ranks:
             raise UserError(
                 f"the plan has {num_ranks} ranks, but torchrun started {world_size} processes; "
-                f"start {num_ranks} (nnodes x nproc-per-node), or plan for cluster.num_devices={world_size}"
+                f"start {num_ranks} (nnodes x nproc-per-node), or give a plan for {world_size}"
             )
         return
-    if num_processes != num_ranks:
+    if num_ranks > num_devices:
         raise UserError(
-            f"cluster.num_devices: is {num_processes}, but the plan has {num_ranks} ranks; "
-            f"give cluster.num_devices={num_ranks}, or a layout that fills {num_processes}"
+            f"cluster.num_devices: is {num_devices}, but the plan has {num_ranks} ranks; "
+            f"give cluster.num_devices={num_ranks}, or a layout for {num_devices}"
         )
     if num_nodes > 1:
         raise UserError(
