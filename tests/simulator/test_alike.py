@@ -9,6 +9,7 @@ from plans import chain, language_model, module, replica, samples
 from random_costs import RandomCosts
 
 from motet.data.assignment import BatchAssignment, contiguous_assignment
+from motet.data.sample import kinds_of_samples
 from motet.plan import Edge, Plan, Replica
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import Dependencies
@@ -100,7 +101,7 @@ def folded_problem(seed: int) -> tuple[Problem, Problem, Folding, AlikeCosts, Ro
     """One pipeline, three that are alike, and what is left of them when they are folded."""
     problem = draw_problem(Random(seed), Limits(max_modules=3, max_ranks=5, max_samples=5, tied=True))
     whole = repeated(problem, 3)
-    folding = fold(whole.plan, whole.assignment, whole.samples)
+    folding = fold(whole.plan, whole.assignment, kinds_of_samples(whole.samples))
     costs = AlikeCosts(seed, fixed_s=0.5, folding=folding)
     return problem, whole, folding, costs, derive_routes(whole.plan, folding.assignment, whole.samples)
 
@@ -146,7 +147,7 @@ def test_pipelines_of_other_samples_are_not_alike() -> None:
         modules={"llm": language_model(*(replica(2 * r, 2 * r + 1) for r in range(4)))}, edges=(), num_microbatches=2
     )
     batch = samples(8, ["llm"], {5: ["llm"]})  # The second sample of replica 2 is empty.
-    folding = fold(plan, contiguous_assignment(plan, batch), batch)
+    folding = fold(plan, contiguous_assignment(plan, batch), kinds_of_samples(batch))
     assert dict(folding.copies) == {("llm", 0): [("llm", 0), ("llm", 1), ("llm", 3)], ("llm", 2): [("llm", 2)]}
     assert folding.rank_of.tolist() == [0, 1, 0, 1, 4, 5, 0, 1]
 
@@ -156,7 +157,7 @@ def test_pipelines_that_lie_otherwise_on_the_nodes_are_not_alike() -> None:
         modules={"llm": language_model(*(replica(2 * r, 2 * r + 1) for r in range(3)))}, edges=(), num_microbatches=2
     )
     batch = samples(6, ["llm"])
-    folding = fold(plan, contiguous_assignment(plan, batch), batch, node=lambda rank: rank // 3)
+    folding = fold(plan, contiguous_assignment(plan, batch), kinds_of_samples(batch), node=lambda rank: rank // 3)
     assert folding.rank_of.tolist() == [0, 1, 2, 3, 0, 1]
 
 
@@ -170,14 +171,14 @@ def test_replicas_that_feed_each_other_are_one_pipeline() -> None:
         num_microbatches=2,
     )
     batch = samples(8, ["vision", "llm"])
-    folding = fold(plan, contiguous_assignment(plan, batch), batch)
+    folding = fold(plan, contiguous_assignment(plan, batch), kinds_of_samples(batch))
     assert folding.rank_of.tolist() == [0, 1, 0, 1, 4, 5, 4, 5]
 
 
 def test_what_makes_ranks_different_is_refused() -> None:
     plan = chain(2, 2)
     batch = samples(2, ["llm"])
-    folding = fold(plan, contiguous_assignment(plan, batch), batch)
+    folding = fold(plan, contiguous_assignment(plan, batch), kinds_of_samples(batch))
     routes = derive_routes(plan, folding.assignment, batch)
     program = lower(GENERATORS["1f1b"](routes), Dependencies(routes))
     with pytest.raises(ValueError, match="without folding"):

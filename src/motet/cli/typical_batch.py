@@ -1,5 +1,6 @@
 """The first global batch of a run, from which it is planned and profiled."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from motet.errors import UserError
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from motet.data.sample import Sample
     from motet.data.sample_layout import SampleSource
     from motet.planner.problem import PlanningProblem
+
+MANY_SAMPLES = 200_000
 
 
 def read_batch(config: "RunConfig") -> "LoadedBatch":
@@ -39,7 +42,13 @@ def read_samples(config: "RunConfig", most: int | None = None) -> "tuple[Sample,
 def read_problem(config: "RunConfig") -> "PlanningProblem":
     from motet.planner.from_run_file import planning_problem
 
-    return planning_problem(config, read_samples(config))
+    samples = read_samples(config)
+    if len(samples) > MANY_SAMPLES:
+        print(
+            f"each plan that is tried is simulated with all {len(samples)} samples of the batch, which may take minutes",
+            file=sys.stderr,
+        )
+    return planning_problem(config, samples)
 
 
 def _first_indices(config: "RunConfig", num_samples: int, most: int | None) -> "list[int]":

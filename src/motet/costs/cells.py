@@ -61,11 +61,12 @@ class Cells:
         samples: Sequence[Sample],
         workloads: Mapping[str, ModuleWorkload],
         node: Callable[[int], int],
+        sample_kinds: Sequence[int] | None = None,
     ) -> None:
         self._node = node
         self.routes, self.plan, self.samples, self._workloads = routes, routes.plan, samples, workloads
         self.kinds: list[CellKind] = []
-        self._sample_kinds = kinds_of_samples(samples)
+        self._sample_kinds = kinds_of_samples(samples) if sample_kinds is None else sample_kinds
         self._load_of_kinds: dict[tuple[str, str, tuple[int, ...]], Load] = {}
         self._outputs: dict[str, list[int]] = {}
         self._number()
@@ -91,7 +92,11 @@ class Cells:
     def num_outputs(self, module: str) -> list[int]:
         """Of each sample."""
         if module not in self._outputs:
-            self._outputs[module] = [sample.num_outputs(self.owner(module)) for sample in self.samples]
+            owner, of_kind = self.owner(module), {}
+            for kind, sample in zip(self._sample_kinds, self.samples, strict=True):
+                if kind not in of_kind:
+                    of_kind[kind] = sample.num_outputs(owner)
+            self._outputs[module] = [of_kind[kind] for kind in self._sample_kinds]
         return self._outputs[module]
 
     def model_flops(self, weights: Floats | None = None) -> float:

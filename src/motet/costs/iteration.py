@@ -48,8 +48,8 @@ from motet.workload import ModuleWorkload
 class IterationCosts:
     """Costs of one iteration.
 
-    `workloads`: by module (copies are looked up by the module they copy). Raises `ValueError` if the table has no costs
-    for a module at the plan's tensor-parallel size.
+    `workloads`: by module (copies are looked up by the module they copy). `sample_kinds`: `kinds_of_samples`, where it
+    is known. Raises `ValueError` if the table has no costs for a module at the plan's tensor-parallel size.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class IterationCosts:
         table: CostTable,
         cluster: Cluster,
         memory: MemoryOptions = DEFAULT_MEMORY,
+        sample_kinds: Sequence[int] | None = None,
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
-        self.cells = Cells(routes, samples, workloads, cluster.node)
+        self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds)
         self._static: dict[tuple[str, LayerRange, int, int], int] = {}
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
@@ -205,8 +206,8 @@ class IterationCosts:
         """What a module hands on of these samples to another module."""
         workload = self.cells.workload(module)
         _, width = workload.boundary(workload.num_layers)
-        num_tokens = sum(self.cells.num_outputs(module)[i] for i in samples)
-        return num_tokens * width * self.memory.activation_bytes
+        outputs = self.cells.num_outputs(module)
+        return sum([outputs[i] for i in samples]) * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
         number = self.routes.number_of_cell[cell]

@@ -125,11 +125,15 @@ def assignment_of_shares(
     for name, module in plan.modules.items():
         own = encoder_pieces if encoder_pieces is not None and module.kind == "encoder" else shares
         data_module = module.data_module(name)
-        loads = work[data_module] if work else [sample.num_tokens(data_module) for sample in samples]
+        has = [sample.has(data_module) for sample in samples]
+        num_replicas = len(module.replicas) // len(shares)
+        loads: Sequence[float] = ()
+        if num_replicas > 1:
+            loads = work[data_module] if work else [sample.num_tokens(data_module) for sample in samples]
         replicas: list[tuple[Microbatch, ...]] = []
         for microbatches in own:
-            able = [tuple(i for i in members if samples[i].has(data_module)) for members in microbatches]
-            replicas += _dealt(able, loads, len(module.replicas) // len(shares))
+            able = [tuple([i for i in members if has[i]]) for members in microbatches]
+            replicas += _dealt(able, loads, num_replicas)
         cut[name] = tuple(replicas)
     return BatchAssignment(cut)
 

@@ -104,7 +104,7 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
     whole = assign(plan, problem.samples, workloads=_workloads(problem), table=problem.table)
     folding = None
     if folded and problem.num_cores is None:
-        folding = fold(plan, whole, problem.samples, problem.cluster.node)
+        folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
     costs = _costs(problem, plan, whole if folding is None else folding.assignment)
     schedule = None if folding is None else _schedule_of_fewer(problem, plan, whole, folding, costs)
     if schedule is None:
@@ -126,6 +126,7 @@ def _costs(problem: PlanningProblem, plan: Plan, assignment: BatchAssignment) ->
         table=problem.table,
         cluster=problem.cluster,
         memory=problem.memory,
+        sample_kinds=problem.sample_kinds,
     )
 
 
@@ -134,9 +135,10 @@ def _schedule_of_fewer(
 ) -> Schedule | None:
     """The schedule, made for one of those pipelines that differ only in how they lie on the nodes; None if there are
     none, or if what actions take depends on it: where members of a group exchange keys, or towers are contrasted."""
-    if plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages()):
+    depends = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
+    if depends or problem.cluster.num_nodes == 1:
         return None
-    fewer = fold(plan, whole, problem.samples)
+    fewer = fold(plan, whole, problem.sample_kinds)
     if len(fewer.copies) == len(folding.copies):
         return None
     few = _costs(problem, plan, fewer.assignment)

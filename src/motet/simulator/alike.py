@@ -22,7 +22,6 @@ import numpy as np
 
 from motet.arrays import Ints
 from motet.data.assignment import BatchAssignment
-from motet.data.sample import Sample, kinds_of_samples
 from motet.plan import Plan
 from motet.schedule.dependencies import NOTHING, Dependencies
 from motet.schedule.schedule import Schedule
@@ -50,10 +49,10 @@ class Folding:
 
 
 def fold(
-    plan: Plan, assignment: BatchAssignment, samples: Sequence[Sample], node: Callable[[int], int] = lambda rank: 0
+    plan: Plan, assignment: BatchAssignment, kinds: Sequence[int], node: Callable[[int], int] = lambda rank: 0
 ) -> Folding:
-    """`node`: of a rank; what is on one node has other links than what is not."""
-    kinds = kinds_of_samples(samples)
+    """`kinds`: of the samples (`kinds_of_samples`). `node`: of a rank; what is on one node has other links than what is
+    not."""
     rank_of = np.arange(plan.num_ranks)
     replica_of: dict[ReplicaKey, ReplicaKey] = {}
     first_alike: dict[Hashable, tuple[list[ReplicaKey], list[int]]] = {}
