@@ -11,6 +11,7 @@ from small_problem import sample, small_problem
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
 from motet.planner import PLANNERS, make_plan
+from motet.planner.degrees import check_within_limits
 from motet.planner.evaluate import evaluate
 
 SIZES = st.sampled_from([(1,), (2,), (1, 2)])
@@ -47,7 +48,7 @@ def check(problem, plan, planner):
     if planner == "oobleck":
         return
     assert replicas["language_model"] in problem.dp_sizes
-    # Of these the language model's own number is limited, and auto may take their plans.
+    # Of these the language model's own number is limited; auto may take their plans.
     if planner not in ("optimus", "megatron_extra_stages", "auto"):
         assert all(number in problem.dp_sizes for number in replicas.values()), f"{planner}: {replicas}"
 
@@ -71,6 +72,7 @@ def test_every_planner_keeps_to_them(limits, **options):
         except UserError:
             continue
         check(problem, plan, planner)
+        check_within_limits(problem, plan)
 
 
 NAMES = ("vision", "audio", "language_model")

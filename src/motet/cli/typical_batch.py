@@ -45,7 +45,7 @@ def read_problem(config: "RunConfig") -> "PlanningProblem":
     samples = read_samples(config)
     if len(samples) > MANY_SAMPLES:
         print(
-            f"each plan that is tried is simulated with all {len(samples)} samples of the batch, which may take minutes",
+            f"each plan that is tried is simulated with all {len(samples)} samples of a batch, which may take minutes",
             file=sys.stderr,
         )
     return planning_problem(config, samples)

@@ -70,8 +70,9 @@ def check_may_be_whole(problem: PlanningProblem, planner: str, names: Iterable[s
 
 FINDS_REPLICAS_ITSELF = ("oobleck",)
 """Planners for which the number of replicas is what they look for: no limit is set on it, as none is on towers'."""
-FILLS_REPLICAS = ("optimus", "megatron_extra_stages")
-"""Planners that give a replica of the language model several of an encoder: its own number is what is limited."""
+FILLS_REPLICAS = ("optimus", "megatron_extra_stages", "auto")
+"""Planners that give a replica of the language model several of an encoder (auto takes their plans): its own number is
+what is limited."""
 
 
 def check_within_limits(problem: PlanningProblem, plan: Plan) -> None:
