@@ -72,9 +72,39 @@ def test_redundancy_needs_pipelines_of_two_nodes() -> None:
 
 
 def test_the_fastest_grid() -> None:
-    assert best_grid(TEMPLATES, 5, 12) == (1, 2 + 2 * 2.0)
-    assert best_grid({3: TEMPLATES[3]}, 5, 12) == (3, 2 + 11 * 2 / 3)
-    assert best_grid({3: TEMPLATES[3]}, 2, 12) == (0, float("inf"))
+    assert best_grid(TEMPLATES, 4, 12) == (1, 4, 2 + 2 * 2.0)
+    assert best_grid(TEMPLATES, 5, 12) == (1, 4, 2 + 2 * 2.0)  # Five pipelines would have three microbatches, too.
+    assert best_grid({3: TEMPLATES[3]}, 5, 12) == (3, 1, 2 + 11 * 2 / 3)
+    assert best_grid({3: TEMPLATES[3]}, 2, 12) == (0, 0, float("inf"))
+
+
+@pytest.mark.parametrize("kind", [GridMembers, RedundantMembers])
+def test_spare_nodes_come_and_go_without_a_trace(kind: type[GridMembers]) -> None:
+    """Of 8 nodes two pipelines of 3 use 6. Starts at 8 s; an iteration takes 2 + 5 x 2 / 3 s."""
+    members = kind({3: TEMPLATES[3]}, 12, TIMES, 8, 0, 0.0)
+    changes = [
+        Change(0.0, (), nodes(8)),
+        Change(20.0, ("n7",)),
+        Change(30.0, (), ("n8",)),
+        Change(30.1, ("n8",)),
+        Change(40.0, ("n6",), ("n9",)),
+    ]
+    usage = replay(changes, 60.0, members)
+    assert usage.seconds == {"training": 52, "redone": 0, "saving": 0, "recovery": 8, "waiting": 0}
+    assert usage.iterations == pytest.approx(52 / (2 + 10 / 3))
+    assert usage.num_restarts == 0
+    assert usage.idle_node_s == 20 * 2 + 40 * 1  # n8 leaves before an iteration ends in which it could be counted.
+    # One that joins and makes a faster grid does.
+    faster = replay(
+        [Change(0.0, (), nodes(8)), Change(20.0, (), ("n8",))], 60.0, kind({3: TEMPLATES[3]}, 12, TIMES, 9, 0, 0.0)
+    )
+    assert faster.seconds["recovery"] > 8
+
+
+def test_while_there_are_too_few_all_nodes_are_idle() -> None:
+    usage = replay([Change(0.0, (), nodes(2))], 50.0, GridMembers({3: TEMPLATES[3]}, 12, TIMES, 8, 0, 0.0))
+    assert usage.seconds["waiting"] == 50
+    assert usage.idle_node_s == usage.node_s == 100
 
 
 def draw_members(random: Random) -> tuple[list[Members], int]:

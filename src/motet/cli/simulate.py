@@ -1,6 +1,7 @@
 """`motet simulate`: what an iteration of a plan would take, with its timeline."""
 
 import argparse
+import re
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -70,10 +71,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.report import report_evaluation, report_text
 
     for name in ("duration", "back_after", "warning", "storage", "start"):
-        if getattr(arguments, name) is not None and not arguments.failures:
+        if getattr(arguments, name) is not None and arguments.failures is None:
             raise UserError(f"--{name.replace('_', '-')}: goes with --failures; give a trace or a rate")
     problem = read_problem(config)
-    if arguments.failures:
+    if arguments.failures is not None:
         return _with_failures(problem, config.train.checkpoint_every, arguments)
     files = _files(arguments)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
@@ -144,6 +145,11 @@ def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments:
     else:
         if back_s is not None:
             raise UserError("--back-after: goes with a rate; a trace says itself when nodes come back")
+        if re.fullmatch(r"|[-+]?[\d.]+[smhd]", arguments.failures):
+            raise UserError(
+                f"--failures: {arguments.failures!r} is not a time between losses; give one above 0 such as 6h, or a "
+                "trace"
+            )
         changes = read_trace(Path(arguments.failures))
         end_s = end_s or changes[-1].time_s
     if end_s <= changes[0].time_s:

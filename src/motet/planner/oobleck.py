@@ -130,6 +130,18 @@ def make_templates(problem: PlanningProblem) -> Templates:
     )
 
 
+def larger_templates(problem: PlanningProblem, templates: Templates) -> dict[int, Template]:
+    """`templates`, and those of larger pipelines up to all nodes, for policies that keep no f + 1 pipelines."""
+    choices = [_mapping_problem(problem, num_shares) for num_shares in (1, *_sharded_sizes(problem))]
+    found = dict(templates.by_nodes)
+    for n in range(templates.most_nodes + 1, problem.cluster.num_nodes + 1):
+        best = _best_template(problem, choices, n)
+        if best is None:
+            break
+        found[n] = best
+    return found
+
+
 def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], num_nodes: int) -> Template | None:
     """The fastest of all choices; None if nothing fits, or all have more stages than the user allows."""
     found = [(choice, map_stages(choice, num_nodes)) for choice in choices]

@@ -13,7 +13,7 @@ from math import sqrt
 from typing import Any
 
 from motet.errors import UserError
-from motet.planner.oobleck import MAX_SIMULATED, make_templates, plan_of, total_microbatches
+from motet.planner.oobleck import MAX_SIMULATED, larger_templates, make_templates, plan_of, total_microbatches
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import best_combinations
 from motet.resilience.failures import Change, most_nodes
@@ -46,8 +46,9 @@ def forecast(
         )
     total, num_nodes = total_microbatches(problem), problem.cluster.num_nodes
     checkpoint_s = _checkpoint_bytes(problem) / storage_bytes_per_s
-    _, grid_s = best_grid(templates.by_nodes, num_nodes, total)
-    every = checkpoint_every or max(1, round(_cheapest_interval_s(checkpoint_s, changes, end_s) / grid_s))
+    by_nodes = larger_templates(problem, templates)
+    interval_s = _cheapest_interval_s(checkpoint_s, changes, end_s, templates.fewest_nodes)
+    every = checkpoint_every or max(1, round(interval_s / best_grid(by_nodes, num_nodes, total).iteration_s))
     times = Times(start_s=start_s, load_s=checkpoint_s, bytes_per_s=problem.cluster.network_bytes_per_s)
 
     def combine(n: int) -> Sequence[int]:
@@ -64,9 +65,9 @@ def forecast(
     )
     policies: dict[str, Members] = {
         "templates": ours,
-        "restart": GridMembers(templates.by_nodes, total, times, num_nodes, every, checkpoint_s),
+        "restart": GridMembers(by_nodes, total, times, num_nodes, every, checkpoint_s),
         "redundant": RedundantMembers(
-            templates.by_nodes, total, times, num_nodes, every, 0.0, slowdown=1 + _forward_share(problem)
+            by_nodes, total, times, num_nodes, every, 0.0, slowdown=1 + _forward_share(problem)
         ),
     }
     usages = {name: replay(changes, end_s, members, warning_s=warning_s) for name, members in policies.items()}
@@ -90,11 +91,19 @@ def forecast(
     }
 
 
-def _cheapest_interval_s(checkpoint_s: float, changes: Sequence[Change], end_s: float) -> float:
-    """Seconds of training between checkpoints, for as many losses as there are; with none, one checkpoint."""
-    num_losses = sum(bool(change.lost) for change in changes if change.time_s < end_s)
-    duration_s = end_s - changes[0].time_s
-    return sqrt(2 * checkpoint_s * duration_s / num_losses) if num_losses else duration_s
+def _cheapest_interval_s(checkpoint_s: float, changes: Sequence[Change], end_s: float, fewest_nodes: int) -> float:
+    """Seconds of training between checkpoints, for as often as nodes are lost while there are enough for a pipeline;
+    with no losses, one checkpoint."""
+    num_nodes, num_losses, there_s = 0, 0, 0.0
+    times = [change.time_s for change in changes[1:]]
+    for change, until_s in zip(changes, [*times, end_s], strict=True):
+        if change.time_s >= end_s:
+            break
+        num_losses += bool(change.lost) and num_nodes >= fewest_nodes
+        num_nodes += len(change.joined) - len(change.lost)
+        if num_nodes >= fewest_nodes:
+            there_s += min(until_s, end_s) - change.time_s
+    return sqrt(2 * checkpoint_s * there_s / num_losses) if num_losses else there_s
 
 
 def _report(usage: Usage, batch: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from motet.plan import Plan
 from motet.resilience.holdings import Copy
@@ -192,9 +193,26 @@ class SizeMembers:
         return filled
 
 
+class Grid(NamedTuple):
+    """Equal pipelines."""
+
+    depth: int
+    """Nodes of each; 0: no grid can be made."""
+    width: int
+    iteration_s: float
+
+    @property
+    def num_nodes(self) -> int:
+        return self.depth * self.width
+
+
+NO_GRID = Grid(0, 0, inf)
+
+
 @dataclass
 class GridMembers:
-    """Varuna's: after any change all starts again from a checkpoint, on the fastest grid."""
+    """Varuna's: all starts again from a checkpoint, on the fastest grid, after a loss in the grid and wherever nodes
+    that join make a faster one. Spare nodes come and go as they like."""
 
     templates: Mapping[int, Template]
     num_microbatches: int
@@ -204,28 +222,34 @@ class GridMembers:
     save_s: float
     slowdown: float = 1.0
     nodes: list[str] = field(default_factory=list)
-    grids: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """The first of them are the grid's."""
+    grid: Grid = NO_GRID
+    grids: dict[int, Grid] = field(default_factory=dict)
     """The fastest for each number of nodes, as far as they were asked for; may be shared by many replays."""
 
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
+        is_hit = not set(lost).isdisjoint(self.nodes[: self.grid.num_nodes])
         self.nodes = [node for node in (*self.nodes, *joined) if node not in lost]
+        best = self._best_grid()
+        if self.grid.depth and not is_hit and best.iteration_s >= self.grid.iteration_s:
+            return self._running(0.0, goes_on=True)
+        self.grid = best
         pause_s = self.times.start_s + self.times.load_s + (0.0 if warned else self.times.detect_s)
         return self._running(pause_s, from_checkpoint=True)
 
-    def grid(self, num_nodes: int) -> tuple[int, float]:
+    def _best_grid(self) -> Grid:
+        num_nodes = min(len(self.nodes), self.most_nodes)
         if num_nodes not in self.grids:
             self.grids[num_nodes] = best_grid(self.templates, num_nodes, self.num_microbatches)
         return self.grids[num_nodes]
 
-    def _running(self, pause_s: float, *, from_checkpoint: bool) -> Membership:
-        num_nodes = min(len(self.nodes), self.most_nodes)
-        depth, iteration_s = self.grid(num_nodes)
-        used = num_nodes // depth * depth if depth else 0
+    def _running(self, pause_s: float, *, from_checkpoint: bool = False, goes_on: bool = False) -> Membership:
         return Membership(
-            iteration_s=iteration_s * self.slowdown,
+            iteration_s=self.grid.iteration_s * self.slowdown,
             pause_s=pause_s,
             from_checkpoint=from_checkpoint,
-            num_idle=len(self.nodes) - used,
+            goes_on=goes_on,
+            num_idle=len(self.nodes) - self.grid.num_nodes,
             num_nodes=len(self.nodes),
         )
 
@@ -239,27 +263,23 @@ class RedundantMembers(GridMembers):
         self.templates = {num_nodes: template for num_nodes, template in self.templates.items() if num_nodes > 1}
 
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
-        depth, _ = self.grid(min(len(self.nodes), self.most_nodes))
-        gone = [place for place, node in enumerate(self.nodes[: self.most_nodes]) if node in lost]
-        neighbours = depth > 0 and any(
-            (place + 1 if place % depth < depth - 1 else place - depth + 1) in gone for place in gone
-        )
-        first = not self.nodes
+        depth = self.grid.depth
+        gone = [place for place, node in enumerate(self.nodes[: self.grid.num_nodes]) if node in lost]
+        neighbours = any((place + 1 if place % depth < depth - 1 else place - depth + 1) in gone for place in gone)
         membership = super().change(lost, joined, warned=warned)
-        if first or neighbours:
+        if membership.goes_on or neighbours or not depth:
             return membership
-        pause_s = self.times.rebuild_s + (0.0 if warned else self.times.detect_s)
-        return self._running(pause_s, from_checkpoint=False)
+        return self._running(self.times.rebuild_s + (0.0 if warned else self.times.detect_s))
 
 
-def best_grid(templates: Mapping[int, Template], num_nodes: int, num_microbatches: int) -> tuple[int, float]:
-    """(nodes of each pipeline, seconds of an iteration) of the fastest grid of equal pipelines; (0, infinite) if there
-    is none."""
-    best = (0, inf)
+def best_grid(templates: Mapping[int, Template], num_nodes: int, num_microbatches: int) -> Grid:
+    """The fastest grid of equal pipelines; of equally fast ones, the one with fewest nodes."""
+    best = NO_GRID
     for depth, template in templates.items():
-        width = min(num_nodes // depth, num_microbatches)
-        if width:
-            seconds = template.iteration_s(-(-num_microbatches // width))
-            if seconds < best[1]:
-                best = depth, seconds
+        most = min(num_nodes // depth, num_microbatches)
+        if most:
+            each = -(-num_microbatches // most)
+            # With so many microbatches each, fewer pipelines may do.
+            found = Grid(depth, -(-num_microbatches // each), template.iteration_s(each))
+            best = min(best, found, key=lambda grid: (grid.iteration_s, grid.num_nodes))
     return best

@@ -4,12 +4,14 @@ Three ways to live with failures:
 
 * templates (`members.TemplateMembers`): the interrupted iteration is redone, layers are copied from peers;
 * restart from checkpoint (Varuna; `members.GridMembers`): a checkpoint every so many iterations stops the training
-  while it is written; after every change all is started again from the last one, on a grid of equal pipelines;
+  while it is written; when a node is lost, or those that joined make a faster grid of equal pipelines, all is started
+  again from the last one;
 * redundant computation (Bamboo; `members.RedundantMembers`): every node also computes what its successor does, so that
   it takes over; two neighbours lost at once mean a restart.
 
-A node that joins is taken in at the end of an iteration. With a warning of `warning_s` (spot instances) the iteration
-in progress is finished if there is time, and a checkpoint is written by those who need one and can.
+Spare nodes come and go without a trace. A node that joins is taken in at the end of an iteration. With a warning of
+`warning_s` (spot instances) the iteration in progress is finished if there is time, and a checkpoint is written by
+those who need one and can.
 Limits: iterations take what the templates say; a change during a recovery begins it anew.
 """
 
@@ -35,6 +37,8 @@ class Membership:
     """From the change until the next iteration begins."""
     from_checkpoint: bool = False
     """What was not in a checkpoint is lost."""
+    goes_on: bool = False
+    """Only spare nodes came or went: not even the iteration in progress is touched."""
     num_idle: int = 0
     """Nodes that are there and compute nothing."""
     num_nodes: int = 0
@@ -59,6 +63,7 @@ class Usage:
     iterations: float = 0.0
     """That count."""
     idle_node_s: float = 0.0
+    """Of nodes that are there and compute nothing: spares, and all while there are too few."""
     node_s: float = 0.0
     num_changes: int = 0
     num_restarts: int = 0
@@ -127,6 +132,7 @@ class _Run:
         usage.node_s += seconds * self.current.num_nodes
         if self.current.iteration_s == inf:
             usage.seconds["waiting"] += seconds
+            usage.idle_node_s += seconds * self.current.num_nodes
             self.now_s = time_s
             return
         usage.idle_node_s += seconds * self.current.num_idle
@@ -183,11 +189,13 @@ class _Run:
 
     def change(self, lost: Sequence[str], joined: Sequence[str]) -> None:
         usage = self.usage
+        usage.num_changes += 1
         was_running = self.current.iteration_s < inf
+        self.current = self.members.change(lost, joined, warned=not lost or self.warning_s > 0)
+        if self.current.goes_on:
+            return
         usage.seconds["redone"] += self.partial_s
         self.partial_s = 0.0
-        warned = not lost or self.warning_s > 0
-        self.current = self.members.change(lost, joined, warned=warned)
         pause_s = self.current.pause_s
         if self.current.from_checkpoint and was_running:
             usage.num_restarts += 1
@@ -198,5 +206,4 @@ class _Run:
             self.unsaved, self.unsaved_s = 0, 0.0
         elif self.current.iteration_s == inf:
             self._keep()  # Saved before it stopped.
-        usage.num_changes += 1
         self.ready_s = self.now_s + pause_s
