@@ -47,6 +47,44 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: P
     assert "redundant" in out
 
 
+def test_below_the_guarantee(capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path) -> None:
+    """Three nodes make one pipeline: training goes on, unless the run file says that it is to stop."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join([f"0,add,n{i}" for i in range(8)] + [f"{40 + 10 * i}000,remove,n{i}" for i in range(5)]))
+    options = ["--failures", trace, "--duration", "200s", "--set", "train.failures.tolerate=1"]
+    usual = forecast(capsys, run_file, *options)["policies"]["templates"]["seconds"]
+    stopping = forecast(capsys, run_file, *options, "--set", "train.failures.stop_below_guarantee=true")
+    assert usual["waiting"] == 0
+    assert stopping["policies"]["templates"]["seconds"]["waiting"] == 200 - 60
+    assert stopping["policies"]["templates"]["idle_node_share"] > 0.3
+
+
+def test_rivals_may_use_pipelines_of_all_nodes(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Ours keeps two pipelines, so that none has all four nodes; a single one of Bamboo's may."""
+    few = ["--set", "cluster.num_devices=6", "--set", "cluster.num_nodes=6"]
+    policies = forecast(capsys, run_file, *few, "--failures", "10h", "--duration", "10m")["policies"]
+    assert all(policy["seconds"]["waiting"] == 0 for policy in policies.values())
+    assert policies["redundant"]["samples_per_s"] > 0
+
+
+def test_checkpoints_are_as_frequent_as_losses_while_there_are_nodes(
+    capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path
+) -> None:
+    """All nodes are lost in an hour: how long nothing happens after that changes nothing."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "\n".join([f"0,add,n{i}" for i in range(8)] + [f"{450 + 450 * i}000,remove,n{i}" for i in range(8)])
+    )
+    hours = [
+        forecast(capsys, run_file, "--failures", trace, "--duration", duration, "--storage", "1e3")
+        for duration in ("1h", "100h")
+    ]
+    every = {document["assumptions"]["checkpoint_every"] for document in hours}
+    iterations = {document["policies"]["restart"]["iterations"] for document in hours}
+    assert len(every) == 1
+    assert len(iterations) == 1
+
+
 def test_a_rate(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     options = ["--failures", "2m", "--back-after", "3m", "--duration", "1h"]
     document = forecast(capsys, run_file, *options, "--seed", 1)
@@ -94,6 +132,9 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], run_file: Path) -> 
         (["--failures", "6h", "--storage", "nan"], "--storage: is nan; give bytes per second"),
         (["--failures", "6h", "--start", "soon"], "--start: 'soon' is not a time"),
         (["--failures", "none.csv"], "none.csv cannot be read"),
+        (["--failures", ""], "--failures: '' is not a time between losses; give one above 0 such as 6h, or a trace"),
+        (["--failures", "0m"], "--failures: '0m' is not a time between losses"),
+        (["--failures=-1m"], "--failures: '-1m' is not a time between losses"),
         (["--failures", "6"], "6 cannot be read (No such file or directory); give a trace, or a rate like 6h"),
         (
             ["--failures", "6h", "--duration", "long"],

@@ -101,6 +101,52 @@ def test_spare_nodes_come_and_go_without_a_trace(kind: type[GridMembers]) -> Non
     assert faster.seconds["recovery"] > 8
 
 
+def template_members(**values: bool) -> TemplateMembers:
+    """Pipelines of one to three nodes, one failure to survive."""
+    templates = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=3, devices_per_node=1)
+
+    def combine(num_nodes: int) -> tuple[int, ...]:
+        return best_combinations(templates.by_nodes, num_nodes, 1, 64, most=1)[0]
+
+    return TemplateMembers(
+        plan_of(templates, [1, 1]), templates, combine, 64, TIMES, 4, checkpoint_every=1000, **values
+    )
+
+
+def test_below_the_guarantee_training_goes_on_unless_it_is_to_stop() -> None:
+    """As `motet train` does. Of two nodes one is lost at 500 s, and the other holds everything; it is lost, too."""
+    changes = [Change(0.0, (), nodes(2)), Change(500.0, ("n0",)), Change(1000.0, ("n1",)), Change(1500.0, (), nodes(2))]
+    usage = replay(changes, 2000.0, template_members())
+    assert usage.seconds["waiting"] == 500
+    assert usage.seconds["redone"] > 900 - 8  # Nobody holds the model at 1000 s, and nothing is in a checkpoint.
+    assert usage.num_restarts == 1
+    assert usage.iterations > 0
+    stopped = replay(changes, 2000.0, template_members(stops_below_guarantee=True))
+    assert stopped.seconds["waiting"] == 1000
+    assert stopped.num_restarts == 0
+    # It has saved when it stopped: only the iteration in progress is lost.
+    assert stopped.seconds["training"] == pytest.approx(2000 - 1000 - 2 * 8 - stopped.seconds["redone"])
+    assert 0 < stopped.seconds["redone"] < 500 / 2
+
+
+def test_warned_nodes_hand_over_and_are_gone() -> None:
+    """Two nodes, both warned in time, one after the other: the second saves what it holds and nothing is lost."""
+    changes = [Change(0.0, (), nodes(2)), Change(500.0, ("n0",)), Change(700.0, ("n1",)), Change(900.0, (), nodes(2))]
+    members = template_members()
+    usage = replay(changes, 1000.0, members, warning_s=100.0)
+    assert usage.seconds["redone"] == pytest.approx(0, abs=1e-9)
+    assert usage.num_restarts == 0
+    assert 200 <= usage.seconds["waiting"] < 300
+    assert sorted((*members.order, *members.waiting)) == ["n0", "n1"]
+
+
+def test_a_spare_that_is_lost_disturbs_nobody() -> None:
+    """Of five nodes four may train; the fifth goes in the middle of an iteration."""
+    spare = [Change(0.0, (), nodes(5)), Change(333.0, ("n4",))]
+    usage = replay(spare, 1000.0, template_members())
+    assert usage.seconds == {"training": 992, "redone": 0, "saving": 0, "recovery": 8, "waiting": 0}
+
+
 def test_while_there_are_too_few_all_nodes_are_idle() -> None:
     usage = replay([Change(0.0, (), nodes(2))], 50.0, GridMembers({3: TEMPLATES[3]}, 12, TIMES, 8, 0, 0.0))
     assert usage.seconds["waiting"] == 50
@@ -122,7 +168,14 @@ def draw_members(random: Random) -> tuple[list[Members], int]:
 
     return [
         TemplateMembers(
-            plan_of(templates, [fewest] * (failures + 1)), templates, combine, 64, TIMES, most, checkpoint_every=3
+            plan_of(templates, [fewest] * (failures + 1)),
+            templates,
+            combine,
+            64,
+            TIMES,
+            most,
+            stops_below_guarantee=random.random() < 0.5,
+            checkpoint_every=3,
         ),
         SizeMembers(templates, combine, iteration_s, TIMES, most, model_bytes=1.0),
         GridMembers(templates.by_nodes, 64, TIMES, most, 3, 0.5),

@@ -11,6 +11,7 @@ from motet.cli.run_file import add_plan, add_run_file, add_seed, file_to_write, 
 from motet.errors import UserError
 
 if TYPE_CHECKING:
+    from motet.config import TrainConfig
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
 
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--{name.replace('_', '-')}: goes with --failures; give a trace or a rate")
     problem = read_problem(config)
     if arguments.failures is not None:
-        return _with_failures(problem, config.train.checkpoint_every, arguments)
+        return _with_failures(problem, config.train, arguments)
     files = _files(arguments)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
     if plan.num_ranks > problem.num_devices:
@@ -125,7 +126,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
         save_memory({title: result.memory}, memory, limit_bytes=limit)
 
 
-def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.resilience.failures import draw_changes, duration_s, read_trace
     from motet.resilience.forecast import STORAGE_BYTES_PER_S, forecast, forecast_text
     from motet.resilience.members import Times
@@ -160,7 +161,8 @@ def _with_failures(problem: "PlanningProblem", checkpoint_every: int, arguments:
         problem,
         changes,
         end_s,
-        checkpoint_every=checkpoint_every,
+        checkpoint_every=train.checkpoint_every,
+        stops_below_guarantee=train.failures is not None and train.failures.stop_below_guarantee,
         warning_s=_seconds(arguments, "warning") or 0.0,
         storage_bytes_per_s=storage_bytes_per_s,
         start_s=_seconds(arguments, "start") or Times.start_s,

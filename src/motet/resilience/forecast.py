@@ -29,12 +29,14 @@ def forecast(
     end_s: float,
     *,
     checkpoint_every: int = 0,
+    stops_below_guarantee: bool = False,
     warning_s: float = 0.0,
     storage_bytes_per_s: float = STORAGE_BYTES_PER_S,
     start_s: float = Times.start_s,
 ) -> dict[str, Any]:
     """The JSON of `motet simulate --failures`: for each policy, useful samples per second and where the time goes.
-    `checkpoint_every` is in iterations; 0: as often as costs least.
+    `checkpoint_every` is in iterations; 0: as often as costs least. `stops_below_guarantee`: as
+    `train.failures.stop_below_guarantee`.
 
     Raises `UserError` if the cluster cannot hold f + 1 pipelines, or there are never so many nodes that can."""
     templates = make_templates(problem)
@@ -61,6 +63,7 @@ def forecast(
         total,
         times,
         num_nodes,
+        stops_below_guarantee=stops_below_guarantee,
         checkpoint_every=every,
     )
     policies: dict[str, Members] = {

@@ -15,7 +15,7 @@ from motet.plan import Plan
 from motet.resilience.holdings import Copy
 from motet.resilience.microbatches import iteration_s, min_max_counts
 from motet.resilience.pipelines import Template, Templates, build_plan, nodes_of_pipelines
-from motet.resilience.reconfigure import reconfigure
+from motet.resilience.reconfigure import reconfigure_below
 from motet.resilience.replay import Membership
 from motet.resilience.sizes import new_sizes
 
@@ -43,7 +43,8 @@ class Times:
 
 @dataclass
 class TemplateMembers:
-    """Ours, with everything that `reconfigure` decides."""
+    """Ours, with everything that `reconfigure_below` decides, as in a training. After it has come to a stop, it starts
+    again from its last checkpoint when there are (f + 1) n0 nodes."""
 
     like: Plan
     templates: Templates
@@ -51,6 +52,8 @@ class TemplateMembers:
     num_microbatches: int
     times: Times
     most_nodes: int
+    stops_below_guarantee: bool = False
+    """With too few nodes to survive f failures it saves and stops; else it goes on."""
     checkpoint_every: int = 0
     save_s: float = 0.0
     """Checkpoints are written beside the training."""
@@ -64,24 +67,31 @@ class TemplateMembers:
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
         self.waiting = [node for node in (*self.waiting, *joined) if node not in lost]
         if self.plan is None:
-            return self._start(from_checkpoint=True)
+            return self._start()
         places = [place for place, node in enumerate(self.order) if node in lost]
+        if not places and not joined:
+            return self._running(0.0, goes_on=True)
         stay = [node for node in self.order if node not in lost]
         taken = self.waiting[: self.most_nodes - len(stay)]
-        result = reconfigure(self.plan, self.templates, lost=places, num_joined=len(taken))
+        result, too_few = reconfigure_below(
+            self.plan,
+            self.templates,
+            lost=() if warned else places,
+            leaving=places if warned else (),
+            num_joined=len(taken),
+        )
+        restore = result.outcome == "restore" or (result.plan is None and not warned)
+        if result.plan is None or (too_few and self.stops_below_guarantee):
+            self.plan, self.waiting, self.order = None, [*stay, *self.waiting], []
+            return Membership(iteration_s=inf, pause_s=0.0, from_checkpoint=restore, num_nodes=len(self.waiting))
         for step in result.steps:
             self.steps[step.kind] = self.steps.get(step.kind, 0) + 1
-        if result.plan is None:
-            self.plan, self.waiting, self.order = None, [*stay, *self.waiting], []
-            return Membership(
-                iteration_s=inf, pause_s=0.0, from_checkpoint=result.outcome == "stop", num_nodes=len(self.waiting)
-            )
         used = len(taken) - result.num_spares
         size, self.plan = self.templates.devices_per_node, result.plan
         here = [self.order[rank // size] for rank in result.old_ranks[::size] if rank is not None]
         placed = result.plan.num_ranks // size - used
-        self.order, self.waiting = [*here[:placed], *taken[:used]], [*here[placed:], *self.waiting[used:]]
-        restore = result.outcome == "restore"
+        left_out = [node for node in here[placed:] if node in stay]
+        self.order, self.waiting = [*here[:placed], *taken[:used]], [*left_out, *self.waiting[used:]]
         pause_s = self.times.rebuild_s + (0.0 if warned else self.times.detect_s)
         pause_s += self.times.load_s if restore else self._copy_s(result.copies)
         return self._running(pause_s, from_checkpoint=restore)
@@ -95,16 +105,16 @@ class TemplateMembers:
             received[copy.target] += copy.num_bytes
         return max((*sent.values(), *received.values()), default=0.0) / self.times.bytes_per_s
 
-    def _start(self, *, from_checkpoint: bool) -> Membership:
+    def _start(self) -> Membership:
         if len(self.waiting) < self.templates.least_total:
             return Membership(iteration_s=inf, pause_s=0.0, num_nodes=len(self.waiting))
         self.order, self.waiting = self.waiting[: self.most_nodes], self.waiting[self.most_nodes :]
         sizes = self.combine(len(self.order))
         chosen = [self.templates.by_nodes[n] for n in sizes]
         self.plan = build_plan(self.like, self.templates, sizes, min_max_counts(chosen, self.num_microbatches))
-        return self._running(self.times.start_s + self.times.load_s, from_checkpoint=from_checkpoint)
+        return self._running(self.times.start_s + self.times.load_s, from_checkpoint=True)
 
-    def _running(self, pause_s: float, *, from_checkpoint: bool) -> Membership:
+    def _running(self, pause_s: float, *, from_checkpoint: bool = False, goes_on: bool = False) -> Membership:
         assert self.plan is not None
         sizes = [len(nodes) for nodes in nodes_of_pipelines(self.plan, self.templates.devices_per_node)]
         chosen = [self.templates.by_nodes[n] for n in sizes]
@@ -112,6 +122,7 @@ class TemplateMembers:
             iteration_s=iteration_s(chosen, self.plan.replica_microbatches),
             pause_s=pause_s,
             from_checkpoint=from_checkpoint,
+            goes_on=goes_on,
             num_idle=len(self.waiting),
             num_nodes=len(self.order) + len(self.waiting),
         )
@@ -120,7 +131,8 @@ class TemplateMembers:
 @dataclass
 class SizeMembers:
     """Ours by numbers of nodes alone, for many long traces: every pipeline loses nodes as they are spread, and copying
-    takes as long as one node's share of the model does. Never restores: it does not know whether a layer is lost."""
+    takes as long as one node's share of the model does. Never restores: it does not know whether a layer is lost. Waits
+    below (f + 1) n0 nodes, as Oobleck does."""
 
     templates: Templates
     combine: Combine
@@ -137,6 +149,8 @@ class SizeMembers:
 
     def change(self, lost: Sequence[str], joined: Sequence[str], *, warned: bool) -> Membership:
         self.waiting = [node for node in (*self.waiting, *joined) if node not in lost]
+        if self.pipelines and not joined and self.pipelines.keys().isdisjoint(lost):
+            return self._running(0.0, goes_on=True)
         before = self._sizes(self.pipelines, max(self.pipelines.values(), default=-1) + 1)
         stay = {node: pipeline for node, pipeline in self.pipelines.items() if node not in lost}
         taken = self.waiting[: self.most_nodes - len(stay)]
@@ -162,9 +176,13 @@ class SizeMembers:
             pause_s += 0.0 if warned else self.times.detect_s
         self.pipelines = self._filled(list(sizes.values()), list(sizes), stay, taken[:used])
         self.waiting = [*(node for node in stay if node not in self.pipelines), *self.waiting[used:]]
+        return self._running(pause_s)
+
+    def _running(self, pause_s: float, *, goes_on: bool = False) -> Membership:
         return Membership(
-            iteration_s=self.iteration_s(list(sizes.values())),
+            iteration_s=self.iteration_s(self._sizes(self.pipelines, max(self.pipelines.values()) + 1)),
             pause_s=pause_s,
+            goes_on=goes_on,
             num_idle=len(self.waiting),
             num_nodes=len(self.pipelines) + len(self.waiting),
         )

@@ -4,12 +4,12 @@ Pure, and the same on every rank that is told the same. How many nodes each pipe
 `motet.resilience.sizes`, which node takes which place by `motet.resilience.holdings`: across pipelines, so that the
 fewest bytes move. The global batch stays what it was, and so do its microbatches; only who computes them changes.
 
-Below (f + 1) n0 nodes the guarantee cannot be kept: save and stop. Where nobody holds some layer any more, the last
-checkpoint must be loaded.
+Below (f + 1) n0 nodes the guarantee cannot be kept: save and stop, or go on with fewer failures to survive. Where
+nobody holds some layer any more, the last checkpoint must be loaded.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.plan import Plan
@@ -89,6 +89,26 @@ def reconfigure(
         steps=tuple(steps),
         num_spares=num_spares,
     )
+
+
+def reconfigure_below(
+    plan: Plan,
+    templates: Templates,
+    *,
+    lost: Collection[int] = (),
+    leaving: Collection[int] = (),
+    num_joined: int = 0,
+) -> tuple[Reconfiguration, str | None]:
+    """As `reconfigure`, but where too few nodes are left to survive all `templates.failures`, for as many as can be
+    survived; and the line that says that they are too few, None if they are not."""
+    first = found = reconfigure(plan, templates, lost=lost, leaving=leaving, num_joined=num_joined)
+    for failures in range(templates.failures - 1, -1, -1):
+        if found.plan is None:
+            fewer = replace(templates, failures=failures)
+            found = reconfigure(plan, fewer, lost=lost, leaving=leaving, num_joined=num_joined)
+    if found.plan is None:
+        return first, first.message
+    return found, None if found is first else first.message
 
 
 def _missing(plan: Plan, surviving: Collection[int], size: int) -> list[tuple[str, int]]:

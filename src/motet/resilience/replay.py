@@ -191,7 +191,9 @@ class _Run:
         usage = self.usage
         usage.num_changes += 1
         was_running = self.current.iteration_s < inf
-        self.current = self.members.change(lost, joined, warned=not lost or self.warning_s > 0)
+        # A node that leaves hands over what it holds when its last iteration has ended.
+        in_time = self.warning_s > 0 and self.partial_s < 1e-6
+        self.current = self.members.change(lost, joined, warned=not lost or in_time)
         if self.current.goes_on:
             return
         usage.seconds["redone"] += self.partial_s
@@ -199,7 +201,7 @@ class _Run:
         pause_s = self.current.pause_s
         if self.current.from_checkpoint and was_running:
             usage.num_restarts += 1
-            if self.unsaved and (not lost or self.members.save_s <= self.warning_s):
+            if self.unsaved and (not lost or 0 < self.warning_s >= self.members.save_s):
                 pause_s += self.members.save_s
                 self._keep()
             usage.seconds["redone"] += self.unsaved_s

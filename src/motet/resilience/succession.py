@@ -11,7 +11,7 @@ from motet.planner.oobleck import make_templates
 from motet.planner.problem import PlanningProblem
 from motet.resilience.membership import Change, Membership
 from motet.resilience.pipelines import Templates, nodes_of_pipelines
-from motet.resilience.reconfigure import reconfigure
+from motet.resilience.reconfigure import reconfigure_below
 
 
 def check_survivable(config: RunConfig, plan: Plan) -> None:
@@ -104,19 +104,14 @@ class Succession:
             whole, places = kept
             note = f"{len(next(iter(whole.modules.values())).replicas)} whole pipelines are left"
             return _NextPlan(whole, [instead.get(place, place) for place in places], note=note)
-        first = reconfigure(plan, self.templates, lost=lost, leaving=leaving, num_joined=num_candidates)
-        found = first
-        for failures in range(self.templates.failures - 1, -1, -1):
-            if found.plan is None:
-                fewer = replace(self.templates, failures=failures)
-                found = reconfigure(plan, fewer, lost=lost, leaving=leaving, num_joined=num_candidates)
+        found, too_few = reconfigure_below(plan, self.templates, lost=lost, leaving=leaving, num_joined=num_candidates)
         if found.plan is None:
-            return _NextPlan(None, (), stop=first.message)
+            return _NextPlan(None, (), stop=too_few)
         new_nodes = found.old_ranks[: found.plan.num_ranks : self.node_size]
         surviving = [rank // self.node_size for rank in new_nodes if rank is not None]
         joined = range(num_nodes, num_nodes + num_candidates - found.num_spares)
-        stop = first.message if found is not first and self.stops_below_guarantee else None
-        note = found.message if found is first else f"{found.message}; fewer failures can be survived now"
+        note = f"{found.message}; fewer failures can be survived now" if too_few else found.message
+        stop = too_few if self.stops_below_guarantee else None
         return _NextPlan(found.plan, (*surviving, *joined), note=note, stop=stop)
 
 
