@@ -102,3 +102,7 @@ def test_a_store_that_dies_is_started_anew(tmp_path: Path, capfd: pytest.Capture
         train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=address)
     assert len(begun) == 2
     assert "the process that had the store died; starting anew" in capfd.readouterr().err
+    assert [line["done"] for line in failures(config)] == [
+        "the process that had the store died: all nodes are started anew (restart 1 of 1)",
+        "the process that had the store died: not started anew, as train.failures.restarts is 1",
+    ]

@@ -194,7 +194,7 @@ def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(
         ("lost", 0),
         ("lost", 3),
     }
-    assert log[-2]["done"] == "no pipeline is left that is whole: all nodes are started anew, 1 of 3 times"
+    assert log[-2]["done"] == "no pipeline is left that is whole: all nodes are started anew (restart 1 of 3)"
     assert log[-1]["done"].startswith("all nodes were started anew, from ")
     assert log[-1]["step"] == STEPS - len(result["losses"]) + 1
 

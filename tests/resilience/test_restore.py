@@ -31,11 +31,16 @@ def has(trainer: Trainer, module: str) -> bool:
     return any(name == module for name, _, _ in trainer.engine.model.stages)
 
 
-def train_without_language_model(folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
-    """Pipelines of two and three nodes; in each a node with the same layers dies in step 4. Losses and failure log."""
+def unlike_config(folder: Path, **settings: Any) -> RunConfig:
     config = config_of(folder, 1, UNLIKE)
-    train_config = config.train.model_copy(update={"checkpoint_every": 2})
-    config = config.model_copy(update={"train": train_config})
+    return config.model_copy(update={"train": config.train.model_copy(update=settings)})
+
+
+def train_without_language_model(
+    folder: Path, checkpoint_every: int = 2, resume: str | None = None
+) -> tuple[list[float], list[dict[str, Any]]]:
+    """Pipelines of two and three nodes; in each a node with the same layers dies in step 4. Losses and failure log."""
+    config = unlike_config(folder, checkpoint_every=checkpoint_every, resume=resume)
     plan, templates = plan_and_templates(UNLIKE, 1, (2, 3))
     firsts = [once(), once()]
 
@@ -58,6 +63,20 @@ def test_all_go_back_where_a_layer_is_lost(tmp_path: Path) -> None:
         "nobody held " + log[-1]["done"].split()[2] + " any more: went back from step 3 to the checkpoint of step 2"
     )
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][2:], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_all_go_back_to_where_the_run_was_resumed(tmp_path: Path) -> None:
+    """It has saved nothing since; the checkpoint in its output folder is another run's."""
+    earlier = unlike_config(tmp_path / "earlier", checkpoint_every=1, keep_checkpoints=STEPS, resume=None)
+    plan, templates = plan_and_templates(UNLIKE, 1, (2, 3))
+    train_on_nodes(earlier, plan, templates, num_nodes=5, node_size=1)
+    checkpoints = Path(earlier.train.output) / "checkpoints"
+    output = Path(unlike_config(tmp_path / "run").train.output)
+    shutil.copytree(checkpoints / "step_00000002", output / "checkpoints" / "step_00000002")
+    losses, log = train_without_language_model(tmp_path / "run", 0, str(checkpoints / "step_00000001"))
+    assert log[-1]["done"].endswith("any more: went back from step 3 to the checkpoint of step 1")
+    assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][1:], rel=1e-12)
 
 
 @pytest.mark.slow
@@ -154,7 +173,7 @@ def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, r
     result = train_and_lose_all_agents(config)
     assert result["losses"] == pytest.approx(alike_losses()[resumed_step:], rel=1e-12)
     end, beginning = failures(config)
-    assert end["done"] == "all nodes were lost: all nodes are started anew, 1 of 3 times"
+    assert end["done"] == "all nodes were lost: all nodes are started anew (restart 1 of 3)"
     assert sorted((change["kind"], change["node"], change["how"]) for change in end["changes"]) == [
         ("lost", node, "its agent was ended by SIGKILL") for node in range(4)
     ]

@@ -2,6 +2,7 @@
 for each end of all nodes, and one when they have been started anew; and one for each rank that becomes slow."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -63,9 +64,13 @@ def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int)
 
 
 def _append(output: Path, line: Mapping[str, object]) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / FAILURES).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with (output / FAILURES).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:  # No reason to end the training: the disk may be full for a while.
+        told = f"motet: {output / FAILURES} cannot be written ({error.strerror}): {line['done']}"
+        print(told, file=sys.stderr, flush=True)
 
 
 def _checkpoint(step: int) -> str:

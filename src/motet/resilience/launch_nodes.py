@@ -93,10 +93,10 @@ def train_on_nodes(
             return _train_elsewhere(config, run, plan, num_nodes, listen)
         except NodesLostError as error:
             if run.restarts == most:
-                write_end(output, error.changes, f"{error}: nodes are not started anew more than {most} times")
+                write_end(output, error.changes, f"{error}: not started anew, as train.failures.restarts is {most}")
                 raise
             run = replace(run, restarts=run.restarts + 1)
-            write_end(output, error.changes, f"{error}: all nodes are started anew, {run.restarts} of {most} times")
+            write_end(output, error.changes, f"{error}: all nodes are started anew (restart {run.restarts} of {most})")
             print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
 
 
