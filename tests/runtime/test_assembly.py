@@ -1,15 +1,18 @@
-"""What runs is what was planned: the engine of a run file orders its actions as the plan's evaluation does."""
+"""What runs is what was planned: the engine of a run file orders its actions as the plan's evaluation does. And the
+weights with which its modules begin."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from distributed import run_distributed
 from scenario import Scenario, ScenarioBatch
 
+from motet.config import RunConfig
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
-from motet.runtime.assembly import build_engine
+from motet.runtime.assembly import build_engine, build_module
 from motet.schedule.lower import Step
 from motet.schedule.program import make_program
 
@@ -35,3 +38,30 @@ def test_the_engine_runs_the_program_that_was_simulated(scenario: Scenario, memo
         return [program.steps for program in engine._programs.values()]
 
     assert run_distributed(work, plan.num_ranks) == [[steps] for steps in simulated.projections]
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = {"config": "CLIPVisionConfig", "values": {**SMALL, "image_size": 16, "patch_size": 8}, "projector": "linear"}
+LLAMA = {"config": "LlamaConfig", "values": {**SMALL, "vocab_size": 32}}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"encoders": {"left": VISION, "right": VISION}, "language_model": LLAMA},
+        {"towers": {"left": VISION, "right": VISION}, "contrastive": {"width": 16}},
+    ],
+)
+def test_projectors_of_equal_shape_begin_with_weights_of_their_own(model: dict[str, Any]) -> None:
+    def drawn(name: str, layers: tuple[int, int] | None = None, **changed: Any) -> torch.Tensor:
+        kind = "towers" if "towers" in model else "encoders"
+        parts = {**model, kind: {**model[kind], name: {**VISION, **changed}}}
+        data = {"kind": "same-digits" if "towers" in model else "dial-a-digit"}
+        config = RunConfig.model_validate({"model": parts, "data": data})
+        projector = build_module(config, name, layers, torch.float32).projector
+        assert projector is not None
+        return projector.get_parameter("linear.weight")
+
+    assert torch.equal(drawn("left"), drawn("left", (3, 5)))
+    assert not torch.isclose(drawn("left"), drawn("right")).any()
+    assert not torch.isclose(drawn("left"), drawn("left", seed=1)).any()

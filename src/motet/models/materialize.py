@@ -194,7 +194,7 @@ def _draw(model: Any, parts: Parts, outside: Sequence[nn.Module], *, seed: int, 
         _initialize(model, outside, seed=0)  # Nothing random is in there.
         for layer, paths in parts.items():
             modules = [inner for path in paths for inner in model.get_submodule(path).modules()]
-            _initialize(model, modules, _seed(seed, name, layer))
+            _initialize(model, modules, layer_seed(seed, name, layer))
 
 
 def _initialize(model: Any, modules: Sequence[nn.Module], seed: int) -> None:
@@ -204,7 +204,8 @@ def _initialize(model: Any, modules: Sequence[nn.Module], seed: int) -> None:
     model.initialize_weights()
 
 
-def _seed(seed: int, name: str, layer: int) -> int:
+def layer_seed(seed: int, name: str, layer: int) -> int:
+    """Of the random weights of the module `name`'s layer, which may be its projector."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{layer}".encode()).digest()[:7])
 
 

@@ -13,10 +13,10 @@ from motet.config import LANGUAGE_MODEL, DecoderConfig, EncoderConfig, PartConfi
 from motet.errors import UserError
 from motet.models.caption_decoder import CaptionDecoderStage
 from motet.models.contrastive_stage import ContrastiveStage
-from motet.models.encoder_stage import EncoderStage
+from motet.models.encoder_stage import EncoderStage, num_encoder_layers
 from motet.models.families import Kind
 from motet.models.language_model_stage import LanguageModelStage
-from motet.models.materialize import materialize, read_part_config
+from motet.models.materialize import layer_seed, materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stage import StageModule
 from motet.models.stored_towers import initial_loss, read_projection
@@ -80,12 +80,17 @@ def build_module(config: RunConfig, name: str, layers: tuple[int, int] | None, d
         return module
     module = ModalityModule(model, part.projector, feature_layer=part.feature_layer)
     llm = read_part_config(config.model.causal_lm, "language_model", where=where_of(config, LANGUAGE_MODEL))
-    module.build_projector(llm.hidden_size, seed=part.seed)
+    module.build_projector(llm.hidden_size, seed=_projector_seed(name, part, model))
     _set_trainable(module.module, part.train.module)
     if module.projector is not None:
         module.projector.to(dtype)
         _set_trainable(module.projector, part.train.projector)
     return module
+
+
+def _projector_seed(name: str, part: PartConfig, encoder: nn.Module) -> int:
+    """It is the encoder's last layer, and drawn as the others are: those of two modules are not alike."""
+    return layer_seed(part.seed, name, num_encoder_layers(encoder, None))
 
 
 def kind_of(part: PartConfig) -> Kind:
@@ -97,7 +102,7 @@ def kind_of(part: PartConfig) -> Kind:
 def _tower(config: RunConfig, name: str, part: TowerConfig, model: Any, dtype: torch.dtype) -> ModalityModule:
     module = ModalityModule(model, part.projector)
     module.pooling = "first" if config.model.decoder is not None and config.model.decoder.reads == name else "alone"
-    module.build_projector(feature_width(read_workloads(config)), seed=part.seed)
+    module.build_projector(feature_width(read_workloads(config)), seed=_projector_seed(name, part, model))
     _set_trainable(module.module, part.train.module)
     read_projection(part, model.config.model_type, module.projector, where=where_of(config, name))
     if module.projector is not None:
