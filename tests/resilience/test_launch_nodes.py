@@ -82,7 +82,7 @@ def start_joining(config: RunConfig, store: dist.TCPStore) -> tuple[BaseProcess,
 
     def join() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        join_training(config, None, ("127.0.0.1", store.port), 2)
+        join_training(config, lambda: None, ("127.0.0.1", store.port), 2)
 
     with mock.patch.object(NodeAgent, "run", run):
         process = multiprocessing.get_context("fork").Process(target=join)
@@ -113,10 +113,10 @@ def test_a_node_that_was_lost_says_so(tmp_path: Path, store: dist.TCPStore) -> N
         mock.patch.object(NodeAgent, "run", return_value="it was lost"),
         pytest.raises(WorkerFailedError, match="it was lost"),
     ):
-        join_training(config, None, ("127.0.0.1", store.port), 1)
+        join_training(config, lambda: None, ("127.0.0.1", store.port), 1)
 
 
 def test_a_store_without_a_run_is_told(tmp_path: Path, store: dist.TCPStore) -> None:
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 0.1})
     with pytest.raises(UserError, match=f"--join: what answers at 127.0.0.1:{store.port} is no training"):
-        join_training(config, None, ("127.0.0.1", store.port), 1)
+        join_training(config, lambda: None, ("127.0.0.1", store.port), 1)

@@ -35,7 +35,7 @@ def test_nodes_that_join_train_and_survive(tmp_path: Path) -> None:
     def node() -> None:
         while True:
             try:
-                return join_training(config, None, address, 1)
+                return join_training(config, lambda: None, address, 1)
             except UserError:  # Nobody listens yet.
                 continue
 

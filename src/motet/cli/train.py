@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.join is not None and arguments.listen is not None:
         raise UserError("--listen: does not go with --join: one process listens, and each node joins it")
     if arguments.join is not None:
-        join(config, read_problem(config), arguments.join)
+        join(config, arguments.join)
         return {}
     problem = read_problem(config)
     plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
@@ -186,10 +186,11 @@ def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def join(config: "RunConfig", problem: "PlanningProblem", address: str) -> None:
+def join(config: "RunConfig", address: str) -> None:
     """Runs one node of a training that was started elsewhere with the same run file, until it is over or told to leave.
 
-    Raises `UserError` if the address is none, or nobody answers there."""
+    Raises `UserError` if the address is none, nobody answers there, or the run file is another."""
+    from motet.cli.typical_batch import read_problem
     from motet.errors import UserError
     from motet.resilience.succession import templates_of
 
@@ -201,7 +202,7 @@ def join(config: "RunConfig", problem: "PlanningProblem", address: str) -> None:
     from motet.resilience.launch_nodes import join_training
 
     node_size = config.cluster.num_devices // config.cluster.num_nodes
-    join_training(config, templates_of(problem), (host, int(port)), node_size)
+    join_training(config, lambda: templates_of(read_problem(config)), (host, int(port)), node_size)
 
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -110,9 +110,9 @@ class NodesLostError(WorkerFailedError):
 
 
 def join_training(
-    config: RunConfig, templates: Templates | None, store_address: tuple[str, int], node_size: int
+    config: RunConfig, make_templates: Callable[[], Templates | None], store_address: tuple[str, int], node_size: int
 ) -> None:
-    """This process becomes the agent of one more node.
+    """This process becomes the agent of one more node. Templates are made if the training takes the node.
 
     Raises `UserError` if no store answers, or if the run has another run file; `WorkerFailedError` if the node was
     lost, or the training failed."""
@@ -126,7 +126,9 @@ def join_training(
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     _check_run_file(config, store_address)
-    succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
+    succession = Succession(
+        node_size, make_templates(), stops_below_guarantee=config.train.failures.stop_below_guarantee
+    )
     if why := run_agent(config, store_address, None, node_size, succession):
         raise WorkerFailedError(why)
 
