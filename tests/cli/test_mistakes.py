@@ -133,6 +133,10 @@ def test_files_that_are_no_run_files(
             "language_model.context.method: ulysses cannot divide 4 query heads by cp_size 3; use all_gather",
         ),
         ("model.media_attention=mine", 'media_attention: is "mine"; give one of causal, own_item, .* prefix, family'),
+        (
+            "parallel.schedule=distmm_pipe",
+            "parallel.schedule: distmm_pipe is for towers that a loss contrasts; give 1f1b",
+        ),
         ("parallel.assignment=entrian", "parallel.assignment: is \"entrian\"; did you mean 'entrain'"),
         ("parallel.assignment=best", 'parallel.assignment: is "best"; give one of contiguous, random'),
         ("parallel.max_packed_tokens=64", "parallel.max_packed_tokens: is read with packing: true only"),

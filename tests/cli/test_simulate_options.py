@@ -105,3 +105,33 @@ def test_mistakes_are_told_in_one_line(
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_plan_that_says_otherwise_than_the_run_file(
+    capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["plan", str(run_file), "--set", LAYOUT, "--out", str(plan)]) == 0
+    capsys.readouterr()
+    given = ["simulate", str(run_file), "--set", LAYOUT, "--plan", str(plan)]
+    assert main(given) == 0
+    assert "is not read" not in capsys.readouterr().err
+    assert main([*given, "--set", "parallel.num_microbatches=4", "--set", "parallel.schedule=gpipe"]) == 0
+    error = capsys.readouterr().err
+    assert "its num_microbatches is 2; parallel.num_microbatches, 4, is not read" in error
+    assert "its schedule is 1f1b; parallel.schedule, gpipe, is not read" in error
+
+
+def test_a_straggler_twice(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    twice = ["--straggler", "0=2", "--straggler", "1=2", "--straggler", "0=3"]
+    assert main(["simulate", str(run_file), "--set", LAYOUT, *twice]) == 2
+    assert "--straggler: rank 0 is given twice; give one factor for each rank" in capsys.readouterr().err
+
+
+def test_large_batches_are_announced(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iteration_s(capsys, run_file)
+    monkeypatch.setattr("motet.cli.typical_batch.MANY_SAMPLES", 1)
+    assert main(["simulate", str(run_file), "--set", LAYOUT]) == 0
+    assert "samples of a batch, which may take minutes" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     picture = picture_file(arguments.picture, "--picture") if arguments.picture else None
     problem = read_problem(config)
-    plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
+    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
     samples = read_samples(config, max(arguments.samples, len(problem.samples)))
     stats = data_stats(problem, plan, samples, num_batches=arguments.batches, seed=arguments.seed)
     result = as_json(stats)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,8 @@ def load_config(arguments: argparse.Namespace) -> "RunConfig":
     return load_run_config(arguments.run_file, arguments.overrides)
 
 
-def read_plan(path: str) -> "Plan":
-    """Raises `UserError` naming the file."""
+def read_plan(path: str, config: "RunConfig") -> "Plan":
+    """Says on stderr what of the run file it overrides. Raises `UserError` naming the file."""
     from motet.errors import UserError
     from motet.plan import Plan
 
@@ -48,9 +49,17 @@ def read_plan(path: str) -> "Plan":
     except UnicodeDecodeError:
         raise UserError(f"--plan {path}: is not a text file; motet plan --out writes one") from None
     try:
-        return Plan.from_json(text)
+        plan = Plan.from_json(text)
     except ValueError as error:
         raise UserError(f"--plan {path}: {error}") from None
+    keys = ["schedule"]
+    if not config.model.towers and not plan.replica_microbatches:  # There numbers of microbatches are the planner's.
+        keys.append("num_microbatches")
+    for key in keys:
+        own, given = getattr(plan, key), getattr(config.parallel, key)
+        if key in config.parallel.model_fields_set and own != given:
+            print(f"--plan {path}: its {key} is {own}; parallel.{key}, {given}, is not read", file=sys.stderr)
+    return plan
 
 
 def picture_file(path: str, option: str) -> Path:

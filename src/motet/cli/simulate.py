@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.failures is not None:
         return _with_failures(problem, config.train, arguments)
     files = _files(arguments)
-    plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
+    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
     if plan.num_ranks > problem.num_devices:
         raise UserError(
             f"--plan: has {plan.num_ranks} ranks, but cluster.num_devices is {problem.num_devices}; give as many "
@@ -190,7 +190,12 @@ def _disturbed(evaluation: "Evaluation", arguments: argparse.Namespace) -> "Eval
 
     if not 0 <= arguments.jitter < inf:
         raise UserError(f"--jitter: is {arguments.jitter}; give a share of 0 or more, such as 0.05")
-    factors = dict(_straggler(text, evaluation.plan.num_ranks) for text in arguments.straggler)
+    factors: dict[int, float] = {}
+    for text in arguments.straggler:
+        rank, factor = _straggler(text, evaluation.plan.num_ranks)
+        if rank in factors:
+            raise UserError(f"--straggler: rank {rank} is given twice; give one factor for each rank")
+        factors[rank] = factor
     cluster = evaluation.problem.cluster
     result = simulate(
         evaluation.program,

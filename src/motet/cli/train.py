@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         join(config, arguments.join)
         return {}
     problem = read_problem(config)
-    plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
+    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
     result = train(
         config, problem, plan, listen=None if arguments.listen is None else _listen(config, arguments.listen)
     )

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.from_run_file import plan_for
 
     problem = read_problem(config)
-    plan = read_plan(arguments.plan) if arguments.plan else plan_for(config, problem)
+    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
     check_same_model(problem, plan)
     result = launch_on_plan("verify", config, plan)
     if not result:

@@ -158,8 +158,8 @@ class LimitsConfig(Section):
     null: powers of two within a node that leave each member at least 4096 tokens of a microbatch, on CPUs 1."""
     dp: Counts | None = None
     """Numbers of replicas; planners `optimus` and `megatron_extra_stages`, which give a replica of the language model
-    several of an encoder, keep to it for the language model. null: powers of two that leave no microbatch empty, on
-    CPUs 1."""
+    several of an encoder, keep to it for the language model. null: powers of two that
+    leave no microbatch empty, and their threefold unless `cluster.num_devices` is a power of two; on CPUs 1."""
     fully_sharded: bool = False
     """Planner `oobleck` may give the language model's stages context parallelism of the sizes in `cp`, with shared
     parameters, in the place of tensor parallelism (FSDP)."""

@@ -30,7 +30,7 @@ from motet.planner.part_values import read_generator, read_part_values
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
 from motet.planner.towers_from_run_file import trainable_layers as trainable_layers_of_towers
-from motet.schedule.generators import GENERATORS
+from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.routes import Routes
 from motet.workload import ModuleWorkload, module_workload, with_feature_layer, with_projector
 
@@ -48,6 +48,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     if config.parallel.schedule not in GENERATORS:
         near = closest(config.parallel.schedule.lower(), GENERATORS, "give one of")
         raise UserError(f"parallel.schedule: {config.parallel.schedule!r} is not known; {near}")
+    if config.parallel.schedule in CONTRASTING and not config.model.towers:
+        raise UserError(f"parallel.schedule: {config.parallel.schedule} is for towers that a loss contrasts; give 1f1b")
     workloads = read_workloads(config)
     _check_limited_modules(config, workloads)
     cluster = describe_cluster(config)
@@ -336,7 +338,10 @@ def _known_sizes(table: CostTable, name: str, sizes: tuple[int, ...]) -> tuple[i
 def _dp_sizes(config: RunConfig) -> tuple[int, ...]:
     cluster = config.cluster
     most = min(config.train.global_batch_size // config.parallel.num_microbatches, cluster.num_devices)
-    return config.parallel.limits.dp or _powers_of_two(config, max(1, most))
+    sizes = _powers_of_two(config, max(1, most))
+    if not _is_cpu(config) and cluster.num_devices.bit_count() > 1:  # Not a power of two itself.
+        sizes = tuple(sorted({*sizes, *(3 * dp for dp in sizes if 3 * dp <= most)}))
+    return config.parallel.limits.dp or sizes
 
 
 def _powers_of_two(config: RunConfig, most: int) -> tuple[int, ...]:
