@@ -72,8 +72,8 @@ def test_redundancy_needs_pipelines_of_two_nodes() -> None:
 
 
 def test_the_fastest_grid() -> None:
-    assert best_grid(TEMPLATES, 4, 12) == (1, 4, 2 + 2 * 2.0)
-    assert best_grid(TEMPLATES, 5, 12) == (1, 4, 2 + 2 * 2.0)  # Five pipelines would have three microbatches, too.
+    assert best_grid(TEMPLATES, 5, 12) == (1, 5, 2 + 2 * 2.0)
+    assert best_grid(TEMPLATES, 15, 12) == (1, 12, 2.0)
     assert best_grid({3: TEMPLATES[3]}, 5, 12) == (3, 1, 2 + 11 * 2 / 3)
     assert best_grid({3: TEMPLATES[3]}, 2, 12) == (0, 0, float("inf"))
 

@@ -291,13 +291,11 @@ class RedundantMembers(GridMembers):
 
 
 def best_grid(templates: Mapping[int, Template], num_nodes: int, num_microbatches: int) -> Grid:
-    """The fastest grid of equal pipelines; of equally fast ones, the one with fewest nodes."""
+    """The fastest grid of equal pipelines, as many of a depth as there are nodes and microbatches for."""
     best = NO_GRID
     for depth, template in templates.items():
-        most = min(num_nodes // depth, num_microbatches)
-        if most:
-            each = -(-num_microbatches // most)
-            # With so many microbatches each, fewer pipelines may do.
-            found = Grid(depth, -(-num_microbatches // each), template.iteration_s(each))
-            best = min(best, found, key=lambda grid: (grid.iteration_s, grid.num_nodes))
+        width = min(num_nodes // depth, num_microbatches)
+        if width:
+            found = Grid(depth, width, template.iteration_s(-(-num_microbatches // width)))
+            best = min(best, found, key=lambda grid: grid.iteration_s)
     return best
