@@ -67,7 +67,9 @@ def test_the_scale_is_the_stored_one_of_the_same_loss(
     model = clip(39)
     model.logit_scale.data.fill_(3.5)
     model.save_pretrained(tmp_path)
-    found = initial_loss(run_config(tmp_path, "clip", **contrastive).model)
+    config = run_config(tmp_path, "clip", **contrastive).model
+    config.towers["text"] = config.towers["text"].model_copy(update={"path": f"{tmp_path}/../{tmp_path.name}"})
+    found = initial_loss(config)
     assert found.logit_scale.item() == pytest.approx(scale)
 
 

@@ -1,6 +1,8 @@
 """What a run file's towers take from a stored CLIPModel or SiglipModel beside their encoders' weights: the projection
 matrices, the scale and the bias. What is not stored is drawn, or as the papers begin."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -36,10 +38,10 @@ def initial_loss(model: ModelConfig) -> ContrastiveLoss:
     scale, bias = given.logit_scale, given.logit_bias
     whole = _common_whole(model)
     if whole is not None:
-        where = "model.towers"
-        scale = _number(stored_tensor(whole, "logit_scale", where=where)) if scale is None else scale
+        if scale is None:
+            scale = _stored_number(whole, "logit_scale")
         if given.loss == "sigmoid" and bias is None:
-            bias = _number(stored_tensor(whole, "logit_bias", where=where))
+            bias = _stored_number(whole, "logit_bias")
         if scale is not None and given.max_logit_scale is not None:
             scale = min(scale, given.max_logit_scale)  # It was trained under a limit that is rounded otherwise.
     return ContrastiveLoss(given.loss, scale, bias, max_logit_scale=given.max_logit_scale)
@@ -47,16 +49,18 @@ def initial_loss(model: ModelConfig) -> ContrastiveLoss:
 
 def _common_whole(model: ModelConfig) -> TowerConfig | None:
     """A tower of the stored model of this loss of which there are an image and a text tower, if there is one alone."""
-    by_source: dict[tuple[str | None, str | None], dict[str, TowerConfig]] = {}
+    by_source: dict[str | Path | None, dict[str, TowerConfig]] = {}
     for tower in model.towers.values():
         if tower.part is not None:
-            by_source.setdefault((tower.hub, tower.path), {})[tower.part] = tower
+            source = tower.hub if tower.path is None else Path(tower.path).resolve()
+            by_source.setdefault(source, {})[tower.part] = tower
     whole = [parts["image"] for parts in by_source.values() if len(parts) == 2]
     if len(whole) != 1 or COMPOSITE_TOWERS[stored_model_type(whole[0])].loss != model.contrastive.loss:
         return None
     return whole[0]
 
 
-def _number(stored: torch.Tensor | None) -> float | None:
+def _stored_number(whole: TowerConfig, key: str) -> float | None:
     """SigLIP's have one element in one dimension."""
+    stored = stored_tensor(whole, key, where="model.towers")
     return None if stored is None else stored.item()
