@@ -1,18 +1,28 @@
 """One low-precision copy of each weight for a step: what graphs keep, and that gradients stay what they were."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
+from distributed import run_distributed
+from scenario import FROZEN, Scenario, ScenarioBatch
 from tiny_language_models import tiny_language_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.cast_weights import CastWeights
 from motet.runtime.split_backward import SplitBackward, make_splittable
+from motet.runtime.stage_runner import StageRunner
 
 NUM_MICROBATCHES = 3
+NUM_DRAWS = int(os.environ.get("MOTET_CAST_DRAWS", "40"))
+SEED = os.environ.get("MOTET_CAST_SEED", "3")
 
 
 def autocast() -> torch.autocast:
@@ -158,3 +168,94 @@ def test_copies_are_of_the_weights_as_they_stand() -> None:
         with torch.no_grad():
             model.lm_head.weight.zero_()
         assert forward(model, 0)[1] == 0 != before
+
+
+def trained(scenario: Scenario) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses of two updates, the second one's gradients, and how often any weight was copied at most in a step."""
+    config = scenario.config()
+    engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
+    optimizer = build_optimizer(config, engine.model)
+    batch = ScenarioBatch(scenario, config)
+    made: list[Counter[int]] = []
+    real = CastWeights.copy
+
+    def copy(self: CastWeights, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        made[-1][id(weight)] += weight not in self._copies
+        return real(self, weight, dtype)
+
+    losses = []
+    with patch.object(CastWeights, "copy", copy):
+        for step in range(2):
+            made.append(Counter())
+            engine.model.zero_gradients()
+            losses.append(engine.run(batch).loss)
+            assert not any(runner._cast_weights._copies for runner in engine.executor.runners.values())
+            optimizer.step(step)
+    found = {p.name: p.parameter.grad for p in engine.model.parameters if p.parameter.grad is not None}
+    return losses, found, max((number for counts in made for number in counts.values()), default=0)
+
+
+def assert_same_bits(scenario: Scenario) -> None:
+    """As with copies of its own for each microbatch."""
+    shared = run_distributed(lambda rank: trained(scenario), scenario.num_ranks, timeout=120)
+    with patch.object(StageRunner, "_casting", lambda self: nullcontext()):
+        own = run_distributed(lambda rank: trained(scenario), scenario.num_ranks, timeout=120)
+    for (losses, found, most), (expected_losses, expected, none) in zip(shared, own, strict=True):
+        assert losses == expected_losses
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert torch.equal(found[name], gradient), name
+        assert none == 0
+        assert most <= 1
+    assert max(most for *_, most in shared) == 1
+
+
+CASES = {
+    "pipeline": Scenario(dtype="bfloat16", llm_pp=2, num_microbatches=4, frozen="audio", items="half"),
+    "halves, recomputed, frozen but for projectors": Scenario(
+        dtype="bfloat16",
+        llm="llama-tied",
+        placement="colocated",
+        llm_pp=2,
+        num_microbatches=3,
+        schedule="zero_bubble_h1",
+        recompute=True,
+        frozen="all but projectors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same_bit_by_bit(name: str) -> None:
+    assert_same_bits(CASES[name])
+
+
+def draw(rng: Random) -> Scenario:
+    tp = rng.choice([1, 1, 2])
+    return Scenario(
+        dtype="bfloat16",
+        llm=rng.choice(["llama", "llama-tied", "qwen3", "gemma3", "phi3"]),
+        vision=rng.choice(["siglip", "clip", "dinov2"]),
+        placement=rng.choice(["colocated", "replicated"]) if tp == 2 else rng.choice(["colocated", "parallel"]),
+        tp=tp,
+        sequence_parallel=tp == 2 and rng.random() < 0.5,
+        llm_pp=rng.choice([1, 2]) if tp == 1 else 1,
+        num_microbatches=rng.choice([1, 2, 4]),
+        frozen=rng.choice(sorted(FROZEN)),
+        items=rng.choice(["mixed", "half"]),
+        packing=rng.random() < 0.3,
+        recompute=rng.random() < 0.4,
+        schedule=rng.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
+    )
+
+
+@pytest.mark.campaign
+def test_drawn_layouts() -> None:
+    print(f"MOTET_CAST_SEED={SEED} MOTET_CAST_DRAWS={NUM_DRAWS}")
+    for i in range(NUM_DRAWS):
+        scenario = draw(Random(f"{SEED}/{i}"))
+        try:
+            assert_same_bits(scenario)
+        except BaseException as error:
+            error.add_note(f"draw(Random('{SEED}/{i}')): {scenario}")
+            raise
