@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from small_problem import sample, small_problem, with_memory
 
+from motet.costs.memory import RESERVE
 from motet.planner import PLANNERS, make_plan
 from motet.planner.auto import NOT_TRIED, Choice, bound_of_all, choose
 from motet.planner.auto_layouts import own_layouts
@@ -132,3 +133,24 @@ def test_sequence_parallelism_is_chosen_where_it_is_faster():
     assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
     without = choose(replace(problem, table=replace(problem.table, sequence_parallel={})))
     assert not any(module.sequence_parallel for module in without.evaluation.plan.modules.values())
+
+
+def test_what_fits_with_sequence_parallelism_alone_is_not_missed():
+    problem = small_problem(num_devices=4, encoders=("vision",), frozen=())
+    problem = replace(problem, modules={n: replace(m, tp_sizes=(2,)) for n, m in problem.modules.items()})
+    best = choose(problem).evaluation
+    shared, whole = (
+        evaluate(
+            problem,
+            replace(
+                best.plan,
+                modules={n: replace(m, sequence_parallel=flag) for n, m in best.plan.modules.items()},
+            ),
+        )
+        for flag in (True, False)
+    )
+    peaks = [max(evaluation.result.peak_memory_bytes) for evaluation in (shared, whole)]
+    assert peaks[0] < peaks[1]
+    tight = with_memory(problem, sum(peaks) / 2 / (1 - RESERVE))
+    choice = choose(tight)
+    assert rank(choice.evaluation) <= rank(evaluate(tight, shared.plan))

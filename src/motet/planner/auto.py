@@ -3,7 +3,7 @@
 Candidates are every named planner's own plan, simulated unless a lower bound shows that another one's is faster, so
 that the choice is never slower than the best of them; and the layouts of `motet.planner.auto_layouts`, ordered by a
 lower bound and an estimate of memory, simulated only while their bound is below the best so far. Then the best few are
-tried under other schedules, and the best of all with sequence parallelism.
+tried under other schedules, and with sequence parallelism the best of all and the fastest that does not fit without.
 
 What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
 (`motet.planner.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are searched by
@@ -128,7 +128,11 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
     evaluations += _rescheduled(sorted(evaluations, key=rank)[:NUM_RESCHEDULED], schedules)
-    evaluations += _sequence_parallel(min(evaluations, key=rank))
+    best = min(evaluations, key=rank)
+    evaluations += _sequence_parallel(best)
+    # It saves activations too: what is faster but does not fit may fit then.
+    missed = [e for e in evaluations if best.fits and not e.fits and e.iteration_time_s < best.iteration_time_s]
+    evaluations += _sequence_parallel(min(missed, key=_seconds)) if missed else []
     best = min(evaluations, key=rank)
     found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
     plan = replace(best.plan, planner=PLANNER)
@@ -140,6 +144,10 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         refused=refused,
         lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
     )
+
+
+def _seconds(evaluation: Evaluation) -> float:
+    return evaluation.iteration_time_s
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:

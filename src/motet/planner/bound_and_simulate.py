@@ -1,12 +1,13 @@
 """Chooses among layouts: a cheap lower bound orders and prunes them, simulation decides."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, layout_plan
-from motet.planner.layout_costs import LayoutCosts
+from motet.planner.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
 
@@ -17,9 +18,17 @@ MAX_ACTIONS = 10_000
 @dataclass(frozen=True)
 class Candidate:
     layout: Layout
+    needed_bytes: float
+    """By the fullest rank: an estimate."""
     excess_bytes: float
-    """An estimate."""
+    """What of it is not there."""
     bound_s: float
+
+    @property
+    def family(self) -> tuple[str | None, int]:
+        """Layouts for which that estimate is off in the same way: of one schedule, with as many runs on a group."""
+        runs = Counter(chunk.group for chunk in self.layout.chunks)
+        return self.layout.schedule, max(runs.values())
 
 
 def candidates(problem: PlanningProblem, layouts: Iterable[Layout], costs: LayoutCosts) -> list[Candidate]:
@@ -28,7 +37,7 @@ def candidates(problem: PlanningProblem, layouts: Iterable[Layout], costs: Layou
     for layout in dict.fromkeys(layouts):
         splits = (layout.schedule or problem.schedule) in SPLIT_BACKWARDS
         bound_s = costs.bound_s(layout, split_backward=splits) + problem.program_s
-        found.append(Candidate(layout, costs.excess_bytes(layout), bound_s))
+        found.append(Candidate(layout, costs.needed_bytes(layout), costs.excess_bytes(layout), bound_s))
     return sorted(found, key=lambda candidate: (candidate.excess_bytes, candidate.bound_s))
 
 
@@ -50,12 +59,14 @@ def best_layout(
 
     A candidate is simulated unless its bound is above the best simulation that fits (`known` ones among them), and
     while fewer than `max_simulated` have been, with fewer than `MAX_ACTIONS` actions in all; four times as many while
-    nothing fits.
+    nothing fits. Once something does, those are passed over that would not fit if they needed as much more than
+    estimated as the last simulated ones of their family.
     """
     costs = costs or LayoutCosts(problem)
     evaluations: list[Evaluation] = []
     fastest = min((e.iteration_time_s for e in known if e.fits), default=inf)
     num_actions = 0
+    off: dict[tuple[str | None, int], float] = {}
     found = candidates(problem, layouts, costs)
     for candidate in found:
         times = 1 if fastest < inf else 4
@@ -63,9 +74,14 @@ def best_layout(
             break
         if candidate.bound_s >= min(fastest, problem.cutoff_s):
             continue
+        needed = candidate.needed_bytes * off.get(candidate.family, 1.0)
+        if fastest < inf and needed > usable_bytes(problem):
+            continue
         evaluation = evaluate(problem, layout_plan(problem, candidate.layout))
         evaluations.append(evaluation)
         num_actions += evaluation.num_actions
+        if candidate.needed_bytes:
+            off[candidate.family] = max(evaluation.result.peak_memory_bytes) / candidate.needed_bytes
         if evaluation.fits:
             fastest = min(fastest, evaluation.iteration_time_s)
     left_out = [candidate.bound_s for candidate in found if problem.cutoff_s <= candidate.bound_s < fastest]

@@ -5,7 +5,7 @@ first layers need has been computed (head), then has all of its own work to do, 
 have theirs (tail). Heads and tails are those of the lightest microbatch; work is exact, because costs are linear in the
 loads. Messages, reductions and what context-parallel groups exchange are taken to cost nothing; memory is not looked
 at.
-`excess_bytes` is an estimate: parameters, and what 1F1B keeps of typical microbatches.
+`needed_bytes` is an estimate: parameters, and what 1F1B keeps of typical microbatches.
 """
 
 from collections.abc import Sequence
@@ -166,9 +166,13 @@ class LayoutCosts:
 
     def excess_bytes(self, layout: Layout) -> float:
         """By how much the fullest rank seems to exceed its memory; 0 if all fit."""
-        return self.problem.remembered(("excess", *layout.content), lambda: self._excess_bytes(layout))
+        return max(0.0, self.needed_bytes(layout) - usable_bytes(self.problem))
 
-    def _excess_bytes(self, layout: Layout) -> float:
+    def needed_bytes(self, layout: Layout) -> float:
+        """By the fullest rank."""
+        return self.problem.remembered(("needed bytes", *layout.content), lambda: self._needed_bytes(layout))
+
+    def _needed_bytes(self, layout: Layout) -> float:
         problem = self.problem
         behind: dict[str, int] = {}
         needed = [0.0] * len(layout.group_sizes)
@@ -182,4 +186,9 @@ class LayoutCosts:
                 sums.saved_bytes[b] - sums.saved_bytes[a]
             )
             behind[chunk.module] = distance + 1
-        return max(0.0, max(needed) - problem.cluster.device.memory_bytes * (1 - RESERVE))
+        return max(needed)
+
+
+def usable_bytes(problem: PlanningProblem) -> float:
+    """Of each device."""
+    return problem.cluster.device.memory_bytes * (1 - RESERVE)
