@@ -9,7 +9,8 @@ Deviations: Alpa's intra-operator problem is an integer program over all operato
 tensor-parallel size for a stage and one number of replicas for all, so these are the choices here. Groups may differ in
 size. Schedules without interleaving, as Alpa's.
 Limits: slowest stages are tried on a grid of `NUM_LIMITS` values from the least that can be met, where Alpa tries all
-with gaps between them.
+with gaps between them. Where the best layout of a number of replicas has more stages of a module than the user allows,
+that number of replicas is left out, though one with fewer stages might do.
 """
 
 from collections.abc import Iterator
