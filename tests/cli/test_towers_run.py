@@ -91,6 +91,30 @@ def test_plan_simulate_verify_train(capsys: pytest.CaptureFixture[str], run_file
     assert load_towers(trained["export"]).width == 8
 
 
+def test_held_out_losses_are_those_of_whole_contrastive_batches(
+    capfd: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    """11 held-out samples are one global batch of 8 and a rest; of 5 there is no whole one, which is told."""
+    losses, told = {}, {}
+    for num_samples in (8, 11, 5):
+        options = ["--set", "train.steps=1", "--set", "train.eval_every=1", "--set", "train.checkpoint_every=0"]
+        options += ["--set", f"train.eval_samples={num_samples}"]
+        assert main(["train", str(run_file), "--json", *options]) == 0
+        printed = capfd.readouterr()
+        (losses[num_samples],) = json.loads(printed.out)["evaluations"].values()
+        told[num_samples] = "the held-out loss is that of 5 samples" in printed.err
+    assert losses[8] == losses[11] != losses[5]
+    assert told == {8: False, 11: False, 5: True}
+
+
+def test_explicit_towers_have_the_schedule_made_for_them(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    content = yaml.safe_load(run_file.read_text())
+    del content["parallel"]["schedule"]
+    run_file.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert run(capsys, "plan", run_file)["schedule"] == "distmm_pipe"
+    assert run(capsys, "plan", run_file, "--set", "parallel.schedule=1f1b")["schedule"] == "1f1b"
+
+
 def test_the_scale_may_begin_at_its_limit(run_file: Path) -> None:
     overrides = ["model.contrastive.loss=sigmoid", f"model.contrastive.max_logit_scale={math.log(10)}"]
     contrastive = load_run_config(run_file, overrides).model.contrastive
@@ -380,6 +404,13 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
             "model.contrastive.max_logit_scale=1.0",
             "max_logit_scale: is 1.0, less than the initial logit_scale 2.66; give",
         ),
+        (
+            "model.contrastive.logit_scale=90",
+            "model.contrastive.logit_scale: is 90; give a number at least -7",
+        ),
+        ("model.contrastive.logit_scale=.nan", "model.contrastive.logit_scale: is NaN; give a number at least -7"),
+        ("model.contrastive.max_logit_scale=.inf", "model.contrastive.max_logit_scale: is Infinity; give a number at"),
+        ("model.contrastive.logit_bias=-.inf", "model.contrastive.logit_bias: is -Infinity; give a number at least"),
         ("model.contrastive.logit_bias=1.0", "contrastive.logit_bias: the softmax loss has none"),
         ("model.merge=prepend", "merge: stands beside towers"),
         ("model.towers.text.values.vocab_size=20", "model.towers.text: its vocabulary has 20 tokens, but .* 28"),
@@ -398,6 +429,10 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
         (
             "parallel={planner: auto, recompute_features: [image]}",
             "recompute_features: planners choose that themselves",
+        ),
+        (
+            "parallel={planner: distmm, num_microbatches: 4}",
+            "parallel.num_microbatches: planners choose that themselves for towers; leave it out, or give planner: exp",
         ),
         ("parallel={planner: auto, limits: {cp: [2]}}", "parallel.limits.cp: towers have whole items; leave it out"),
         (

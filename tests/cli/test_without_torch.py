@@ -110,7 +110,6 @@ def test_no_tower_needs_torch(tmp_path: Path, text: str) -> None:
         },
         "data": {"kind": "same-digits", "num_train": 16},
         "cluster": {"num_devices": 2},
-        "parallel": {"num_microbatches": 2},
         "train": {"global_batch_size": 4},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))

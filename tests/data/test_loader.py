@@ -140,6 +140,15 @@ def test_what_fails_ahead_is_told_when_its_turn_comes() -> None:
         next(loader)
 
 
+def test_whole_held_out_batches_leave_the_last_samples_out() -> None:
+    """But where there is no whole one."""
+    sizes = {
+        n: [len(batch.samples) for batch in held_out_batches(InProcess(Numbers(10)), 4, n, whole=True)]
+        for n in (3, 4, 7, 8, 100)
+    }
+    assert sizes == {3: [3], 4: [4], 7: [4], 8: [4, 4], 100: [4, 4]}
+
+
 def test_held_out_batches_keep_the_last_samples() -> None:
     batches = held_out_batches(InProcess(Numbers(10)), 4, 7)
     assert [batch.indices() for batch in batches] == [(0, 1, 2, 3), (4, 5, 6)]

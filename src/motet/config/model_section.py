@@ -1,9 +1,9 @@
 """The run file's `model`: what is trained."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from motet.config.section import LANGUAGE_MODEL, Count, CountOrNever, PositiveNumber, Section
 from motet.plan import CONTRASTIVE, DECODER
@@ -91,6 +91,9 @@ class TowerConfig(PartConfig):
 
 INITIAL_LOGIT_SCALE = {"softmax": math.log(1 / 0.07), "sigmoid": math.log(10.0)}
 """By loss, as the papers begin: CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023)."""
+LogitScale = Annotated[float, Field(ge=-7, le=7, allow_inf_nan=False)]
+"""CLIP keeps the logarithm below 4.61. At 10 the rounding of float32 is a ten-thousandth of the gradients."""
+LogitBias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)]
 
 
 class ContrastiveConfig(Section):
@@ -103,12 +106,12 @@ class ContrastiveConfig(Section):
     """Of the features; null: that of the first tower without projector."""
     anchor: str | None = None
     """The tower that each other one is compared with; null: all pairs of towers."""
-    logit_scale: float | None = None
+    logit_scale: LogitScale | None = None
     """Logarithm of the initial scale of similarities; null: the stored one, if an image and a text tower are of one
     stored CLIPModel (softmax) or SiglipModel (sigmoid), else 2.66 for softmax, 2.3 for sigmoid."""
-    max_logit_scale: float | None = None
+    max_logit_scale: LogitScale | None = None
     """Most that this logarithm may grow to (CLIP: 4.6052, a scale of 100); null: no limit."""
-    logit_bias: float | None = None
+    logit_bias: LogitBias | None = None
     """Initial bias of similarities, of the sigmoid loss alone; null: the stored one, as for the scale, else -10."""
     train: bool = True
     """Whether scale and bias are trained."""

@@ -182,12 +182,12 @@ class ParallelConfig(Section):
     schedule: str = "1f1b"
     """In which order stages compute (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
     `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling`, `dip` or
-    `distmm_pipe`."""
+    `distmm_pipe`; if it is not given, planners may choose, and towers have `distmm_pipe`."""
     assignment: Literal["contiguous", "random", "disttrain", "dip", "entrain", "entrain_k_eff"] = "contiguous"
     """Which samples make up each microbatch (docs/data.md): as they come, at random, in DistTrain's order, like DIP, or
     balanced with deferral like Entrain, with all microbatches or no more than the heaviest sample leaves even."""
     num_microbatches: Count = 4
-    """Per replica; of towers, per replica and contrastive batch."""
+    """Per replica; of towers, per replica and contrastive batch, and for planner `explicit` alone."""
     packing: bool = False
     """A microbatch's samples stand in one row without padding, and do not see each other."""
     max_packed_tokens: Count | None = None
@@ -275,7 +275,7 @@ class TrainConfig(Section):
     eval_every: CountOrNever = 0
     """Steps between evaluations on held-out samples; 0: none."""
     eval_samples: Count = 256
-    """Held-out samples of one evaluation."""
+    """Held-out samples of one evaluation; of contrastive models, whole global batches of them if there is one."""
     checkpoint_every: CountOrNever = 0
     """Steps between checkpoints; 0: none."""
     keep_checkpoints: Count = 2
@@ -365,7 +365,9 @@ class RunConfig(Section):
             raise ValueError(
                 "parallel.limits.dp: planners balance towers by their replicas; leave it out, or give planner: explicit"
             )
-        if parallel.recompute_features:
-            raise ValueError(
-                "parallel.recompute_features: planners choose that themselves; leave it out, or give planner: explicit"
-            )
+        for key in ("recompute_features", "num_microbatches"):
+            if key in parallel.model_fields_set:
+                raise ValueError(
+                    f"parallel.{key}: planners choose that themselves for towers; leave it out, or give planner: "
+                    "explicit"
+                )

@@ -184,10 +184,12 @@ class Loader:
 
 
 def held_out_batches(
-    producer: Producer, batch_size: int, num_samples: int, wanted: Wanted | None = None
+    producer: Producer, batch_size: int, num_samples: int, wanted: Wanted | None = None, *, whole: bool = False
 ) -> list[LoadedBatch]:
-    """The first samples of a held-out set in batches of at most `batch_size`, for evaluation."""
-    indices = range(min(num_samples, len(producer)))
+    """The first samples of a held-out set in batches of at most `batch_size`, for evaluation. `whole`: a smaller last
+    one is left out unless it is the only one: where samples are compared within a batch, its loss is another one."""
+    available = min(num_samples, len(producer))
+    indices = range(available // batch_size * batch_size or available) if whole else range(available)
     return [
         LoadedBatch(producer, indices[first : first + batch_size], wanted)
         for first in range(0, len(indices), batch_size)

@@ -7,6 +7,7 @@ from motet.errors import UserError
 from motet.models.shards import Config, setting
 from motet.plan import CONTRASTIVE, DECODER, Edge, LayerRange, Plan
 from motet.planner import make_plan
+from motet.planner.distmm import SCHEDULE
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.towers import TowerLayout, tower_plan
 from motet.schedule.batch_sync import pairs_of
@@ -159,6 +160,7 @@ def plan_of_towers(config: RunConfig, problem: PlanningProblem) -> Plan:
         problem,
         layouts,
         together=[tuple(config.model.towers)] if parallel.placement == "colocated" else (),
+        schedule=SCHEDULE if problem.schedules is None else problem.schedule,
         recompute_features=parallel.recompute_features,
     )
     if plan.num_ranks != problem.num_devices:

@@ -80,11 +80,20 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
         wanted=engine.wanted,
         batches_ahead=batches_ahead(config),
     )
-    held_out = (
-        held_out_batches(producers.held_out, train.global_batch_size, train.eval_samples, engine.wanted)
-        if producers.held_out is not None and train.eval_every
-        else None
-    )
+    held_out = None
+    if producers.held_out is not None and train.eval_every:
+        contrasts = engine.plan.loss_module is not None
+        held_out = held_out_batches(
+            producers.held_out, train.global_batch_size, train.eval_samples, engine.wanted, whole=contrasts
+        )
+        num_samples = min(train.eval_samples, len(producers.held_out))
+        if contrasts and num_samples < train.global_batch_size and dist.get_rank() == 0:
+            print(
+                f"train.eval_samples: the held-out loss is that of {num_samples} samples, which are cut into smaller "
+                f"contrastive batches than the {train.global_batch_size} of a step: the two losses cannot be compared",
+                file=sys.stderr,
+                flush=True,
+            )
     return Trainer(engine, build_optimizer(config, engine.model), loader, held_out, train)
 
 
