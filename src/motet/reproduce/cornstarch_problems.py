@@ -32,8 +32,9 @@ NUM_DEVICES, NUM_SAMPLES = 24, 24
 
 
 def problems() -> list[tuple[str, PlanningProblem]]:
-    """Each kind of model that the paper evaluates, the medium language model with encoders of several sizes."""
-    models = ("VLM-S", "VLM-L", "ALM-M", "VALM-SS", "VALM-ML", "VALM-LL")
+    """Every model that the paper evaluates with the medium language model."""
+    one = [f"{kind}-{size}" for kind in ("VLM", "ALM") for size in "SML"]
+    models = [*one, *(f"VALM-{vision}{audio}" for vision in "SML" for audio in "SML")]
     return [(f"{model} with the medium LLM, 24 A40", problem(model)) for model in models]
 
 
