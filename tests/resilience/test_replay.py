@@ -147,6 +147,12 @@ def test_a_spare_that_is_lost_disturbs_nobody() -> None:
     assert usage.seconds == {"training": 992, "redone": 0, "saving": 0, "recovery": 8, "waiting": 0}
 
 
+def test_who_joins_while_all_start_does_not_end_the_start() -> None:
+    changes = [Change(0.0, (), nodes(2)), Change(1.0, (), ("n2",))]
+    usage = replay(changes, 100.0, template_members())
+    assert usage.seconds["recovery"] == TIMES.start_s + TIMES.load_s
+
+
 def test_while_there_are_too_few_all_nodes_are_idle() -> None:
     usage = replay([Change(0.0, (), nodes(2))], 50.0, GridMembers({3: TEMPLATES[3]}, 12, TIMES, 8, 0, 0.0))
     assert usage.seconds["waiting"] == 50

@@ -12,7 +12,7 @@ Three ways to live with failures:
 Spare nodes come and go without a trace. A node that joins is taken in at the end of an iteration. With a warning of
 `warning_s` (spot instances) the iteration in progress is finished if there is time, and a checkpoint is written by
 those who need one and can.
-Limits: iterations take what the templates say; a change during a recovery begins it anew.
+Limits: iterations take what the templates say; a change during a recovery begins it anew, and does not end it sooner.
 """
 
 from collections.abc import Sequence
@@ -208,4 +208,5 @@ class _Run:
             self.unsaved, self.unsaved_s = 0, 0.0
         elif self.current.iteration_s == inf:
             self._keep()  # Saved before it stopped.
-        self.ready_s = self.now_s + pause_s
+        # What was being started or loaded still has to be.
+        self.ready_s = max(self.now_s + pause_s, self.ready_s if was_running else 0.0)
