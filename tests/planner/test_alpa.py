@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_problem import small_problem
 
 from motet.planner import make_plan
-from motet.planner.alpa import NUM_LIMITS, assign_stages
+from motet.planner.alpa import NUM_LIMITS, StageCounts, assign_stages
 
 
 def run_table(layer_seconds, efficiency):
@@ -72,3 +72,42 @@ def test_groups_of_unequal_size_where_that_is_allowed():
     assert plan.num_ranks == 3
     with pytest.raises(ValueError, match="placement"):
         make_plan(problem, "alpa", placement="colocated")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.floats(0.1, 10), min_size=1, max_size=3), st.sampled_from([1, 2, None])), max_size=3
+    ),
+    st.integers(1, 5),
+    st.integers(1, 8),
+)
+def test_no_module_has_more_stages_than_it_may(modules, num_devices, num_microbatches):
+    modules = [([1.0, 2.0], 1), *modules]
+    module_of = [m for m, (layers, _) in enumerate(modules) for _ in layers]
+    tables = run_table([seconds for layers, _ in modules for seconds in layers], 0.9)
+
+    def keeps(stages):
+        starts = [0, *(end for end, _ in stages)]
+        held = [{module_of[i] for i in range(a, b)} for a, (b, _) in zip(starts, stages, strict=False)]
+        return all(most is None or sum(m in stage for stage in held) <= most for m, (_, most) in enumerate(modules))
+
+    every = [each for each in every_assignment(len(module_of), num_devices, tables) if keeps(each)]
+    counts = StageCounts.of([(len(layers), most) for layers, most in modules])
+    found = assign_stages(tables, num_devices, num_microbatches, counts)
+    assert (found is None) == (not every)
+    if found is not None:
+        assert keeps(found)
+        best_s = min(iteration_s(tables, stages, num_microbatches) for stages in every)
+        seconds = [s for layers, _ in modules for s in layers]
+        ratio = max(2.0, sum(seconds) / max(seconds) * 5) ** (1 / (NUM_LIMITS - 1))  # As above.
+        assert best_s * (1 - 1e-9) <= iteration_s(tables, found, num_microbatches) <= best_s * ratio * 1.01
+
+
+def test_a_limit_on_stages_is_kept_to():
+    problem = small_problem(num_devices=4)
+    modules = {name: replace(module, max_stages=2, tp_sizes=(1, 2)) for name, module in problem.modules.items()}
+    free, limited = make_plan(problem, "alpa"), make_plan(replace(problem, modules=modules), "alpa")
+    stages = {name: len(module.replicas[0].stages) for name, module in limited.modules.items()}
+    assert max(stages.values()) == 2 < max(len(module.replicas[0].stages) for module in free.modules.values())
+    assert limited.num_ranks == 4

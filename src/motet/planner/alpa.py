@@ -9,11 +9,11 @@ Deviations: Alpa's intra-operator problem is an integer program over all operato
 tensor-parallel size for a stage and one number of replicas for all, so these are the choices here. Groups may differ in
 size. Schedules without interleaving, as Alpa's.
 Limits: slowest stages are tried on a grid of `NUM_LIMITS` values from the least that can be met, where Alpa tries all
-with gaps between them. Where the best layout of a number of replicas has more stages of a module than the user allows,
-that number of replicas is left out, though one with fewer stages might do.
+with gaps between them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +45,13 @@ def _layouts(problem: PlanningProblem) -> Iterator[Layout]:
             continue
         times = {size: _run_seconds(problem, size, dp) for size in sizes}
         stages = assign_stages(times, devices, problem.num_microbatches)
+        if stages is not None and not has_few_stages(problem, _layout(layers, stages, dp).chunks):
+            most = [(module.workload.num_layers, module.max_stages) for module in problem.modules.values()]
+            counts = StageCounts.of([(n, None if limit is None else min(limit, devices)) for n, limit in most])
+            affordable = devices // sizes[0] * len(layers) * len(counts.may_begin) <= MAX_STATES
+            stages = assign_stages(times, devices, problem.num_microbatches, counts) if affordable else None
         if stages is not None:
-            layout = _layout(layers, stages, dp)
-            if has_few_stages(problem, layout.chunks):
-                yield layout
+            yield _layout(layers, stages, dp)
 
 
 def _run_seconds(problem: PlanningProblem, tp: int, dp: int) -> Array:
@@ -60,21 +63,47 @@ def _run_seconds(problem: PlanningProblem, tp: int, dp: int) -> Array:
     return runs
 
 
-def assign_stages(times: dict[int, Array], num_devices: int, num_microbatches: int) -> list[tuple[int, int]] | None:
+class StageCounts(NamedTuple):
+    """How many stages a module has had, where the user limits that: `used` of them before a layer within it."""
+
+    may_begin: NDArray[np.bool_]
+    """[used, first]: whether a stage may begin at this layer."""
+    then: NDArray[np.int64]
+    """[used, (first,) last]: what is used after a stage with these layers."""
+
+    @classmethod
+    def of(cls, modules: Sequence[tuple[int, int | None]]) -> "StageCounts":
+        """(layers, most stages) of each module in the row; None: without limit."""
+        limits = np.repeat([limit or 0 for _, limit in modules], [n for n, _ in modules])
+        limits = np.append(limits, 0)
+        number = np.append(np.repeat(np.arange(len(modules)), [n for n, _ in modules]), len(modules))
+        begins = np.append([True], number[1:] != number[:-1])
+        used = np.arange(limits.max() + 1)[:, None, None]
+        then = np.where(number[:, None] == number[None, :], np.minimum(used + 1, limits.max()), 1)
+        then = np.where(begins | (limits == 0), 0, then)
+        return cls((used[..., 0] < limits) | (limits == 0), then)
+
+
+def assign_stages(
+    times: dict[int, Array], num_devices: int, num_microbatches: int, counts: StageCounts | None = None
+) -> list[tuple[int, int]] | None:
     """For each stage, the layer at which it ends and the size of its group; None if the devices cannot all be used.
 
-    `times[size][first, last]`: seconds of a run of layers on a group of that size.
+    `times[size][first, last]`: seconds of a run of layers on a group of that size. `counts`: None: any number of
+    stages.
     """
+    num_layers = len(next(iter(times.values()))) - 1
+    counts = counts or StageCounts.of([(num_layers, None)])
     low, high = 0.0, max(float(t[np.isfinite(t)].max()) for t in times.values())
     longest = high
-    if _fewest_seconds(times, num_devices, high)[1] is None:
+    if _fewest_seconds(times, num_devices, high, counts)[1] is None:
         return None
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _fewest_seconds(times, num_devices, middle)[1] is None else (low, middle)
+        low, high = (middle, high) if _fewest_seconds(times, num_devices, middle, counts)[1] is None else (low, middle)
     best_s, best = np.inf, None
     for limit in np.geomspace(high, longest, NUM_LIMITS):
-        total_s, stages = _fewest_seconds(times, num_devices, float(limit))
+        total_s, stages = _fewest_seconds(times, num_devices, float(limit), counts)
         assert stages is not None, "what a smaller limit allows, a larger one does"
         iteration_s = total_s + (num_microbatches - 1) * _slowest(times, stages)
         if iteration_s < best_s:
@@ -88,33 +117,36 @@ def _slowest(times: dict[int, Array], stages: list[tuple[int, int]]) -> float:
 
 
 def _fewest_seconds(
-    times: dict[int, Array], num_devices: int, limit: float
+    times: dict[int, Array], num_devices: int, limit: float, counts: StageCounts
 ) -> tuple[float, list[tuple[int, int]] | None]:
     """The least sum of stage times with no stage above `limit`, all layers and all devices used."""
     num_layers = len(next(iter(times.values()))) - 1
+    layers, num_used = np.arange(num_layers + 1), len(counts.may_begin)
     allowed = {size: np.where(t <= limit * (1 + 1e-12), t, np.inf) for size, t in times.items()}
-    least = np.full((num_devices + 1, num_layers + 1), np.inf)
-    least[0, num_layers] = 0.0
+    least = np.full((num_devices + 1, num_used, num_layers + 1), np.inf)
+    least[0, 0, num_layers] = 0.0
     chosen_end, chosen_size = (np.zeros(least.shape, dtype=int) for _ in range(2))
     for devices in range(1, num_devices + 1):
         for size, runs in allowed.items():
             if size > devices or not np.isfinite(least[devices - size]).any():
                 continue
-            totals = runs + least[devices - size][None, :]
-            ends = totals.argmin(axis=1)
-            values = totals[np.arange(num_layers + 1), ends]
-            less = values < least[devices]
-            least[devices, less] = values[less]
-            chosen_end[devices, less], chosen_size[devices, less] = ends[less], size
-    if not np.isfinite(least[num_devices, 0]):
+            for used in range(num_used):
+                rest = least[devices - size]
+                totals = runs + (rest[0] if num_used == 1 else rest[counts.then[used], layers])
+                ends = totals.argmin(axis=1)
+                values = np.where(counts.may_begin[used], totals[layers, ends], np.inf)
+                less = values < least[devices, used]
+                least[devices, used, less] = values[less]
+                chosen_end[devices, used, less], chosen_size[devices, used, less] = ends[less], size
+    if not np.isfinite(least[num_devices, 0, 0]):
         return np.inf, None
     stages: list[tuple[int, int]] = []
-    devices, first = num_devices, 0
+    devices, first, used = num_devices, 0, 0
     while first < num_layers:
-        last, size = int(chosen_end[devices, first]), int(chosen_size[devices, first])
+        last, size = int(chosen_end[devices, used, first]), int(chosen_size[devices, used, first])
         stages.append((last, size))
-        devices, first = devices - size, last
-    return float(least[num_devices, 0]), stages
+        devices, first, used = devices - size, last, int(counts.then[used, first, last])
+    return float(least[num_devices, 0, 0]), stages
 
 
 def _layout(layers: list[tuple[str, int]], stages: list[tuple[int, int]], dp: int) -> Layout:
