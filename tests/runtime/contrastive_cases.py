@@ -177,6 +177,11 @@ class Case:
                     end = num_tokens - 1 - i % 2
                     ids[0, end] = END_OF_TEXT
                     grid, tensors[name] = (num_tokens, end), {"input_ids": ids}
+                    if tower.family != "bert" and i % 3:  # Padding on the left, or from the end of the text on.
+                        first, stop = (1, num_tokens) if i % 3 == 1 else (0, end)
+                        grid = (*grid, first, stop)
+                        tensors[name]["attention_mask"] = torch.zeros_like(ids)
+                        tensors[name]["attention_mask"][:, first:stop] = 1
                 elif tower.family == "whisper":
                     grid = (MEL_FRAMES - i % 5,)
                     tensors[name] = {"input_features": torch.randn(1, MEL_BINS, MEL_FRAMES, dtype=dtype)}
