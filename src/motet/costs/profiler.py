@@ -9,7 +9,8 @@ Every rank measures at the same time, as every rank computes at the same time in
 other (caches, memory bandwidth) is part of the cost. Gradients accumulate from one repetition to the next, as over
 microbatches. With `tp_size` > 1 the stages' own collectives are measured with the layers.
 
-Limits: one device type; threads are as the caller set them (1 is what the runtime uses on CPUs).
+Limits: one device type; threads are as the caller set them (1 is what the runtime uses on CPUs). Under autocast each
+forward casts the weights, which a training step does once for all its microbatches (`motet.runtime.cast_weights`).
 """
 
 import statistics
