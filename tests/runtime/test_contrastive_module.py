@@ -279,6 +279,26 @@ def test_mistakes_about_the_decoder() -> None:
         model(**{**coca_batch(), "present": {"text": torch.ones(5)}})
 
 
+def test_batches_with_nothing_to_compare_are_refused() -> None:
+    """Their loss is 0, of which nobody learns."""
+
+    def worker(rank: int) -> list[str]:
+        said = []
+        for num_batches, num_samples in ((1, 0), (1, 1), (4, 6)):
+            parallel = ContrastiveParallelModule(
+                CASE.build(), {"image": TowerSpec(), "text": TowerSpec()}, num_contrastive_batches=num_batches
+            )
+            with pytest.raises(UserError) as raised:
+                parallel.execute({key: value[:num_samples] for key, value in batch().items()})
+            said.append(str(raised.value))
+        return said
+
+    for said in run_distributed(worker, 2):
+        assert said[0].endswith("has no samples; give at least two")
+        assert said[1].startswith("batch: has 1 samples for 1 contrastive batches")
+        assert said[2].startswith("batch: has 6 samples for 4 contrastive batches")
+
+
 def test_towers_that_share_a_parameter_are_for_one_process() -> None:
     """Each rank would train a copy of its own."""
 
@@ -309,8 +329,18 @@ def test_towers_that_share_a_parameter_are_for_one_process() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(UserError, match="TowerSpec: dp_size is 0; give at least 1"):
-        TowerSpec(dp_size=0)
+    for size in (0, 1.5):
+        with pytest.raises(UserError, match=f"TowerSpec: dp_size is {size}; give a whole number, at least 1"):
+            TowerSpec(dp_size=size)  # type: ignore[arg-type]
+    image, text = CASE.build().modality_modules().values()
+    for name, said in (
+        ("contrastive", "is the name of another module"),
+        ("decoder", "is the name of another module"),
+        ("a.b", "cannot name a module of PyTorch"),
+        ("keys", "cannot name a module of PyTorch"),
+    ):
+        with pytest.raises(UserError, match=f"towers: '{name}' {said}; give the tower another"):
+            ContrastiveModule({name: image, "text": text})
     with pytest.raises(UserError, match="there is no process group"):
         ContrastiveParallelModule(CASE.build(), {})
 
@@ -321,6 +351,7 @@ def test_mistakes() -> None:
             ({"image": TowerSpec(), "text": TowerSpec(), "sound": TowerSpec()}, {}),
             ({"image": TowerSpec(), "text": TowerSpec(dp_size=2)}, {}),
             ({"image": TowerSpec(), "text": TowerSpec()}, {"schedule": "2f2b"}),
+            ({"image": TowerSpec(), "text": 2}, {}),
         ):
             with pytest.raises(UserError) as caught:
                 ContrastiveParallelModule(CASE.build(), specs, **options)
@@ -332,3 +363,4 @@ def test_mistakes() -> None:
     assert said[1].startswith("tower_specs: there is no tower 'sound'; the model has image, text")
     assert said[2].startswith("tower_specs: take 3 ranks, but 2 processes run; start 3")
     assert said[3].startswith("schedule: '2f2b' is not known; give one of")
+    assert said[4] == "tower_specs: text is a int; give a TowerSpec"

@@ -96,6 +96,7 @@ class ContrastiveModule(nn.Module):
         loss_weight: float = 1.0,
     ) -> None:
         super().__init__()
+        _check_names(towers)
         self.pairs = pairs_of(list(towers), anchor)
         self.towers = nn.ModuleDict(
             {name: t if isinstance(t, ModalityModule) else ModalityModule(t) for name, t in towers.items()}
@@ -276,6 +277,14 @@ def check_tower(name: str, tower: ModalityModule) -> None:
         raise UserError(f"towers: {name} is a {type(tower.module).__name__}, which has no features of a whole item")
     if tower.feature_layer is not None:
         raise UserError(f"towers: {name} has a feature_layer; a tower hands on what its encoder makes of a whole item")
+
+
+def _check_names(towers: Mapping[str, nn.Module]) -> None:
+    for name in towers:
+        if name in (CONTRASTIVE, DECODER):
+            raise UserError(f"towers: {name!r} is the name of another module; give the tower another one")
+        if "." in name or not name or hasattr(nn.ModuleDict, name):
+            raise UserError(f"towers: {name!r} cannot name a module of PyTorch; give the tower another name")
 
 
 def _common_width(towers: Mapping[str, ModalityModule], width: int | None) -> int:

@@ -116,6 +116,8 @@ def _items(
     features = given.get(key)
     if not isinstance(features, Tensor) or features.dim() < 2:
         raise UserError(f"batch: {key} of tower {name} is missing or no tensor of all samples")
+    if not len(features):
+        raise UserError(f"batch: {key} of tower {name} has no samples; give at least two")
     if present is not None and (not isinstance(present, Tensor) or present.shape != features.shape[:1]):
         raise UserError(f"batch: present[{name!r}] is no tensor of {len(features)} truth values; give one a sample")
     columns = _attended(config, given, features, present) if reads_text(config) else []

@@ -76,8 +76,9 @@ class TowerSpec:
 
     def __post_init__(self) -> None:
         for key in ("tp_size", "pp_size", "dp_size", "num_microbatches"):
-            if getattr(self, key) < 1:
-                raise UserError(f"TowerSpec: {key} is {getattr(self, key)}; give at least 1")
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"TowerSpec: {key} is {value}; give a whole number, at least 1")
 
 
 class ContrastiveParallelModule(ParallelModule):
@@ -181,6 +182,12 @@ class ContrastiveParallelModule(ParallelModule):
 
     def _read(self, batch: Mapping[str, Any]) -> DictBatch:
         read = batch_of_towers(self._source[0], batch)
+        num_batches = self.plan.num_microbatches_of(CONTRASTIVE)
+        if len(read.samples) < 2 * num_batches:
+            raise UserError(
+                f"batch: has {len(read.samples)} samples for {num_batches} contrastive batches, in which a sample is "
+                "compared with others; give at least 2 for each"
+            )
         check_same_on_all_ranks(_tensors_of(batch), read, self.device)
         return read
 
@@ -220,6 +227,8 @@ def _check(
     for name in modules:
         if name not in specs:
             raise UserError(f"tower_specs: {name} is missing; give its TowerSpec")
+        if not isinstance(specs[name], TowerSpec):
+            raise UserError(f"tower_specs: {name} is a {type(specs[name]).__name__}; give a TowerSpec")
     if schedule not in GENERATORS:
         raise UserError(f"schedule: {schedule!r} is not known; give one of {', '.join(GENERATORS)}")
     if num_contrastive_batches < 1:
