@@ -179,7 +179,8 @@ def _floor_s(problem: OrchestrationProblem, num_microbatches: int, name: str, ro
 
 
 def _rank(orchestration: Orchestration) -> tuple[float, int]:
-    return orchestration.iteration_s, orchestration.num_devices
+    """Times that differ by rounding are equal."""
+    return float(f"{orchestration.iteration_s:.9g}"), orchestration.num_devices
 
 
 @dataclass(frozen=True)
