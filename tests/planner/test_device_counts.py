@@ -4,14 +4,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from small_problem import small_problem
+from small_problem import small_problem, with_memory
 
+from motet.costs.memory import RESERVE
 from motet.errors import UserError
 from motet.planner import ON_ALL, PLANNERS, make_plan
 from motet.planner.auto import choose
 from motet.planner.bound_and_simulate import rank
 from motet.planner.device_counts import device_counts, on_best_count
 from motet.planner.evaluate import evaluate
+from motet.planner.problem import TooSlowError
 
 
 def with_degrees(problem, tp, dp):
@@ -58,6 +60,41 @@ def test_fewer_devices_are_asked_for_only_where_they_can_win():
     assert asked[0] == 7
     assert set(asked) <= {7, 4}
     assert plan.num_ranks in asked
+
+
+@pytest.mark.parametrize("cutoff_share", [0.5, 2.0])
+def test_counts_that_cannot_win_count_as_too_slow(cutoff_share):
+    """Whatever the planner does with the others: nothing faster is promised than what they take at least."""
+    problem = with_degrees(small_problem(num_devices=9), (1,), (1, 4))
+
+    def refuses(problem, *, placement):
+        raise UserError("nothing")
+
+    def too_slow(problem, *, placement):
+        raise TooSlowError(1e9)
+
+    least_s = sum(time.total_s for name in problem.modules for time in problem.least_total_times(name, 1))
+    assert device_counts(problem) == [9, 8]
+    cutoff_s = cutoff_share * least_s / 9  # 0.5: no count can win; 2: both may.
+    for planner in (refuses, too_slow):
+        if cutoff_share > 1 and planner is refuses:
+            with pytest.raises(UserError, match="nothing"):
+                on_best_count(planner, problem.with_cutoff(cutoff_s))
+            continue
+        with pytest.raises(TooSlowError) as raised:
+            on_best_count(planner, problem.with_cutoff(cutoff_s))
+        assert raised.value.at_least_s == (1e9 if cutoff_share > 1 else pytest.approx(least_s / 9))
+
+
+def test_devices_are_left_over_where_nothing_fits_on_all():
+    planner = "megatron_extra_stages"
+    problem = with_degrees(small_problem(num_devices=7), (1, 2), (1,))
+    everywhere = evaluate(problem, PLANNERS[planner](problem))
+    assert everywhere.plan.num_ranks == 7
+    tight = with_memory(problem, 0.999 * max(everywhere.result.peak_memory_bytes) / (1 - RESERVE))
+    evaluation = evaluate(tight, make_plan(tight, planner))
+    assert evaluation.fits
+    assert evaluation.plan.num_ranks < 7
 
 
 def test_where_nobody_finds_anything_all_devices_are_named():

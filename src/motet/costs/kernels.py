@@ -11,6 +11,7 @@ the forward each; attention has no weights, its backward is two of its forwards.
 reduce the count. Bytes: each operand is read once and each result is written once (fused attention writes no scores).
 
 Limits: rotary positions, dropout, casts and layout changes are left out; a norm is one kernel, and so is a residual.
+Norms, residuals and losses are charged elements of the linears' width, though under autocast they are float32.
 What sequence parallelism gathers at the ends of a stage belongs to no layer, and is not counted.
 """
 

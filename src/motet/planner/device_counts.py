@@ -43,7 +43,9 @@ def on_best_count(
     refused: UserError | None = None
     for num_devices in counts:
         cutoff_s = best.iteration_time_s if best is not None and best.fits else problem.cutoff_s
-        if _share_s(problem) / num_devices >= cutoff_s:
+        at_least_s = _share_s(problem) / num_devices
+        if at_least_s >= cutoff_s:
+            too_slow.append(TooSlowError(at_least_s))
             continue
         try:
             plan = planner(problem.with_num_devices(num_devices).with_cutoff(cutoff_s), placement=placement)
@@ -63,14 +65,15 @@ def on_best_count(
 
 
 def _share_s(problem: PlanningProblem) -> float:
-    """Device-seconds of an iteration, at the tensor-parallel sizes that waste least: no plan gets by with less."""
+    """Device-seconds of an iteration, each layer at the tensor-parallel size that wastes least: no plan gets by with
+    less."""
 
     def compute() -> float:
         return sum(
-            min(
-                tp * sum(time.total_s for time in problem.least_total_times(name, tp)) for tp in tp_sizes(problem, name)
-            )
+            min(tp * time.total_s for tp, time in zip(sizes, times, strict=True))
             for name in problem.modules
+            for sizes in [tp_sizes(problem, name)]
+            for times in zip(*(problem.least_total_times(name, tp) for tp in sizes), strict=True)
         )
 
     return problem.remembered("device-seconds", compute)
