@@ -76,6 +76,7 @@ def test_values(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: l
         ("nowhere", "{}", "--join: is 'nowhere'; give HOST:PORT"),
         ("localhost:1", "null", "--join: train.failures is null; give the run file of the training"),
         ("localhost:1", "{}", "--join: nobody answers at localhost:1; is the training still running?"),
+        ("..:29500", "{}", "--join: nobody answers at ..:29500; is the training still running?"),
     ],
 )
 def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: str, failures: str, message: str) -> None:
@@ -90,6 +91,8 @@ def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: st
         (["--listen", "here:0"], "--listen: train.failures is null; set it"),
         (["--listen", "29500", "--set", "train.failures={}"], "--listen: is '29500'; give HOST:PORT"),
         (["--listen", "192.0.2.1:29500", *SURVIVING], "--listen: 192.0.2.1:29500 cannot be listened at .*this machine"),
+        (["--listen", "..:29500", *SURVIVING], "--listen: ..:29500 cannot be listened at .no host can have this name"),
+        (["--listen", f"{'a' * 64}:1", *SURVIVING], "--listen: a*:1 cannot be listened at .no host can have this name"),
         (["--listen", "here:1", "--join", "there:1"], "--listen: does not go with --join"),
     ],
 )

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -120,3 +121,21 @@ def test_a_store_without_a_run_is_told(tmp_path: Path, store: dist.TCPStore) -> 
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 0.1})
     with pytest.raises(UserError, match=f"--join: what answers at 127.0.0.1:{store.port} is no training"):
         join_training(config, lambda: None, ("127.0.0.1", store.port), 1)
+
+
+def test_a_port_that_is_silent_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may be any server; the store's client would wait for it without limit."""
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 0.1})
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        mock.patch.object(launch_nodes, "store_patience_s", return_value=1.0),
+    ):
+        address = server.getsockname()
+        joining = multiprocessing.get_context("fork").Process(
+            target=join_training, args=(config, lambda: None, address, 1)
+        )
+        joining.start()
+        joining.join()
+    assert joining.exitcode == 2
+    told = f"motet: error: --join: what answers at 127.0.0.1:{address[1]} is no training that a node can join: it is"
+    assert capfd.readouterr().err.startswith(told)

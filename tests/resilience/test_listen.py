@@ -81,15 +81,16 @@ def test_the_interface_is_that_of_the_connection() -> None:
 
 
 def test_a_store_that_dies_is_started_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody has come yet."""
+    """Nobody has come yet. The port is the one that was told, also if any was as good."""
     config = config_of(tmp_path, train__failures={"tolerate": 1, "restarts": 1})
-    address = ("127.0.0.1", free_port())
     original = launch_nodes._start_store
     begun: list[BaseProcess] = []
+    addresses: list[tuple[str, int]] = []
 
     def start(*arguments: Any) -> Any:
         process, at_address = original(*arguments)
         begun.append(process)
+        addresses.append(at_address)
         process.kill()
         process.join()
         return process, at_address
@@ -99,8 +100,9 @@ def test_a_store_that_dies_is_started_anew(tmp_path: Path, capfd: pytest.Capture
         mock.patch.object(launch_nodes, "STORE_TIMEOUT", timedelta(seconds=1)),
         pytest.raises(NodesLostError, match="the process that had the store died"),
     ):
-        train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=address)
+        train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=("127.0.0.1", 0))
     assert len(begun) == 2
+    assert addresses[0] == addresses[1]
     assert "the process that had the store died; starting anew" in capfd.readouterr().err
     assert [line["done"] for line in failures(config)] == [
         "the process that had the store died: all nodes are started anew (restart 1 of 1)",

@@ -164,13 +164,21 @@ def train_and_lose_all_agents(config: RunConfig) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("resumed_step", [0, 2])
 def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, resumed_step: int) -> None:
-    """It has saved nothing yet; the checkpoint in its output folder is another run's."""
+    """It has saved nothing yet; the checkpoint in its output folder is another run's, and whoever starts the run may
+    not see it: the nodes find it when they come."""
     start = tmp_path / "start"
     shutil.copytree(earlier_run / "step_00000002", start)
     resume = {"train__resume": str(start)} if resumed_step else {}
     config = recover_config_of(tmp_path / "run", **resume)
-    shutil.copytree(earlier_run / "step_00000004", Path(config.train.output) / "checkpoints" / "step_00000004")
-    result = train_and_lose_all_agents(config)
+    start_store = launch_nodes._start_store
+
+    def start_where_nodes_see_it(*arguments: Any) -> Any:
+        there = Path(config.train.output) / "checkpoints" / "step_00000004"
+        shutil.copytree(earlier_run / "step_00000004", there, dirs_exist_ok=True)
+        return start_store(*arguments)
+
+    with mock.patch.object(launch_nodes, "_start_store", start_where_nodes_see_it):
+        result = train_and_lose_all_agents(config)
     assert result["losses"] == pytest.approx(alike_losses()[resumed_step:], rel=1e-12)
     end, beginning = failures(config)
     assert end["done"] == "all nodes were lost: all nodes are started anew (restart 1 of 3)"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_recover import config_of
 
-from motet.resilience.run_record import RunRecord, as_json, first_difference
+from motet.resilience.run_record import EARLIER, RunRecord, as_json, earlier_checkpoints, first_difference
 from motet.runtime.checkpoint_folder import MANIFEST, complete_checkpoints, stamps
 
 
@@ -24,7 +24,7 @@ class Memory:
 
 
 def test_comes_back_from_a_store(tmp_path: Path) -> None:
-    run = RunRecord(config=as_json(config_of(tmp_path)), earlier_checkpoints=(("step_00000002", 17),), restarts=2)
+    run = RunRecord(config=as_json(config_of(tmp_path)), restarts=2)
     store = Memory()
     run.write(store)  # type: ignore[arg-type]
     assert RunRecord.read(store) == run  # type: ignore[arg-type]
@@ -75,3 +75,18 @@ def test_checkpoints_of_other_runs_are_known_when_they_are_moved_aside(tmp_path:
     own = write(tmp_path, "step_00000002", 5)
     assert complete_checkpoints(tmp_path, besides=earlier) == [own]
     assert len(complete_checkpoints(tmp_path)) == 3
+
+
+def test_a_run_has_no_checkpoints_before_it_begins(tmp_path: Path) -> None:
+    """The folder may hold those of runs before."""
+    output = tmp_path / "output"
+    (output / "checkpoints").mkdir(parents=True)
+    for run, step in (("first", 2), ("second", 4)):
+        assert earlier_checkpoints(output, run) is None
+        own = write(output / "checkpoints", f"step_0000000{step}", step)
+        for _ in range(2):
+            earlier = earlier_checkpoints(output, run)
+            assert earlier is not None
+            assert complete_checkpoints(output / "checkpoints", besides=earlier) == [own]
+    (output / EARLIER).write_text("")
+    assert earlier_checkpoints(output, "second") is None

@@ -57,7 +57,6 @@ from motet.resilience.recover import RESULT, StoppedError, TooFewNodesError, Tra
 from motet.resilience.run_record import RunRecord, as_json, first_difference
 from motet.resilience.succession import Succession
 from motet.resilience.watchdog import Watchdog
-from motet.runtime.checkpoint_folder import stamps
 from motet.runtime.launch import WorkerFailedError
 
 STORE_TIMEOUT = timedelta(seconds=10)
@@ -83,9 +82,9 @@ def train_on_nodes(
     Raises `UserError` or `WorkerFailedError` if the training could not go on."""
     assert config.train.failures is not None
     if listen is not None:
-        _check_address(listen)
+        listen = _free_address(listen)
     output, most = Path(config.train.output), config.train.failures.restarts
-    run = RunRecord(config=as_json(config), earlier_checkpoints=stamps(output / "checkpoints"))
+    run = RunRecord(config=as_json(config))
     while True:
         try:
             if listen is None:
@@ -121,7 +120,7 @@ def join_training(
     try:
         with socket.create_connection(store_address, timeout=10) as connection:
             interface = interface_towards(connection)
-    except OSError:
+    except (OSError, UnicodeError):  # The latter where no host can have this name.
         raise UserError(f"--join: nobody answers at {host}:{port}; is the training still running?") from None
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -138,12 +137,18 @@ def _check_run_file(config: RunConfig, store_address: tuple[str, int]) -> None:
     assert config.train.failures is not None
     address = ":".join(map(str, store_address))
     patience_s = store_patience_s(config.train.failures.detect_s)
-    with Watchdog(patience_s, lambda: _end_cut_off(store_address, f"for {patience_s:g} s")):
+    mistake = f"--join: what answers at {address} is no training that a node can join"
+
+    def end() -> NoReturn:
+        print(f"motet: error: {mistake}: it is silent for {patience_s:g} s", file=sys.stderr, flush=True)
+        os._exit(2)  # As for a `UserError`, which nobody would see: the store's client waits without limit.
+
+    with Watchdog(patience_s, end):
         try:
             store = dist.TCPStore(*store_address, is_master=False, timeout=timedelta(seconds=patience_s / 2))
             run = RunRecord.read(store)
-        except (dist.DistError, ValueError):
-            raise UserError(f"--join: what answers at {address} is no training that a node can join") from None
+        except (dist.DistError, ValueError, TypeError):
+            raise UserError(mistake) from None
     if difference := first_difference(config, run):
         raise UserError(f"{difference}, in the training at {address}; give the run file of that training")
 
@@ -260,18 +265,25 @@ def _lost_unseen(last: Membership, agents: Sequence[BaseProcess], silent: str) -
     return [Change("lost", node, ends.get(node, silent), time.time()) for node in last.everyone]
 
 
-def _check_address(listen: tuple[str, int]) -> None:
-    """Raises `UserError` unless it is one of this machine's and free. A store would listen at all of them."""
+def _free_address(listen: tuple[str, int]) -> tuple[str, int]:
+    """With a free port for port 0: nodes come back to where they joined, so a restart must not choose another.
+
+    Raises `UserError` unless it is one of this machine's and free. A store would listen at all of them."""
+    host, _ = listen
     try:
         families = [family for family, *_ in socket.getaddrinfo(*listen, type=socket.SOCK_STREAM)]
+    except UnicodeError:
+        raise _no_address(listen, "no host can have this name") from None
     except OSError as error:
         raise _no_address(listen, str(error.strerror)) from None
-    for place, family in enumerate(families):
+    failed = 0
+    for family in families:
         try:
-            return socket.create_server(listen, family=family).close()
+            with socket.create_server(listen, family=family) as server:
+                return host, server.getsockname()[1]
         except OSError as error:
-            if place == len(families) - 1:
-                raise _no_address(listen, os.strerror(error.errno or 0)) from None
+            failed = error.errno or 0
+    raise _no_address(listen, os.strerror(failed))
 
 
 def _no_address(listen: tuple[str, int], why: str) -> UserError:

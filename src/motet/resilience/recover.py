@@ -35,9 +35,10 @@ from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
 from motet.resilience.handover import Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.membership import Call, Membership, unlogged_changes
-from motet.resilience.run_record import RunRecord
+from motet.resilience.run_record import RunRecord, earlier_checkpoints
 from motet.resilience.stragglers import StragglerWatch
 from motet.resilience.waits import release_in_background
+from motet.runtime.agreement import on_first_rank
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint import read_latest
 from motet.runtime.deadline import StepOverrunError
@@ -268,11 +269,12 @@ class TrainingProcess:
         """Collective: from this run's last checkpoint, else from where the run file says, or from the start. `before`:
         what this run had come to, if anything."""
         run = self._run_record
-        found = read_latest(trainer.output / "checkpoints", besides=run.earlier_checkpoints)
+        earlier = on_first_rank(lambda: earlier_checkpoints(trainer.output, run.name))
+        found = None if earlier is None else read_latest(trainer.output / "checkpoints", besides=earlier)
         if found is None:
             found = checkpoint_to_resume(run.resume, trainer.output)
         is_expected = run.resume is not None or run.restarts > 0 or before is not None
-        if is_expected and dist.get_rank() == 0:
+        if (is_expected or found is not None) and dist.get_rank() == 0:
             print(told_of(found, trainer), file=sys.stderr, flush=True)
         if found is not None:
             trainer.resume(*found)

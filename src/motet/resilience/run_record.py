@@ -1,21 +1,25 @@
 """What all nodes of a run must know alike: in the store before any node comes, written by whoever starts the run.
 
-A checkpoint is the run's own if it was not in the output folder when the run began: a folder may be used again. After
-a restart the own ones come first, and then what the run file says (`train.resume`).
+A checkpoint is the run's own if it was not in the output folder when the run began: a folder may be used again. Rank 0
+writes down which were there (`earlier_checkpoints.json` in the output folder), as who starts the run may not see it.
+After a restart the own ones come first, and then what the run file says (`train.resume`).
 
 Limits: files that a run file names (data, costs, a tokenizer) are compared by name, not by what is in them.
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from motet.config import RunConfig
 from motet.resilience.membership import Store
-from motet.runtime.checkpoint_folder import Stamp
+from motet.runtime.checkpoint_folder import PARTIAL, Stamp, stamps
 
 KEY = "run"
+EARLIER = "earlier_checkpoints.json"
 OWN_KEYS = (
     "train.resume",
     "data.servers",
@@ -31,8 +35,8 @@ OWN_KEYS = (
 class RunRecord:
     config: dict[str, Any]
     """The run file, as JSON has it."""
-    earlier_checkpoints: tuple[Stamp, ...] = ()
-    """Those of other runs."""
+    name: str = field(default_factory=lambda: uuid4().hex)
+    """Of this run alone, and the same after restarts."""
     restarts: int = 0
     """How often all nodes have been started anew."""
 
@@ -48,9 +52,24 @@ class RunRecord:
     @staticmethod
     def read(store: Store) -> "RunRecord":
         """Waits for it as long as the store does."""
-        values = json.loads(store.get(KEY))
-        earlier = tuple((name, written_ns) for name, written_ns in values.pop("earlier_checkpoints"))
-        return RunRecord(earlier_checkpoints=earlier, **values)
+        return RunRecord(**json.loads(store.get(KEY)))
+
+
+def earlier_checkpoints(output: Path, run: str) -> tuple[Stamp, ...] | None:
+    """Those in the output folder that are not the run's own. None: it begins only now, and has none; those that are
+    there are written down."""
+    path = output / EARLIER
+    try:
+        known = json.loads(path.read_text())
+        if known["run"] == run:
+            return tuple((name, written_ns) for name, written_ns in known["checkpoints"])
+    except (FileNotFoundError, ValueError):  # Cut short by a crash, it is another run's: this one's nodes see it whole.
+        pass
+    partial = path.with_name(path.name + PARTIAL)
+    output.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps({"run": run, "checkpoints": stamps(output / "checkpoints")}))
+    partial.replace(path)
+    return None
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:
