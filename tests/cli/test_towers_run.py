@@ -13,7 +13,15 @@ import yaml
 from mistakes import expect_mistake
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from transformers import CLIPConfig, CLIPModel, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from motet.cli.main import main
 from motet.config import load_run_config
@@ -170,6 +178,21 @@ def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_fi
     expect_mistake(
         capsys, ["plan", run_file], "image.part: is image, but what is stored is one clip_text_model without"
     )
+
+
+def test_a_projection_stored_beside_one_tower(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Refused before the run, as a CLIPModel's. A tower without one is planned, though it has a projection_dim."""
+    vision = CLIPVisionConfig(**SMALL, image_size=48, patch_size=16, projection_dim=6)
+    for model in (CLIPVisionModelWithProjection(vision), CLIPVisionModel(vision)):
+        folder = run_file.with_name(type(model).__name__)
+        model.save_pretrained(folder)
+        capsys.readouterr()
+        arguments = ["plan", run_file, "--set", f"model.towers.image={{path: {folder}}}"]
+        if isinstance(model, CLIPVisionModelWithProjection):
+            message = "image.projector: the stored projection makes features of 6, but they are 8 wide; set"
+            expect_mistake(capsys, arguments, message)
+            arguments[-1] = f"model.towers.image={{path: {folder}, projector: linear}}"
+        run(capsys, *arguments)
 
 
 def test_texts_that_are_wider_than_their_features(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
@@ -403,6 +426,10 @@ def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_fil
         (
             "model.contrastive.max_logit_scale=1.0",
             "max_logit_scale: is 1.0, less than the initial logit_scale 2.66; give",
+        ),
+        (
+            "model.contrastive={width: 8, logit_scale: 5.0, max_logit_scale: 4.6}",
+            "max_logit_scale: is 4.6, less than the initial logit_scale 5; give",
         ),
         (
             "model.contrastive.logit_scale=90",

@@ -1,5 +1,6 @@
 """A run file's towers out of a stored CLIPModel or SiglipModel, against transformers' own model of the same folder."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -94,5 +95,11 @@ def test_a_tower_stored_by_itself_with_its_projection(tmp_path: Path) -> None:
     assert projector is not None
     assert torch.equal(projector.weight, expected.visual_projection.weight)
     config = RunConfig.model_validate({"model": {"towers": towers, "contrastive": {"width": 7}}, "data": data})
+    with pytest.raises(UserError, match=r"the stored projection makes features of 6, but they are 7 wide"):
+        build_module(config, "image", None, torch.float32)
+    # What does not say that it has a projection is found out when it is read.
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"stored visual_projection.weight makes features of 6, but they are 7 wide"):
         build_module(config, "image", None, torch.float32)

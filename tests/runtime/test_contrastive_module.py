@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from coca_cases import Coca, tiny_decoder
-from contrastive_cases import Case, Tower
+from contrastive_cases import MODELS, Case, Tower
 from distributed import run_distributed
 
 from motet.errors import UserError
@@ -121,6 +122,51 @@ def test_a_decoder_and_samples_that_lack_a_tower_equal_the_module_in_one_process
     torch.testing.assert_close(
         decoder[f"decoder.module.{words}"], alone.decoder.get_parameter(words).grad, rtol=2e-4, atol=2e-5
     )
+
+
+def model_whose_decoder_reads_texts(family: str, decoder: str) -> ContrastiveModule:
+    torch.manual_seed(1)
+    model_class, config_class, sizes = MODELS[family]
+    text = model_class(config_class(**{**sizes, "projection_size": sizes["hidden_size"]}))
+    towers = {"image": CASE.build().modality_modules()["image"], "text": ModalityModule(text, "projection")}
+    captioner = CaptionDecoder(tiny_decoder(decoder).float(), "text")
+    return ContrastiveModule(towers, width=20, decoder=captioner)
+
+
+def test_a_decoder_that_reads_masked_texts_equals_the_module_in_one_process() -> None:
+    mask = torch.ones(6, 9, dtype=torch.long)
+    mask[0, :2] = mask[3, 5:] = 0
+    inputs = {**batch(), "attention_mask": mask, "decoder": {"input_ids": torch.randint(0, 40, (6, 8))}}
+
+    def worker(rank: int) -> float:
+        specs = {"image": TowerSpec(), "text": TowerSpec(num_microbatches=2), "decoder": TowerSpec(pp_size=2)}
+        parallel = ContrastiveParallelModule(model_whose_decoder_reads_texts("clip_text", "gpt2"), specs)
+        return parallel.execute(inputs).loss.item()
+
+    loss = model_whose_decoder_reads_texts("clip_text", "gpt2")(**inputs).loss.item()
+    assert all(found == pytest.approx(loss, rel=1e-5) for found in run_distributed(worker, 4))
+
+
+@pytest.mark.parametrize("family", ["clip_text", "siglip_text", "bert"])
+@pytest.mark.parametrize("decoder", ["gpt2", "bert"])
+def test_a_decoder_sees_nothing_of_masked_tokens(family: str, decoder: str) -> None:
+    model = model_whose_decoder_reads_texts(family, decoder).eval()
+    mask = torch.ones(6, 9, dtype=torch.long)
+    mask[2, 8:] = mask[3, 5:] = 0
+    if family != "bert":
+        mask[0, :2] = 0
+    inputs = {**batch(), "attention_mask": mask, "decoder": {"input_ids": torch.randint(0, 40, (6, 8))}}
+    inputs["input_ids"][:, 3] = 49  # CLIP's end of text
+    changed = {**inputs, "input_ids": torch.where(mask.bool(), inputs["input_ids"], 7)}
+    loss = model(**inputs).caption_loss.item()
+    assert model(**changed).caption_loss.item() == pytest.approx(loss, rel=1e-6)
+    assert model(**{**inputs, "attention_mask": torch.ones_like(mask)}).caption_loss.item() != pytest.approx(loss)
+    # transformers' own forwards, with their own masks.
+    tower = model.modality_modules()["text"]
+    states = tower.projector(tower.module(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state)
+    captions = inputs["decoder"]["input_ids"]
+    out = model.decoder(input_ids=captions, encoder_hidden_states=states, encoder_attention_mask=mask, labels=captions)
+    assert out.loss.item() == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_whole_model_comes_out_as_it_came_in() -> None:
@@ -299,6 +345,25 @@ def test_batches_with_nothing_to_compare_are_refused() -> None:
         assert said[2].startswith("batch: has 6 samples for 4 contrastive batches")
 
 
+@pytest.mark.parametrize(("num_samples", "num_batches"), [(1, 1), (1, 2), (3, 2), (5, 4)])
+def test_small_batches_are_evaluated(num_samples: int, num_batches: int) -> None:
+    """The last held-out batch is mostly one. A sample that is alone in its contrastive batch has a loss of 0."""
+    own = {key: value[:num_samples] for key, value in batch().items()}
+
+    def worker(rank: int) -> float:
+        specs = {"image": TowerSpec(dp_size=2), "text": TowerSpec(num_microbatches=2)}
+        parallel = ContrastiveParallelModule(CASE.build(), specs, num_contrastive_batches=num_batches)
+        with pytest.raises(UserError, match=f"batch: has {num_samples} samples for {num_batches} contrastive batches"):
+            parallel.execute(own)
+        return parallel.eval_loss(own).item()
+
+    alone, expected = CASE.build().eval(), 0.0
+    for part in torch.arange(num_samples).tensor_split(num_batches):
+        if len(part):
+            expected += len(part) * alone(**{key: value[part] for key, value in own.items()}).loss.item()
+    assert all(found == pytest.approx(expected / num_samples, rel=1e-5) for found in run_distributed(worker, 3))
+
+
 def test_towers_that_share_a_parameter_are_for_one_process() -> None:
     """Each rank would train a copy of its own."""
 
@@ -329,7 +394,8 @@ def test_towers_that_share_a_parameter_are_for_one_process() -> None:
 
 
 def test_mistakes() -> None:
-    for size in (0, 1.5):
+    assert type(TowerSpec(dp_size=np.int64(2)).dp_size) is int  # type: ignore[arg-type]
+    for size in (0, 1.5, True, np.True_, np.float64(2.0), "2", None):
         with pytest.raises(UserError, match=f"TowerSpec: dp_size is {size}; give a whole number, at least 1"):
             TowerSpec(dp_size=size)  # type: ignore[arg-type]
     image, text = CASE.build().modality_modules().values()

@@ -174,18 +174,29 @@ class CaptionDecoderStage(CausalStage):
     def _encoder_states(
         self, incoming: Mapping[str, Tensor], samples: Sequence[Sample], hidden: Tensor
     ) -> dict[str, Tensor]:
-        """The features of each sample's image, a row for each sample, without the pooled vector."""
+        """The features of each sample's image or text, a row for each sample, without the pooled vector."""
         if not incoming:
             return {}
         ((source, tokens),) = incoming.items()
         counts = [sample.num_outputs(source) for sample in samples]
         rows = [own[1:].to(hidden.dtype) for own in tokens.split(counts)]
         states = {"encoder_hidden_states": pad_sequence(rows, batch_first=True)}
-        if len(set(counts)) > 1:
-            lengths = torch.tensor(counts)[:, None] - 1
-            states["encoder_attention_mask"] = (torch.arange(max(counts) - 1) < lengths).long().to(hidden.device)
+        seen = [_seen(sample, source, count - 1) for sample, count in zip(samples, counts, strict=True)]
+        num_columns = max(counts) - 1
+        if any(own != (0, num_columns) for own in seen):
+            first, end = torch.tensor(seen).T[:, :, None]
+            column = torch.arange(num_columns)
+            states["encoder_attention_mask"] = ((first <= column) & (column < end)).long().to(hidden.device)
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.module.get_submodule(self._family.logits)(hidden)
         return logits
+
+
+def _seen(sample: Sample, source: str, num_features: int) -> tuple[int, int]:
+    """Which of its features a caption attends to, half-open: not those of a text's padding."""
+    (segment,) = sample.layouts[source]
+    if len(segment.grid) == 4:  # A text of which not all is attended to (`motet.models.token_counts`).
+        return segment.grid[2], segment.grid[3]
+    return 0, num_features

@@ -40,10 +40,10 @@ def initial_loss(model: ModelConfig) -> ContrastiveLoss:
     if whole is not None:
         if scale is None:
             scale = _stored_number(whole, "logit_scale")
+            if scale is not None and given.max_logit_scale is not None:
+                scale = min(scale, given.max_logit_scale)  # It was trained under a limit that is rounded otherwise.
         if given.loss == "sigmoid" and bias is None:
             bias = _stored_number(whole, "logit_bias")
-        if scale is not None and given.max_logit_scale is not None:
-            scale = min(scale, given.max_logit_scale)  # It was trained under a limit that is rounded otherwise.
     return ContrastiveLoss(given.loss, scale, bias, max_logit_scale=given.max_logit_scale)
 
 

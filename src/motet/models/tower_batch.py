@@ -8,8 +8,9 @@ A key that nothing reads is refused.
 Where some samples have no item for a tower, `batch["present"][tower]` [B] says which do; what stands in the places of
 the others is not looked at. A sample is compared in the pairs of towers of which it has both.
 
-A mask does what it does in transformers: with it padding is attended to by nothing, on the right or (not for BERT) on
-the left. Without one CLIP's and SigLIP's texts stay as they are, padding included, as their processors return them.
+A mask does what it does in transformers: with it padding is attended to by nothing, a caption decoder included, on the
+right or (not for BERT) on the left. Without one CLIP's and SigLIP's texts stay as they are, padding included, as their
+processors return them.
 
 A caption decoder has a dict of its own, `batch["decoder"]`: `input_ids` [B, T], and either `labels` [B, T] as
 transformers takes them (-100: no loss) or none, if all tokens are to be predicted; `attention_mask` [B, T] (0 =
@@ -56,7 +57,9 @@ def batch_of_towers(model: "ContrastiveModule", batch: Mapping[str, Any]) -> Dic
         read |= _keys_of(tower.module.config, keys[name]) if given is batch else {name}
         if given is not batch:
             _check_keys(given, _keys_of(tower.module.config, keys[name]), f"batch[{name!r}]")
-        segments[name], tensors[name] = _items(name, tower.module.config, keys[name], given, present)
+        segments[name], tensors[name] = _items(
+            name, tower.module.config, keys[name], given, present, is_read=name == model.reads
+        )
     _check_keys(batch, read, "batch")
     sizes = {name: len(own) for name, own in segments.items()}
     if len(set(sizes.values())) > 1 or not all(sizes.values()):
@@ -110,9 +113,9 @@ def _captions(batch: Mapping[str, Any], seen: Sequence[Segment | None]) -> list[
 
 
 def _items(
-    name: str, config: Any, key: str, given: Mapping[str, Any], present: Any
+    name: str, config: Any, key: str, given: Mapping[str, Any], present: Any, *, is_read: bool
 ) -> tuple[list[Segment | None], list[dict[str, Tensor]]]:
-    """Of each sample; None and empty for those that have no item."""
+    """Of each sample; None and empty for those that have no item. `is_read`: by a caption decoder."""
     features = given.get(key)
     if not isinstance(features, Tensor) or features.dim() < 2:
         raise UserError(f"batch: {key} of tower {name} is missing or no tensor of all samples")
@@ -133,7 +136,7 @@ def _items(
             if config.model_type == "bert":
                 feature = feature[:, attended]
                 attended = slice(0, feature.shape[1])
-            grid = _text_grid(config, feature[0], attended)
+            grid = _text_grid(config, feature[0], attended, is_read=is_read)
         elif key == "input_features":
             mask = given.get("feature_attention_mask")
             grid = grid_of(config, num_mel_frames=feature.shape[-1] if mask is None else int(mask[i].sum()))
@@ -165,13 +168,15 @@ def _attended(config: Any, given: Mapping[str, Any], ids: Tensor, present: Tenso
     return columns
 
 
-def _text_grid(config: Any, ids: Tensor, attended: slice) -> tuple[int, ...]:
+def _text_grid(config: Any, ids: Tensor, attended: slice, *, is_read: bool) -> tuple[int, ...]:
     place = len(ids) - 1
     if config.model_type == "clip_text_model":
         ends = ids if config.eos_token_id == LEGACY_END else (ids == config.eos_token_id).int()
         place = int(ends.argmax())
-        if attended.start == 0 and place < attended.stop:
-            return len(ids), place  # It is causal: no token sees the padding behind it.
+        # It is causal: no token sees the padding behind it. A caption decoder would.
+        hides_padding = attended.start == 0 and place < attended.stop and not is_read
+        if hides_padding or attended == slice(0, len(ids)):
+            return len(ids), place
     if attended == slice(0, len(ids)):
         return (len(ids),)
     return len(ids), place, attended.start, attended.stop

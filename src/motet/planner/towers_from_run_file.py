@@ -78,9 +78,11 @@ def _encoder(config: RunConfig, name: str, read: ReadPart) -> ModuleWorkload:
 
 
 def _check_stored_projection(name: str, tower: TowerConfig, encoder: ModuleWorkload, width: int) -> None:
-    """That of a CLIPModel is read with its weights."""
+    """One is read with the weights of a CLIPModel's tower, and of a model "WithProjection"; others have none, whatever
+    their projection_dim says."""
     stored = encoder.config.get("projection_dim", width)
-    if tower.part is not None and tower.projector == "projection" and stored != width:
+    is_stored = tower.part is not None or "WithProjection" in str(encoder.config.get("architectures"))
+    if tower.config is None and is_stored and tower.projector == "projection" and stored != width:
         raise UserError(
             f"model.towers.{name}.projector: the stored projection makes features of {stored}, but they are {width} "
             f"wide; set model.contrastive.width to {stored}, or give linear or mlp, which are drawn"

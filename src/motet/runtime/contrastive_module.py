@@ -17,6 +17,7 @@ Limits: as `motet.runtime.parallel_module`; the layout is the user's, a search f
 """
 
 import copy
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,8 +78,13 @@ class TowerSpec:
     def __post_init__(self) -> None:
         for key in ("tp_size", "pp_size", "dp_size", "num_microbatches"):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
+            try:
+                size = 0 if isinstance(value, bool) else operator.index(value)
+            except TypeError:
+                size = 0
+            if size < 1:
                 raise UserError(f"TowerSpec: {key} is {value}; give a whole number, at least 1")
+            object.__setattr__(self, key, size)  # An int: plans are written as JSON.
 
 
 class ContrastiveParallelModule(ParallelModule):
@@ -182,14 +188,16 @@ class ContrastiveParallelModule(ParallelModule):
 
     def _read(self, batch: Mapping[str, Any]) -> DictBatch:
         read = batch_of_towers(self._source[0], batch)
-        num_batches = self.plan.num_microbatches_of(CONTRASTIVE)
-        if len(read.samples) < 2 * num_batches:
-            raise UserError(
-                f"batch: has {len(read.samples)} samples for {num_batches} contrastive batches, in which a sample is "
-                "compared with others; give at least 2 for each"
-            )
         check_same_on_all_ranks(_tensors_of(batch), read, self.device)
         return read
+
+    def _check_trains(self, batch: DictBatch) -> None:
+        num_batches = self.plan.num_microbatches_of(CONTRASTIVE)
+        if len(batch.samples) < 2 * num_batches:
+            raise UserError(
+                f"batch: has {len(batch.samples)} samples for {num_batches} contrastive batches, in which a sample is "
+                "compared with others; give at least 2 for each"
+            )
 
 
 def _skeleton_of(model: ContrastiveModule) -> ContrastiveModule:

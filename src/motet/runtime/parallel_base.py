@@ -26,6 +26,9 @@ class ParallelModule(nn.Module, ABC):
     def _read(self, batch: Mapping[str, Any]) -> DictBatch:
         """Collective. Raises `UserError` on every rank for a batch that is not as it must be."""
 
+    def _check_trains(self, batch: DictBatch) -> None:
+        """Raises `UserError` for a batch from which nothing can be learned."""
+
     def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
         """Forward and backward of one global batch. Collective: every rank passes the same batch.
 
@@ -42,6 +45,7 @@ class ParallelModule(nn.Module, ABC):
         if not any(module.trainable for module in self.plan.modules.values()):
             raise UserError("nothing is trainable; put a part into training mode and let it require gradients")
         read = self._read(batch)
+        self._check_trains(read)
         # The sum over replicas must not count what an earlier call has left.
         earlier = [(parameter, parameter.grad) for parameter in trainable if parameter.grad is not None]
         self._engine.model.zero_gradients()
