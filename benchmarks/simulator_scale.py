@@ -30,7 +30,7 @@ from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
 from motet.data.assignment import BatchAssignment, contiguous_assignment
-from motet.data.sample import Sample, Segment
+from motet.data.sample import Sample, Segment, kinds_of_samples
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
@@ -95,7 +95,7 @@ def run(
     assignment: BatchAssignment = contiguous_assignment(plan, samples)
     folding: Folding | None = None
     if node is not None:
-        folding = fold(plan, assignment, samples, node)
+        folding = fold(plan, assignment, kinds_of_samples(samples), node)
         assignment = folding.assignment
     laps.end("cut of the batch")
     routes = derive_routes(plan, assignment, samples)

@@ -37,10 +37,9 @@ def test_one_trial_for_each_phase(phase: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["unlike", "shards"])
-def test_pipelines_become_others_when_two_nodes_are_lost(layout: Layout) -> None:
-    """The second one during the recovery from the first."""
-    outcome = run("11", "recovery", layout)
+def test_pipelines_become_others_when_two_nodes_are_lost() -> None:
+    """The second one during the recovery from the first; some pipelines have tensor parallelism, others none."""
+    outcome = run("11", "recovery", "shards")
     assert "recovery" in outcome.killed_in
     assert outcome.moved_bytes > 0
 

@@ -40,7 +40,9 @@ def test_stopped_children_end_with_the_block() -> None:
 
 def start_family(told: Connection) -> None:
     """Tells the numbers of a child and a grandchild."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # It is ignored in what a shell starts in the background.
+    # Both are ignored in what is started in the background, or by nohup.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def grow_up() -> None:
         with Children() as grandchildren:
