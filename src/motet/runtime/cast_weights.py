@@ -15,21 +15,15 @@ and so are fully sharded stages: a copy that lasts would undo the sharding.
 import torch
 from torch import Tensor
 
+from motet.runtime.ambient import Ambient
 
-class CastWeights:
+
+class CastWeights(Ambient):
     """Of one stage. Its forwards and backwards run in its context."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._copies: dict[Tensor, Tensor] = {}
-        self._outer: CastWeights | None = None
-
-    def __enter__(self) -> None:
-        global _current
-        self._outer, _current = _current, self
-
-    def __exit__(self, *_: object) -> None:
-        global _current
-        _current = self._outer
 
     def clear(self) -> None:
         """When a step begins or ends: the weights will have changed."""
@@ -41,15 +35,12 @@ class CastWeights:
         return self._copies[weight]
 
 
-_current: CastWeights | None = None
-"""Whose context this process is in. Not a thread's own: autograd may recompute layers in threads that it starts."""
-
-
 def shared_weight(weight: Tensor, x: Tensor) -> Tensor:
     """What a linear layer with this input multiplies with: the weight, or in autocast the copy that the step shares."""
-    if _current is None or not x.requires_grad or not torch.is_grad_enabled():
+    current = CastWeights.current
+    if current is None or not x.requires_grad or not torch.is_grad_enabled():
         return weight
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or weight.dtype != torch.float32:
         return weight
-    return _current.copy(weight, torch.get_autocast_dtype(kind))
+    return current.copy(weight, torch.get_autocast_dtype(kind))

@@ -59,7 +59,7 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sleeper: Sleeper, shape: tuple[int, ...], seconds: Seconds, *inputs: Tensor) -> Tensor:
-        ctx.sleeper, ctx.seconds, ctx.split = sleeper, seconds, split_backward.current()
+        ctx.sleeper, ctx.seconds, ctx.split = sleeper, seconds, split_backward.SplitBackward.current
         ctx.shapes = [None if isinstance(tensor, nn.Parameter) else tensor.shape for tensor in inputs]
         sleeper.sleep(seconds.forward)
         return torch.zeros(shape)

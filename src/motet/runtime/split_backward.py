@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from motet.runtime.ambient import Ambient
 from motet.runtime.cast_weights import shared_weight
 
 
@@ -42,20 +43,12 @@ class Deferred(Protocol):
         """Adds to their `.grad`."""
 
 
-class SplitBackward:
+class SplitBackward(Ambient):
     """Of one microbatch on one stage. The forward runs in its context, then come `input_half` and `weight_half`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._deferred: deque[Deferred] = deque()
-        self._outer: SplitBackward | None = None
-
-    def __enter__(self) -> None:
-        global _current
-        self._outer, _current = _current, self
-
-    def __exit__(self, *_: object) -> None:
-        global _current
-        _current = self._outer
 
     @property
     def parameters(self) -> set[Tensor]:
@@ -91,14 +84,6 @@ class SplitBackward:
                     yield parameter
 
 
-_current: SplitBackward | None = None
-"""Whose context this process is in. Not a thread's own: autograd may recompute layers in threads that it starts."""
-
-
-def current() -> SplitBackward | None:
-    return _current
-
-
 class SplittableLinear(nn.Linear):
     """Like any linear layer, but for the contexts of `SplitBackward` and `CastWeights`."""
 
@@ -126,7 +111,8 @@ def make_splittable(stage: nn.Module) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear`, whose weight gradient the current `SplitBackward` takes."""
     cast = shared_weight(weight, x)
-    if _current is None or not weight.requires_grad or not torch.is_grad_enabled():
+    current = SplitBackward.current
+    if current is None or not weight.requires_grad or not torch.is_grad_enabled():
         return functional.linear(x, cast, bias)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -134,7 +120,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # The output has to have a graph although its input may have none. Not by way of the weight: whatever waits for its
     # gradient would be told in the input half already.
     anchor = torch.empty(0, requires_grad=True)
-    return _Linear.apply(x, anchor, _Layer(weight, bias, cast), _current)
+    return _Linear.apply(x, anchor, _Layer(weight, bias, cast), current)
 
 
 class _Linear(torch.autograd.Function):
