@@ -28,6 +28,9 @@ from motet.data.sample import Sample, Segment
 SIZES = (0, 1, 5_000, LARGE_BYTES - 1, LARGE_BYTES, 3 * SLOT_BYTES)
 """Bytes of the samples' tensors, in turn."""
 
+asleep = multiprocessing.Value("i", 0)
+"""The process that is at a sample which lasts."""
+
 
 class Bytes:
     """Sample i has a tensor of `SIZES[i]` bytes, and metadata of thousands of segments."""
@@ -43,9 +46,8 @@ class Bytes:
     def features(self, index: int, module: str) -> dict[str, torch.Tensor]:
         if module == "fails":
             raise ZeroDivisionError("a mistake of ours" * 10_000)
-        if module == "says its process":
-            return {"x": torch.tensor(os.getpid())}
         if module == "lasts":
+            asleep.value = os.getpid()
             time.sleep(600)
         return {"x": torch.arange(SIZES[index % len(SIZES)]).to(torch.uint8)}
 
@@ -110,15 +112,18 @@ def test_more_streams_than_slots_some_of_them_left_half_read() -> None:
 def test_of_a_broken_pool_nothing_is_left_where_signals_are_caught() -> None:
     """As a data server catches them before its second pool of workers begins. One worker dies, one is at work."""
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    others = set(multiprocessing.active_children())
     try:
         with workers(2) as opened:
-            processes = multiprocessing.active_children()
-            stream = opened.answers([*tickets(2, "says its process"), *tickets(1, "lasts")])
-            (dies,) = tensors(next(stream))
+            processes = set(multiprocessing.active_children()) - others
+            stream = opened.answers([*tickets(1), *tickets(1, "lasts")])
             next(stream)
+            while not asleep.value:
+                time.sleep(0.01)
             stream.close()  # type: ignore[attr-defined]
-            os.kill(int(dies), signal.SIGKILL)
-            list(opened.answers(tickets(6)))
+            (dies,) = (process for process in processes if process.pid != asleep.value)
+            dies.kill()
+            list(opened.answers(tickets(6)))  # By nobody of these two.
             assert opened.num_restarts == 1
             for process in processes:
                 process.join(60)
