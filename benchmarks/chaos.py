@@ -44,6 +44,7 @@ def main() -> None:
     seen = [how for how in HOW if any(loss["how"] == how for loss in losses)]
     report.table(("phase in which it was", *(HOW[how] for how in seen), "together"), _by_phase(losses, seen))
     report.table(("trials", "number"), [(what, number) for what, number in _kinds(trials).items()])
+    report.table(("lost by", "losses", "noticed after, median [s]", "longest [s]"), _noticed(losses, seen))
     times = [seconds for trial in trials for seconds in trial["recovery_s"]]
     report.add(
         f"{len(times)} recoveries, from when a process heard of the loss until all had what they need: median "
@@ -59,6 +60,16 @@ def _by_phase(losses: list[dict[str, Any]], seen: list[str]) -> list[tuple[objec
     phases = sorted({loss["phase"] for loss in losses})
     rows = [(phase, *(counts[phase, how] for how in seen), sum(counts[phase, how] for how in seen)) for phase in phases]
     return [*rows, ("together", *(sum(counts[phase, how] for phase in phases) for how in seen), len(losses))]
+
+
+def _noticed(losses: list[dict[str, Any]], seen: list[str]) -> list[tuple[object, ...]]:
+    """From the loss until an agent proposed to go on without the node."""
+    rows: list[tuple[object, ...]] = []
+    for how in seen:
+        times = [loss["noticed_s"] for loss in losses if loss["how"] == how and loss.get("noticed_s") is not None]
+        if times:
+            rows.append((HOW[how], len(times), f"{median(times):.2f}", f"{max(times):.2f}"))
+    return rows
 
 
 def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -39,8 +40,9 @@ LARGEST_PIPELINE = {"alike": 2, "unlike": 3, "shards": 4}
 """Nodes; all others have two."""
 HOW = ("process", "process", "process", "process", "hang", "agent")
 STEPS = 5
-DETECT_S = 8.0
-"""More than the usual: machines that run tests may be busy, and a node that is not killed must not be lost."""
+DETECT_S = float(os.environ.get("MOTET_CHAOS_DETECT_S", "8"))
+"""More than the usual: machines that run tests may be busy, and a node that is not killed must not be lost. With 1 on a
+quiet machine, trials tell how soon losses are noticed."""
 LONGEST_DELAY_S = {"forward": 4e-3, "backward": 6e-3, "reduction": 3e-3, "optimizer step": 2e-3, "saving": 2e-2,
                    "recovery": 0.15}  # fmt: skip
 """About as long as the phase lasts."""
@@ -189,6 +191,9 @@ class Outcome:
     max_loss_error: float
     seconds: float
     """From the start of the processes to their end."""
+    noticed_s: tuple[float | None, ...]
+    """For each of `killed`: from the moment of the loss until an agent proposed to go on without the node; None: the
+    training was over before."""
     log: tuple[dict[str, Any], ...]
 
     @property
@@ -208,8 +213,14 @@ class Outcome:
                 "tolerate": self.trial.tolerate,
                 "nodes": self.trial.num_nodes,
                 "losses": [
-                    {"phase": phase, "how": kill.how, "node": kill.node, "after_steps": kill.after_steps}
-                    for phase, kill in self.killed
+                    {
+                        "phase": phase,
+                        "how": kill.how,
+                        "node": kill.node,
+                        "after_steps": kill.after_steps,
+                        "noticed_s": noticed_s,
+                    }
+                    for (phase, kill), noticed_s in zip(self.killed, self.noticed_s, strict=True)
                 ],
                 "done": [line["done"] for line in self.log],
                 "moved_bytes": self.moved_bytes,
@@ -245,7 +256,7 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
         path = Path(folder) / FAILURES
         log = tuple(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
         assert applied_ids(Path(folder)) == ids, trial  # No sample lost or doubled, and their order.
-    fired = [kill for i, kill in enumerate(trial.kills) if board.is_fired(i)]
+    fired = {kill: board.fired_at(i) for i, kill in enumerate(trial.kills) if board.is_fired(i)}
     assert len(result["losses"]) == len(losses), (trial, result["losses"], log)
     assert result["checkpoint"].endswith(f"step_{STEPS:08d}"), (trial, result["checkpoint"], log)
     assert seconds < LONGEST_S, (trial, seconds, log)
@@ -255,4 +266,11 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
     assert lost <= {kill.node for kill in fired}, (trial, log)
     for line in log:
         assert line["done"].startswith(("went on", "nothing had been trained")), (trial, log)
-    return Outcome(trial, tuple((board.phase_of(kill), kill) for kill in fired), error, seconds, log)
+    noticed_s = tuple(_noticed_s(kill, fired_at, log) for kill, fired_at in fired.items())
+    return Outcome(trial, tuple((board.phase_of(kill), kill) for kill in fired), error, seconds, noticed_s, log)
+
+
+def _noticed_s(kill: Kill, fired_at: float, log: Sequence[dict[str, Any]]) -> float | None:
+    lost_at = fired_at + (kill.delay_s if kill.how in ("process", "hang", "cut") else 0.0)
+    changes = (change for line in log for change in line["changes"])
+    return next((change["noticed_at"] - lost_at for change in changes if change["node"] == kill.node), None)

@@ -1,8 +1,14 @@
 """Who is missing, by the signs of life in a store."""
 
-import pytest
+from itertools import accumulate, takewhile
+from random import Random
 
-from motet.resilience.membership import Beats
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.resilience.agent import POLL_S
+from motet.resilience.membership import BEAT_S, Beats, silence_s
 
 
 class Store(dict[str, str]):
@@ -41,8 +47,30 @@ def test_a_node_that_died_before_its_first_sign_is_missing() -> None:
     assert missing_at(beats, 1, 1.6) == [False]
 
 
+@given(st.floats(0.3, 10), st.randoms(use_true_random=False))
+def test_a_silence_is_noticed_in_time(detect_s: float, rng: Random) -> None:
+    """Beats and looks, each a round of the agent late at most; the other one dies at any moment."""
+    store = Store()
+    ours, theirs = Beats(store, silence_s(detect_s)), Beats(store, 1.0)  # type: ignore[arg-type]
+    dies_at = 2 + rng.random()
+    events = [(at, "beat") for at in rounds(rng, dies_at)] + [(at, "look") for at in rounds(rng, dies_at + detect_s)]
+    noticed = []
+    for at, what in sorted(events):
+        if what == "beat":
+            theirs.give(1)
+        elif ours.missing([1], at):
+            noticed.append(at)
+    assert noticed
+    assert min(noticed) > dies_at
+
+
+def rounds(rng: Random, end: float) -> list[float]:
+    times = accumulate(iter(lambda: BEAT_S + POLL_S * rng.random(), None), initial=BEAT_S * rng.random())
+    return list(takewhile(lambda at: at <= end, times))
+
+
 @pytest.mark.parametrize("timeout_s", [0.15, 1.0])
 def test_who_was_held_up_does_not_judge_others(timeout_s: float) -> None:
     beats = Beats(Store({"beat/1": "5"}), timeout_s)  # type: ignore[arg-type]
     assert missing_at(beats, 1, 0.0, 100.0, 100.1, 200.0) == [False] * 4
-    assert missing_at(beats, 1, *(200.0 + i / 10 for i in range(1, 20)))[-1]
+    assert missing_at(beats, 1, *(200.0 + i / 20 for i in range(1, 40)))[-1]

@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Board:
     """Shared by all processes of a trial: each node's phase, and when each kill was carried out."""
 
     _PHASE = struct.Struct("=i")
+    _TIME = struct.Struct("=d")
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 4096)
@@ -74,7 +76,12 @@ class Board:
         return self._memory[1024 + kill] != 0
 
     def fire(self, kill: int) -> None:
+        self._TIME.pack_into(self._memory, 3072 + 8 * kill, time.time())
         self._memory[1024 + kill] = 1
+
+    def fired_at(self, kill: int) -> float:
+        """Seconds since the epoch; its delay begins."""
+        return self._TIME.unpack_from(self._memory, 3072 + 8 * kill)[0]
 
 
 class Victim:

@@ -234,7 +234,7 @@ class FailuresConfig(Section):
     tolerate: Count = 1
     """Nodes that may fail at once without anything being lost: there are that many copies of every layer, and one."""
     detect_s: PositiveNumber = 1.0
-    """A node that gives no sign of life for so many seconds is lost."""
+    """A node that gives no sign of life any more is lost within so many seconds."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank whose computation takes more than so many times as long as that of ranks with the same layers is named in
     the failure log; nothing else is done. null: none is."""

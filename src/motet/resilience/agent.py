@@ -37,6 +37,7 @@ from motet.resilience.membership import (
     propose,
     register,
     registered,
+    silence_s,
 )
 from motet.resilience.watchdog import Watchdog
 
@@ -96,7 +97,7 @@ class NodeAgent:
 
     def run(self) -> str | None:
         """None: the training was finished, or went on without a node that it did not lose."""
-        self._beats = Beats(self.store, self.detect_s)
+        self._beats = Beats(self.store, self._silence_s)
         while not self.store.check(["finished"]):
             self._come_round(time.monotonic())
             now = self._last_round
@@ -127,6 +128,10 @@ class NodeAgent:
     def warn(self, *_: object) -> None:
         """The handler of SIGTERM."""
         self.is_warned = True
+
+    @property
+    def _silence_s(self) -> float:
+        return silence_s(self.detect_s)
 
     def _why_out(self) -> str | None:
         """None: it has left, or the plan has no use for it."""
@@ -208,7 +213,7 @@ class NodeAgent:
             process = watched.process
             if process.exitcode is not None:
                 self._failure = f"process {place} (pid {process.pid}) {how_it_ended(process.exitcode)}"
-            elif now - watched.last_sign > self.detect_s and self._is_idle(watched):
+            elif now - watched.last_sign > self._silence_s and self._is_idle(watched):
                 self._failure = (
                     f"process {place} (pid {process.pid}) hung: no sign of life for {now - watched.last_sign:.1f} s"
                 )
@@ -260,7 +265,7 @@ class NodeAgent:
             return []
         at = time.time()
         changes = [
-            Change("lost", other, f"its agent was silent for {self.detect_s:g} s", at)
+            Change("lost", other, f"its agent was silent for {self._silence_s:g} s", at)
             for other in silent
             if other in membership.everyone  # Another agent may have taken it out a moment ago.
         ]

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
 FIRST_GENERATION = 1
-BEAT_S = 0.1
-"""Between two signs of life of a node, and two looks at the others'."""
+BEAT_S = 0.05
+"""Between two signs of life of a node, and two looks at the others'; a little more, as nobody is punctual."""
 
 Kind = Literal["start", "lost", "left", "joined", "leaving"]
 
@@ -123,6 +123,12 @@ def unlogged_changes(store: Store, generation: int) -> tuple[Change, ...]:
         changes += Membership.from_json(store.get(key_of(each))).changes
     store.add("logged", generation - first + 1)
     return tuple(changes)
+
+
+def silence_s(detect_s: float) -> float:
+    """How long a silence tells that somebody is lost, so that it is noticed within `detect_s`: the last sign is seen up
+    to a beat after it was given, and looked for again a beat later."""
+    return max(detect_s - 3 * BEAT_S, detect_s / 2)
 
 
 @dataclass(frozen=True)
