@@ -4,15 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_problem import small_problem, with_memory
+from small_problem import sample, small_problem, with_memory
 
 from motet.errors import UserError
 from motet.plan import ContextOptions
 from motet.planner import PLANNERS
 from motet.planner.evaluate import evaluate
-from motet.planner.oobleck import _mapping_problem, _template, check_cover, make_templates, oobleck, plan_of
+from motet.planner.oobleck import _template, check_cover, make_templates, oobleck, plan_of
 from motet.planner.problem import PlanningProblem
+from motet.planner.template_costs import Sharing, mapping_problem
 from motet.resilience.combinations import combinations
+from motet.resilience.mapping_problem import ChainCosts
 from motet.resilience.pipelines import Templates, nodes_of_pipelines
 from motet.resilience.reconfigure import reconfigure
 from motet.resilience.stage_mapping import map_stages
@@ -89,66 +91,139 @@ def test_what_cannot_be_planned_is_said() -> None:
         check_cover(range(3, 5), 8, 1)
 
 
-def sharded(problem: PlanningProblem, *sizes: int) -> PlanningProblem:
-    """FSDP is allowed in the language model's stages."""
+def shared(problem: PlanningProblem, *sizes: int, fully: bool = False, **options: object) -> PlanningProblem:
+    """Context parallelism is allowed in the language model's stages; `fully`: FSDP."""
     llm = problem.modules["language_model"]
-    context = ContextOptions(block_size=16)
-    llm = replace(llm, cp_sizes=(1, *sizes), may_be_sharded=True, context=context)
+    llm = replace(llm, cp_sizes=(1, *sizes), may_be_sharded=fully, context=ContextOptions(block_size=16), **options)
     return replace(problem, modules={**problem.modules, "language_model": llm})
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_stages_may_share_tokens_and_parameters(size: int) -> None:
-    """Their costs are those of the simulation, and so is their memory."""
+def with_tp(problem: PlanningProblem, *sizes: int) -> PlanningProblem:
+    return replace(problem, modules={name: replace(m, tp_sizes=sizes) for name, m in problem.modules.items()})
+
+
+@pytest.mark.parametrize("recompute", [(), ("language_model",)])
+@pytest.mark.parametrize(
+    ("sharing", "tp_sizes"),
+    [(Sharing(2), {1, 2}), (Sharing(4), {1}), (Sharing(2, is_sharded=True), {1}), (Sharing(4, is_sharded=True), {1})],
+)
+def test_costs_of_stages_that_share_tokens_are_those_of_the_simulation(
+    sharing: Sharing, tp_sizes: set[int], recompute: tuple[str, ...]
+) -> None:
+    """And so is their memory."""
+    four = with_tp(on_nodes(4, 4, encoders=("vision",), frozen=(), recompute=recompute), 1, 2)
+    four = shared(four, sharing.cp_size, fully=sharing.is_sharded)
+    mapping = mapping_problem(four, sharing)
+    chain = mapping.modules["language_model"]
+    assert set(chain.seconds) == {tp * sharing.cp_size for tp in tp_sizes}
+    for tp in tp_sizes:
+        size = tp * sharing.cp_size
+        one_size = ChainCosts(
+            seconds={size: chain.seconds[size]},
+            static_bytes={size: (chain.static_bytes or {})[size]},
+            saved_bytes={size: (chain.saved_bytes or {})[size]},
+        )
+        found = map_stages(replace(mapping, modules={**mapping.modules, "language_model": one_size}), 2)
+        assert found is not None
+        template = _template(four, 2, sharing, found)
+        stages = template.replicas["language_model"].stages
+        assert {(stage.tp_size, stage.cp_size) for stage in stages} == {(tp, sharing.cp_size)}
+        used = [rank for replica in template.replicas.values() for stage in replica.stages for rank in stage.ranks]
+        assert sorted(used) == list(range(8))
+        sharded = ("language_model",) if sharing.is_sharded else ()
+        pair = Templates(failures=1, devices_per_node=4, by_nodes={2: template}, fully_sharded=sharded)
+        plan = plan_of(four, pair, (2, 2))
+        assert plan.modules["language_model"].fully_sharded == sharing.is_sharded
+        costs = evaluate(four, plan).costs
+        for number, stage in enumerate(stages):
+            # Of both pipelines, as the templates' costs are means over all microbatches.
+            cells = [cell for cell in costs.routes.cells if (cell.module, cell.stage) == ("language_model", number)]
+            actions = [Compute(kind, cell) for cell in cells for kind in (Kind.FORWARD, Kind.BACKWARD)]
+            mean = sum(map(costs.compute_s, actions)) / len(cells)
+            assert mean == pytest.approx(sum(chain.seconds[size][slice(*stage.layers)]))
+            static = sum((chain.static_bytes or {})[size][slice(*stage.layers)])
+            fixed = (chain.fixed_bytes or {size: 0})[size]
+            assert static + fixed == pytest.approx(costs.static_bytes(stage.ranks[0]), rel=1e-3)
+
+
+def test_templates_with_context_parallelism_are_no_slower() -> None:
     problem = on_nodes(6, 4, encoders=("vision",), frozen=())
-    plain, templates = make_templates(problem), make_templates(sharded(problem, size))
-    assert set(plain.by_nodes) <= set(templates.by_nodes)
-    for n, template in plain.by_nodes.items():
-        assert templates.by_nodes[n].iteration_s(4) <= template.iteration_s(4) * (1 + 1e-9)
-    choice = _mapping_problem(sharded(problem, size), size)
-    found = map_stages(choice, 2)
-    assert found is not None
-    template = _template(problem, 2, choice, found)
-    stages = template.replicas["language_model"].stages
-    assert {(stage.tp_size, stage.cp_size) for stage in stages} == {(1, size)}
-    assert sorted(rank for replica in template.replicas.values() for s in replica.stages for rank in s.ranks) == [
-        *range(8)
-    ]
-    pair = Templates(failures=1, devices_per_node=4, by_nodes={2: template})
-    four = on_nodes(4, 4, encoders=("vision",), frozen=())
-    plan = plan_of(sharded(four, size), pair, (2, 2))
-    assert plan.modules["language_model"].fully_sharded
-    costs = evaluate(four, plan).costs
-    for number, stage in enumerate(stages):
-        # Of both pipelines, as the templates' costs are means over all microbatches.
-        cells = [cell for cell in costs.routes.cells if (cell.module, cell.stage) == ("language_model", number)]
-        actions = [Compute(kind, cell) for cell in cells for kind in (Kind.FORWARD, Kind.BACKWARD)]
-        mean = sum(map(costs.compute_s, actions)) / len(cells)
-        expected = sum(choice.modules["language_model"].seconds[size][slice(*stage.layers)])
-        assert mean == pytest.approx(expected)
-    static = choice.modules["language_model"].static_bytes
-    fixed = choice.modules["language_model"].fixed_bytes
-    assert static is not None
-    assert fixed is not None
-    for stage in stages:
-        blocks = slice(*stage.layers)
-        assert sum(static[size][blocks]) + fixed[size] == pytest.approx(costs.static_bytes(stage.ranks[0]), rel=1e-3)
+    plain = make_templates(problem)
+    for fully in (False, True):
+        templates = make_templates(shared(problem, 2, 4, fully=fully))
+        assert templates.fewest_nodes <= plain.fewest_nodes
+        for n, template in plain.by_nodes.items():
+            assert templates.by_nodes[n].iteration_s(4) <= template.iteration_s(4) * (1 + 1e-9)
+
+
+def long_problem(num_nodes: int = 4, num_microbatches: int = 4) -> PlanningProblem:
+    """Sequences so long that attention and activations are nearly all there is; one in each microbatch."""
+    problem = on_nodes(num_nodes, 4, encoders=("vision",), frozen=("vision",), num_microbatches=num_microbatches)
+    samples = tuple(sample(i, sound=False, words=16_000) for i in range(2 * num_microbatches))
+    return with_tp(shared(replace(problem, samples=samples), 2, 4), 1)
+
+
+def test_long_sequences_are_shared() -> None:
+    """By as many ranks as is fastest, template by template; parameters are not."""
+    problem = long_problem()
+    templates = make_templates(problem)
+    sizes = [t.replicas["language_model"].stages[0].cp_size for t in templates.by_nodes.values()]
+    assert sizes == [1, 2, 4]
+    assert not templates.fully_sharded
+    plan = oobleck(problem)
+    assert not plan.modules["language_model"].fully_sharded
+    alone = replace(problem, modules=shared(problem).modules)
+    assert evaluate(problem, plan).iteration_time_s < evaluate(alone, oobleck(alone)).iteration_time_s
+    for left in (3, 2):
+        result = reconfigure(plan, templates, lost=[0])
+        assert result.plan is not None
+        plan = result.plan
+        assert evaluate(problem.with_num_devices(4 * left), plan).iteration_time_s > 0
+
+
+def test_activations_fall_with_context_parallelism() -> None:
+    """Where one layer's of a whole sequence are too many for a device, only sharing helps; parameters stay whole."""
+    problem = long_problem(10, num_microbatches=1)
+    chains = {cp: mapping_problem(problem, Sharing(cp)).modules["language_model"] for cp in (1, 2, 4)}
+    saved = {cp: (chain.saved_bytes or {})[cp] for cp, chain in chains.items()}
+    for cp in (2, 4):
+        assert saved[cp] == pytest.approx([num_bytes / cp for num_bytes in saved[1]], rel=0.01)
+        assert (chains[cp].static_bytes or {})[cp] == (chains[1].static_bytes or {})[1]
+    tight = with_memory(problem, int(max(saved[1])))
+    with pytest.raises(UserError, match="finds no pipeline"):
+        make_templates(replace(tight, modules=shared(tight).modules))
+    plan = oobleck(tight)
+    assert {s.cp_size for r in plan.modules["language_model"].replicas for s in r.stages} <= {2, 4}
+    assert evaluate(tight, plan).fits
+
+
+def test_limits_on_context_parallelism() -> None:
+    problem = long_problem()
+    llm = replace(problem.modules["language_model"], cp_sizes=(2,))
+    only = replace(problem, modules={**problem.modules, "language_model": llm})
+    plan = oobleck(only)
+    assert {s.cp_size for r in plan.modules["language_model"].replicas for s in r.stages} == {2}
+    llm = replace(llm, cp_sizes=(8,))
+    with pytest.raises(UserError, match=r"parallel\.limits\.cp: is \[8\], of which none fits into a node of 4"):
+        oobleck(replace(problem, modules={**problem.modules, "language_model": llm}))
+    llm = replace(llm, cp_sizes=(4,), tp_sizes=(2,))
+    with pytest.raises(UserError, match=r"of language_model's tp \[2\] and cp \[4\] no two make a stage within"):
+        oobleck(replace(problem, modules={**problem.modules, "language_model": llm}))
 
 
 def test_what_does_not_fit_one_by_one_is_shared() -> None:
     """Where tensor parallelism is not allowed, only shared parameters fit into little memory."""
     problem = on_nodes(4, 4, encoders=("vision",), frozen=())
-    problem = replace(
-        problem, modules={name: replace(module, tp_sizes=(1,)) for name, module in problem.modules.items()}
-    )
-    shared = sharded(problem, 4)
+    problem = shared(with_tp(problem, 1), 4, fully=True)
     for memory in np.geomspace(3e7, 3e6, 24):
-        tight = with_memory(shared, int(memory))
+        tight = with_memory(problem, int(memory))
         try:
             templates = make_templates(tight)
         except UserError:
             continue
-        if any(t.replicas["language_model"].stages[0].cp_size > 1 for t in templates.by_nodes.values()):
+        if templates.fully_sharded and any(
+            t.replicas["language_model"].stages[0].cp_size > 1 for t in templates.by_nodes.values()
+        ):
             assert evaluate(tight, oobleck(tight)).fits
             return
     pytest.fail("sharing was never chosen")

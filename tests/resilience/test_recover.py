@@ -255,7 +255,7 @@ def sharded_templates(num_vision_layers: int, num_layers: int) -> Templates:
         "language_model": chain((0, 2, (1, 2)), (2, num_layers, (3, 4))),
     }
     by_nodes = {n: Template(num_nodes=n, replicas=replicas) for n, replicas in ((1, one), (2, two))}
-    return Templates(failures=1, devices_per_node=3, by_nodes=by_nodes)
+    return Templates(failures=1, devices_per_node=3, by_nodes=by_nodes, fully_sharded=("language_model",))
 
 
 def tensor_parallel_templates(num_vision_layers: int, num_layers: int) -> Templates:

@@ -154,15 +154,16 @@ class LimitsConfig(Section):
     """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there. null: powers of
     two within a node, on CPUs 1; of profiled costs, those that were profiled."""
     cp: Counts | None = None
-    """Sizes of the language model's context-parallel groups, from which `auto` chooses; the other planners choose 1.
-    null: powers of two within a node that leave each member at least 4096 tokens of a microbatch, on CPUs 1."""
+    """Sizes of the language model's context-parallel groups, from which `auto` and `oobleck` choose; the other
+    planners choose 1. null: powers of two within a node that leave each member at least 4096 tokens of a microbatch,
+    on CPUs 1."""
     dp: Counts | None = None
     """Numbers of replicas; planners `optimus` and `megatron_extra_stages`, which give a replica of the language model
     several of an encoder, keep to it for the language model. null: powers of two that
     leave no microbatch empty, and their threefold unless `cluster.num_devices` is a power of two; on CPUs 1."""
     fully_sharded: bool = False
-    """Planner `oobleck` may give the language model's stages context parallelism of the sizes in `cp`, with shared
-    parameters, in the place of tensor parallelism (FSDP)."""
+    """Planner `oobleck` may give the language model's stages context parallelism of the sizes in `cp` with shared
+    parameters and without tensor parallelism (FSDP)."""
     max_pp: Count | None = None
     """Most stages of a module; null: as many as it has layers."""
     modules: dict[str, ModuleLimitsConfig] = {}

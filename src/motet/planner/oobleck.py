@@ -8,28 +8,36 @@
 The global batch is cut into `num_microbatches` (f + 1) microbatches, whatever the pipelines: fewer pipelines compute
 more of them each. It must have a sample for each.
 Deviations: the templates' N_b is `num_microbatches`, what a pipeline gets where there are f + 1 of them (the thesis
-plans with 4 S). FSDP inside a stage (thesis 2.6) is context parallelism with shared parameters: for each template, the
-language model has either tensor parallelism of any sizes or stages of one such size, whichever is faster
-(`parallel.limits.fully_sharded`). Limits: context parallelism by itself is not searched, and encoders have no FSDP. A
-template whose best mapping has more stages than the user allows counts as none, though another might have fewer.
+plans with 4 S). The language model's stages may have context parallelism (`parallel.limits.cp`), of one size within a
+template: a runtime's replica has one. Each template is the best over these sizes. FSDP inside a stage (thesis 2.6) is
+context parallelism with shared parameters (`parallel.limits.fully_sharded`), without tensor parallelism; as a module is
+fully sharded in all its replicas or in none, all templates are made with it and all without, and those that need fewer
+nodes are taken, or else those whose pipelines are faster. Limits: encoders have tensor parallelism only. A template
+whose best mapping has more stages than the user allows counts as none, though another might have fewer.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 
-from motet.costs.memory import RESERVE, gathered_bytes
-from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
-from motet.planner.degrees import cp_sizes, most_stages, tp_sizes
+from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
-from motet.planner.layer_bytes import copied_bytes_of_layers, saved_bytes_of_layers, static_bytes_of_layers
+from motet.planner.layer_bytes import copied_bytes_of_layers
 from motet.planner.problem import PlanningProblem
-from motet.resilience.combinations import best_combinations, recommended_batch, template_sizes, uncovered
-from motet.resilience.mapping_problem import ChainCosts, MappingProblem
+from motet.planner.template_costs import Sharing, mapping_problem, sharings
+from motet.resilience.combinations import (
+    best_combination,
+    best_combinations,
+    combination_s,
+    recommended_batch,
+    template_sizes,
+    uncovered,
+)
+from motet.resilience.mapping_problem import MappingProblem
 from motet.resilience.microbatches import min_max_counts
 from motet.resilience.pipelines import Template, Templates, build_plan
 from motet.resilience.stage_mapping import StageMapping, map_stages
@@ -61,18 +69,13 @@ def plan_of(problem: PlanningProblem, templates: Templates, sizes: tuple[int, ..
         name: problem.modules[name].planned(
             (replica,),
             context=problem.modules[name].context,
-            fully_sharded=any(size_of_shares(templates, name, n) > 1 for n in templates.by_nodes),
+            fully_sharded=name in templates.fully_sharded,
         )
         for name, replica in one.replicas.items()
     }
     like = problem.plan(modules, planner="oobleck")
     chosen = [templates.by_nodes[n] for n in sizes]
     return build_plan(like, templates, sizes, min_max_counts(chosen, total_microbatches(problem)))
-
-
-def size_of_shares(templates: Templates, name: str, num_nodes: int) -> int:
-    """Of the module's stages in a template: how many ranks share the tokens, and the parameters."""
-    return templates.by_nodes[num_nodes].replicas[name].stages[0].cp_size
 
 
 def total_microbatches(problem: PlanningProblem) -> int:
@@ -101,9 +104,26 @@ def make_templates(problem: PlanningProblem) -> Templates:
             f"{cluster.devices_per_node}; oobleck needs whole nodes"
         )
     _check_modules(problem)
-    choices = [_mapping_problem(problem, num_shares) for num_shares in (1, *_sharded_sizes(problem))]
+    made: list[Templates] = []
+    errors: list[UserError] = []
+    for allowed in sharings(problem):
+        try:
+            made.append(_templates(problem, allowed))
+        except UserError as error:
+            errors.append(error)
+    if not made:
+        raise errors[0]
+    fewest = min(templates.fewest_nodes for templates in made)
+    made = [templates for templates in made if templates.fewest_nodes == fewest]
+    return made[0] if len(made) == 1 else min(made, key=lambda templates: _estimate_s(problem, templates))
+
+
+def _templates(problem: PlanningProblem, allowed: Sequence[Sharing]) -> Templates:
+    """With these to choose from. Raises `UserError` if the cluster cannot hold f + 1 pipelines."""
+    cluster, failures = problem.cluster, problem.failures
+    choices = _choices(problem, allowed)
     found: dict[int, Template] = {}
-    for n in range(min(map(_least_nodes, choices)), cluster.num_nodes // (failures + 1) + 1):
+    for n in range(min(_least_nodes(choice) for _, choice in choices), cluster.num_nodes // (failures + 1) + 1):
         best = _best_template(problem, choices, n)
         if best is not None:
             found[n] = best
@@ -127,12 +147,21 @@ def make_templates(problem: PlanningProblem) -> Templates:
         devices_per_node=cluster.devices_per_node,
         by_nodes=found,
         layer_bytes={name: copied_bytes_of_layers(problem, name) for name in problem.modules},
+        fully_sharded=tuple(problem.sinks) if any(sharing.is_sharded for sharing in allowed) else (),
     )
+
+
+def _estimate_s(problem: PlanningProblem, templates: Templates) -> float:
+    """Of an iteration on all nodes."""
+    total = problem.num_microbatches * (problem.failures + 1)
+    sizes = best_combination(templates.by_nodes, problem.cluster.num_nodes, templates.failures, total)
+    return inf if sizes is None else combination_s(templates.by_nodes, sizes, total)
 
 
 def larger_templates(problem: PlanningProblem, templates: Templates) -> dict[int, Template]:
     """`templates`, and those of larger pipelines up to all nodes, for policies that keep no f + 1 pipelines."""
-    choices = [_mapping_problem(problem, num_shares) for num_shares in (1, *_sharded_sizes(problem))]
+    plain, *sharded = sharings(problem)
+    choices = _choices(problem, sharded[0] if templates.fully_sharded else plain)
     found = dict(templates.by_nodes)
     for n in range(templates.most_nodes + 1, problem.cluster.num_nodes + 1):
         best = _best_template(problem, choices, n)
@@ -142,11 +171,28 @@ def larger_templates(problem: PlanningProblem, templates: Templates) -> dict[int
     return found
 
 
-def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], num_nodes: int) -> Template | None:
+Choice = tuple[Sharing, MappingProblem]
+
+
+def _choices(problem: PlanningProblem, allowed: Sequence[Sharing]) -> list[Choice]:
+    """Those that leave the language model some tensor-parallel size. Raises `UserError` if none does."""
+    choices = [(sharing, mapping_problem(problem, sharing)) for sharing in allowed]
+    choices = [choice for choice in choices if all(costs.seconds for costs in choice[1].modules.values())]
+    if not choices:
+        name = problem.sinks[0]
+        raise UserError(
+            f"parallel.limits: of {name}'s tp {list(problem.modules[name].tp_sizes)} and cp "
+            f"{[sharing.cp_size for sharing in allowed]} no two make a stage within a node of "
+            f"{problem.cluster.devices_per_node} devices; allow smaller ones"
+        )
+    return choices
+
+
+def _best_template(problem: PlanningProblem, choices: Sequence[Choice], num_nodes: int) -> Template | None:
     """The fastest of all choices; None if nothing fits, or all have more stages than the user allows."""
-    found = [(choice, map_stages(choice, num_nodes)) for choice in choices]
+    found = [(sharing, map_stages(mapping, num_nodes)) for sharing, mapping in choices]
     best = min(
-        ((choice, mapping) for choice, mapping in found if mapping is not None and _has_few_stages(problem, mapping)),
+        ((sharing, mapping) for sharing, mapping in found if mapping is not None and _has_few_stages(problem, mapping)),
         key=lambda pair: pair[1].objective_s,
         default=None,
     )
@@ -190,85 +236,16 @@ def _check_modules(problem: PlanningProblem) -> None:
         )
 
 
-def _sharded_sizes(problem: PlanningProblem) -> list[int]:
-    """Of the language model's groups that share tokens and parameters."""
-    name = problem.sinks[0]
-    if not problem.modules[name].may_be_sharded:
-        return []
-    sizes = cp_sizes(problem, name, problem.failures + 1)
-    return [size for size in sizes if 1 < size <= problem.cluster.devices_per_node]
-
-
-def _mapping_problem(problem: PlanningProblem, num_shares: int) -> MappingProblem:
-    """`num_shares`: the ranks of each of the language model's stages that share tokens and parameters; 1: stages have
-    tensor parallelism."""
-    chains = {name: _chain_costs(problem, name) for name in (*problem.sources, *problem.sinks)}
-    if num_shares > 1:
-        chains[problem.sinks[0]] = _sharded_costs(problem, problem.sinks[0], num_shares)
-    return MappingProblem(
-        modules=chains,
-        devices_per_node=problem.cluster.devices_per_node,
-        num_microbatches=problem.num_microbatches,
-        device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
-    )
-
-
-def _chain_costs(problem: PlanningProblem, name: str) -> ChainCosts:
-    sizes = [size for size in tp_sizes(problem, name) if size <= problem.cluster.devices_per_node]
-    if not sizes:
-        raise UserError(f"parallel.limits: {name} has no tp size that fits into a node; allow 1")
-    num_pipelines = problem.failures + 1
-    load = problem.typical_load(name, num_pipelines)
-    return ChainCosts(
-        seconds={size: [t.total_s for t in problem.layer_times(name, size, num_pipelines)] for size in sizes},
-        static_bytes={
-            size: static_bytes_of_layers(problem, name, tp_size=size, num_holders=num_pipelines) for size in sizes
-        },
-        saved_bytes={size: saved_bytes_of_layers(problem, name, load, tp_size=size) for size in sizes},
-    )
-
-
-def _sharded_costs(problem: PlanningProblem, name: str, num_shares: int) -> ChainCosts:
-    """As `IterationCosts` has them: each rank computes its share of the tokens, exchanges keys and values, and gathers
-    parameters in the forward and in the backward."""
-    num_pipelines, memory = problem.failures + 1, problem.memory
-    layers = problem.modules[name].workload.layers
-    load = problem.typical_load(name, num_pipelines, cp=num_shares)
-    stage = Stage(layers=(0, len(layers)), ranks=tuple(range(num_shares)), cp_size=num_shares)
-    seconds = []
-    for layer, needs, time in zip(
-        layers, problem.gradients[name], problem.layer_times(name, 1, num_pipelines, cp=num_shares), strict=True
-    ):
-        keys_s = key_exchange(layer, stage, problem.cluster, memory).seconds(load)
-        parameters_s = parameter_gather(layer, stage, problem.cluster, memory).seconds(load)
-        is_gathered = is_gathered_in_backward(layer, needs, problem.gradients[name])
-        num_sent = 1 + is_gathered + needs.weight_gradient
-        seconds.append(time.total_s + (1 + needs.any) * keys_s + num_sent * parameters_s)
-    trained = [(layer, problem.modules[name].is_trainable(i)) for i, layer in enumerate(layers)]
-    blocks = [entry for entry in trained if entry[0].part == "block"]
-    others = [
-        0 if entry in blocks else gathered_bytes([entry], tp_size=1, num_shares=num_shares, options=memory)
-        for entry in trained
-    ]
-    static = static_bytes_of_layers(problem, name, tp_size=1, num_holders=num_pipelines, num_shares=num_shares)
-    return ChainCosts(
-        seconds={num_shares: seconds},
-        static_bytes={num_shares: [own + gathered for own, gathered in zip(static, others, strict=True)]},
-        saved_bytes={num_shares: saved_bytes_of_layers(problem, name, load, tp_size=1, fully_sharded=True)},
-        fixed_bytes={num_shares: gathered_bytes(blocks, tp_size=1, num_shares=num_shares, options=memory)},
-    )
-
-
-def _template(problem: PlanningProblem, num_nodes: int, choice: MappingProblem, mapping: StageMapping) -> Template:
-    sharded = {name for name, costs in choice.modules.items() if costs.fixed_bytes is not None}
+def _template(problem: PlanningProblem, num_nodes: int, sharing: Sharing, mapping: StageMapping) -> Template:
+    cp_sizes = dict.fromkeys(problem.modules, 1) | dict.fromkeys(problem.sinks, sharing.cp_size)
     replicas: Mapping[str, Replica] = {
         name: Replica(
             stages=tuple(
                 Stage(
                     layers=stage.layers,
                     ranks=tuple(range(stage.first_device, stage.first_device + stage.num_devices)),
-                    tp_size=1 if name in sharded else stage.num_devices,
-                    cp_size=stage.num_devices if name in sharded else 1,
+                    tp_size=stage.num_devices // cp_sizes[name],
+                    cp_size=cp_sizes[name],
                 )
                 for stage in mapping.stages
                 if stage.module == name

@@ -40,6 +40,8 @@ class Templates:
     by_nodes: Mapping[int, Template]
     layer_bytes: LayerBytes | None = None
     """For plans that move the fewest bytes; None: all layers are equal."""
+    fully_sharded: tuple[str, ...] = ()
+    """Modules of which context-parallel ranks share the parameters."""
 
     @cached_property
     def fewest_nodes(self) -> int:

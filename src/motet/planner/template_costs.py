@@ -1,0 +1,148 @@
+"""What mapping layers to devices is given for a template: seconds and bytes of each module's layers, for every number
+of devices that a stage may have (`motet.planner.oobleck`, `motet.resilience.stage_mapping`).
+
+They are those of the simulation, for the mean of all microbatches. Under context parallelism each rank computes its
+share of the tokens, exchanges keys and values in the forward and in the backward, and saves the activations of its
+share. Parameters are whole on each rank of the context-parallel group, unless the stage is fully sharded: then each
+keeps a share, and all of them are gathered in the forward and in the backward.
+
+Limits: what a stage or an action takes whatever its layers are is not in it; a microbatch without images exchanges as
+much as one with them. Fully sharded stages have no tensor parallelism.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from motet.costs.memory import RESERVE, gathered_bytes
+from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather
+from motet.errors import UserError
+from motet.plan import Stage
+from motet.planner.check_degrees import check_degrees
+from motet.planner.degrees import cp_sizes, tp_sizes
+from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
+from motet.planner.problem import Degrees, PlanningProblem
+from motet.resilience.mapping_problem import ChainCosts, MappingProblem
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks of each of the language model's stages in a template share a microbatch's tokens."""
+
+    cp_size: int = 1
+    """All its stages have this one; their tensor-parallel sizes may differ."""
+    is_sharded: bool = False
+    """They share the parameters too (FSDP)."""
+
+
+def sharings(problem: PlanningProblem) -> list[list[Sharing]]:
+    """Lists to choose from: templates of one job choose from one list, because whether a module's context-parallel
+    ranks share its parameters is said for all its replicas.
+
+    Raises `UserError` if the user's limits leave nothing."""
+    name = problem.sinks[0]
+    allowed = cp_sizes(problem, name, problem.failures + 1)
+    sizes = [size for size in allowed if size <= problem.cluster.devices_per_node]
+    if not sizes:
+        raise UserError(
+            f"parallel.limits.cp: is {list(problem.modules[name].cp_sizes)}, of which none fits into a node of "
+            f"{problem.cluster.devices_per_node} devices and leaves each rank a block of tokens; allow 1 too"
+        )
+    lists = [[Sharing(size) for size in sizes]]
+    if problem.modules[name].may_be_sharded and max(sizes) > 1:
+        lists.append([Sharing(size, is_sharded=size > 1) for size in sizes])
+    return lists
+
+
+def mapping_problem(problem: PlanningProblem, sharing: Sharing) -> MappingProblem:
+    """Raises `UserError` if a module has no tensor-parallel size that fits into a node."""
+    chains = {name: _chain_costs(problem, name, Sharing()) for name in problem.sources}
+    chains[problem.sinks[0]] = _chain_costs(problem, problem.sinks[0], sharing)
+    return MappingProblem(
+        modules=chains,
+        devices_per_node=problem.cluster.devices_per_node,
+        num_microbatches=problem.num_microbatches,
+        device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
+    )
+
+
+def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> ChainCosts:
+    cp = sharing.cp_size
+    tps = _tp_sizes(problem, name, sharing)
+    num_pipelines = problem.failures + 1
+    load = problem.typical_load(name, num_pipelines, cp=cp)
+    return ChainCosts(
+        seconds={tp * cp: _seconds(problem, name, tp, sharing) for tp in tps},
+        static_bytes={tp * cp: _static_bytes(problem, name, tp, sharing) for tp in tps},
+        saved_bytes={
+            tp * cp: saved_bytes_of_layers(problem, name, load, tp_size=tp, fully_sharded=sharing.is_sharded)
+            for tp in tps
+        },
+        fixed_bytes={tp * cp: _gathered_blocks_bytes(problem, name, cp) for tp in tps} if sharing.is_sharded else None,
+    )
+
+
+def _tp_sizes(problem: PlanningProblem, name: str, sharing: Sharing) -> list[int]:
+    most = problem.cluster.devices_per_node // sharing.cp_size
+    sizes = [tp for tp in tp_sizes(problem, name) if tp <= most and _can_share(problem, name, tp, sharing.cp_size)]
+    if sharing.is_sharded:
+        sizes = [tp for tp in sizes if tp == 1]
+    if not sizes and sharing.cp_size == 1:
+        raise UserError(f"parallel.limits: {name} has no tp size that fits into a node; allow 1")
+    return sizes
+
+
+def _can_share(problem: PlanningProblem, name: str, tp: int, cp: int) -> bool:
+    """Ulysses shares out the heads that tensor parallelism leaves."""
+    degrees = Degrees(tp=tp, cp=cp, dp=problem.failures + 1, context=problem.modules[name].context)
+    try:
+        check_degrees(problem, name, degrees)
+    except UserError:
+        return False
+    return True
+
+
+def _seconds(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
+    """Of each layer, forward and backward of one microbatch."""
+    num_pipelines, cp = problem.failures + 1, sharing.cp_size
+    times = problem.layer_times(name, tp, num_pipelines, cp=cp)
+    if cp == 1:
+        return [time.total_s for time in times]
+    workload, gradients = problem.modules[name].workload, problem.gradients[name]
+    load = problem.typical_load(name, num_pipelines, cp=cp)
+    stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
+    seconds = []
+    for index, (layer, needs, time) in enumerate(zip(workload.layers, gradients, times, strict=True)):
+        runs_again = needs.any and name in problem.recompute and workload.has_block((index, index + 1))
+        keys_s = key_exchange(layer, stage, problem.cluster, problem.memory).seconds(load)
+        total_s = time.total_s + (1 + needs.any + runs_again) * keys_s
+        if sharing.is_sharded:
+            num_sent = 1 + is_gathered_in_backward(layer, needs, gradients) + needs.weight_gradient
+            total_s += num_sent * parameter_gather(layer, stage, problem.cluster, problem.memory).seconds(load)
+        seconds.append(total_s)
+    return seconds
+
+
+def _static_bytes(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
+    """Of each layer, on each rank: what is there whatever is in flight."""
+    num_pipelines, cp = problem.failures + 1, sharing.cp_size
+    if not sharing.is_sharded:
+        return static_bytes_of_layers(problem, name, tp_size=tp, num_holders=num_pipelines * cp)
+    own = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=num_pipelines, num_shares=cp)
+    module = problem.modules[name]
+    # What is in no block is gathered for as long as its stage computes.
+    gathered = [
+        0
+        if layer.part == "block"
+        else gathered_bytes([(layer, module.is_trainable(i))], tp_size=tp, num_shares=cp, options=problem.memory)
+        for i, layer in enumerate(module.workload.layers)
+    ]
+    return [bytes_kept + more for bytes_kept, more in zip(own, gathered, strict=True)]
+
+
+def _gathered_blocks_bytes(problem: PlanningProblem, name: str, cp: int) -> float:
+    """Of the blocks that are gathered one by one."""
+    module = problem.modules[name]
+    blocks = [
+        (layer, module.is_trainable(i)) for i, layer in enumerate(module.workload.layers) if layer.part == "block"
+    ]
+    return gathered_bytes(blocks, tp_size=1, num_shares=cp, options=problem.memory)
