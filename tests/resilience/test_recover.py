@@ -291,6 +291,47 @@ def test_shards_are_copied_from_stages_that_are_cut_in_another_way(tmp_path: Pat
     assert failure["moved_bytes"] > 0
 
 
+def context_parallel_templates(num_vision_layers: int, num_layers: int) -> Templates:
+    """On nodes of three processes: with one node the language model's tokens are shared between two of them, with two
+    nodes its stages have tensor parallelism, or nothing."""
+
+    def stage(layers: tuple[int, int], ranks: tuple[int, ...], cp: int = 1) -> Stage:
+        return Stage(layers=layers, ranks=ranks, tp_size=len(ranks) // cp, cp_size=cp)
+
+    one = {
+        "vision": Replica(stages=(stage((0, num_vision_layers), (0,)),)),
+        "language_model": Replica(stages=(stage((0, num_layers), (1, 2), cp=2),)),
+    }
+    two = {
+        "vision": Replica(stages=(stage((0, num_vision_layers), (0,)),)),
+        "language_model": Replica(stages=(stage((0, 2), (1, 2)), stage((2, 3), (3,)), stage((3, num_layers), (4, 5)))),
+    }
+    by_nodes = {n: Template(num_nodes=n, replicas=replicas) for n, replicas in ((1, one), (2, two))}
+    return Templates(failures=1, devices_per_node=3, by_nodes=by_nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "rank"), [((1, 2), 4), ((2, 2), 1), ((1, 2), 1)])
+def test_stages_that_share_tokens_become_others(tmp_path: Path, sizes: tuple[int, ...], rank: int) -> None:
+    """With context parallelism from without, and the other way."""
+    num_nodes = sum(sizes)
+    config = unlike_config(tmp_path, num_nodes)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": 3 * num_nodes})})
+    problem = read_problem(config)
+    llm = replace(problem.modules["language_model"], context=ContextOptions(block_size=4))
+    problem = replace(problem, modules={**problem.modules, "language_model": llm})
+    templates = context_parallel_templates(*(module.workload.num_layers for module in problem.modules.values()))
+    plan = plan_of_sizes(problem, templates, sizes)
+    planned = reconfigure(plan, templates, lost=[rank // 3]).plan
+    assert planned is not None
+    assert 2 in {s.cp_size for replica in planned.modules["language_model"].replicas for s in replica.stages}
+    with before_each_step(at(2, rank, die)):
+        result = train_on_nodes(config, plan, templates, num_nodes=num_nodes, node_size=3)
+    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    [failure] = failures(config)
+    assert failure["moved_bytes"] > 0
+
+
 @pytest.mark.slow
 def test_shared_parameters_are_copied_from_those_that_keep_them(tmp_path: Path) -> None:
     config = unlike_config(tmp_path, 3)

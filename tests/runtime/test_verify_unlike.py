@@ -75,6 +75,7 @@ def pipelines(*layouts: dict[str, object]) -> tuple[Scenario, ...]:
 THREE_TWO_TWO = pipelines({"llm_pp": 2}, {"llm_pp": 1}, {"placement": "shared", "llm_cuts": (1,), "llm_pp": 2})
 """Stages in all: 3, 2 and 2, with other cuts."""
 TWO_BESIDE_ONE = pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1})
+SHARED_BESIDE_WHOLE = pipelines({"cp": 2, "placement": "colocated"}, {"llm_pp": 2, "placement": "shared"})
 CASES = {
     "3 + 2 + 2 stages": Unlike(pipelines=THREE_TWO_TWO, counts=(4, 3, 2)),
     "frozen encoders": Unlike(pipelines=THREE_TWO_TWO, counts=(4, 3, 2), frozen="all but projectors"),
@@ -90,6 +91,17 @@ CASES = {
     "tp 2, 1 and cp 2": Unlike(
         pipelines=pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1}, {"cp": 2, "placement": "shared"}),
         counts=(2, 1, 2),
+    ),
+    "cp 2 beside cp 1": Unlike(pipelines=SHARED_BESIDE_WHOLE, counts=(2, 1)),
+    "cp 2 beside cp 1, frozen": Unlike(
+        pipelines=SHARED_BESIDE_WHOLE, counts=(1, 2), frozen="all but projectors", items="half"
+    ),
+    "cp 2 beside cp 1, no images and sounds": Unlike(pipelines=SHARED_BESIDE_WHOLE, counts=(2, 1), items="none"),
+    "cp 2 with tp 2 beside cp 1": Unlike(
+        pipelines=pipelines({"cp": 2, "tp": 2, "placement": "shared"}, {"llm_pp": 1, "placement": "shared"}),
+        counts=(2, 1),
+        llm="llama-tied",
+        items="half",
     ),
     "tp 2, 1 and shared parameters": Unlike(
         pipelines=pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1}, {"cp": 2, "placement": "shared"}),
@@ -112,9 +124,9 @@ def draw(rng: Random) -> Unlike:
     drawn: list[dict[str, object]] = []
     for _ in range(number):
         shared = rng.random() < 0.5
-        tp = rng.choice([1, 1, 2]) if shared else 1
-        layout: dict[str, object] = {"placement": "shared" if shared else "colocated", "tp": tp}
-        drawn.append({**layout, "llm_pp": 1 if tp > 1 else rng.choice([1, 2])})
+        tp, cp = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)]) if shared else (1, rng.choice([1, 2]))
+        layout: dict[str, object] = {"placement": "shared" if shared else "colocated", "tp": tp, "cp": cp}
+        drawn.append({**layout, "llm_pp": 1 if tp * cp > 1 else rng.choice([1, 2])})
     frozen = rng.choice(sorted(FROZEN))
     return Unlike(
         llm=rng.choice(["llama", "qwen3", "llama-tied"]),
