@@ -59,7 +59,6 @@ def expect_refusal(capsys: pytest.CaptureFixture[str], run_file: Path, overrides
             ["train.failures.tolerate=1"],
             "train.failures.tolerate: is 1, but the plan has 1 pipeline on nodes of",
         ),
-        (["train.failures.tolerate=1", "parallel.zero1=true"], "parallel.zero1: is true, which shards .*zero1: false"),
         (["train.failures.tolerate=0"], "train.failures.tolerate: is 0; give a whole number at least 1"),
         (["train.failures.slow_ratio=1"], "train.failures.slow_ratio: is 1; give a number above 1 or null"),
         (["model.encoders.vision.values.num_attention_heads=5"], "model.encoders.vision.*heads"),
@@ -115,12 +114,6 @@ def test_another_run_file(capsys: pytest.CaptureFixture[str], run_file: Path, ov
     RunRecord(config=as_json(load_run_config(str(run_file), keys))).write(store)
     arguments = ["train", run_file, "--join", f"127.0.0.1:{store.port}", *SURVIVING, "--set", override]
     expect_mistake(capsys, arguments, message, says_more=True)
-
-
-@pytest.mark.parametrize("command", ["plan", "train", "simulate"])
-def test_shares_without_a_second_copy(capsys: pytest.CaptureFixture[str], run_file: Path, command: str) -> None:
-    arguments = [command, run_file, *SURVIVING, "--set", "parallel.zero1=true"]
-    expect_mistake(capsys, arguments, "parallel.zero1: is true, which shards .*zero1: false")
 
 
 def test_survivors_are_not_started_by_torchrun(

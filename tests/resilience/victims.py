@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from motet.models.shards import local_ranges
 from motet.resilience.membership import FIRST_GENERATION
+from motet.resilience.pipelines import nodes_of_pipelines
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.checkpoint_writer import CheckpointWriter
 from motet.runtime.executor import Executor
@@ -168,13 +170,14 @@ def observed(victim: Victim) -> Iterator[None]:
 
     def checked(self: TrainingProcess, *args: Any) -> Trainer:
         trainer = recovered(self, *args)
-        check_replicas(trainer)
+        check_replicas(trainer, num_keepers(self, trainer))
         return trainer
 
     with (
         before(Executor, "_run_step", of_step),
         before(GradientReducer, "finish", lambda *_: "reduction"),
         before(Optimizer, "step", lambda *_: "optimizer step"),
+        before(Optimizer, "exchange", lambda *_: "optimizer step"),
         mock.patch.object(CheckpointWriter, "_write", write),
         before(Trainer, "_step", of_trainer),
         before(TrainingProcess, "_join_world", join),
@@ -183,17 +186,29 @@ def observed(victim: Victim) -> Iterator[None]:
         yield
 
 
-def check_replicas(trainer: Trainer) -> None:
-    """Collective: all that hold a part of a parameter hold the same bits of it, and of its optimizer's state, however
-    their stages are cut."""
-    parameters, states = trainer.engine.model.parameters, trainer.optimizer.states()
+def num_keepers(process: TrainingProcess, trainer: Trainer) -> int | None:
+    """Of each part of each parameter's state, so many ranks have to keep it; None without ZeRO-1."""
+    if not process._config.parallel.zero1:
+        return None
+    failures = process._config.train.failures
+    assert failures is not None
+    return min(failures.tolerate + 1, len(nodes_of_pipelines(trainer.engine.plan, process._node_size)))
+
+
+def check_replicas(trainer: Trainer, num_keepers: int | None = None) -> None:
+    """Collective: all that hold a part of a parameter hold the same bits of it, all that keep its optimizer's state the
+    same bits of that, however their stages are cut; and so many keep it, if it is given."""
+    parameters = [p for p in trainer.engine.model.parameters if p.is_kept]
+    states = trainer.optimizer.states()
     told = _gathered({p.name: p.shard for p in parameters if p.shard})
     shards = {name: shard for each in told for name, shard in each.items()}
-    mine = {}
+    mine: dict[tuple[str, int, str], str] = {}
     for p in parameters:
-        tensors = [p.parameter.detach(), *states.get(p.parameter, {}).values()]
+        tensors = {"values": [p.parameter.detach()], "state": list(states.get(p.parameter, {}).values())}
+        if not tensors["state"]:
+            del tensors["state"]
         if (shard := shards.get(p.name)) is None:
-            mine[p.name, 0] = _digest(tensors)
+            mine |= {(p.name, 0, what): _digest(of) for what, of in tensors.items()}
             continue
         length, place = p.full_shape[shard.dim], 0
         pieces = [piece for t in range(MOST_SHARDS) for piece in local_ranges(length, shard, t, MOST_SHARDS)]
@@ -201,12 +216,18 @@ def check_replicas(trainer: Trainer) -> None:
             for first, last in pieces:
                 if a <= first < b:
                     here = place + first - a, last - first
-                    mine[p.name, first] = _digest([t.narrow(shard.dim, *here) if t.dim() else t for t in tensors])
+                    for what, of in tensors.items():
+                        digest = _digest([t.narrow(shard.dim, *here) if t.dim() else t for t in of])
+                        mine[p.name, first, what] = digest
             place += b - a
-    seen: dict[tuple[str, int], str] = {}
+    seen: dict[tuple[str, int, str], str] = {}
+    kept: Counter[tuple[str, int, str]] = Counter()
     for held in _gathered(mine):
         for key, digest in held.items():
             assert seen.setdefault(key, digest) == digest, f"replicas differ in {key}"
+        kept.update(key for key in held if key[2] == "state")
+    wrong = {key: number for key, number in kept.items() if number != num_keepers}
+    assert num_keepers is None or not wrong, f"each is to be kept by {num_keepers}, but {wrong}"
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:

@@ -198,7 +198,7 @@ class ParallelConfig(Section):
     recompute_features: tuple[str, ...] = ()
     """Towers whose forward keeps no graph: it runs again in the backward pass, from the stage's input."""
     zero1: bool = False
-    """Shard the optimizer's state over the replicas."""
+    """Shard the optimizer's state over the replicas; with `train.failures`, `tolerate` + 1 pipelines keep each part."""
 
     @model_validator(mode="after")
     def _packs_within_a_limit(self) -> "ParallelConfig":
@@ -321,11 +321,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.kind: {self.data.kind} has no images to generate; models with generators can be planned and "
                 "simulated only, so give described"
-            )
-        if self.train.failures is not None and self.parallel.zero1:
-            raise ValueError(
-                "parallel.zero1: is true, which shards the optimizer's state over the replicas, so that a lost node "
-                "takes its share along; with train.failures give zero1: false"
             )
         self._check_towers()
         return self

@@ -140,11 +140,16 @@ class IterationCosts:
         return max(all_reduce_seconds(self.table, self.cluster, ranks, num_bytes) for ranks in groups)
 
     def gather_s(self, reduce: Reduce) -> float:
-        """With ZeRO-1, each rank updates a share of the parameters, and all gather the new ones."""
+        """With ZeRO-1, each rank updates a share of the parameters, and all gather the new ones that they lack."""
         if not self.memory.zero1:
             return 0.0
         groups, num_bytes = self._shard_groups(reduce)
-        return max(collective_seconds(self.cluster, "all_gather", ranks, num_bytes) for ranks in groups)
+        return max(
+            collective_seconds(self.cluster, "all_gather", ranks, num_bytes)
+            * (len(ranks) - self.memory.num_keepers(len(ranks)))
+            / max(1, len(ranks) - 1)
+            for ranks in groups
+        )
 
     def _shard_groups(self, reduce: Reduce) -> tuple[list[tuple[int, ...]], int]:
         """The ranks that hold a tensor-parallel shard (context-parallel ones do), and its size in bytes.
@@ -312,13 +317,13 @@ class IterationCosts:
 
     def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
         module, workload = self.plan.modules[name], self.cells.workload(name)
-        num_shares = cp_size if module.fully_sharded else 1
+        num_holders, num_shares = self._holders_and_shares(name, cp_size)
         static = sum(
             static_layer_bytes(
                 workload.layers[index],
                 trainable=module.is_trainable((index, index + 1)),
                 tp_size=tp_size,
-                num_holders=len(module.replicas) * cp_size,
+                num_holders=num_holders,
                 options=self.memory,
                 num_shares=num_shares,
             )
@@ -332,6 +337,12 @@ class IterationCosts:
             )
         of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
         return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.memory)
+
+    def _holders_and_shares(self, name: str, cp_size: int) -> tuple[int, int]:
+        """Ranks that hold the same of a module's stage, and those that keep a share each of what it holds."""
+        module = self.plan.modules[name]
+        num_replicas = len(module.replicas)
+        return (num_replicas, cp_size) if module.fully_sharded else (num_replicas * cp_size, 1)
 
     @cached_property
     def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
@@ -378,11 +389,8 @@ class IterationCosts:
             run = (name, stage.layers, stage.tp_size)
             if run not in num_trainable:
                 num_trainable[run] = self._num_trainable(*run)
-            module, num_sharing = self.plan.modules[name], 1
-            if self.memory.zero1:
-                num_sharing = len(module.replicas) * stage.cp_size
-            elif module.fully_sharded:
-                num_sharing = stage.cp_size
+            num_holders, num_shares = self._holders_and_shares(name, stage.cp_size)
+            share = self.memory.num_keepers(num_holders) / (num_holders * num_shares)
             for rank in stage.ranks:
-                result[rank] += num_trainable[run] / num_sharing
+                result[rank] += num_trainable[run] * share
         return result

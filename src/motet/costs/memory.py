@@ -41,6 +41,8 @@ class MemoryOptions:
     """Of each element that is computed in autocast's dtype; None: no autocast."""
     zero1: bool = False
     """What the optimizer keeps is sharded over the ranks that hold the same layers."""
+    state_copies: int = 1
+    """With `zero1`: so many of them keep the same; several where nodes may fail (`motet.resilience.zero1`)."""
     optimizer_bytes: int | None = None
     """Of what the optimizer keeps for each parameter; None: its moments. In half precision also a float32 parameter."""
 
@@ -48,6 +50,10 @@ class MemoryOptions:
     def computed_bytes(self) -> int:
         """Of each element of linears, attention and activation functions."""
         return self.activation_bytes if self.autocast_bytes is None else self.autocast_bytes
+
+    def num_keepers(self, num_holders: int) -> int:
+        """Of so many ranks that hold the same, how many keep what the optimizer does of each parameter."""
+        return min(self.state_copies, num_holders) if self.zero1 else num_holders
 
     @property
     def state_bytes(self) -> int:
@@ -66,8 +72,8 @@ def static_layer_bytes(
     size = layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
     if not trainable:
         return -(-size // num_shares)
-    state = layer.num_parameters_per_rank(tp_size) * options.state_bytes
-    return -(-(2 * size + (-(-state // num_holders) if options.zero1 else state)) // num_shares)
+    state = layer.num_parameters_per_rank(tp_size) * options.state_bytes * options.num_keepers(num_holders)
+    return -(-(2 * size - (-state // num_holders)) // num_shares)
 
 
 def cast_weight_bytes(layer: LayerShape, *, tp_size: int, options: MemoryOptions) -> int:

@@ -242,13 +242,16 @@ class _Estimate:
         return np.asarray(2 * (dp - 1) / dp * num_bytes / bandwidth + 2 * num_buckets * latency)
 
     def optimizer_s(self, dp: Ints) -> Floats:
-        holders = dp if self.problem.memory.zero1 else np.ones_like(dp)
-        return np.asarray(self.problem.table.optimizer_s_per_parameter * self.num_trained / holders)
+        return np.asarray(self.problem.table.optimizer_s_per_parameter * self.num_trained * self._kept_share(dp))
+
+    def _kept_share(self, dp: Ints) -> Floats:
+        """Of the optimizer's state, on each of `dp` ranks (`MemoryOptions.num_keepers`)."""
+        memory = self.problem.memory
+        return np.minimum(1.0, memory.state_copies / dp) if memory.zero1 else np.ones(len(dp))
 
     def static_bytes(self, dp: Ints) -> Floats:
         options = self.problem.memory
-        holders = dp if options.zero1 else np.ones_like(dp)
-        state = options.state_bytes * self.num_trained / holders
+        state = options.state_bytes * self.num_trained * self._kept_share(dp)
         return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained) + state + self.cast_bytes)
 
     def saved_bytes(self, size: Ints, held: Ints, recomputes: Bools) -> Floats:

@@ -97,6 +97,7 @@ def orchestration_problem(problem: PlanningProblem) -> OrchestrationProblem:
         num_microbatches=problem.num_microbatches,
         device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
         zero1=problem.memory.zero1,
+        state_copies=problem.memory.state_copies,
     )
 
 

@@ -265,6 +265,7 @@ def _memory_options(config: RunConfig) -> MemoryOptions:
         activation_bytes=dtype_bytes,
         autocast_bytes=AUTOCAST_BYTES.get(config.train.dtype),
         zero1=config.parallel.zero1,
+        state_copies=1 if config.train.failures is None else config.train.failures.tolerate + 1,
     )
 
 

@@ -159,9 +159,9 @@ class LayoutCosts:
         updated = [0.0] * len(layout.group_sizes)
         for chunk in layout.chunks:
             holders = layout.num_replicas(chunk.module) * layout.cp(chunk.module)
-            share = holders if self.problem.memory.zero1 else 1
+            share = self.problem.memory.num_keepers(holders) / holders
             sums, (a, b) = self.sums(chunk, layout), chunk.layers
-            updated[chunk.group] += (sums.updated[b] - sums.updated[a]) / share
+            updated[chunk.group] += (sums.updated[b] - sums.updated[a]) * share
         return updated
 
     def excess_bytes(self, layout: Layout) -> float:

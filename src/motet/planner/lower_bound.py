@@ -126,8 +126,7 @@ class _Modules:
                 for index, layer in enumerate(module.workload.layers)
                 if module.is_trainable(index)
             )
-        num_copies = 1 if self.problem.memory.zero1 else size.cp * size.num_replicas
-        return num_copies * self._num_updated[name, size.tp]
+        return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size.tp]
 
 
 def _least_totals(problem: PlanningProblem, name: str, size: Size) -> Iterator[tuple[LayerTime, ...]]:

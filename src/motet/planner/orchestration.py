@@ -225,7 +225,8 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
         allowed &= unit.num_layers % (pp_ * vpp) == 0
     tp, dp, pp_, vpp = (axis[allowed] for axis in grid)
     layer_share = -(-unit.num_layers // pp_) / unit.num_layers
-    state = unit.state_bytes + unit.optimizer_bytes / (dp if problem.zero1 else 1)
+    kept_share = np.minimum(1.0, problem.state_copies / dp) if problem.zero1 else 1.0
+    state = unit.state_bytes + unit.optimizer_bytes * kept_share
     return _Grid(
         name,
         unit,

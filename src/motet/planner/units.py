@@ -90,6 +90,8 @@ class OrchestrationProblem:
     device_bytes: float = inf
     zero1: bool = True
     """Optimizer state is sharded over the module's replicas."""
+    state_copies: int = 1
+    """With `zero1`: of each, so many replicas keep it."""
 
     def __post_init__(self) -> None:
         if [unit.role for unit in self.units.values()].count("language_model") != 1:

@@ -1,11 +1,13 @@
 """Copies parameters and optimizer states from those who hold them to those who need them, by torch.distributed.
 
 Frozen parameters are not copied: a stage is built with them. (Thesis, section 2.5: missing layers are copied from other
-replicas; here with their optimizer state.)
+replicas; here with their optimizer state, which may be held by others than the parameter: `motet.resilience.zero1`.)
 """
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,28 @@ from motet.runtime.optimizer import Optimizer
 
 MESSAGE_BYTES = 64 * 2**20
 """What is sent at once between two ranks, unless one tensor is larger."""
+MOST_MESSAGES = 16
+"""Of one rank, at once: each has a buffer."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+Kind = Literal["values", "moments"]
+
+
+NUM_TENSORS: Mapping[Kind, int] = {"values": 1, "moments": len(MOMENTS)}
+
+
+class Item(NamedTuple):
+    """What is held, or not, as a whole."""
+
+    parameter: str
+    """Its name."""
+    kind: Kind
 
 
 @dataclass(frozen=True)
 class Description:
-    """A parameter as one rank holds it: enough for other ranks to know which part that is."""
+    """An item as one rank holds it: enough for other ranks to know which part that is."""
 
     shape: tuple[int, ...]
     """Of the whole."""
@@ -31,9 +49,9 @@ class Description:
     tp_rank: int
     tp_size: int
     num_bytes: int
-    """Of the whole, parameter and state."""
+    """Of the whole."""
     steps: float
-    """Updates so far, by the optimizer."""
+    """Updates so far, by the optimizer; of moments alone."""
 
     @property
     def share(self) -> float:
@@ -43,6 +61,10 @@ class Description:
         if self.shard is None:
             return ((0, self.shape[dim]),)
         return tuple(local_ranges(self.shape[dim], self.shard, self.tp_rank, self.tp_size))
+
+
+Described = Mapping[Item, Description]
+"""What one rank holds."""
 
 
 @dataclass
@@ -59,52 +81,64 @@ class Holding:
                 result.setdefault(p.name, p)
         return result
 
-    def describe(self) -> dict[str, Description]:
-        """By name."""
-        states = self.optimizer.states()
-        return {
-            name: Description(
-                shape=p.full_shape or (1,),
-                shard=p.shard,
-                tp_rank=p.tp.rank,
-                tp_size=p.tp.size,
-                num_bytes=3 * p.parameter.element_size() * torch.Size(p.full_shape).numel(),
-                steps=float(states[p.parameter]["step"]) if p.parameter in states else 0.0,
-            )
-            for name, p in self.trained().items()
-        }
+    def describe(self) -> dict[Item, Description]:
+        """What is here. Parameters whose new values have not come yet are not, nor are the moments that others keep."""
+        states, result = self.optimizer.states(), {}
+        for name, p in self.trained().items():
+            is_here: dict[Kind, bool] = {
+                "values": self.optimizer.is_current(p.parameter),
+                "moments": self.optimizer.keeps(p.parameter),
+            }
+            for kind in is_here:
+                if is_here[kind]:
+                    result[Item(name, kind)] = Description(
+                        shape=p.full_shape or (1,),
+                        shard=p.shard,
+                        tp_rank=p.tp.rank,
+                        tp_size=p.tp.size,
+                        num_bytes=NUM_TENSORS[kind] * p.parameter.element_size() * torch.Size(p.full_shape).numel(),
+                        steps=float(states[p.parameter]["step"]) if p.parameter in states else 0.0,
+                    )
+        return result
 
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """By name: the parameter and its moments, at least one-dimensional, sharing memory with them."""
+    def values(self) -> dict[Item, list[Tensor]]:
+        """The parameters, at least one-dimensional, sharing memory with them."""
+        return {Item(name, "values"): [_at_least_1d(p.parameter)] for name, p in self.trained().items()}
+
+    def tensors(self) -> dict[Item, list[Tensor]]:
+        """The same, with what there is of moments."""
         if not self.optimizer.states():
             self.optimizer.initialize_states()
         states = self.optimizer.states()
-        return {
-            name: [
-                tensor.detach().reshape(tensor.shape or (1,))
-                for tensor in (p.parameter, *(states[p.parameter][moment] for moment in MOMENTS))
-            ]
+        moments = {
+            Item(name, "moments"): [_at_least_1d(states[p.parameter][moment]) for moment in MOMENTS]
             for name, p in self.trained().items()
+            if p.parameter in states
         }
+        return self.values() | moments
 
 
-def describe(holdings: Sequence[Holding]) -> dict[str, Description]:
-    """Of several, of each parameter the largest part."""
-    return {name: description for name, (description, _) in _largest(holdings).items()}
+def _at_least_1d(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(tensor.shape or (1,))
 
 
-def tensors_of(holdings: Sequence[Holding]) -> dict[str, list[Tensor]]:
+def describe(holdings: Sequence[Holding]) -> dict[Item, Description]:
+    """Of several, of each item the largest part."""
+    return {item: description for item, (description, _) in _largest(holdings).items()}
+
+
+def tensors_of(holdings: Sequence[Holding]) -> dict[Item, list[Tensor]]:
     """The tensors of the parts that `describe` tells of."""
     tensors = {id(holding): holding.tensors() for holding in holdings}
-    return {name: tensors[id(holding)][name] for name, (_, holding) in _largest(holdings).items()}
+    return {item: tensors[id(holding)][item] for item, (_, holding) in _largest(holdings).items()}
 
 
-def _largest(holdings: Sequence[Holding]) -> dict[str, tuple[Description, Holding]]:
-    result: dict[str, tuple[Description, Holding]] = {}
+def _largest(holdings: Sequence[Holding]) -> dict[Item, tuple[Description, Holding]]:
+    result: dict[Item, tuple[Description, Holding]] = {}
     for holding in holdings:
-        for name, description in holding.describe().items():
-            if name not in result or description.share > result[name][0].share:
-                result[name] = (description, holding)
+        for item, description in holding.describe().items():
+            if item not in result or description.share > result[item][0].share:
+                result[item] = (description, holding)
     return result
 
 
@@ -112,39 +146,65 @@ def _largest(holdings: Sequence[Holding]) -> dict[str, tuple[Description, Holdin
 class Handover:
     """What has to be done; the same on every rank."""
 
-    copies: Sequence[Copy[str]]
-    missing: Sequence[str]
-    """Parameters of which some part is nowhere."""
+    copies: Sequence[Copy[Item]]
+    missing: Sequence[Item]
+    """Of which some part is nowhere."""
     moved_bytes: int
-    dims: Mapping[str, int]
+    dims: Mapping[Item, int]
     steps: Mapping[str, float]
+    """By parameter: its updates so far."""
+
+    @property
+    def missing_parameters(self) -> tuple[str, ...]:
+        """Those of which values, or the optimizer's state, are nowhere."""
+        return tuple(dict.fromkeys(item.parameter for item in self.missing))
 
 
-def plan_handover(
-    held: Sequence[Mapping[str, Description]], needed: Sequence[Mapping[str, Description]], *, devices_per_node: int
-) -> Handover:
+def plan_handover(held: Sequence[Described], needed: Sequence[Described], *, devices_per_node: int) -> Handover:
     """`held`, `needed`: by rank of the present world, whose nodes have so many consecutive ranks each."""
-    everything = [(name, d) for rank in (*held, *needed) for name, d in rank.items()]
-    dims = {name: 0 for name, _ in everything} | {name: d.shard.dim for name, d in everything if d.shard is not None}
-    unit_bytes = {name: d.num_bytes // d.shape[dims[name]] for name, d in everything}
+    everything = [(item, d) for rank in (*held, *needed) for item, d in rank.items()]
+    dims = {item: 0 for item, _ in everything} | {item: d.shard.dim for item, d in everything if d.shard is not None}
+    unit_bytes = {item: d.num_bytes // d.shape[dims[item]] for item, d in everything}
     made, missing = copies(
-        {rank: {name: d.ranges(dims[name]) for name, d in parts.items()} for rank, parts in enumerate(held)},
-        {rank: {name: d.ranges(dims[name]) for name, d in parts.items()} for rank, parts in enumerate(needed)},
+        {rank: {item: d.ranges(dims[item]) for item, d in parts.items()} for rank, parts in enumerate(held)},
+        {rank: {item: d.ranges(dims[item]) for item, d in parts.items()} for rank, parts in enumerate(needed)},
         unit_bytes,
         devices_per_node=devices_per_node,
     )
-    steps = {name: d.steps for rank in held for name, d in rank.items()}
+    steps = {item.parameter: d.steps for rank in held for item, d in rank.items() if item.kind == "moments"}
     return Handover(made, missing, round(moved_bytes(made)), dims, steps)
 
 
 @torch.no_grad()
-def hand_over(handover: Handover, held: Mapping[str, Sequence[Tensor]], new: Holding) -> None:
-    """Collective. Fills the new model and its optimizer. `held`: this rank's tensors by name, as `Holding.tensors`."""
-    rank = dist.get_rank()
+def hand_over(handover: Handover, held: Mapping[Item, Sequence[Tensor]], new: Holding) -> None:
+    """Collective. Fills the new model and its optimizer. `held`: this rank's tensors, as `Holding.tensors`."""
     new.optimizer.initialize_states()
-    filled = new.tensors()
-    transfers: list[tuple[dist.Work, list[Tensor], Tensor]] = []
-    sent = []
+    carry_out(handover, held, new.tensors())
+    states = new.optimizer.states()
+    for name, p in new.trained().items():
+        if p.parameter in states:
+            states[p.parameter]["step"].fill_(handover.steps[name])
+    new.optimizer.renew_copies()
+
+
+def wait_for(work: dist.Work, peer: int) -> None:
+    """Without a limit but that of its group."""
+    work.wait()
+
+
+@torch.no_grad()
+def carry_out(
+    handover: Handover,
+    held: Mapping[Item, Sequence[Tensor]],
+    filled: Mapping[Item, Sequence[Tensor]],
+    wait: Callable[[dist.Work, int], None] = wait_for,
+) -> None:
+    """Collective: copies from `held` into `filled`, of every rank. `wait`: for what is under way to or from a peer.
+
+    Each rank takes its messages in one order that is the same for all, so the first that is not over is under way on
+    both sides, however few a rank has at once."""
+    rank = dist.get_rank()
+    under_way: deque[_Transfer] = deque()
     for number, group in enumerate(_messages(handover)):
         source, target = group[0].source, group[0].target
         if source == target == rank:
@@ -155,40 +215,45 @@ def hand_over(handover: Handover, held: Mapping[str, Sequence[Tensor]], new: Hol
                     there.copy_(here)
         elif rank == source:
             flat = torch.cat([part.reshape(-1) for copy in group for part in _parts(held, copy, handover, True)])
-            sent.append((dist.isend(flat, target, tag=number), flat))
+            under_way.append(_Transfer(dist.isend(flat, target, tag=number), target, flat, ()))
         elif rank == target:
             parts = [part for copy in group for part in _parts(filled, copy, handover, False)]
             flat = parts[0].new_empty(sum(part.numel() for part in parts))
-            work = dist.irecv(flat, source, tag=number)
-            assert work is not None
-            transfers.append((work, parts, flat))
-    for work, parts, flat in transfers:
-        work.wait()
-        for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            under_way.append(_Transfer(dist.irecv(flat, source, tag=number), source, flat, parts))
+        if len(under_way) > MOST_MESSAGES:
+            under_way.popleft().finish(wait)
+    while under_way:
+        under_way.popleft().finish(wait)
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    work: dist.Work | None
+    peer: int
+    flat: Tensor
+    parts: Sequence[Tensor]
+    """What is received, piece by piece; of what is sent none."""
+
+    def finish(self, wait: Callable[[dist.Work, int], None]) -> None:
+        assert self.work is not None
+        wait(self.work, self.peer)
+        if not self.parts:
+            return
+        for part, values in zip(self.parts, self.flat.split([part.numel() for part in self.parts]), strict=True):
             part.copy_(values.view_as(part))
-    for send, _ in sent:
-        assert send is not None
-        send.wait()
-    states = new.optimizer.states()
-    for name, p in new.trained().items():
-        states[p.parameter]["step"].fill_(handover.steps[name])
-    for p in new.model.parameters:
-        first = new.trained().get(p.name) if p.is_kept else None
-        if first is not None and first is not p:
-            p.parameter.copy_(first.parameter)
 
 
 def _parts(
-    tensors: Mapping[str, Sequence[Tensor]], copy: Copy[str], handover: Handover, is_source: bool
+    tensors: Mapping[Item, Sequence[Tensor]], copy: Copy[Item], handover: Handover, is_source: bool
 ) -> list[Tensor]:
     start = copy.source_start if is_source else copy.target_start
     return [tensor.narrow(handover.dims[copy.name], start, copy.length) for tensor in tensors[copy.name]]
 
 
-def _messages(handover: Handover) -> list[list[Copy[str]]]:
+def _messages(handover: Handover) -> list[list[Copy[Item]]]:
     """Copies that travel together, in an order that all ranks agree on."""
-    result: list[list[Copy[str]]] = []
-    pairs: dict[tuple[int, int], list[Copy[str]]] = {}
+    result: list[list[Copy[Item]]] = []
+    pairs: dict[tuple[int, int], list[Copy[Item]]] = {}
     sizes: dict[tuple[int, int], float] = {}
     for copy in handover.copies:
         pair = (copy.source, copy.target)

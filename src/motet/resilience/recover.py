@@ -8,7 +8,9 @@ rank needs all its gradients. So if one rank has applied it, all others can, and
 again with the same samples. What was held before a recovery is kept until all ranks have what they need, so a recovery
 may be interrupted at any moment and done again. (Thesis, section 2.5; Oobleck itself copied no optimizer state.)
 
-Limits: gloo. ZeRO-1 is refused (what is sharded over replicas has no second copy).
+Under ZeRO-1 the same holds of what each rank keeps: `motet.resilience.zero1`.
+
+Limits: gloo.
 """
 
 import contextlib
@@ -33,15 +35,17 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
-from motet.resilience.handover import Holding, describe, hand_over, plan_handover, tensors_of
+from motet.resilience.handover import Described, Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.membership import Call, Membership, unlogged_changes
 from motet.resilience.run_record import RunRecord, earlier_checkpoints
 from motet.resilience.stragglers import StragglerWatch
 from motet.resilience.waits import release_in_background
+from motet.resilience.zero1 import Groups, agree_on_keepers, groups_of, keep_alone, without_others_moments
 from motet.runtime.agreement import on_first_rank
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint import read_latest
 from motet.runtime.deadline import StepOverrunError
+from motet.runtime.engine import Engine
 from motet.runtime.executor import Executor
 from motet.runtime.train_worker import checkpoint_to_resume, make_trainer, told_of, training_result
 from motet.runtime.trainer import NonFiniteError, Trainer, TrainingSummary
@@ -189,12 +193,13 @@ class TrainingProcess:
         new = make_trainer(self._config, engine, self._producers)
         holding = Holding(engine.model, new.optimizer)
         # Not before all are at the same step: what is held tells how many updates it has had.
-        described = _exchange((describe(self._holdings()), holding.describe()))
-        handover = plan_handover(
-            [held for held, _ in described],
-            [needed for _, needed in described],
-            devices_per_node=self._node_size,
-        )
+        described = _exchange((describe(self._holdings()), holding.describe(), groups_of(holding)))
+        held = [of_rank[0] for of_rank in described]
+        needed: Sequence[Described] = [of_rank[1] for of_rank in described]
+        groups = [of_rank[2] for of_rank in described]
+        if self._config.parallel.zero1:
+            needed = self._share_states(plan, engine, holding, held, needed, groups)
+        handover = plan_handover(held, needed, devices_per_node=self._node_size)
         if summary is None or handover.missing:
             self._begin(new, summary)
             self._trainers, self._restored_in = [], membership.generation
@@ -215,12 +220,29 @@ class TrainingProcess:
                 steps_before=None if summary is None else summary.steps,
                 steps=new.finished_steps,
                 moved_bytes=handover.moved_bytes,
-                missing=tuple(handover.missing),
+                missing=handover.missing_parameters,
                 restarts=self._run_record.restarts,
                 seconds=time.monotonic() - started,
             )
             write_recovery(Path(self._config.train.output), what)
         return new
+
+    def _share_states(
+        self,
+        plan: Plan,
+        engine: Engine,
+        new: Holding,
+        held: Sequence[Described],
+        could_hold: Sequence[Described],
+        groups: Sequence[Groups],
+    ) -> Sequence[Described]:
+        """Every rank keeps some of the moments alone. What each needs then of what it could hold."""
+        assert self._config.train.failures is not None
+        number = self._config.train.failures.tolerate + 1
+        size = self._node_size
+        keepers = agree_on_keepers(plan, held, could_hold, groups, number=number, devices_per_node=size)
+        keep_alone(new, engine.executor, could_hold, keepers, devices_per_node=size)
+        return without_others_moments(could_hold, keepers)
 
     def _holdings(self) -> list[Holding]:
         return [Holding(trainer.engine.model, trainer.optimizer) for trainer in self._trainers]

@@ -199,8 +199,11 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
 
 
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
-    """Raises `UserError` for two ways to shard its state at once."""
-    if config.parallel.zero1 and model.sharded:
+    """Raises `UserError` for two ways to shard its state at once.
+
+    Where nodes may fail, who keeps which state under ZeRO-1 is decided later (`Optimizer.keep_alone`)."""
+    zero1 = config.parallel.zero1 and config.train.failures is None
+    if zero1 and model.sharded:
         raise UserError(
             "parallel.zero1: the plan's fully_sharded modules shard the optimizer's state; set zero1 to false"
         )
@@ -220,7 +223,7 @@ def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
             weight_decay=train.weight_decay,
             betas=train.betas,
             eps=train.eps,
-            zero1=config.parallel.zero1,
+            zero1=zero1,
         ),
         LearningRateSchedule(
             warmup_steps=train.warmup_steps,

@@ -148,10 +148,9 @@ def tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[s
         full = p.gather(p.parameter)
         if p.is_written:
             yield MODEL + p.name, full
-        writes_state = p.is_written or (p.tp.rank == 0 and optimizer.is_sharded(p.parameter))
         for key, value in states.get(p.parameter, {}).items():
             full = value if value.dim() == 0 else p.gather(value)
-            if writes_state:
+            if optimizer.writes_state(p):
                 yield f"{OPTIMIZER}{key}/{p.name}", full
 
 

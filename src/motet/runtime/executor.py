@@ -197,7 +197,11 @@ class Executor:
         with self.doing("the end of the iteration"):
             work = dist.all_reduce(values, async_op=True)
             assert work is not None
-            self._deadline.wait(work, what, range(self.mesh.world_size))
+            self.wait_for(work, f"the sum {what}", range(self.mesh.world_size))
+
+    def wait_for(self, work: dist.Work, what: str, peers: Sequence[int]) -> None:
+        """Before the deadline of the last iteration. `what`: for when it fails."""
+        self._deadline.wait(work, what, peers)
 
     @contextmanager
     def measured(self, name: str, kind: str) -> Iterator[None]:
@@ -233,9 +237,9 @@ class Executor:
         if self._deadline.waiting_for is None:
             return text
         what, peers = self._deadline.waiting_for
-        kind = "message" if isinstance(what, Message) else "the sum"
+        told = what if isinstance(what, str) else f"{'message' if isinstance(what, Message) else 'the sum'} {what}"
         others = [rank for rank in peers if rank != self.mesh.rank]
-        return f"{text} and waits for {kind} {what} with rank{'s' * (len(others) > 1)} {_listed(others)}"
+        return f"{text} and waits for {told} with rank{'s' * (len(others) > 1)} {_listed(others)}"
 
     def _stage(self, cell: Cell) -> Stage:
         return self.runners[cell[:3]].stage

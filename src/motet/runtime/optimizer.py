@@ -2,12 +2,13 @@
 
 Parameters stay in float32 (bfloat16 training is autocast), so they are their own master weights. Sharding is torch's
 `ZeroRedundancyOptimizer` (Rajbhandari et al. 2020, "ZeRO", section 5.1), one for each reduction: every holder updates
-whole parameters of its own and sends them to the others. Vectors (norms, biases) are not decayed. A parameter that no
-sample of a batch reached is updated with a gradient of zero.
+whole parameters of its own and sends them to the others. Where nodes may fail, several holders do (`keep_alone`,
+`motet.resilience.zero1`). Vectors (norms, biases) are not decayed. A parameter that no sample of a batch reached is
+updated with a gradient of zero.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +31,7 @@ class OptimizerConfig:
     betas: tuple[float, float]
     eps: float
     zero1: bool
+    """Each holder of a parameter that is summed in one group updates its share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +63,37 @@ class Optimizer:
     def __init__(
         self, parameters: Sequence[LocalParameter], config: OptimizerConfig, schedule: LearningRateSchedule
     ) -> None:
-        self._schedule = schedule
-        trainable: dict[str, LocalParameter] = {}
+        self._config, self._schedule = config, schedule
+        self._trainable: dict[str, LocalParameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         """A parameter that is updated, and another copy of it on this rank."""
         for p in parameters:
             if p.parameter.requires_grad and p.is_kept:
-                first = trainable.setdefault(p.name, p).parameter
+                first = self._trainable.setdefault(p.name, p).parameter
                 if first is not p.parameter:
                     self._copies.append((first, p.parameter))
         self._optimizers = [
-            _adamw(members, group, config) for group, members in _grouped(trainable.values(), config.zero1)
+            _adamw(members, group, config) for group, members in _grouped(self._trainable.values(), config.zero1)
         ]
+        self._kept: frozenset[Tensor] | None = None
+        """After `keep_alone`: what this rank updates."""
+        self._written: Collection[str] = ()
+        self._exchange: Callable[[], None] | None = None
+        self._is_current = True
+        """Whether the parameters that others update have their new values."""
+
+    def keep_alone(self, names: Collection[str], *, written: Collection[str], exchange: Callable[[], None]) -> None:
+        """From the first step on, this rank keeps the states of these parameters alone, and updates no others.
+
+        Args:
+            written: of these, whose states this rank writes into checkpoints, when its tensor-parallel group has
+                gathered them.
+            exchange: collective; brings the new values of all other parameters from those who update them."""
+        assert not self.states(), "states that are there would be lost"
+        members = [p for name, p in self._trainable.items() if name in names]
+        self._optimizers = [_adamw(members, None, self._config)] if members else []
+        self._kept = frozenset(p.parameter for p in members)
+        self._written, self._exchange = written, exchange
 
     def factor(self, finished_steps: int) -> float:
         """On every learning rate, in the step after so many finished ones."""
@@ -80,12 +101,25 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, finished_steps: int) -> None:
-        """Updates the parameters."""
+        """Updates the parameters; after `keep_alone` only those that this rank keeps, and it needs no other rank."""
+        self._is_current = self._exchange is None
         factor = self.factor(finished_steps)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_learning_rate"] * factor
             optimizer.step()
+        self.renew_copies()
+
+    def exchange(self) -> None:
+        """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""
+        if self._exchange is not None:
+            self._exchange()
+            self.renew_copies()
+            self._is_current = True
+
+    @torch.no_grad()
+    def renew_copies(self) -> None:
+        """For when parameters have changed: this rank's other copies of them are made alike."""
         for updated, copy in self._copies:
             copy.copy_(updated)
 
@@ -95,7 +129,21 @@ class Optimizer:
             parameter: state for optimizer in self._optimizers for parameter, state in _inner(optimizer).state.items()
         }
 
-    def is_sharded(self, parameter: nn.Parameter) -> bool:
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank updates it. Not for torch's ZeRO-1."""
+        return self._kept is None or parameter in self._kept
+
+    def is_current(self, parameter: nn.Parameter) -> bool:
+        """Whether its values here are those after the last step."""
+        return self._is_current or self.keeps(parameter)
+
+    def writes_state(self, p: LocalParameter) -> bool:
+        """Whether this rank writes the parameter's state into checkpoints: one rank does."""
+        if self._kept is not None:
+            return p.name in self._written
+        return p.is_written or (p.tp.rank == 0 and self._is_sharded(p.parameter))
+
+    def _is_sharded(self, parameter: nn.Parameter) -> bool:
         """Whether this rank, and no other holder of the parameter, has its state."""
         return any(
             isinstance(optimizer, ZeroRedundancyOptimizer) and parameter in optimizer.optim.state

@@ -223,12 +223,16 @@ class Trainer:
             self._report_non_finite(batch, result)
         self.is_paused = result.pause
         self.update(result, self.loader.state())
+        if _is_finite(result):
+            with engine.executor.doing("the exchange of new parameters"):
+                self.optimizer.exchange()
         return result
 
     def update(self, result: IterationResult, data: dict[str, Any]) -> None:
-        """Finishes a step whose gradients are complete; no other rank is needed. `data`: the loader's state after it.
+        """Finishes a step whose gradients are complete, but for the exchange of what other ranks update; no other rank
+        is needed. `data`: the loader's state after it.
 
-        Under ZeRO-1 it is collective."""
+        Under torch's ZeRO-1 it is collective."""
         engine, finished_steps = self.engine, self.finished_steps
         if _is_finite(result):
             with engine.executor.doing("the optimizer's step"), engine.executor.measured("optimizer", "optimizer"):
