@@ -78,7 +78,7 @@ PURE = (
     "motet.resilience.children",
     "motet.resilience.control",
     "motet.resilience.copies",
-    "motet.resilience.keepers",
+    "motet.resilience.state_keepers",
     "motet.resilience.senders",
     "motet.resilience.failure_log",
     "motet.resilience.membership",

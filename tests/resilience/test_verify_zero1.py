@@ -5,15 +5,14 @@ As `motet verify`, after two updates. Campaign: `MOTET_ZERO1_DRAWS`, `MOTET_ZERO
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from random import Random
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from scenario import FROZEN, PLACEHOLDERS, ScenarioBatch, _perturb
-from test_verify_unlike import TWO_BESIDE_ONE, THREE_TWO_TWO, Unlike, pipelines
+from scenario import PLACEHOLDERS, ScenarioBatch, perturb
+from test_verify_unlike import THREE_TWO_TWO, TWO_BESIDE_ONE, Unlike, pipelines
 
 from motet.resilience.handover import Holding
 from motet.resilience.zero1 import agree_on_keepers, groups_of, keep_alone
@@ -42,7 +41,7 @@ def verify(scenario: Kept) -> Comparison | None:
     plan = scenario.plan(config)
     with float64_throughout():
         engine = build_engine(config, plan, torch.device("cpu"))
-        _perturb(engine)
+        perturb(engine)
         optimizer = build_optimizer(config, engine.model)
         share(engine, optimizer, scenario.number)
         batch = ScenarioBatch(scenario, config)

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from test_recover import (
-    STEPS,
     at,
     before_each_step,
     die,
@@ -21,7 +20,6 @@ from test_recover import (
     undisturbed_unlike,
     unlike_config,
 )
-from training import run_config, stored_tensors, train
 from victims import check_replicas, num_keepers
 
 from motet.cli.typical_batch import read_problem
@@ -29,7 +27,6 @@ from motet.config import RunConfig
 from motet.plan import ContextOptions, Plan
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
-from motet.resilience import zero1
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import TrainingProcess

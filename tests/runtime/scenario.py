@@ -328,7 +328,7 @@ class ScenarioBatch:
 
 
 @torch.no_grad()
-def _perturb(engine: Engine) -> None:
+def perturb(engine: Engine) -> None:
     """Fresh norms, biases and gates (of one, zero and zero) would hide mistakes."""
     for p in engine.model.parameters:
         if not p.is_kept:
@@ -346,7 +346,7 @@ def verify(scenario: Scenario) -> Comparison | None:
     assert dist.get_world_size() == plan.num_ranks
     with float64_throughout() if scenario.dtype == "float64" else nullcontext():
         engine: Engine = build_engine(config, plan, torch.device("cpu"))
-        _perturb(engine)
+        perturb(engine)
         return verify_batch(
             engine,
             ScenarioBatch(scenario, config),

@@ -1,9 +1,9 @@
 """ZeRO-1 on pipelines that may be lost: f + 1 holders keep the optimizer's state of each parameter, and update it.
 
 Gradients are summed as ever, so every holder has them whole. Then the keepers of a parameter
-(`motet.resilience.keepers`) apply the update, all with the same bits, and send the new values to those holders that are
-none: in the pieces of both ranks' shards, so pipelines may differ in tensor parallelism. A rank's own part of the
-update needs no other rank.
+(`motet.resilience.state_keepers`) apply the update, all with the same bits, and send the new values to those holders
+that are none: in the pieces of both ranks' shards, so pipelines may differ in tensor parallelism. A rank's own part of
+the update needs no other rank.
 
 Why an update is applied by all or by none, whichever f nodes are lost at whatever moment:
 
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from motet.plan import Plan
 from motet.resilience.copies import take, wanted_parts
 from motet.resilience.handover import Described, Description, Handover, Holding, Item, carry_out, plan_handover
-from motet.resilience.keepers import Holder, Keepers, choose_keepers
 from motet.resilience.pipelines import nodes_of_pipelines
+from motet.resilience.state_keepers import Holder, Keepers, choose_keepers
 from motet.runtime.executor import Executor
 
 Groups = Mapping[str, tuple[int, ...]]
