@@ -77,7 +77,11 @@ WITH_LLM = encoder_and(llm=language_model(replica(0)))
         (llm(stage((0, 2), (0, 0), tp_size=2)), (), r"ranks: \[0, 0\] is not 2 x 1"),
         (llm(stage((0, 2), (), tp_size=0)), (), r"ranks: \[\] is not 0 x 1"),
         (llm(stage((0, 2), (0, -1), tp_size=2)), (), r"ranks: \[0, -1\] is not 2 x 1"),
-        (llm(stage((0, 1), (0,)), stage((1, 2), (1, 2), cp_size=2)), (), "stages 0 and 1 differ in cp_size"),
+        (
+            {"vision": replace(llm(stage((0, 1), (0,)), stage((1, 2), (1, 2), cp_size=2))["llm"], kind="encoder")},
+            (),
+            "stages 0 and 1 differ in cp_size",
+        ),
         (llm(stage((0, 2), (1,))), (), r"ranks: \[0\] of 0..1 have no stage"),
         (llm(stage((0, 2), (0,)), trainable=((1, 3),)), (), r"llm.trainable: \[1, 3\) is not within the 2 layers"),
         (llm(stage((0, 2), (0,)), tied=((0, 2),)), (), "modules.llm.tied: 0 and 2 are not two layers"),

@@ -46,6 +46,11 @@ class Replica:
 
     stages: tuple[Stage, ...]
 
+    @property
+    def shares_context(self) -> bool:
+        """Whether tokens are shared out in some stage: samples are packed in all of them then."""
+        return any(stage.cp_size > 1 for stage in self.stages)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOptions:
@@ -188,7 +193,7 @@ def check_plan(plan: Plan) -> None:
     for name, module in plan.modules.items():
         _check_module(plan, name, module)
         for r, replica in enumerate(module.replicas):
-            _check_replica(f"modules.{name}.replicas[{r}]", module.num_layers, replica)
+            _check_replica(f"modules.{name}.replicas[{r}]", module, replica)
     _check_edges(plan)
     used = {rank for *_, stage in plan.stages() for rank in stage.ranks}
     unused = sorted(set(range(plan.num_ranks)) - used)
@@ -249,7 +254,7 @@ def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
     )
 
 
-def _check_replica(where: str, num_layers: int, replica: Replica) -> None:
+def _check_replica(where: str, module: ModulePlan, replica: Replica) -> None:
     bounds = [0, *(stage.layers[1] for stage in replica.stages)]
     for s, stage in enumerate(replica.stages):
         _require(
@@ -266,11 +271,14 @@ def _check_replica(where: str, num_layers: int, replica: Replica) -> None:
             f"{where}.stages[{s}].ranks: {list(stage.ranks)} must ascend where cp_size is larger than 1",
         )
     _require(
-        bounds[-1] == num_layers,
-        f"{where}: its stages end at layer {bounds[-1]}, but the module has {num_layers} layers",
+        bounds[-1] == module.num_layers,
+        f"{where}: its stages end at layer {bounds[-1]}, but the module has {module.num_layers} layers",
     )
     for (a, left), (b, right) in pairwise(enumerate(replica.stages)):
-        _require(left.cp_size == right.cp_size, f"{where}: stages {a} and {b} differ in cp_size; a replica has one")
+        _require(
+            left.cp_size == right.cp_size or module.kind == "language_model",
+            f"{where}: stages {a} and {b} differ in cp_size; a replica of a module that is no language model has one",
+        )
 
 
 def _check_edges(plan: Plan) -> None:

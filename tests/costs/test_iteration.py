@@ -275,6 +275,40 @@ def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
     assert two.compute_s(forward) == pytest.approx(shared)
 
 
+def unlike_stages(*cp_sizes: int) -> Plan:
+    """One layer on each."""
+    plan = cut_plan()
+    firsts = [sum(cp_sizes[:i]) for i in range(4)]
+    stages = tuple(
+        Stage(layers=(i, i + 1), ranks=tuple(range(first, first + cp)), cp_size=cp)
+        for i, (first, cp) in enumerate(zip(firsts, cp_sizes, strict=True))
+    )
+    return replace(plan, modules={"text": replace(plan.modules["text"], replicas=(Replica(stages=stages),))})
+
+
+def test_where_tokens_are_shared_out_otherwise_they_are_gathered():
+    table = analytic_table({"text": TEXT}, cpu_cluster(8))
+    costs, one = (bind(unlike_stages(*sizes), LONG, table=table) for sizes in ((2, 1, 1, 3), (1, 1, 1, 1)))
+    width, link = 64 * 4, LINKS["loopback"]
+
+    def message(stage, gradient):
+        return costs.message_bytes(Message(Cell("text", 0, stage, 0), Cell("text", 0, stage + 1, 0), gradient, 0, 1))
+
+    # Forwards each gets its own tokens; gradients come back whole.
+    assert [message(stage, False) for stage in range(3)] == [240 * width, 240 * width, 80 * width]
+    assert [message(stage, True) for stage in range(3)] == [240 * width] * 3
+    # The embedding's two ranks gather what they have made, the head's three the gradients of their inputs.
+    layers = table.of("text", 1).layers
+    for stage, cp_size, shared, whole in ((0, 2, Kind.FORWARD, Kind.BACKWARD), (3, 3, Kind.INPUT, Kind.FORWARD)):
+        action, other = (Compute(kind, Cell("text", 0, stage, 0)) for kind in (shared, whole))
+        fixed = (layers[stage].forward if shared is Kind.FORWARD else layers[stage].input_gradient).constant
+        gather = (cp_size - 1) * link.latency_s + 240 * width * (cp_size - 1) / cp_size / link.bytes_per_s
+        alone = (one.compute_s(action) - fixed) / cp_size + fixed
+        assert costs.compute_s(action) == pytest.approx(alone + gather)
+        assert costs.group_communication_s(action) == pytest.approx(gather)
+        assert costs.group_communication_s(other) == 0
+
+
 @pytest.mark.parametrize("recompute", [(), ("text",)])
 def test_shared_activations(recompute):
     """Context parallelism shares all that is saved; sequence parallelism what norms and recomputed blocks save."""
@@ -330,7 +364,13 @@ def test_after_the_input_half_inputs_and_output_gradients_of_linears_remain():
 
 
 @pytest.mark.parametrize(
-    "plan", [small_plan(), small_plan(text_trainable=((0, 4),), recompute=("text",), tp=True), cut_plan(cp_size=2)]
+    "plan",
+    [
+        small_plan(),
+        small_plan(text_trainable=((0, 4),), recompute=("text",), tp=True),
+        cut_plan(cp_size=2),
+        unlike_stages(2, 1, 3, 2),
+    ],
 )
 def test_answers_by_number_are_those_for_each(plan):
     samples = LONG if len(plan.modules) == 1 else SAMPLES

@@ -53,6 +53,8 @@ class Scenario:
     tp: int = 1
     cp: int = 1
     """Of the language model."""
+    llm_cps: tuple[int, ...] = ()
+    """Of each of its stages, where they differ, on ranks of their own; (): `cp`."""
     encoder_cp: int = 1
     cp_method: str = "all_gather"
     context_block: int = CONTEXT_BLOCK
@@ -143,7 +145,7 @@ class Scenario:
                                 layers=layers,
                                 ranks=self._ranks(name, r, place),
                                 tp_size=self.tp,
-                                cp_size=self.cp if is_llm else self.encoder_cp,
+                                cp_size=self._cps[place] if is_llm else self.encoder_cp,
                             )
                             for place, layers in zip(places, bounds, strict=True)
                         )
@@ -185,10 +187,14 @@ class Scenario:
 
     @property
     def num_ranks(self) -> int:
-        num_places = 1 + max(self.llm_places, default=self.llm_pp - 1)
         if self.units:
             return sum(self.num_replicas[name] * size for name, size in self._unit_sizes.items())
-        return self.tp * self.dp * (self._places["language_model"] + num_places * self.cp)
+        return self.tp * self.dp * (self._places["language_model"] + sum(self._cps))
+
+    @property
+    def _cps(self) -> tuple[int, ...]:
+        """Of each of the language model's places."""
+        return self.llm_cps or (self.cp,) * (1 + max(self.llm_places, default=self.llm_pp - 1))
 
     @property
     def _unit_sizes(self) -> dict[str, int]:
@@ -209,13 +215,14 @@ class Scenario:
         return {"vision": 0, "audio": audio, "language_model": llm}
 
     def _ranks(self, name: str, replica: int, stage: int) -> tuple[int, ...]:
-        cp = self.cp if name == "language_model" else self.encoder_cp
+        cps = self._cps if name == "language_model" else (self.encoder_cp,) * (stage + 1)
+        cp, before_stage = cps[stage], sum(cps[:stage])
         if self.units:
             before = ("vision", "audio", "language_model").index(name)
             first = sum(self.units[i] * list(self._unit_sizes.values())[i] for i in range(before))
-            first += replica * self._unit_sizes[name] + stage * cp * self.tp
+            first += replica * self._unit_sizes[name] + before_stage * self.tp
         else:
-            first = replica * (self.num_ranks // self.dp) + (self._places[name] + stage * cp) * self.tp
+            first = replica * (self.num_ranks // self.dp) + (self._places[name] + before_stage) * self.tp
         return tuple(range(first, first + cp * self.tp))
 
     def _trainable(self, name: str, num_layers: int) -> tuple[tuple[int, int], ...]:

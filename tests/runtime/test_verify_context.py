@@ -39,6 +39,19 @@ SCENARIOS = [
 ]
 
 
+UNLIKE_STAGES = [
+    Scenario(llm="llama", llm_pp=2, llm_cps=(2, 1), placement="shared"),
+    Scenario(llm="gemma3", llm_pp=3, llm_cps=(1, 2, 1), placement="shared", items="half"),
+    Scenario(llm="qwen3", llm_pp=2, llm_cps=(2, 3), placement="shared", frozen="all but projectors"),
+    Scenario(llm="llama-tied", llm_pp=2, llm_cps=(3, 2), placement="shared", items="none", schedule="zero_bubble_h1"),
+    Scenario(llm="llama", llm_pp=2, llm_cps=(1, 2), tp=2, placement="shared", items="half", recompute=True),
+    Scenario(llm="llama", llm_pp=3, llm_cps=(2, 2, 1), placement="colocated", frozen="all but encoders", dp=1),
+    Scenario(llm="qwen3", llm_pp=2, llm_cps=(2, 1), placement="shared", fully_sharded=True, num_microbatches=3),
+    Scenario(llm="llama", llm_pp=2, llm_cps=(4, 1), placement="shared", context_block=16, frozen="all but encoders"),
+]
+"""Tokens are shared out otherwise from stage to stage; in the last, some members hold none."""
+
+
 RULES = [
     Scenario(llm="gemma3", media_attention="block_causal", placement="colocated"),
     Scenario(llm="gemma3", media_attention="block_causal", cp=2, llm_pp=2, placement="colocated"),
@@ -108,8 +121,8 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [*SCENARIOS, *RULES, *OWN_MASKS, *ENCODERS],
-    ids=lambda s: f"{s.llm}-cp{s.cp}-encoders{s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}",
+    [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS],
+    ids=lambda s: f"{s.llm}-cp{s.llm_cps or s.cp}-encoders{s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}",
 )
 def test_equals_one_process(scenario: Scenario) -> None:
     check([scenario], "float64")
@@ -198,6 +211,7 @@ def draw(seed: int) -> Scenario:
             llm=random.choice(["llama", "qwen3", "gemma3", "llama-tied", "phi3", "mistral"]),
             vision=random.choice(["siglip", "clip", "dinov2"]),
             cp=random.choice([1, 2, 3, 4]),
+            llm_cps=random.choice([(), (), (2, 1), (1, 2), (3, 2)]),
             encoder_cp=random.choice([1, 1, 2]),
             tp=random.choice([1, 2]),
             llm_pp=random.choice([1, 2]),
@@ -213,6 +227,8 @@ def draw(seed: int) -> Scenario:
             merge=random.choice(["placeholder", "prepend"]),
             media_attention=random.choice(["causal", "causal", "own_item", "block_causal", "prefix", "sinks"]),
         )
+        if scenario.llm_cps:
+            scenario = replace(scenario, llm_pp=2, cp=max(scenario.llm_cps))
         if scenario.num_ranks <= 8 and (scenario.cp > 1 or scenario.encoder_cp > 1):
             return scenario
 

@@ -87,7 +87,7 @@ class Cells:
 
     def _arranged(self, module: str, replica: int) -> ModuleWorkload:
         workload = self.workload(module)
-        return workload.packed() if self.plan.modules[module].replicas[replica].stages[0].cp_size > 1 else workload
+        return workload.packed() if self.plan.modules[module].replicas[replica].shares_context else workload
 
     def num_outputs(self, module: str) -> list[int]:
         """Of each sample."""

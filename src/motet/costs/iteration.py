@@ -177,34 +177,46 @@ class IterationCosts:
     def message_bytes(self, message: Message) -> int:
         source, target = message.source, message.target
         if source.module == target.module:
-            return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source))
+            ends = self.routes.stage(source), self.routes.stage(target)
+            shares = _shares_carried(*ends, gradient=message.gradient)
+            return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source), shares)
         route = next(route for route in self.routes.outgoing[source] if route.target == target)
         return self._output_bytes(source.module, route.samples)
 
     def carried_sizes(self, dependencies: Dependencies) -> Ints:
         """`message_bytes` of each route's activation, then of its gradient."""
         assert dependencies.routes is self.routes
-        return np.tile(self._route_bytes, 2)
+        return self._carried_bytes.reshape(-1)
 
     @cached_property
-    def _route_bytes(self) -> Ints:
-        """What each route carries."""
+    def _carried_bytes(self) -> Ints:
+        """[activation or gradient, route]"""
         routes, cells = self.routes, self.cells
         stages = [cells.kinds[kind] for kind in cells.kind[routes.route_source].tolist()]
         to_other = np.array([stage.module for stage in routes.stages])[routes.cell_stage]
         crosses = to_other[routes.route_source] != to_other[routes.route_target]
-        sizes = np.zeros(routes.num_routes, dtype=np.int64)
+        sizes = np.zeros((2, routes.num_routes), dtype=np.int64)
         for i, (kind, load) in enumerate(zip(stages, cells.load[routes.route_source].tolist(), strict=True)):
             if crosses[i]:
-                sizes[i] = self._output_bytes(kind.module, routes.route_samples(i))
+                sizes[:, i] = self._output_bytes(kind.module, routes.route_samples(i))
             else:
-                sizes[i] = self._boundary_bytes(kind, cells.loads[load])
+                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], kind.stage.cp_size)
+        cp_sizes = np.array([stage.planned.cp_size for stage in routes.stages])[routes.cell_stage]
+        changes = ~crosses & (cp_sizes[routes.route_source] != cp_sizes[routes.route_target])
+        for i in np.flatnonzero(changes).tolist():
+            source, target = (
+                routes.stages[routes.cell_stage[end[i]]].planned for end in (routes.route_source, routes.route_target)
+            )
+            load = cells.loads[cells.load[routes.route_source[i]]]
+            for back in (0, 1):
+                shares = _shares_carried(source, target, gradient=bool(back))
+                sizes[back, i] = self._boundary_bytes(stages[i], load, shares)
         return sizes
 
-    def _boundary_bytes(self, kind: CellKind, load: Load) -> int:
-        """What one rank of the stage hands on to the next stage of its module."""
+    def _boundary_bytes(self, kind: CellKind, load: Load, num_shares: int) -> int:
+        """What a message from the stage to the next one of its module carries, of so many shares of the tokens one."""
         rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[1])
-        share = load.share(kind.stage.cp_size)
+        share = load.share(num_shares)
         return round((share.tokens if rows == "tokens" else share.outputs) * width * self.memory.activation_bytes)
 
     def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
@@ -283,7 +295,7 @@ class IterationCosts:
 
     def memory_limit(self) -> MemoryLimit:
         """What parameters, all that is static and the buffers of messages leave for activations on a device."""
-        buffers = NUM_BUFFERS * int(self._route_bytes.max(initial=0))
+        buffers = NUM_BUFFERS * int(self._carried_bytes.max(initial=0))
         usable = int(self.cluster.device.memory_bytes * (1 - RESERVE)) - buffers
         return MemoryLimit(
             saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
@@ -394,3 +406,9 @@ class IterationCosts:
             for rank in stage.ranks:
                 result[rank] += num_trainable[run] * share
         return result
+
+
+def _shares_carried(source: Stage, target: Stage, *, gradient: bool) -> int:
+    """Of how many shares of the tokens a message between stages of a module carries one. Where the two share them out
+    otherwise, gradients go back whole."""
+    return 1 if gradient and source.cp_size != target.cp_size else target.cp_size

@@ -63,8 +63,10 @@ class StageSeconds:
         has_block = workload.has_block(stage.layers)
         if has_block:
             forward.append(costs.blocks_forward)
+        outputs_s, gradients_s = self._token_gathers(kind)
+        forward.append(outputs_s)
         if any(g.any for g in gradients):
-            input_half.append(costs.stage_backward)
+            input_half += [costs.stage_backward, gradients_s]
             if has_block:
                 input_half.append(costs.blocks_backward)
         for index, needs in zip(range(*stage.layers), gradients, strict=True):
@@ -112,6 +114,9 @@ class StageSeconds:
         weight_half: list[Quadratic] = []
         reruns = kind.module in self.cells.plan.recompute_features and any(needs.any for needs in kind.gradients)
         ranks = tensor_parallel_ranks or self._tensor_parallel_ranks(kind.stage)
+        outputs_s, gradients_s = self._token_gathers(kind)
+        forward.append(outputs_s)
+        input_half.append(gradients_s)
         for layer, needs, count in kind.different:
             recomputed = needs.any and kind.module in self.cells.plan.recompute and layer.part == "block" and layer.runs
             kernels = layer_kernels(
@@ -155,6 +160,23 @@ class StageSeconds:
 
     def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:
         return key_exchange(layer, stage, self.cluster, self.memory)
+
+    def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
+        """Seconds in which context-parallel ranks gather their outputs, where the next stage shares out the tokens
+        otherwise, and the gradients of their inputs, where the one before does. Functions of one rank's load."""
+        stage = kind.stage
+        if stage.cp_size == 1 or self.cells.plan.modules[kind.module].kind != "language_model":
+            return ZERO, ZERO
+        replicas = self.cells.plan.modules[kind.module].replicas
+        chain = next(replica.stages for replica in replicas if stage in replica.stages)
+        place = chain.index(stage)
+        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size])
+        _, width = self.cells.workload(kind.module).boundary(stage.layers[0] or stage.layers[1])
+        per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
+        gather = Quadratic(constant=terms.latency_s, per_token=per_token)
+        ahead = place + 1 < len(chain) and chain[place + 1].cp_size != stage.cp_size
+        behind = place > 0 and chain[place - 1].cp_size != stage.cp_size and kind.gradients[0].input_gradient
+        return gather if ahead else ZERO, gather if behind else ZERO
 
     def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
         if not self.cells.plan.modules[module].fully_sharded:

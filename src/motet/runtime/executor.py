@@ -177,11 +177,9 @@ class Executor:
 
     def _for_rank(self, output: torch.Tensor, route: Route, rank: int) -> torch.Tensor:
         """What a rank gets of what a route carries: context-parallel ranks their own tokens only."""
-        held = self.runners[route.source[:3]].held_rows(route)
-        if held is None:
-            return output
-        rows = torch.from_numpy(held[member_of(self._routes.stage(route.target), rank)])
-        return output.index_select(0, rows.to(output.device))
+        return self.runners[route.source[:3]].for_member(
+            output, route, member_of(self._routes.stage(route.target), rank)
+        )
 
     def _seed_dropout(self, cell: Cell) -> None:
         """The same on all ranks of a stage, whatever else they computed before, and the same again when resumed."""

@@ -98,7 +98,7 @@ class LocalModel:
             if stage.cp_size > 1:
                 cp = self.context_parallel[name, r, s] = mesh.context_parallel(stage, module.context)
                 share_context(made, cp)
-            elif isinstance(made, LanguageModelStage) and made.has_own_attention:
+            elif isinstance(made, LanguageModelStage) and (made.has_own_attention or module.replicas[r].shares_context):
                 made.share_context(ContextParallel(group=None, rank=0, size=1, options=module.context))
             self.stages[name, r, s] = made
             if isinstance(made, LanguageModelStage | EncoderStage) and made.has_own_attention:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel, collect_rows
-from motet.attention.shares import Rows, held_outputs
+from motet.attention.shares import Rows, held_outputs, held_tokens
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Stage
@@ -30,6 +30,9 @@ class Saved:
     loss: Tensor | None
     split: SplitBackward | None
     """None: the backward is whole."""
+    whole: Tensor | None = None
+    """The output of all members of the context-parallel group, where the next stage shares out the tokens otherwise;
+    until the routes have taken it."""
 
 
 class StageRunner:
@@ -109,8 +112,8 @@ class StageRunner:
         return (sum(samples[i].num_outputs(source) for i in route.samples), self.module.hidden_size)
 
     def held_rows(self, route: Route) -> list[Rows] | None:
-        """Of a route between modules to context-parallel ranks: the rows that each member of the group holds; None: all
-        ranks of the target have all rows."""
+        """Of a route to context-parallel ranks, from another module or a stage that shares out the tokens otherwise:
+        the rows that each member of the group holds; None: ranks of the target get all that the route carries."""
         if route not in self._held:
             self._held[route] = self._derive_held_rows(route)
         return self._held[route]
@@ -119,8 +122,10 @@ class StageRunner:
         plan = self._routes.plan
         target = plan.modules[route.target.module]
         cp_size = self._routes.stage(route.target).cp_size
-        if cp_size == 1 or target.kind == "loss" or route.source.module == route.target.module:
+        if cp_size == 1 or target.kind == "loss":
             return None
+        if route.source.module == route.target.module:
+            return self._held_tokens(route, cp_size) if self._changes_shares(route) else None
         members, carried = self._routes.samples(route.target), set(route.samples)
         return held_outputs(
             [self._batch.samples[i] for i in members],
@@ -131,9 +136,33 @@ class StageRunner:
             cp_size,
         )
 
+    def _changes_shares(self, route: Route) -> bool:
+        """Whether a route leads to a stage of the same module whose group shares out the tokens otherwise: then all
+        of them are gathered before they are sent, there as here."""
+        source, target = self._routes.stage(route.source), self._routes.stage(route.target)
+        return route.source.module == route.target.module and source.cp_size != target.cp_size
+
+    def _held_tokens(self, route: Route, cp_size: int) -> list[Rows]:
+        samples = [self._batch.samples[i] for i in route.samples]
+        context = self._routes.plan.modules[self.name].context
+        return held_tokens(samples, self.data_module, context, cp_size)
+
+    def for_member(self, output: Tensor, route: Route, member: int) -> Tensor:
+        """Of the output that a route carries, what a member of the target's context-parallel group gets: its own
+        tokens, and if it has none, one that stands in (`ContextSequence.num_rows`)."""
+        held = self.held_rows(route)
+        if held is None:
+            return output
+        rows = torch.from_numpy(held[member]).to(output.device)
+        if route.target.module != self.name:
+            return output.index_select(0, rows)
+        return output.index_select(1, rows if len(rows) else rows.new_zeros(1))
+
     def output_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route takes from this stage."""
         samples = self._batch.samples
+        if self._changes_shares(route):
+            return (1, sum(samples[i].num_tokens(self.data_module) for i in route.samples), self.module.output_size)
         if route.target.module == self.name:
             return self.module.output_shape([samples[i] for i in route.samples])
         return (sum(samples[i].num_outputs(self.data_module) for i in route.samples), self.module.output_size)
@@ -150,9 +179,18 @@ class StageRunner:
         output = self._compute(cell, leaves, split, with_graph=keeps_graph and not self.runs_again(cell))
         if self._loss_weight:
             self.loss_sum += output.detach()
-        self._saved[cell] = Saved(leaves, output, output * self._loss_scale if self._loss_weight else None, split)
+        loss = output * self._loss_scale if self._loss_weight else None
+        self._saved[cell] = Saved(leaves, output, loss, split, self._gathered(cell, output.detach()))
         if not keeps_graph and not self._routes.outgoing[cell]:
             del self._saved[cell]
+
+    def _gathered(self, cell: Cell, output: Tensor) -> Tensor | None:
+        """[1, T, H] of all tokens, where a stage comes next that shares them out otherwise."""
+        route = next((route for route in self._routes.outgoing[cell] if self._changes_shares(route)), None)
+        if route is None or self._cp is None:
+            return None
+        held = self._held_tokens(route, self._cp.size)
+        return collect_rows(output[0, : len(held[self._cp.rank])], held, self._cp)[None]
 
     def _compute(
         self, cell: Cell, leaves: Mapping[Route, Tensor], split: SplitBackward | None, *, with_graph: bool
@@ -184,7 +222,8 @@ class StageRunner:
 
     def output(self, route: Route) -> Tensor:
         """The rows of `route.source`'s output that the route carries, without graph."""
-        made = self._saved[route.source].output
+        saved = self._saved[route.source]
+        made = saved.output if saved.whole is None or not self._changes_shares(route) else saved.whole
         assert made is not None
         output = made.detach().to(self.boundary_dtype)
         rows = self._rows(route)
@@ -195,6 +234,8 @@ class StageRunner:
 
     def forget_output(self, cell: Cell) -> None:
         """Called when all routes have taken what they carry from a cell."""
+        if cell in self._saved:
+            self._saved[cell].whole = None
         if cell not in self._routes.with_backward:
             self._saved.pop(cell, None)
         elif self.runs_again(cell):
@@ -231,9 +272,17 @@ class StageRunner:
             if route.carries_gradient:
                 # A sample whose tokens reach no loss token leaves no gradient behind: that is zero, not absent.
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-                held = self.held_rows(route)
-                result[route] = gradient if held is None or self._cp is None else collect_rows(gradient, held, self._cp)
+                result[route] = self._of_all_members(route, gradient)
         return result
+
+    def _of_all_members(self, route: Route, gradient: Tensor) -> Tensor:
+        """The gradient of all that the route carried, put together from what each member holds."""
+        held = self.held_rows(route)
+        if held is None or self._cp is None:
+            return gradient
+        if route.source.module != self.name:
+            return collect_rows(gradient, held, self._cp)
+        return collect_rows(gradient[0, : len(held[self._cp.rank])], held, self._cp)[None]
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
         """The weight half: accumulates what the input half has left; yields each parameter that has got its share."""
@@ -249,6 +298,10 @@ class StageRunner:
         for route, gradient in gradients.items():
             rows = self._rows(route)
             gradient = gradient.to(output.dtype)
+            if self._cp is not None and self._changes_shares(route):
+                own = torch.from_numpy(self._held_tokens(route, self._cp.size)[self._cp.rank]).to(gradient.device)
+                # A token that stands in has no gradient.
+                gradient = gradient.index_select(1, own) if len(own) else torch.zeros_like(output)
             if rows is not None:
                 gradient = torch.zeros_like(output).index_add_(0, rows.to(output.device), gradient)
             total = gradient if total is None else total + gradient

@@ -232,10 +232,11 @@ def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: 
     among the producers, backwards the producers choose among the consumers.
 
     Inside a module with context parallelism members hold what their place on that axis says, so each receives from one
-    of the same place; what enters another module is whole on every rank.
+    of the same place; what enters another module, or a stage whose tokens are shared out otherwise, is whole on every
+    rank that sends it.
     """
     begin, end = (target, source) if gradient else (source, target)
-    if same_module and source.cp_size > 1:
+    if same_module and source.cp_size == target.cp_size > 1:
         pairs = [
             (begin.ranks[i // end.tp_size * begin.tp_size + i % end.tp_size % begin.tp_size], receiver)
             for i, receiver in enumerate(end.ranks)
