@@ -1,13 +1,20 @@
 """Degrees to plans: where ranks go, and what no plan can have."""
 
+from dataclasses import replace
+
 import pytest
 from small_problem import small_problem
 
-from motet.plan import ContextOptions, Plan
+from motet.errors import UserError
+from motet.plan import ContextOptions, Edge, Plan
 from motet.planner import make_plan
-from motet.planner.evaluate import evaluate
+from motet.planner.evaluate import check_same_model, evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees
+
+
+ONE = Degrees()
+SHARED_BY_TWO = Degrees(cp=2, context=ContextOptions(block_size=4))
 
 
 def ranks(plan, name):
@@ -38,6 +45,30 @@ def test_replicated_encoders_are_copied_to_each_stage():
     assert ranks(plan, "vision@1") == [[(1,)]]
     # Tokens are merged at layer 0: only the first stage's encoders are used.
     assert {(e.source, e.layers) for e in plan.edges} == {("vision", (0,)), ("audio", (0,))}
+
+
+def test_copies_share_tokens_as_the_stages_do_on_whose_ranks_they_are():
+    degrees = {
+        name: replace(SHARED_BY_TWO, pp=2 if name == "language_model" else 1)
+        for name in ("vision", "audio", "language_model")
+    }
+    plan = make_plan(small_problem(num_devices=4), "explicit", degrees=degrees, placement="replicated")
+    assert ranks(plan, "vision") == [[(0, 1)]] and ranks(plan, "vision@1") == [[(2, 3)]]
+    assert plan.modules["vision@1"].replicas[0].stages[0].cp_size == 2
+
+
+def test_copies_that_each_feed_a_part_of_the_layers_are_the_same_model():
+    """Under cross-attention each stage's copy of an encoder feeds the layers of that stage."""
+    problem = small_problem(num_devices=2)
+    edges = tuple(replace(edge, layers=(3, 6)) for edge in problem.edges)
+    degrees = {"vision": ONE, "audio": ONE, "language_model": Degrees(pp=2, layers_per_stage=(5, 5))}
+    problem = replace(problem, edges=edges)
+    plan = make_plan(problem, "explicit", degrees=degrees, placement="replicated")
+    assert Edge(source="vision@1", target="language_model", layers=(6,)) in plan.edges
+    check_same_model(problem, plan)
+    fewer = replace(plan, edges=tuple(edge for edge in plan.edges if edge.source != "vision@1"))
+    with pytest.raises(UserError, match=r"vision must enter language_model at layers \[3, 6\]"):
+        check_same_model(problem, fewer)
 
 
 def test_layers_per_stage():
@@ -80,9 +111,6 @@ def test_context_parallel_ranks_follow_each_other():
     assert evaluate(small_problem(num_devices=10), plan).fits
 
 
-ONE = Degrees()
-
-
 @pytest.mark.parametrize(
     ("degrees", "placement", "message"),
     [
@@ -94,8 +122,10 @@ ONE = Degrees()
         ({"language_model": Degrees(tp=3)}, "parallel", "language_model.tp_size: 3 does not divide"),
         ({"vision": Degrees(dp=2)}, "colocated", "dp is 2 for vision but 1 for audio, which share ranks"),
         ({"vision": Degrees(pp=0)}, "parallel", "vision.pp is 0; give at least 1"),
-        ({"vision": Degrees(pp=2)}, "colocated", "vision and audio on the same ranks; give them the same tp and pp"),
-        ({"vision": Degrees(pp=2)}, "replicated", "give it pp 1 and tp 1"),
+        ({"vision": Degrees(pp=2)}, "colocated", "vision and audio on the same ranks; give them the same tp, cp"),
+        ({"vision": SHARED_BY_TWO}, "colocated", "vision and audio on the same ranks; give them the same tp, cp"),
+        ({"vision": Degrees(pp=2)}, "replicated", "give it pp 1, tp 1 and cp 1"),
+        ({"vision": SHARED_BY_TWO}, "replicated", "give it pp 1, tp 1 and cp 1"),
         ({}, "parallel", "the plan uses 3 ranks but cluster has 4"),
         ({"speech": ONE}, "parallel", "there is no module 'speech'"),
         ({"language_model": Degrees(pp=2, layers_per_stage=(5, 6))}, "parallel", "add up to 10"),

@@ -44,6 +44,9 @@ class Scenario:
     llm: str = "llama"
     vision: str = "siglip"
     audio: str = "whisper"
+    feature_select: str = "patch"
+    feature_layer: int | None = None
+    """Of vision, as in a run file."""
     encoder_pp: int = 1
     llm_pp: int = 1
     llm_cuts: tuple[int, ...] = ()
@@ -97,7 +100,10 @@ class Scenario:
         def encoder(name: str, family: str) -> dict:
             _, config_class, values = ENCODERS[family]
             train = {"module": name not in frozen, "projector": f"{name} projector" not in frozen}
-            return {"config": config_class.__name__, "values": values, "projector": "mlp", "train": train}
+            part = {"config": config_class.__name__, "values": values, "projector": "mlp", "train": train}
+            if name == "vision":
+                part |= {"feature_select": self.feature_select, "feature_layer": self.feature_layer}
+            return part
 
         _, llm_class, llm_values = TINY[self.llm]
         config = RunConfig.model_validate(
@@ -297,8 +303,10 @@ class ScenarioBatch:
             grids = [grid for sample in GRIDS[family] for grid in sample]
             count = self._num_items(name, i, num_samples)
             step = 0 if family == "dinov2" else 1  # its processor stacks a sample's images: they are of one size
+            select = self._scenario.feature_select if name == "vision" else "patch"
             segments = [
-                encoder_segment(configs[name], item=k, grid=grids[(i + k * step) % len(grids)]) for k in range(count)
+                encoder_segment(configs[name], item=k, grid=grids[(i + k * step) % len(grids)], feature_select=select)
+                for k in range(count)
             ]
             if segments:
                 layouts[name] = tuple(segments)

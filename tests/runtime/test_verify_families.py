@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from distributed import run_distributed
-from scenario import Scenario, ScenarioBatch, verify
+from scenario import Scenario, ScenarioBatch, check, verify
 from tiny_encoders import ENCODERS
 from tiny_language_models import SIZES, TINY
 
@@ -90,3 +90,9 @@ def test_every_family_equals_plain_transformers(layout: Scenario, dtype: str) ->
         print(scenario.llm, scenario.vision, scenario.audio, f"loss {comparison.loss_rel_err:.1e}", errors)
         assert comparison.passed, f"{scenario}: {comparison.failures}"
         assert comparison.num_parameters_compared > 100
+
+
+@pytest.mark.parametrize("feature_layer", [-2, 1])
+def test_features_from_before_the_last_block_under_sequence_parallelism(feature_layer: int) -> None:
+    """The last block that runs has to gather the sequence, not the last one of the stage."""
+    check(replace(GROUPS, vision="clip", placement="parallel", encoder_pp=2, feature_layer=feature_layer))

@@ -60,6 +60,8 @@ def drawn(number: int, seed: str) -> Scenario:
             packing=packing,
             fully_sharded=rng.random() < 0.2,
             recompute=rng.random() < 0.2,
+            feature_select=rng.choice(["patch", "patch", "full"]),
+            feature_layer=rng.choice([None, None, None, -1, -2, 1]),
         ).consistent()
         if is_possible(scenario):
             return scenario
@@ -72,6 +74,10 @@ def is_possible(scenario: Scenario) -> bool:
         return False  # Copies are whole; else stages would overlap in part.
     if scenario.frozen in ("all but projectors", "all but encoders") and no_media(scenario):
         return False  # Nothing trainable is reached.
+    if scenario.vision in ("qwen2_5_vl",) and scenario.feature_layer is not None:
+        return False  # Its head merges patches, so there are no features before it.
+    if scenario.vision not in ("clip", "dinov2") and scenario.feature_select == "full":
+        return False  # No class token.
     if scenario.fully_sharded and scenario.placement == "replicated":
         return False  # Copies of what is shared out have to be whole.
     return scenario.num_ranks <= MAX_RANKS and can_share_tokens(scenario)

@@ -251,6 +251,12 @@ class EncoderStage(nn.Module):
         return hidden
 
     @property
+    def idle_blocks(self) -> tuple[str, ...]:
+        """Those that the stage holds behind the features that are handed on: they have weights and do not run."""
+        held = range(max(self.layers[0], 1) - 1, min(self.layers[1], self._head_layer) - 1)
+        return tuple(f"module.{self.family.blocks}.{index}" for index in held if index >= self._num_running_blocks)
+
+    @property
     def _blocks(self) -> range:
         """The blocks of this stage that run."""
         return range(max(self.layers[0], 1) - 1, min(self.layers[1] - 1, self._num_running_blocks))

@@ -164,9 +164,15 @@ def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
     missing = [name for name in problem.modules if name not in plan.modules]
     if missing:
         raise UserError(f"plan: has no module {', '.join(missing)}; the model has it")
-    entering = {(plan.modules[e.source].data_module(e.source), e.layers) for e in plan.edges}
     for edge in problem.edges:
-        if (edge.source, edge.layers) not in entering:
+        # Copies of a module may each feed a part of them.
+        entered = {
+            layer
+            for e in plan.edges
+            if (plan.modules[e.source].data_module(e.source), e.target) == (edge.source, edge.target)
+            for layer in e.layers
+        }
+        if entered != set(edge.layers):
             raise UserError(
                 f"plan: edges: {edge.source} must enter {edge.target} at layers {list(edge.layers)}, as in the model"
             )

@@ -105,14 +105,14 @@ def _check(problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: 
             "give all modules the same, or placement parallel"
         )
     if placement == "colocated":
-        shapes: dict[tuple[int, int], str] = {}
+        shapes: dict[tuple[int, int, int], str] = {}
         for name in problem.sources:
-            shapes.setdefault((degrees[name].tp, degrees[name].pp), name)
+            shapes.setdefault((degrees[name].tp, degrees[name].cp, degrees[name].pp), name)
         if len(shapes) > 1:
             first, second = list(shapes.values())[:2]
             raise UserError(
                 f"parallel: placement colocated puts {first} and {second} on the same ranks; "
-                "give them the same tp and pp"
+                "give them the same tp, cp and pp"
             )
     if placement == "replicated":
         _check_replicated(problem, degrees)
@@ -123,10 +123,10 @@ def _check_replicated(problem: PlanningProblem, degrees: Mapping[str, Degrees]) 
         raise UserError("parallel: placement replicated needs one module that all others enter")
     sink = degrees[problem.sinks[0]]
     for name in problem.sources:
-        if degrees[name].pp != 1 or degrees[name].tp != sink.tp:
+        if (degrees[name].pp, degrees[name].tp, degrees[name].cp) != (1, sink.tp, sink.cp):
             raise UserError(
                 f"parallel: placement replicated puts {name} whole on each stage of {problem.sinks[0]}; "
-                f"give it pp 1 and tp {sink.tp}"
+                f"give it pp 1, tp {sink.tp} and cp {sink.cp}"
             )
 
 
@@ -202,6 +202,7 @@ def _replicate(
                             layers=(0, module.num_layers),
                             ranks=modules[sink].replicas[d].stages[s].ranks,
                             tp_size=module.replicas[d].stages[0].tp_size,
+                            cp_size=module.replicas[d].stages[0].cp_size,
                         ),
                     )
                 )

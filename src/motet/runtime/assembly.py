@@ -171,7 +171,8 @@ def build_stage(
     else:
         made = EncoderStage(owner, module, layers, recompute=recompute)
     if tp.size > 1:
-        apply_tensor_parallel(made, module.module.config.model_type, tp)
+        idle = made.idle_blocks if isinstance(made, EncoderStage) else ()
+        apply_tensor_parallel(made, module.module.config.model_type, tp, idle=idle)
     return cast(StageModule, made.to(device))
 
 

@@ -192,7 +192,8 @@ class MultimodalParallelModule(ParallelModule):
             )
         else:
             made = EncoderStage(owner, module, stage.layers, recompute=recompute)
-        apply_tensor_parallel(made, module.module.config.model_type, tp)
+        idle = made.idle_blocks if isinstance(made, EncoderStage) else ()
+        apply_tensor_parallel(made, module.module.config.model_type, tp, idle=idle)
         return made.train(self._source.model.training).to(self.device)
 
     def _read(self, batch: Mapping[str, Any]) -> DictBatch:

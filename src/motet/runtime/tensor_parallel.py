@@ -10,7 +10,7 @@ Limits: dropout is right only if the ranks of a group draw the same random numbe
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,9 @@ class RowConv1D(Conv1D):
         return y + self.bias.to(y.dtype)
 
 
-def apply_tensor_parallel(module: nn.Module, family: str, tp: TensorParallel) -> TensorParallelLayout:
+def apply_tensor_parallel(
+    module: nn.Module, family: str, tp: TensorParallel, *, idle: Collection[str] = ()
+) -> TensorParallelLayout:
     """Cuts the module in place and returns what was cut where.
 
     Args:
@@ -98,6 +100,7 @@ def apply_tensor_parallel(module: nn.Module, family: str, tp: TensorParallel) ->
             any device (on meta: load the parts later, see `shard_parameter`). Parameters become new ones, with the
             same names: make optimizers after.
         family: the `model_type` of its transformers configuration.
+        idle: layers that are there but never run: none of them can gather what others have scattered.
 
     Raises `ValueError` if heads or MLP do not divide, or if a layer has a linear that the family's rules do not name.
     """
@@ -117,7 +120,7 @@ def apply_tensor_parallel(module: nn.Module, family: str, tp: TensorParallel) ->
         shards = _replace_parameters(module, family, config, tp)
         for layer in layers.values():
             _adapt_layer(layer, rules, tp)
-        enter_regions(list(layers.values()), rules, tp)
+        enter_regions([layer for name, layer in layers.items() if name not in idle], rules, tp)
         _adapt_vocabulary(module, rules, shards, tp)
         layout = TensorParallelLayout(tp, shards, _partial_gradients(layers, shards, rules, tp))
     setattr(module, _LAYOUT, layout)
