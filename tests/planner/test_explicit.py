@@ -12,7 +12,6 @@ from motet.planner.evaluate import check_same_model, evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees
 
-
 ONE = Degrees()
 SHARED_BY_TWO = Degrees(cp=2, context=ContextOptions(block_size=4))
 
