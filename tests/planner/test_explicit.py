@@ -52,7 +52,8 @@ def test_copies_share_tokens_as_the_stages_do_on_whose_ranks_they_are():
         for name in ("vision", "audio", "language_model")
     }
     plan = make_plan(small_problem(num_devices=4), "explicit", degrees=degrees, placement="replicated")
-    assert ranks(plan, "vision") == [[(0, 1)]] and ranks(plan, "vision@1") == [[(2, 3)]]
+    assert ranks(plan, "vision") == [[(0, 1)]]
+    assert ranks(plan, "vision@1") == [[(2, 3)]]
     assert plan.modules["vision@1"].replicas[0].stages[0].cp_size == 2
 
 
