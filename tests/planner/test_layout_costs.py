@@ -22,7 +22,13 @@ def draw_layout(rng, problem, num_groups):
     used = sorted({chunk.group for chunk in chunks})
     chunks = [chunk._replace(group=used.index(chunk.group)) for chunk in chunks]
     sizes = tuple(rng.choice([1, 2]) for _ in used)
-    return Layout(planner="drawn", chunks=tuple(chunks), group_sizes=sizes, dp=rng.choice([1, 2]))
+    return Layout(
+        planner="drawn",
+        chunks=tuple(chunks),
+        group_sizes=sizes,
+        dp=rng.choice([1, 2]),
+        sequence_parallel=rng.random() < 0.5,
+    )
 
 
 @pytest.mark.parametrize("schedule", sorted(GENERATORS))

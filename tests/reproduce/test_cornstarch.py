@@ -55,7 +55,7 @@ def test_the_paper_is_listed_with_its_tables():
 
 
 def test_problems_are_the_papers_models():
-    assert len({name for name, _ in problems()}) == 15
+    assert len({name for name, _ in problems()}) == 3 * 15
     parameters = {
         "VALM-SL": ("vision", 1.0e9),
         "VALM-MS": ("audio", 1.4e9),

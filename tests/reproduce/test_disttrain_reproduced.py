@@ -14,6 +14,7 @@ from motet.reproduce.disttrain_alternatives import ALTERNATIVES, alternatives_ta
 from motet.reproduce.disttrain_models import (
     ASSUMED,
     BACKBONES,
+    FROZEN_SETTINGS,
     PEAK_FLOPS,
     SEQUENCE,
     backbone,
@@ -182,3 +183,15 @@ def test_the_closed_form_is_what_the_simulator_finds():
     simulated = evaluate(problem, orchestrated_plan(problem, best))
     assert simulated.iteration_time_s == pytest.approx(best.iteration_s, rel=0.05)
     assert evaluation.iteration_time_s <= simulated.iteration_time_s * (1 + 1e-9)
+
+
+def test_frozen_problems_compute_the_passes_of_their_setting():
+    """Forward, input gradient, weight gradient: what stays of a module's backward is what its passes leave."""
+    named = dict(problems())
+    assert len(named) == 2 + 3 * (2 + len(FROZEN_SETTINGS))
+    for setting, passes in FROZEN_SETTINGS.items():
+        problem = named[f"MLLM-9B on 98 A800, global batch 128, {setting}"]
+        for (name, module), count in zip(problem.modules.items(), passes, strict=True):
+            needs = problem.gradients[name][module.workload.num_layers // 2]
+            assert 1 + needs.input_gradient + needs.weight_gradient == count, (setting, name)
+    assert {problem.num_devices for problem in named.values()} == {16, 32, 98, 1296}

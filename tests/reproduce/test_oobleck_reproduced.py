@@ -4,9 +4,20 @@ from functools import cache
 
 import pytest
 
+from motet.planner import make_plan
+from motet.planner.evaluate import evaluate
 from motet.reproduce.oobleck import RULES, is_in_order, tables
 from motet.reproduce.oobleck_model import unit_templates
-from motet.reproduce.oobleck_published import FREE, HOURS, MODELS, PLANNING_S, THROUGHPUT, WITHOUT_CHECKPOINTS
+from motet.reproduce.oobleck_problems import problems
+from motet.reproduce.oobleck_published import (
+    FREE,
+    HOURS,
+    MODELS,
+    NUM_NODES,
+    PLANNING_S,
+    THROUGHPUT,
+    WITHOUT_CHECKPOINTS,
+)
 from motet.reproduce.tables import Table
 
 TWO, SIX = "GPT-3 2.7b, every 10m", "GPT-3 6.7b, every 10m"
@@ -99,3 +110,17 @@ def test_shares_add_up() -> None:
 def test_models_need_the_nodes_that_their_states_fill() -> None:
     fewest = {model.name: unit_templates(model).fewest_nodes for model in MODELS}
     assert fewest == {"BERT-Large": 1, "GPT-2": 1, "GPT-3 Medium": 1, "GPT-3 2.7b": 2, "GPT-3 6.7b": 3}
+
+
+def test_problems_are_the_papers_models():
+    for model, (what, problem) in zip(MODELS, problems(), strict=True):
+        assert model.name in what
+        assert problem.num_devices == NUM_NODES == problem.cluster.num_nodes
+        workload = problem.modules["language_model"].workload
+        assert workload.num_parameters == pytest.approx(model.num_parameters, rel=0.05)
+        most = max(problem.dp_sizes)
+        # Microbatches as large as the artifact's, or less where they do not divide the batch.
+        assert problem.num_microbatches * most * model.microbatch >= model.global_batch
+        assert (problem.num_microbatches - 1) * most * model.microbatch < model.global_batch
+        plan = make_plan(problem, "megatron_balanced")
+        assert evaluate(problem, plan).fits, what

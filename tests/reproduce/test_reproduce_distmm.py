@@ -16,6 +16,7 @@ from motet.reproduce.distmm_models import (
     utilization,
     v100_speeds,
 )
+from motet.reproduce.distmm_problems import problems
 from motet.reproduce.distmm_systems import (
     BYTES_OF_A_REPLICA,
     DISTMM_BATCH,
@@ -165,3 +166,12 @@ def test_what_is_said_is_what_is():
         assert row.assumptions
         assert row.calibrated_on == "nothing"
         assert row.held_out == (row.published is not None)
+
+
+def test_problems_are_the_nine_models():
+    named = dict(problems())
+    assert len(named) == 9
+    for what, each in named.items():
+        assert each.num_devices == 64
+        assert each.towers == ("vision", "text")
+        assert what.endswith(f"batch {len(each.samples)}")

@@ -130,12 +130,18 @@ def test_sizes_are_those_of_the_names():
 
 
 def test_problems_have_the_models_of_the_paper():
-    named = {"ViT-3B": 3, "ViT-11B": 10, "GPT-11B": 9.4, "LLAMA-70B": 70}
-    for what, problem in problems():
+    named = {"ViT-3B": 3, "ViT-22B": 22, "ViT-11B": 10, "ViT-5B": 5.4, "GPT-11B": 9.4, "LLAMA-70B": 70, "GPT-175B": 175}
+    found = problems()
+    assert len(dict(found)) == 1 + len(paper.FIGURE_15) + len(paper.FIGURE_16) + len(paper.TABLE_5)
+    for what, problem in found:
         sizes = [billions for name, billions in named.items() if name in what]
         found = [module.workload.num_parameters / 1e9 for module in problem.modules.values()]
         assert found == pytest.approx(sizes, rel=0.05)
         assert str(problem.num_devices) in what
+        # Microbatches of two sequences (Tables 11 and 12), each of 2048 tokens.
+        if "appendix" not in what:
+            assert problem.num_microbatches * problem.dp_sizes[0] * 2 == len(problem.samples)
+        assert {sample.num_tokens("language_model") for sample in problem.samples} == {2048}
 
 
 @pytest.mark.slow

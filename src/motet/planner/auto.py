@@ -23,7 +23,7 @@ from math import inf
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.auto_layouts import PLANNER, own_layouts
+from motet.planner.auto_layouts import PLANNER, knows_sequence_parallelism, own_layouts
 from motet.planner.auto_towers import search_towers
 from motet.planner.bound_and_simulate import best_layout, rank
 from motet.planner.degrees import check_limits, cp_sizes
@@ -131,7 +131,11 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     best = min(evaluations, key=rank)
     evaluations += _sequence_parallel(best)
     # It saves activations too: what is faster but does not fit may fit then.
-    missed = [e for e in evaluations if best.fits and not e.fits and e.iteration_time_s < best.iteration_time_s]
+    missed = [
+        e
+        for e in evaluations
+        if best.fits and not e.fits and e.iteration_time_s < best.iteration_time_s and not _is_sequence_parallel(e.plan)
+    ]
     evaluations += _sequence_parallel(min(missed, key=_seconds)) if missed else []
     best = min(evaluations, key=rank)
     found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
@@ -253,22 +257,25 @@ def _goes_round(plan: Plan, groups: GroupsOfReplica | None) -> bool:
 
 
 def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
-    """The same plan with sequence parallelism in all modules that tensor parallelism cuts, if its costs are known."""
+    """The same plan with sequence parallelism in all modules that tensor parallelism cuts, if it has none and its costs
+    are known."""
     problem, plan = evaluation.problem, evaluation.plan
-    known = problem.table.sequence_parallel
     cut = {name: sizes for name in plan.modules if (sizes := _tp_sizes(plan, name) - {1})}
-    if not cut or any(
-        sizes - known.get(plan.modules[name].data_module(name), {}).keys() for name, sizes in cut.items()
-    ):
+    sizes_of = {plan.modules[name].data_module(name): sizes for name, sizes in cut.items()}
+    if _is_sequence_parallel(plan) or not knows_sequence_parallelism(problem, sizes_of):
         return []
     modules = {name: replace(module, sequence_parallel=name in cut) for name, module in plan.modules.items()}
     return [evaluate(problem, replace(plan, modules=modules))]
 
 
+def _is_sequence_parallel(plan: Plan) -> bool:
+    return any(module.sequence_parallel for module in plan.modules.values())
+
+
 def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
     """Where sequence parallelism is chosen, its costs count too. It is in all modules or in none."""
     bound_s = bound_of_all(problem, candidates, chosen)
-    if not any(module.sequence_parallel for module in chosen.modules.values()):
+    if not _is_sequence_parallel(chosen):
         return bound_s
     table = problem.table
     modules = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}

@@ -8,10 +8,11 @@
   model work and one can fill the bubbles of the other (Optimus' placement with Cornstarch's cut).
 
 In all of them the groups of the language model may share the tokens of a microbatch (context parallelism), where
-sequences are long enough; on groups that encoders share these use all ranks for tensor parallelism.
+sequences are long enough; on groups that encoders share these use all ranks for tensor parallelism. Where its costs are
+known, tensor parallelism comes with sequence parallelism, which computes norms once and saves memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -37,6 +38,28 @@ V_SHAPED = "zero_bubble_v"
 
 def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     """`schedules`: those that may be used."""
+    for layout in _families(problem, schedules):
+        yield replace(layout, sequence_parallel=knows_sequence_parallelism(problem, _cut_sizes(layout)))
+
+
+def _cut_sizes(layout: Layout) -> dict[str, set[int]]:
+    """Tensor-parallel sizes of each module, but for 1."""
+    sizes: dict[str, set[int]] = {}
+    for chunk in layout.chunks:
+        tp = layout.tp(chunk.module, chunk.group)
+        if tp > 1:
+            sizes.setdefault(chunk.module, set()).add(tp)
+    return sizes
+
+
+def knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[int]]) -> bool:
+    """Whether something is cut, and its costs with sequence parallelism are known. `cut`: for each module that tensor
+    parallelism cuts, its sizes."""
+    known = problem.table.sequence_parallel
+    return bool(cut) and all(sizes <= known.get(name, {}).keys() for name, sizes in cut.items())
+
+
+def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     apart = list(separate(problem))
     yield from apart
     costs = LayoutCosts(problem)

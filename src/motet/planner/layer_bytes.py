@@ -52,14 +52,22 @@ def gradient_bytes_of_layers(problem: PlanningProblem, name: str, *, tp_size: in
 
 
 def saved_bytes_of_layers(
-    problem: PlanningProblem, name: str, load: Load, *, tp_size: int, fully_sharded: bool = False
+    problem: PlanningProblem,
+    name: str,
+    load: Load,
+    *,
+    tp_size: int,
+    fully_sharded: bool = False,
+    sequence_parallel: bool = False,
 ) -> list[int]:
     """What a microbatch of this load leaves for its backward."""
-    key = ("saved bytes", name, load, tp_size, fully_sharded)
-    return problem.remembered(key, lambda: _saved_bytes(problem, name, load, tp_size, fully_sharded))
+    key = ("saved bytes", name, load, tp_size, fully_sharded, sequence_parallel)
+    return problem.remembered(key, lambda: _saved_bytes(problem, name, load, tp_size, fully_sharded, sequence_parallel))
 
 
-def _saved_bytes(problem: PlanningProblem, name: str, load: Load, tp_size: int, fully_sharded: bool) -> list[int]:
+def _saved_bytes(
+    problem: PlanningProblem, name: str, load: Load, tp_size: int, fully_sharded: bool, sequence_parallel: bool
+) -> list[int]:
     layers = problem.modules[name].workload.layers
     kinds = [(id(layer), needs) for layer, needs in zip(layers, problem.gradients[name], strict=True)]
     known = {
@@ -72,6 +80,7 @@ def _saved_bytes(problem: PlanningProblem, name: str, load: Load, tp_size: int, 
             tp_size=tp_size,
             options=problem.memory,
             fully_sharded=fully_sharded,
+            sequence_parallel=sequence_parallel,
         )
         for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
     }

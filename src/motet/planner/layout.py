@@ -42,11 +42,13 @@ class Layout:
     """Modules whose groups share a microbatch's tokens, with the size of their context parallelism."""
     schedule: str | None = None
     """The one that it is made for; None: the problem's."""
+    sequence_parallel: bool = False
+    """In every module that tensor parallelism cuts."""
 
     @property
     def content(self) -> tuple[object, ...]:
         """What it is, whoever made it for whatever schedule: searches come upon the same ones."""
-        return self.chunks, self.group_sizes, self.dp, self.split, self.shared
+        return self.chunks, self.group_sizes, self.dp, self.split, self.shared, self.sequence_parallel
 
     @property
     def num_devices(self) -> int:
@@ -100,7 +102,12 @@ def _module_plan(problem: PlanningProblem, layout: Layout, name: str) -> ModuleP
                 )
             )
     module = problem.modules[name]
-    return module.planned(replicas, context=module.context if layout.cp(name) > 1 else DEFAULT_CONTEXT)
+    is_cut = any(layout.tp(name, chunk.group) > 1 for chunk in chunks)
+    return module.planned(
+        replicas,
+        sequence_parallel=layout.sequence_parallel and is_cut,
+        context=module.context if layout.cp(name) > 1 else DEFAULT_CONTEXT,
+    )
 
 
 def layout_of_degrees(

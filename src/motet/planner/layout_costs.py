@@ -41,7 +41,7 @@ class LayoutCosts:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self._sums: dict[tuple[str, int, int, int], _Sums] = {}
+        self._sums: dict[tuple[str, int, int, int, bool], _Sums] = {}
         self._entries = {
             name: [(edge.source, min(edge.layers)) for edge in problem.edges if edge.target == name]
             for name in problem.modules
@@ -70,18 +70,19 @@ class LayoutCosts:
 
     def sums(self, chunk: Chunk, layout: Layout) -> _Sums:
         name = chunk.module
-        key = (name, layout.tp(name, chunk.group), layout.cp(name), layout.num_replicas(name))
+        tp, cp, sequence_parallel = layout.tp(name, chunk.group), layout.cp(name), layout.sequence_parallel
+        key = (name, tp, cp, layout.num_replicas(name), sequence_parallel and tp > 1)
         if key not in self._sums:
             self._sums[key] = self.problem.remembered(("layout sums", *key), lambda: self._sum_layers(*key))
         return self._sums[key]
 
-    def _sum_layers(self, name: str, tp: int, cp: int, dp: int) -> _Sums:
+    def _sum_layers(self, name: str, tp: int, cp: int, dp: int, sequence_parallel: bool) -> _Sums:
         problem, module = self.problem, self.problem.modules[name]
-        times = problem.layer_times(name, tp, dp, cp=cp)
-        lightest = problem.layer_times(name, tp, dp, cp=cp, lightest=True)
+        times = problem.layer_times(name, tp, dp, cp=cp, sequence_parallel=sequence_parallel)
+        lightest = problem.layer_times(name, tp, dp, cp=cp, lightest=True, sequence_parallel=sequence_parallel)
         load = problem.typical_load(name, dp, cp=cp)
         static = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=cp * dp)
-        saved = saved_bytes_of_layers(problem, name, load, tp_size=tp)
+        saved = saved_bytes_of_layers(problem, name, load, tp_size=tp, sequence_parallel=sequence_parallel)
 
         def prefix(values: Sequence[float]) -> list[float]:
             return [0.0, *accumulate(values)]

@@ -277,7 +277,15 @@ class PlanningProblem:
         return self.remembered(("mean", name, dp, cp), lambda: mean_load([load for load, _ in loads]).share(cp))
 
     def layer_times(
-        self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, frozen_aware: bool = True, lightest: bool = False
+        self,
+        name: str,
+        tp: int = 1,
+        dp: int = 1,
+        *,
+        cp: int = 1,
+        frozen_aware: bool = True,
+        lightest: bool = False,
+        sequence_parallel: bool = False,
     ) -> list[LayerTime]:
         """T_l = F_l + B_l of thesis 3.3.1 for each layer, the mean over the microbatches. Unaware of what is frozen,
         every layer pays its whole backward for each of them. `lightest`: no microbatch takes less. What
@@ -285,8 +293,8 @@ class PlanningProblem:
 
         Raises `ValueError` if the table has no costs at this tensor-parallel size."""
         return self.remembered(
-            ("times", name, tp, dp, cp, frozen_aware, lightest),
-            lambda: self._layer_times(name, tp, dp, cp, frozen_aware, lightest),
+            ("times", name, tp, dp, cp, frozen_aware, lightest, sequence_parallel),
+            lambda: self._layer_times(name, tp, dp, cp, frozen_aware, lightest, sequence_parallel),
         )
 
     def least_total_times(self, name: str, tp: int = 1, num_replicas: int = 1, *, cp: int = 1) -> list[LayerTime]:
@@ -322,16 +330,20 @@ class PlanningProblem:
             ("sample loads", name), lambda: self._loads_of(name, [(i,) for i in range(len(self.samples))])
         )
 
-    def _layer_times(self, name: str, tp: int, dp: int, cp: int, frozen_aware: bool, lightest: bool) -> list[LayerTime]:
+    def _layer_times(
+        self, name: str, tp: int, dp: int, cp: int, frozen_aware: bool, lightest: bool, sequence_parallel: bool
+    ) -> list[LayerTime]:
         kinds = self._kinds(name, self.loads(name, dp, packed=cp > 1), frozen_aware)
         if lightest:
-            return self._times(name, tp, cp, [lightest_load(gradients, members) for gradients, members in kinds])
+            least = [lightest_load(gradients, members) for gradients, members in kinds]
+            return self._times(name, tp, cp, least, sequence_parallel)
         # An empty microbatch is no action: it does not pay what every action pays.
         return self._times(
             name,
             tp,
             cp,
             [(gradients, mean_load(members), sum(map(any, members)) / len(members)) for gradients, members in kinds],
+            sequence_parallel,
         )
 
     def _kinds(
@@ -349,10 +361,16 @@ class PlanningProblem:
         ]
 
     def _times(
-        self, name: str, tp: int, cp: int, kinds: Sequence[tuple[Sequence[LayerGradients], Load, float]]
+        self,
+        name: str,
+        tp: int,
+        cp: int,
+        kinds: Sequence[tuple[Sequence[LayerGradients], Load, float]],
+        sequence_parallel: bool = False,
     ) -> list[LayerTime]:
         """As `times_of_layers` has it; `kinds` with the load of all ranks of a context-parallel group."""
-        workload, table = self.modules[name].workload, self.table.of(name, tp)
+        workload = self.modules[name].workload
+        table = self.table.of(name, tp, sequence_parallel=sequence_parallel)
         assert len(table.layers) == workload.num_layers, (
             f"{name}: {len(table.layers)} layers in the table, {workload.num_layers} here"
         )

@@ -31,11 +31,18 @@ NUM_FRAMES, NUM_SOUND_TOKENS, NUM_TEXT_TOKENS = 3000, 1500, 1000
 NUM_DEVICES, NUM_SAMPLES = 24, 24
 
 
+SIZES: Mapping[str, str] = {"S": "small", "M": "medium", "L": "large"}
+
+
 def problems() -> list[tuple[str, PlanningProblem]]:
-    """Every model that the paper evaluates with the medium language model."""
-    one = [f"{kind}-{size}" for kind in ("VLM", "ALM") for size in "SML"]
-    models = [*one, *(f"VALM-{vision}{audio}" for vision in "SML" for audio in "SML")]
-    return [(f"{model} with the medium LLM, 24 A40", problem(model)) for model in models]
+    """Every model that the paper evaluates: Figures 9 and 10, appendix B."""
+    one = [f"{kind}-{size}" for kind in ("VLM", "ALM") for size in SIZES]
+    models = [*one, *(f"VALM-{vision}{audio}" for vision in SIZES for audio in SIZES)]
+    return [
+        (f"{model} with the {size} LLM, {NUM_DEVICES} A40", problem(model, llm=llm))
+        for llm, size in SIZES.items()
+        for model in models
+    ]
 
 
 def problem(model: str, *, llm: str = "M", num_devices: int = NUM_DEVICES) -> PlanningProblem:

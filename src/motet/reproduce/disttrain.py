@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from motet.reproduce.disttrain_alternatives import alternatives_table
-from motet.reproduce.disttrain_models import ASSUMED, BACKBONES, Passes, backbone_s
+from motet.reproduce.disttrain_models import ASSUMED, BACKBONES, FROZEN_SETTINGS, backbone_s
 from motet.reproduce.disttrain_problems import problems
 from motet.reproduce.disttrain_reordering import reordering_table
 from motet.reproduce.disttrain_systems import LARGE, SMALL, disttrain, megatron, proportional
@@ -38,16 +38,6 @@ PUBLISHED_GPUS = {"72B": 1172}
 PUBLISHED_72B = {"MFU": 1.2, "throughput": 1.3}
 IMPLIED_SHARE_9B = PUBLISHED_RANGES["throughput, 9B and 15B"][1] / PUBLISHED_RANGES["MFU, 9B and 15B"][1]
 """Of Megatron-LM's GPUs that DistTrain ran on: throughput and MFU of one comparison differ by nothing else."""
-FROZEN_SETTINGS: Mapping[str, Passes] = {
-    "everything frozen": (1, 2, 2),
-    "encoder trained": (3, 2, 2),
-    "language model trained": (1, 3, 2),
-    "generator trained": (1, 2, 3),
-}
-"""Passes that encoder, language model and generator compute: forward, input gradient, weight gradient. Projectors are
-always trained, so gradients go back to the encoder's projector."""
-
-
 ASSUMPTIONS = (
     f"{ASSUMED.images} images a sequence, ViT kernels at {ASSUMED.vit_efficiency:.0%} and U-Net kernels at "
     f"{ASSUMED.unet_efficiency:.0%} of peak, samples alike, Megatron-LM without StepCCL and interleaving, no devices "

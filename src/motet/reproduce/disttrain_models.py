@@ -26,6 +26,14 @@ IMAGE_SIDE: Mapping[str, int] = {"9B": 512, "15B": 512, "72B": 1024}
 Passes = tuple[int, int, int]
 """That encoder, language model and generator compute: forward, input gradient, weight gradient."""
 TRAINED: Passes = (3, 3, 3)
+FROZEN_SETTINGS: Mapping[str, Passes] = {
+    "everything frozen": (1, 2, 2),
+    "encoder trained": (3, 2, 2),
+    "language model trained": (1, 3, 2),
+    "generator trained": (1, 2, 3),
+}
+"""Passes that encoder, language model and generator compute: forward, input gradient, weight gradient. Projectors are
+always trained, so gradients go back to the encoder's projector."""
 
 
 @dataclass(frozen=True)
