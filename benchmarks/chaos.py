@@ -35,7 +35,7 @@ def main() -> None:
     told = ", ".join(f"{number} of seed {seed}" for seed, number in seeds.items())
     worst = max(trial["max_loss_error"] for trial in trials)
     report.add(
-        f"{len(trials)} trials ({told}), each a training of 4 to 8 processes. All ended, and in all of them: losses "
+        f"{len(trials)} trials ({told}), each a training of 4 to 10 processes. All ended, and in all of them: losses "
         f"within {worst:.1g} (relative) of the undisturbed run's; in every step the samples of the undisturbed run; "
         "no step begun again but an interrupted one; all replicas equal to the bit after every recovery; "
         "no node lost but those that were killed."
@@ -85,6 +85,7 @@ def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
         "alike pipelines, broken ones left out": number(lambda trial: trial["layout"] == "alike"),
         "unlike pipelines, reconfigured": number(lambda trial: trial["layout"] == "unlike"),
         "the same, with unlike tensor parallelism": number(lambda trial: trial["layout"] == "shards"),
+        "ZeRO-1: optimizer states kept by f + 1 pipelines of f + 2": number(lambda trial: trial.get("zero1", False)),
         "layers copied from peers": number(lambda trial: trial["moved_bytes"] > 0),
         "reconfigured by simple": number_that_did("simple"),
         "reconfigured by borrow": number_that_did("borrow"),

@@ -3,7 +3,8 @@
 A trial is drawn from its seed alone. Nodes have one process each. In a third of the trials pipelines are alike, and
 those that lose a node are left out; in the others they come from templates, are unlike, and become others when nodes
 are lost: who is left takes another place and gets what it lacks from its peers. In a third templates differ in tensor
-parallelism besides, so that halves are made of wholes and wholes of halves.
+parallelism besides, so that halves are made of wholes and wholes of halves. In a third of the trials, of every kind,
+optimizer states are kept by f + 1 pipelines only (ZeRO-1), and there is one pipeline more.
 """
 
 import json
@@ -56,24 +57,32 @@ class Trial:
     layout: Layout
     tolerate: int
     kills: tuple[Kill, ...]
+    zero1: bool = False
 
     @property
     def pipelines(self) -> tuple[int, ...]:
         """Nodes of each."""
-        return (2,) * self.tolerate + (LARGEST_PIPELINE[self.layout],)
+        return pipelines_of(self.layout, self.tolerate, self.zero1)
 
     @property
     def num_nodes(self) -> int:
         return sum(self.pipelines)
 
 
-def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None) -> Trial:
+def pipelines_of(layout: Layout, tolerate: int, zero1: bool) -> tuple[int, ...]:
+    """Nodes of each. Where f + 1 keep all, ZeRO-1 would be nothing."""
+    return (2,) * (tolerate + zero1) + (LARGEST_PIPELINE[layout],)
+
+
+def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None, zero1: bool | None = None) -> Trial:
     """`phase`: of the first kill, or of the second if it is the recovery from another one."""
     rng = Random(seed)
+    if zero1 is None:
+        zero1 = Random(f"zero1/{seed}").random() < 1 / 3
     phase = phase or rng.choice(PHASES[:-1])
     layout = layout or rng.choice(LAYOUTS)
     tolerate = 2 if phase == "recovery" else rng.choice([1, 2])
-    nodes = _draw_nodes(rng, layout, tolerate)
+    nodes = _draw_nodes(rng, layout, pipelines_of(layout, tolerate, zero1))
     if phase == "recovery":
         kills = [_draw_kill(rng, nodes[0], rng.choice(PHASES[:5])), _draw_kill(rng, nodes[1], "recovery")]
     else:
@@ -84,7 +93,7 @@ def draw_trial(seed: str, phase: str | None = None, layout: Layout | None = None
         if tolerate == 1 and layout != "alike" and kills[0].after_steps + 2 < STEPS:
             # Once the first is recovered from: what has two holders again may lose one.
             kills.append(_draw_kill(rng, nodes[1], phase, kills[0].after_steps + 2))
-    return Trial(seed, layout, tolerate, tuple(kills))
+    return Trial(seed, layout, tolerate, tuple(kills), zero1)
 
 
 def with_last(trial: Trial, how: str) -> Trial:
@@ -92,12 +101,12 @@ def with_last(trial: Trial, how: str) -> Trial:
     return replace(trial, kills=(*trial.kills[:-1], replace(trial.kills[-1], how=how)))
 
 
-def _draw_nodes(rng: Random, layout: Layout, tolerate: int) -> list[int]:
+def _draw_nodes(rng: Random, layout: Layout, pipelines: tuple[int, ...]) -> list[int]:
     """Two that may be lost at once where two are tolerated."""
     if layout != "alike":
-        return rng.sample(range(2 * tolerate + LARGEST_PIPELINE[layout]), k=2)
+        return rng.sample(range(sum(pipelines)), k=2)
     # Who is killed during a recovery must have a part in it, so its own pipeline is whole.
-    return [2 * pipeline + rng.randrange(2) for pipeline in rng.sample(range(tolerate + 1), k=2)]
+    return [2 * pipeline + rng.randrange(2) for pipeline in rng.sample(range(len(pipelines)), k=2)]
 
 
 def _draw_kill(rng: Random, node: int, phase: str, after_steps: int | None = None) -> Kill:
@@ -110,32 +119,34 @@ def _draw_kill(rng: Random, node: int, phase: str, after_steps: int | None = Non
     return Kill(node, steps, phase, rng.randrange(3) if phase in PHASES[:3] else 0, delay_s, rng.choice(HOW))
 
 
-def config_of(output: Path, tolerate: int, layout: Layout = "alike") -> RunConfig:
-    pipelines = {name: {"dp": tolerate + 1} for name in ("vision", "audio", "language_model")}
+def config_of(output: Path, tolerate: int, layout: Layout = "alike", zero1: bool = False) -> RunConfig:
+    pipelines = pipelines_of(layout, tolerate, zero1)
     config = run_config(
         output,
-        pipelines,
+        {name: {"dp": len(pipelines)} for name in ("vision", "audio", "language_model")},
         train__steps=STEPS,
-        train__global_batch_size=6 if layout == "alike" else 12,
+        train__global_batch_size=12 if layout != "alike" or zero1 else 6,
         train__dtype="float64",
         train__checkpoint_every=1,
         train__failures={"tolerate": tolerate, "detect_s": DETECT_S},
         data__num_train=24,
+        parallel__zero1=zero1,
     )
     if layout == "alike":
         return config
     values = config.model_dump(exclude_unset=True)
     del values["model"]["encoders"]["audio"]  # A pipeline of two nodes has room for one encoder.
     values["data"] |= {"no_sound": 1.0, "no_image": 0.0}
-    num_nodes = 2 * tolerate + LARGEST_PIPELINE[layout]
-    values["cluster"] = {"num_devices": num_nodes, "num_nodes": num_nodes}
-    values["parallel"] = {"planner": "oobleck", "num_microbatches": 2}
+    values["cluster"] = {"num_devices": sum(pipelines), "num_nodes": sum(pipelines)}
+    values["parallel"] = {"planner": "oobleck", "num_microbatches": 2, "zero1": zero1}
     return RunConfig.model_validate(values)
 
 
 @cache
-def plan_and_templates(layout: Layout, tolerate: int, pipelines: tuple[int, ...]) -> tuple[Plan, Templates | None]:
-    config = config_of(Path(), tolerate, layout)
+def plan_and_templates(
+    layout: Layout, tolerate: int, pipelines: tuple[int, ...], zero1: bool = False
+) -> tuple[Plan, Templates | None]:
+    config = config_of(Path(), tolerate, layout, zero1)
     if layout == "alike":
         return plan_of(config), None
     problem = read_problem(config)
@@ -171,10 +182,13 @@ def _import_models() -> None:
 
 
 @cache
-def undisturbed(tolerate: int, layout: Layout = "alike") -> tuple[tuple[float, ...], dict[int, Ids]]:
-    """The losses, and the samples of every step."""
+def undisturbed(
+    tolerate: int, layout: Layout = "alike", zero1: bool = False
+) -> tuple[tuple[float, ...], dict[int, Ids]]:
+    """The losses, and the samples of every step. `zero1`: of trials with it; all ranks keep all states here."""
     with tempfile.TemporaryDirectory() as folder, recorded(Path(folder)):
-        config = config_of(Path(folder), tolerate, layout)
+        config = config_of(Path(folder), tolerate, layout, zero1)
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero1": False})})
         if layout == "alike":
             result = train(config, timeout=120)[0]
         else:
@@ -211,6 +225,7 @@ class Outcome:
                 "seed": self.trial.seed,
                 "layout": self.trial.layout,
                 "tolerate": self.trial.tolerate,
+                "zero1": self.trial.zero1,
                 "nodes": self.trial.num_nodes,
                 "losses": [
                     {
@@ -243,12 +258,12 @@ def note(outcome: Outcome) -> None:
 def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
     """Raises `AssertionError` if something is not as it must be."""
     _import_models()
-    losses, ids = undisturbed(trial.tolerate, trial.layout)
-    plan, templates = plan_and_templates(trial.layout, trial.tolerate, trial.pipelines)
+    losses, ids = undisturbed(trial.tolerate, trial.layout, trial.zero1)
+    plan, templates = plan_and_templates(trial.layout, trial.tolerate, trial.pipelines, trial.zero1)
     board = board or Board()
     victim = Victim(trial.kills, board)
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(Path(folder), trial.tolerate, trial.layout)
+        config = config_of(Path(folder), trial.tolerate, trial.layout, trial.zero1)
         started = time.monotonic()
         with recorded(Path(folder)), observed(victim):
             result = train_on_nodes(config, plan, templates, num_nodes=trial.num_nodes, node_size=1)

@@ -19,13 +19,13 @@ NUM_WARNINGS = int(os.environ.get("MOTET_CHAOS_WARNINGS", "12"))
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 
 
-def run(seed: str, phase: str, layout: Layout | None = None) -> Outcome:
-    trial = draw_trial(seed, phase, layout)
-    print(f"draw_trial({seed!r}, {phase!r}, {layout!r}) = {trial}", flush=True)
+def run(seed: str, phase: str, layout: Layout | None = None, zero1: bool | None = None) -> Outcome:
+    trial = draw_trial(seed, phase, layout, zero1)
+    print(f"draw_trial({seed!r}, {phase!r}, {layout!r}, {zero1!r}) = {trial}", flush=True)
     try:
         return run_trial(trial)
     except BaseException as error:
-        error.add_note(f"draw_trial({seed!r}, {phase!r}, {layout!r})")
+        error.add_note(f"draw_trial({seed!r}, {phase!r}, {layout!r}, {zero1!r})")
         raise
 
 
@@ -41,6 +41,13 @@ def test_pipelines_become_others_when_two_nodes_are_lost() -> None:
     """The second one during the recovery from the first; some pipelines have tensor parallelism, others none."""
     outcome = run("11", "recovery", "shards")
     assert "recovery" in outcome.killed_in
+    assert outcome.moved_bytes > 0
+
+
+@pytest.mark.slow
+def test_states_that_not_all_pipelines_keep() -> None:
+    outcome = run("11", "optimizer step", "shards", zero1=True)
+    assert outcome.killed
     assert outcome.moved_bytes > 0
 
 
