@@ -405,6 +405,10 @@ def test_zero1_gathers_the_new_parameters():
     num_bytes = sum(layer.num_parameters for layer in TEXT.layers[:2]) * 4
     link = LINKS["loopback"]
     assert sharded.gather_s(reduce) == pytest.approx(link.latency_s + num_bytes / 2 / link.bytes_per_s)
+    # Where both keep everything, nobody lacks anything.
+    kept_by_both = bind(plan, memory=MemoryOptions(zero1=True, state_copies=2))
+    assert kept_by_both.gather_s(reduce) == 0
+    assert kept_by_both.fixed_s == plain.fixed_s > sharded.fixed_s
 
 
 def test_a_plan_may_have_more_modules_than_an_integer_has_bits():

@@ -175,6 +175,8 @@ def test_parameters_gradients_and_moments():
     assert static(True, num_holders=2, zero1=True) == 3 * size
     assert static(True, optimizer_bytes=12) == 5 * size
     assert static(True, num_holders=3, zero1=True, optimizer_bytes=12) == 3 * size
+    assert static(True, num_holders=4, zero1=True, state_copies=2) == 3 * size
+    assert static(True, num_holders=2, zero1=True, state_copies=3) == 4 * size
 
 
 def test_nothing_is_kept_where_no_gradient_passes():

@@ -76,6 +76,23 @@ def test_less_memory_needs_more_nodes() -> None:
     assert evaluate(tight, oobleck(tight)).fits
 
 
+def test_states_that_some_pipelines_keep_are_counted_so() -> None:
+    """With ZeRO-1: n0 is that of f + 1 pipelines, which keep everything; more pipelines keep less each."""
+    problem = on_nodes(9, frozen=())
+    shared = replace(problem, memory=replace(problem.memory, zero1=True, state_copies=2))
+    tight = int(max(evaluate(problem, oobleck(problem)).result.peak_memory_bytes) * 1.5)
+    n0 = make_templates(with_memory(problem, tight)).fewest_nodes
+    assert make_templates(with_memory(shared, tight)).fewest_nodes == n0
+    templates = make_templates(problem)
+    for sizes in ((3, 3, 3), (4, 5)):
+        plan = plan_of(problem, templates, sizes)
+        kept, kept_by_some = (evaluate(p, plan).result.peak_memory_bytes for p in (problem, shared))
+        if len(sizes) == 2:
+            assert list(kept) == list(kept_by_some)
+        else:
+            assert all(some < everything for some, everything in zip(kept_by_some, kept, strict=True))
+
+
 def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(UserError, match="finds no pipeline of vision and audio and language_model on up to 2 of 4"):
         oobleck(on_nodes(4))

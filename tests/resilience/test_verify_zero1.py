@@ -5,7 +5,8 @@ As `motet verify`, after two updates. Campaign: `MOTET_ZERO1_DRAWS`, `MOTET_ZERO
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from random import Random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from scenario import PLACEHOLDERS, ScenarioBatch, perturb
 from test_verify_unlike import THREE_TWO_TWO, TWO_BESIDE_ONE, Unlike, pipelines
+from test_verify_unlike import draw as draw_unlike
 
 from motet.resilience.handover import Holding
 from motet.resilience.zero1 import agree_on_keepers, groups_of, keep_alone
@@ -163,3 +165,30 @@ QUICK = "tp 2 beside tp 1, frozen, some without"
 @pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_updates_and_gradients_are_those_of_plain_torch(name: str) -> None:
     check(CASES[name])
+
+
+def draw(rng: Random) -> Kept:
+    unlike = draw_unlike(rng)
+    drawn = {field.name: getattr(unlike, field.name) for field in fields(unlike)}
+    return Kept(**drawn, number=rng.choice([1, 1, 2, 2, 3]))
+
+
+def check_drawn(number: int, seed: str) -> None:
+    for i in range(number):
+        scenario = draw(Random(f"{seed}/{i}"))
+        try:
+            check(scenario)
+        except BaseException as error:
+            error.add_note(f"draw(Random('{seed}/{i}')): {scenario}")
+            raise
+
+
+def test_a_few_drawn_ones() -> None:
+    print(f"MOTET_ZERO1_SEED={SEED}")
+    check_drawn(1, SEED)
+
+
+@pytest.mark.campaign
+def test_drawn_ones() -> None:
+    print(f"MOTET_ZERO1_SEED={SEED} MOTET_ZERO1_DRAWS={NUM_DRAWS}")
+    check_drawn(NUM_DRAWS, SEED)

@@ -9,7 +9,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from distributed import run_distributed
 from test_recover import (
     at,
     before_each_step,
@@ -20,6 +22,7 @@ from test_recover import (
     undisturbed_unlike,
     unlike_config,
 )
+from training import stored_tensors
 from victims import check_replicas, num_keepers
 
 from motet.cli.typical_batch import read_problem
@@ -32,6 +35,7 @@ from motet.resilience.pipelines import Templates
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.executor import Executor
 from motet.runtime.optimizer import Optimizer
+from motet.runtime.train_worker import train_worker
 from motet.runtime.trainer import Trainer
 
 
@@ -43,9 +47,13 @@ def sharing(config: RunConfig, **parallel: Any) -> RunConfig:
 
 def three_pipelines(config: RunConfig) -> tuple[Plan, Templates]:
     """Of one node of two processes each."""
+    return pipelines_of(config, (1, 1, 1))
+
+
+def pipelines_of(config: RunConfig, sizes: tuple[int, ...]) -> tuple[Plan, Templates]:
     problem = read_problem(config)
     templates = make_templates(problem)
-    return plan_of_sizes(problem, templates, (1, 1, 1)), templates
+    return plan_of_sizes(problem, templates, sizes), templates
 
 
 @contextmanager
@@ -171,3 +179,45 @@ def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: Call
     result = train_and_check(config, plan, templates, at(2, 1, die))
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 9
+
+
+@pytest.mark.slow
+def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+    """The pipeline that is left has all parameters, and two thirds of their states."""
+    config = sharing(unlike_config(tmp_path, 3, checkpoint_every=2))
+    acts = [at(3, 0, die), at(3, 2, die)]
+
+    def both(trainer: Trainer) -> None:
+        for act in acts:
+            act(trainer)
+
+    result = train_three(config, both)
+    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    assert result["world_size"] == 2
+    done = [failure["done"] for failure in failures(config)]
+    assert len(done) == 1
+    assert done[0].startswith("nobody held the optimizer's state of ")
+    assert done[0].endswith(" any more: went back from step 3 to the checkpoint of step 2")
+
+
+@pytest.mark.slow
+def test_checkpoints_are_those_of_any_other_run(tmp_path: Path) -> None:
+    """Each state is in them once; what has been written with ZeRO-1 goes on without it, and the other way round."""
+    config = sharing(unlike_config(tmp_path / "sharing", 3, checkpoint_every=3, keep_checkpoints=9))
+    assert train_three(config)["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    plain = unlike_config(tmp_path / "plain", 3, checkpoint_every=3, keep_checkpoints=9)
+    plan, _ = three_pipelines(plain)
+    run_distributed(lambda rank: train_worker(plain, plan), plan.num_ranks)
+    for step in ("step_00000003", "step_00000006"):
+        left, right = (stored_tensors(tmp_path / name / "checkpoints" / step) for name in ("sharing", "plain"))
+        assert left.keys() == right.keys()
+        for name, tensor in left.items():
+            assert torch.equal(tensor, right[name]), name
+    resumed = {
+        name: unlike_config(tmp_path / f"from_{name}", 3, resume=str(tmp_path / name / "checkpoints" / "step_00000003"))
+        for name in ("sharing", "plain")
+    }
+    two, _ = pipelines_of(resumed["sharing"], (1, 2))
+    losses = run_distributed(lambda rank: train_worker(resumed["sharing"], two), two.num_ranks)[0]["losses"]
+    assert losses == pytest.approx(undisturbed_unlike()[3:], rel=1e-12)
+    assert train_three(sharing(resumed["plain"]))["losses"] == pytest.approx(undisturbed_unlike()[3:], rel=1e-12)

@@ -27,7 +27,7 @@ class Recovery:
     moved_bytes: int
     """Between ranks."""
     missing: tuple[str, ...]
-    """Parameters that nobody held any more."""
+    """Parameters that nobody held any more, or their states, in words."""
     seconds: float
     """From when this rank heard of it until all had what they need."""
     restarts: int

@@ -155,9 +155,11 @@ class Handover:
     """By parameter: its updates so far."""
 
     @property
-    def missing_parameters(self) -> tuple[str, ...]:
-        """Those of which values, or the optimizer's state, are nowhere."""
-        return tuple(dict.fromkeys(item.parameter for item in self.missing))
+    def told_missing(self) -> tuple[str, ...]:
+        """What is missing, in words: parameters, or the states of those whose values are there."""
+        without_values = [item.parameter for item in self.missing if item.kind == "values"]
+        states = [item.parameter for item in self.missing if item.parameter not in without_values]
+        return (*without_values, *(f"the optimizer's state of {parameter}" for parameter in states))
 
 
 def plan_handover(held: Sequence[Described], needed: Sequence[Described], *, devices_per_node: int) -> Handover:

@@ -220,7 +220,7 @@ class TrainingProcess:
                 steps_before=None if summary is None else summary.steps,
                 steps=new.finished_steps,
                 moved_bytes=handover.moved_bytes,
-                missing=handover.missing_parameters,
+                missing=handover.told_missing,
                 restarts=self._run_record.restarts,
                 seconds=time.monotonic() - started,
             )
