@@ -1,6 +1,8 @@
 """Optimizer states that only f + 1 pipelines keep: nothing is lost with a node, at whatever moment it is lost."""
 
 import multiprocessing
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,9 +32,11 @@ from motet.config import RunConfig
 from motet.plan import ContextOptions, Plan
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
-from motet.resilience.launch_nodes import train_on_nodes
+from motet.resilience.launch_nodes import run_agent, train_on_nodes
+from motet.resilience.membership import Call
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import TrainingProcess
+from motet.resilience.succession import Succession
 from motet.runtime.executor import Executor
 from motet.runtime.optimizer import Optimizer
 from motet.runtime.train_worker import train_worker
@@ -184,7 +188,7 @@ def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: Call
 @pytest.mark.slow
 def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(tmp_path: Path) -> None:
     """The pipeline that is left has all parameters, and two thirds of their states."""
-    config = sharing(unlike_config(tmp_path, 3, checkpoint_every=2))
+    config = sharing(unlike_config(tmp_path, 3, checkpoint_every=1))
     acts = [at(3, 0, die), at(3, 2, die)]
 
     def both(trainer: Trainer) -> None:
@@ -192,12 +196,13 @@ def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(t
             act(trainer)
 
     result = train_three(config, both)
-    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    number = len(result["losses"])
+    assert result["losses"] == pytest.approx(undisturbed_unlike()[-number:], rel=1e-12)
     assert result["world_size"] == 2
-    done = [failure["done"] for failure in failures(config)]
-    assert len(done) == 1
-    assert done[0].startswith("nobody held the optimizer's state of ")
-    assert done[0].endswith(" any more: went back from step 3 to the checkpoint of step 2")
+    [done] = [failure["done"] for failure in failures(config)]
+    # The third checkpoint may have been on its way.
+    told = "nobody held the optimizer's state of .* any more: went back from step 3 to the checkpoint of step [23]"
+    assert re.fullmatch(told, done), done
 
 
 @pytest.mark.slow
@@ -221,3 +226,30 @@ def test_checkpoints_are_those_of_any_other_run(tmp_path: Path) -> None:
     losses = run_distributed(lambda rank: train_worker(resumed["sharing"], two), two.num_ranks)[0]["losses"]
     assert losses == pytest.approx(undisturbed_unlike()[3:], rel=1e-12)
     assert train_three(sharing(resumed["plain"]))["losses"] == pytest.approx(undisturbed_unlike()[3:], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_who_joins_keeps_a_share(tmp_path: Path) -> None:
+    """Two pipelines keep everything, a third one joins: each keeps less, and two keep each state."""
+    config = sharing(unlike_config(tmp_path, 2))
+    plan, templates = pipelines_of(config, (1, 1))
+    addresses = multiprocessing.get_context("fork").SimpleQueue()
+    original = TrainingProcess._join_world
+
+    def join(self: TrainingProcess, call: Call) -> None:
+        addresses.put(self._store_address)
+        original(self, call)
+
+    def joiner() -> None:
+        run_agent(config, addresses.get(), None, 2, Succession(2, templates))
+
+    number = multiprocessing.get_context("fork").Value("i", 0)
+    with checked(number):
+        helper = multiprocessing.get_context("fork").Process(target=joiner)
+        helper.start()
+        with mock.patch.object(TrainingProcess, "_join_world", join), before_each_step(lambda _: time.sleep(1.5)):
+            result = train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
+        helper.join()
+    assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
+    assert result["world_size"] == 6
+    assert number.value == 2
