@@ -11,9 +11,13 @@ if not Path("/dev/nvidiactl").exists():
     # Read when Triton is imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("motet", deadline=None)  # Tests count operations, never seconds: machines may be loaded.
+# Tests count operations, never seconds: machines may be loaded, and a slow draw is none that is wrong.
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# The same examples in every run: what fails fails again. `make campaigns` draws others.
+settings.register_profile("motet", derandomize=True, database=None, **PATIENT)
+settings.register_profile("draws", **PATIENT)
 settings.load_profile("motet")
 
 # What a forked process inherits is never collected in it: a store's server would wait there for a thread that is not.

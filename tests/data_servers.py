@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ports import port_of_its_own
 
 from motet.config import DescribedConfig, RunConfig
 from motet.data.loader import LoadedBatch, Loader
@@ -68,14 +69,14 @@ def children_of(process: Any) -> list[int]:
 
 
 class ServerProcess:
-    """Begins at once. `port`: 0 for any."""
+    """Begins at once. `port`: where it was before; None: it is new."""
 
     def __init__(
-        self, config: RunConfig, *, port: int = 0, token: str = TOKEN, tls: tuple[bytes, bytes] | None = None
+        self, config: RunConfig, *, port: int | None = None, token: str = TOKEN, tls: tuple[bytes, bytes] | None = None
     ) -> None:
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_serve, args=(config, port, token, tls, sender))
+        self.process = context.Process(target=_serve, args=(config, port or port_of_its_own(), token, tls, sender))
         self.process.start()
         sender.close()
         if not receiver.poll(STARTS_WITHIN_S):

@@ -97,7 +97,7 @@ def _work(
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout + 60),  # It is the parent that gives up, and names who is silent.
         )
         result = fn(rank, *args)
         # A rank that leaves while others still talk to it makes gloo abort them.

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from ports import port_of_its_own
 from test_recover import at, before_each_step, config_of, failures, undisturbed
 from training import plan_of
 
@@ -20,16 +21,10 @@ from motet.resilience.interfaces import interface_towards
 from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def test_nodes_that_join_train_and_survive(tmp_path: Path) -> None:
     """One of them dies with its agent, as a machine does."""
-    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 2})
-    plan, address = plan_of(config), ("127.0.0.1", free_port())
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 4})
+    plan, address = plan_of(config), ("127.0.0.1", port_of_its_own())
     context = multiprocessing.get_context("fork")
 
     def node() -> None:

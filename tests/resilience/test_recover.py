@@ -5,8 +5,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from distributed import run_distributed
 from training import plan_of, run_config, train
+from waiting import wait_until
 
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
@@ -99,6 +99,29 @@ def at(step: int, rank: int, act: Callable[[], None]) -> Callable[[Trainer], Non
     return when_due
 
 
+def all_at(step: int, ranks: Sequence[int], act: Callable[[], None]) -> Callable[[Trainer], None]:
+    """As `at`, in several processes, and in none before all have come there: what becomes of one may keep the others
+    from coming."""
+    together = multiprocessing.get_context("fork").Barrier(len(ranks))
+
+    def meet_and_act() -> None:
+        together.wait()
+        act()
+
+    acts = [at(step, rank, meet_and_act) for rank in ranks]
+
+    def when_due(trainer: Trainer) -> None:
+        for each in acts:
+            each(trainer)
+
+    return when_due
+
+
+def wait_for_a_change(trainer: Trainer) -> None:
+    """However long it takes the agents to tell of it: a step before which this is called is not the last."""
+    wait_until(trainer.engine.wants_pause)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -164,8 +187,14 @@ def test_a_world_that_never_came_about_leaves_no_trace() -> None:
 
 @pytest.mark.slow
 def test_a_node_that_is_warned_leaves_after_the_iteration(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    result = train_and(config, at(2, 1, lambda: os.kill(os.getppid(), signal.SIGTERM)))
+    config, warn = config_of(tmp_path), at(2, 1, warn_node)
+
+    def warn_and_wait(trainer: Trainer) -> None:
+        warn(trainer)
+        if trainer.finished_steps == 2:
+            wait_for_a_change(trainer)
+
+    result = train_and(config, warn_and_wait)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 2
     kinds = [[(change["kind"], change["node"]) for change in line["changes"]] for line in failures(config)]
@@ -177,13 +206,7 @@ def test_all_start_anew_from_the_last_checkpoint_if_no_pipeline_is_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(tmp_path, train__checkpoint_every=1)
-    first, second = at(3, 0, die), at(3, 3, die)
-
-    def both(trainer: Trainer) -> None:
-        first(trainer)
-        second(trainer)
-
-    result = train_and(config, both)
+    result = train_and(config, all_at(3, (0, 3), die))
     assert "motet: no pipeline is left that is whole; starting anew" in capfd.readouterr().err
     assert result["steps"] == STEPS
     assert result["world_size"] == 4
@@ -387,7 +410,8 @@ def test_who_is_left_and_warned_saves_and_stops(tmp_path: Path, second: Callable
     def both(trainer: Trainer) -> None:
         for act in acts:
             act(trainer)
-        time.sleep(0.5)  # Agents look round several times in each step.
+        if trainer.finished_steps >= 2:
+            wait_for_a_change(trainer)
 
     told = r"without the nodes that leave \(.*\) no pipeline is whole; saved as .*step_0000000[2-5]"
     with before_each_step(both), pytest.raises(WorkerFailedError, match=told):
@@ -416,8 +440,12 @@ def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> No
 
     helper = multiprocessing.get_context("fork").Process(target=joiner)
     helper.start()
-    # Steps long enough for the node to be ready in one of them.
-    with mock.patch.object(TrainingProcess, "_join_world", join), before_each_step(lambda trainer: time.sleep(1.5)):
+
+    def wait_for_it(trainer: Trainer) -> None:
+        if trainer.engine.model.mesh.world_size == 4 and trainer.finished_steps == 2:
+            wait_for_a_change(trainer)
+
+    with mock.patch.object(TrainingProcess, "_join_world", join), before_each_step(wait_for_it):
         result = train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
     helper.join()
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)

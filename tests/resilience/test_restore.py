@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from chaos import Layout, config_of, plan_and_templates, undisturbed
-from test_recover import STEPS, at, before_each_step, die, failures, once, train_and
+from test_recover import STEPS, all_at, at, before_each_step, die, failures, kill_node, once, train_and
 from test_recover import config_of as recover_config_of
 from test_recover import undisturbed as alike_losses
 
@@ -42,14 +42,12 @@ def train_without_language_model(
     """Pipelines of two and three nodes; in each a node with the same layers dies in step 4. Losses and failure log."""
     config = unlike_config(folder, checkpoint_every=checkpoint_every, resume=resume)
     plan, templates = plan_and_templates(UNLIKE, 1, (2, 3))
-    firsts = [once(), once()]
+    die_together = all_at(3, (1, 4), die)
 
     def at_step(trainer: Trainer) -> None:
         if trainer.finished_steps == 3 and trainer.engine.plan == plan:
             trainer._checkpoints.finish()
-            rank = trainer.engine.model.mesh.rank
-            if rank in (1, 4) and firsts[rank == 4]():
-                die()
+            die_together(trainer)
 
     with before_each_step(at_step):
         result = train_on_nodes(config, plan, templates, num_nodes=5, node_size=1)
@@ -126,6 +124,7 @@ def test_all_start_anew_where_the_store_is_lost(tmp_path: Path) -> None:
         if trainer.finished_steps == 3 and first():
             trainer._checkpoints.finish()
             os.kill(store.value, signal.SIGKILL)
+            signal.pause()  # The others cannot end before it is noticed.
 
     config = recover_config_of(tmp_path, train__checkpoint_every=1)
     with mock.patch.object(launch_nodes, "_host_store", host):
@@ -146,19 +145,7 @@ def earlier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_and_lose_all_agents(config: RunConfig) -> dict[str, Any]:
     """Once, before step 4."""
-    together = multiprocessing.get_context("fork").Barrier(4)
-
-    def end_agent() -> None:
-        together.wait()
-        os.kill(os.getppid(), signal.SIGKILL)
-
-    ends = [at(3, rank, end_agent) for rank in range(4)]
-
-    def at_step(trainer: Trainer) -> None:
-        for end in ends:
-            end(trainer)
-
-    return train_and(config, at_step)
+    return train_and(config, all_at(3, range(4), kill_node))
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from toy_model import initial_weight
 from toy_training import Toy, toy_plan
 from training import stored_tensors
+from waiting import wait_until
 
 from motet.errors import UserError
 from motet.runtime.checkpoint import load_checkpoint, read_latest
@@ -55,8 +56,9 @@ def assert_is_of_its_step(checkpoint: Path) -> int:
     return step
 
 
-def train_until_killed(rank: int, folder: Path, rendezvous: Path, seed: int, phases: Any) -> None:
-    """Resumes, steps and saves for ever. Rank 0 writes down which checkpoints it has seen completed."""
+def train_until_killed(rank: int, folder: Path, rendezvous: Path, seed: int, phases: Any, saves: Any) -> None:
+    """Resumes, steps and saves for ever. Rank 0 writes down which checkpoints it has seen completed. `saves`: how many
+    each rank has begun."""
     generator = random.Random(seed)  # The same on both ranks: they step in lockstep.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -81,23 +83,27 @@ def train_until_killed(rank: int, folder: Path, rendezvous: Path, seed: int, pha
         phases[rank] = PHASES.index("copying")
         state = TrainingState(toy.finished_steps, {"samples_seen": 4 * toy.finished_steps}, "")
         writer.save(toy.model, toy.optimizer, state)
+        saves[rank] += 1
 
 
 def kill_at_random(folder: Path, rendezvous: Path, seed: int) -> str:
     """One launch and its end. Returns the phase in which the first victim was."""
     generator = random.Random(seed)
-    phases = FORK.Array("i", 2, lock=False)
+    phases, saves = FORK.Array("i", 2, lock=False), FORK.Array("i", 2, lock=False)
     workers = [
-        FORK.Process(target=train_until_killed, args=(rank, folder, rendezvous, seed, phases), daemon=True)
+        FORK.Process(target=train_until_killed, args=(rank, folder, rendezvous, seed, phases, saves), daemon=True)
         for rank in range(2)
     ]
     for worker in workers:
         worker.start()
-    # Starting takes a while: half of the kills come soon after it, half in the steady state.
-    time.sleep(generator.choice([generator.uniform(0.0, 0.6), generator.uniform(0.3, 1.5)]))
     victims = generator.choice([workers[:1], workers[1:], workers])
+    first = workers.index(victims[0])
+    # Half of the kills come while all start, half when some have been saved.
+    begun, saved = PHASES.index(generator.choice(PHASES[:3])), generator.choice([0, 0, 0, 1, 2, 3])
+    wait_until(lambda: phases[first] >= begun and saves[first] >= saved)
+    time.sleep(generator.uniform(0.0, 0.1))
     assert all(worker.is_alive() for worker in workers), "a worker failed by itself"
-    phase = PHASES[phases[workers.index(victims[0])]]
+    phase = PHASES[phases[first]]
     for victim in victims:
         os.kill(victim.pid, signal.SIGKILL)
     time.sleep(generator.choice([0.0, 0.05]))  # The survivor writes on.

@@ -18,8 +18,9 @@ def undisturbed() -> list[str]:
 
 @pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (0, 3), (1, 2), (2, 1), (2, 4)])
 def test_workers(workers: int, ahead: int) -> None:
+    others = set(multiprocessing.active_children())
     assert batches(data_config(workers=workers, batches_ahead=ahead), NUM_BATCHES) == undisturbed()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 @pytest.mark.parametrize(("num_servers", "workers"), [(1, 0), (2, 1), (3, 0), (1, 2)])
