@@ -20,11 +20,14 @@ import torch
 import torch.distributed as dist
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, last_words_s: float = 0.5
+) -> list[Any]:
     """Calls `fn(rank, *args)` in `world_size` processes of one gloo group and returns their results in rank order.
 
     Results are pickled: return numbers, strings, numpy arrays or CPU tensors. Raises `AssertionError` with the
     traceback of the first rank that failed, `TimeoutError` after `timeout` seconds; no process outlives the call.
+    `last_words_s`: for others to fail, too, once one has.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +42,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
             workers.append(worker)
             receivers.append(receiver)
         try:
-            results = _collect(receivers, timeout)
+            results = _collect(receivers, timeout, last_words_s)
             for worker in workers:
                 worker.join(timeout=5)
             return results
@@ -49,7 +52,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                 worker.join()
 
 
-def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
+def _collect(receivers: list[Connection], timeout: float, last_words_s: float) -> list[Any]:
     """The results in rank order; raises when a rank has failed, with the failure that came first."""
     results: dict[int, Any] = {}
     failures: list[tuple[float, int, str]] = []
@@ -73,7 +76,7 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
             else:
                 failures.append((failed_at, rank, result))
         if failures:  # Others may have failed before, and their word be on its way.
-            deadline = min(deadline, time.monotonic() + 0.5)
+            deadline = min(deadline, time.monotonic() + last_words_s)
     if failures:
         _, rank, message = min(failures)
         raise AssertionError(f"rank {rank} failed:\n{message}")

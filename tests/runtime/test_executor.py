@@ -20,7 +20,7 @@ from waiting import wait_until
 from motet.data.sample import Sample, Segment
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime import engine as engine_module
-from motet.runtime.deadline import StepFailedError, StepOverrunError, interrupted_after
+from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, interrupted_after
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import StageMaker
 from motet.runtime.tensor_parallel import TensorParallel
@@ -110,9 +110,10 @@ def failures(
         except StepFailedError as error:
             (folder / str(rank)).write_text(str(error))
             wait_until_said(folder, who)  # Whoever leaves disturbs the others.
+            raise
 
     with suppress(AssertionError):
-        run_distributed(work, plan.num_ranks)
+        run_distributed(work, plan.num_ranks, last_words_s=30.0)
     return [(folder / str(rank)).read_text() for rank in who]
 
 
@@ -179,11 +180,19 @@ def test_losses_that_do_not_come(tmp_path: Path) -> None:
     assert "rank 0 is at the end of the iteration and waits for the sum of losses with rank 1: " in said
 
 
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    """It does not take the timeout to notice."""
+def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is waited for; it does not take the timeout to notice."""
+    wait, is_waited_for = Deadline.wait, tmp_path / "waits"
+
+    def tell_and_wait(deadline: Deadline, *args: Any) -> None:
+        is_waited_for.touch()
+        wait(deadline, *args)
+
+    monkeypatch.setattr(Deadline, "wait", tell_and_wait)
 
     def disturb(stage: Disturbed, x: Tensor) -> Tensor:
         if dist.get_rank() == 0:
+            wait_until(is_waited_for.exists)
             os._exit(3)
         return x
 
