@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from statistics import median
 
@@ -38,16 +39,25 @@ def seconds(problem: MappingProblem, num_nodes: int, num_runs: int) -> float:
     return median(times)
 
 
-def drawn_chain(num_layers: int, weight: float, seed: int, *, memory: bool = False) -> ChainCosts:
+def drawn_chain(num_layers: int, weight: float, seed: int, *, memory: bool = False, cp: int = 1) -> ChainCosts:
     """Layers that all differ."""
     random = Random(seed)
     base = [weight * random.uniform(0.5, 1.5) for _ in range(num_layers)]
     gain = {size: 1 / size + (0.03 * (1 + size**0.5 / 4) if size > 1 else 0.0) for size in SIZES}
+    exchange = 0.02 * (1 - 1 / cp)
+    sizes = [size for size in SIZES if size >= cp]
     return ChainCosts(
-        seconds={size: [t * gain[size] for t in base] for size in SIZES},
-        static_bytes={size: [1.0 / size] * num_layers for size in SIZES} if memory else None,
-        saved_bytes={size: [0.05 / size] * num_layers for size in SIZES} if memory else None,
+        seconds={size: [t * (gain[size // cp] / cp + exchange) for t in base] for size in sizes},
+        static_bytes={size: [cp / size] * num_layers for size in sizes} if memory else None,
+        saved_bytes={size: [0.05 / size] * num_layers for size in sizes} if memory else None,
+        cp_size=cp,
     )
+
+
+def with_context(num_layers: int, seed: int, *, memory: bool = False) -> ChainCosts:
+    """The same where stages choose among ten groups: tensor x context parallelism on up to 8 devices."""
+    one, *others = (drawn_chain(num_layers, 1.0, seed, memory=memory, cp=cp) for cp in SIZES)
+    return replace(one, others=tuple(others))
 
 
 def grid(report: Report, num_runs: int) -> None:
@@ -85,6 +95,11 @@ def others(report: Report, num_runs: int) -> None:
         }
         return MappingProblem(modules=modules, devices_per_node=8, num_microbatches=96)
 
+    def with_choice(problem: MappingProblem, seed: int) -> MappingProblem:
+        llm = problem.modules["llm"]
+        chain = with_context(len(llm.layers), seed, memory=llm.static_bytes is not None)
+        return replace(problem, modules={**problem.modules, "llm": chain})
+
     cases = [
         ("chain of 96 unequal layers, 24 x 8", chain(96), 24, 3.0),
         ("the same where memory decides what fits", chain(96, device_bytes=1.5), 24, None),
@@ -92,6 +107,9 @@ def others(report: Report, num_runs: int) -> None:
         ("two encoders and 34 layers, 32 x 8", with_encoders(34), 32, 10.0),
         ("two encoders and 64 layers, 32 x 8", with_encoders(64), 32, 10.0),
         ("two encoders and 96 layers, 32 x 8", with_encoders(96), 32, 10.0),
+        ("chain of 96, 24 x 8, each stage with tensor x context parallelism", with_choice(chain(96), 1), 24, 3.0),
+        ("the same where memory decides what fits", with_choice(chain(96, device_bytes=1.5), 1), 24, None),
+        ("two encoders and 96 layers, 32 x 8, the same choice", with_choice(with_encoders(96), 4), 32, 10.0),
     ]
     rows = []
     for what, problem, num_nodes, goal in cases:

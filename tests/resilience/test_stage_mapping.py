@@ -1,6 +1,7 @@
 """The best mapping against every mapping, tried one by one with the thesis' formulas."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 from motet.resilience.mapping_problem import ChainCosts, MappingProblem
 from motet.resilience.stage_mapping import MappedStage, StageMapping, map_stages
 
-Fits = Callable[[int, slice, int], bool]
-"""(devices, layers, number from the end) of a stage"""
+Fits = Callable[[int, int, slice, int], bool]
+"""(devices, context-parallel size, layers, number from the end) of a stage"""
 
 
 def chains(
-    num_layers: int, first: int, end: int, costs: ChainCosts, size: int, fits: Fits = lambda tp, run, number: True
+    num_layers: int, first: int, end: int, costs: ChainCosts, size: int, fits: Fits = lambda size, cp, run, number: True
 ) -> Iterator[list[tuple[float, int]]]:
     """Every way to put the last `num_layers` layers on the devices [first, end): seconds and devices of each stage."""
     if num_layers == 0 or first == end:
@@ -24,13 +25,14 @@ def chains(
             yield []
         return
     total = len(next(iter(costs.seconds.values())))
-    for tp, seconds in costs.seconds.items():
+    choices = [(cp.cp_size, tp, seconds) for cp in (costs, *costs.others) for tp, seconds in cp.seconds.items()]
+    for cp, tp, seconds in choices:
         if first % size + tp > size or first + tp > end:
             continue
         for taken in range(1, num_layers + 1):
             run = slice(total - num_layers, total - num_layers + taken)
             for rest in chains(num_layers - taken, first + tp, end, costs, size, fits):
-                if fits(tp, run, len(rest) + 1):
+                if fits(tp, cp, run, len(rest) + 1):
                     yield [(sum(seconds[run]), tp), *rest]
 
 
@@ -65,6 +67,24 @@ def draw_costs(random: Random, num_layers: int, sizes: Sequence[int]) -> ChainCo
     )
 
 
+def with_others(random: Random, costs: ChainCosts, sizes: Sequence[int]) -> ChainCosts:
+    """Layers may be faster under other context-parallel sizes, or slower, each by itself."""
+
+    def under(cp: int) -> ChainCosts:
+        factors = [random.uniform(0.7, 1.4) for _ in costs.layers]
+        return ChainCosts(
+            seconds={
+                size: [t * cp ** -random.uniform(0.5, 1) * factor for t, factor in zip(seconds, factors, strict=True)]
+                for size, seconds in ((cp * size, costs.seconds[size]) for size in costs.seconds)
+                if size in sizes
+            },
+            cp_size=cp,
+        )
+
+    others = tuple(under(cp) for cp in random.choice([(), (2,), (2, 4)]))
+    return replace(costs, others=tuple(other for other in others if other.seconds))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_chain_is_faster(seed: int) -> None:
@@ -72,7 +92,7 @@ def test_no_chain_is_faster(seed: int) -> None:
     size, num_nodes = random.choice([(1, 4), (2, 2), (4, 1), (2, 3), (3, 2)])
     # Some models can be cut into 2 or 4 only.
     sizes = [s for s in random.choice([(1, 2, 4), (1, 2, 4), (2, 4), (2,)]) if s <= size] or [1]
-    costs = draw_costs(random, random.randint(1, 6), sizes)
+    costs = with_others(random, draw_costs(random, random.randint(1, 6), sizes), sizes)
     num_microbatches = random.choice([None, 8, 20])
     problem = MappingProblem(modules={"llm": costs}, devices_per_node=size, num_microbatches=num_microbatches)
     found = map_stages(problem, num_nodes)
@@ -90,9 +110,16 @@ def test_no_chain_is_faster(seed: int) -> None:
 
 def seconds_of(problem: MappingProblem, stages: Sequence[MappedStage]) -> dict[str, list[float]]:
     return {
-        name: [sum(costs.seconds[s.num_devices][slice(*s.layers)]) for s in stages if s.module == name]
+        name: [
+            sum(of_cp(costs, s.cp_size).seconds[s.num_devices][slice(*s.layers)]) for s in stages if s.module == name
+        ]
         for name, costs in problem.modules.items()
     }
+
+
+def of_cp(costs: ChainCosts, cp_size: int) -> ChainCosts:
+    [found] = (each for each in (costs, *costs.others) if each.cp_size == cp_size)
+    return found
 
 
 def check_stages(problem: MappingProblem, num_nodes: int, found: StageMapping) -> None:
@@ -151,8 +178,10 @@ def test_no_mapping_of_several_modules_is_faster(seed: int) -> None:
     size, num_nodes = random.choice([(1, 4), (2, 2), (4, 1), (2, 3)])
     sizes = [s for s in (1, 2) if s <= size]
     names = random.choice([["vision", "llm"], ["vision", "audio", "llm"]])
+    modules = {name: draw_costs(random, random.randint(1, 3), sizes) for name in names}
+    modules["llm"] = with_others(random, modules["llm"], [s for s in (1, 2, 4) if s <= size])
     problem = MappingProblem(
-        modules={name: draw_costs(random, random.randint(1, 3), sizes) for name in names},
+        modules=modules,
         devices_per_node=size,
         num_microbatches=random.choice([4, 16]),
     )
@@ -169,6 +198,17 @@ def test_no_mapping_of_several_modules_is_faster(seed: int) -> None:
     assert dag_s(list(times.values()), count) == pytest.approx(expected, rel=1e-9)
 
 
+def with_memory(costs: ChainCosts, static: Sequence[float], saved: Sequence[float], fixed: float = 0.0) -> ChainCosts:
+    """Tensor parallelism divides parameters and activations, context parallelism activations alone."""
+    return replace(
+        costs,
+        static_bytes={s: [costs.cp_size * x / s for x in static] for s in costs.seconds},
+        saved_bytes={s: [x / s for x in saved] for s in costs.seconds},
+        fixed_bytes=dict.fromkeys(costs.seconds, fixed),
+        others=tuple(with_memory(other, static, saved, fixed) for other in costs.others),
+    )
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_chain_that_fits_is_faster(seed: int) -> None:
@@ -178,17 +218,13 @@ def test_no_chain_that_fits_is_faster(seed: int) -> None:
     times = draw_costs(random, num_layers, [s for s in (1, 2, 4) if s <= size])
     static = [random.uniform(0.5, 2) for _ in range(num_layers)]
     saved = [random.choice([0, random.uniform(0, 1)]) for _ in range(num_layers)]
-    costs = ChainCosts(
-        seconds=times.seconds,
-        static_bytes={s: [x / s for x in static] for s in times.seconds},
-        saved_bytes={s: [x / s for x in saved] for s in times.seconds},
-    )
+    costs = with_memory(with_others(random, times, range(1, size + 1)), static, saved)
     device_bytes = random.uniform(1, 5)
     num_microbatches = random.choice([2, 8])
     most = min(num_nodes * size, num_layers)
 
-    def fits(tp: int, run: slice, number: int) -> bool:
-        return (sum(static[run]) + min(number, num_microbatches) * sum(saved[run])) / tp <= device_bytes
+    def fits(size: int, cp: int, run: slice, number: int) -> bool:
+        return (cp * sum(static[run]) + min(number, num_microbatches) * sum(saved[run])) / size <= device_bytes
 
     expected = min(
         (
@@ -210,7 +246,7 @@ def test_no_chain_that_fits_is_faster(seed: int) -> None:
     assert found.objective_s == pytest.approx(expected, rel=1e-9)
     check_stages(problem, num_nodes, found)
     stages = found.stages
-    assert all(fits(s.num_devices, slice(*s.layers), len(stages) - i) for i, s in enumerate(stages))
+    assert all(fits(s.num_devices, s.cp_size, slice(*s.layers), len(stages) - i) for i, s in enumerate(stages))
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,12 +262,9 @@ def test_no_mapping_of_several_modules_that_fits_is_faster(seed: int) -> None:
         static = [random.uniform(0.5, 2) for _ in times.layers]
         saved = [random.choice([0, random.uniform(0, 0.5)]) for _ in times.layers]
         layer_bytes[name] = static, saved
-        modules[name] = ChainCosts(
-            seconds=times.seconds,
-            static_bytes={s: [x / s for x in static] for s in times.seconds},
-            saved_bytes={s: [x / s for x in saved] for s in times.seconds},
-            fixed_bytes=dict.fromkeys(times.seconds, 0.25),
-        )
+        if name == "llm":
+            times = with_others(random, times, range(1, size + 1))
+        modules[name] = with_memory(times, static, saved, fixed=0.25)
     device_bytes = random.uniform(1, 6)
     num_microbatches = random.choice([2, 8])
     most_stages = min(num_nodes * size, sum(len(costs.layers) for costs in modules.values()))
@@ -239,9 +272,9 @@ def test_no_mapping_of_several_modules_that_fits_is_faster(seed: int) -> None:
     def fits_of(name: str) -> Fits:
         static, saved = layer_bytes[name]
 
-        def fits(tp: int, run: slice, number: int) -> bool:
+        def fits(size: int, cp: int, run: slice, number: int) -> bool:
             in_flight = min(number if name == "llm" else most_stages, num_microbatches)
-            return 0.25 + (sum(static[run]) + in_flight * sum(saved[run])) / tp <= device_bytes
+            return 0.25 + (cp * sum(static[run]) + in_flight * sum(saved[run])) / size <= device_bytes
 
         return fits
 
@@ -260,7 +293,7 @@ def test_no_mapping_of_several_modules_that_fits_is_faster(seed: int) -> None:
     for name in names:
         stages = [stage for stage in found.stages if stage.module == name]
         for i, stage in enumerate(stages):
-            assert fits[name](stage.num_devices, slice(*stage.layers), len(stages) - i)
+            assert fits[name](stage.num_devices, stage.cp_size, slice(*stage.layers), len(stages) - i)
 
 
 def test_memory_of_several_modules() -> None:

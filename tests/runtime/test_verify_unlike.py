@@ -103,6 +103,16 @@ CASES = {
         llm="llama-tied",
         items="half",
     ),
+    "cp 2, 1 in one pipeline beside cp 1 with tp 2": Unlike(
+        pipelines=pipelines({"llm_pp": 2, "llm_cps": (2, 1), "placement": "shared"}, {"tp": 2, "placement": "shared"}),
+        counts=(2, 1),
+        items="half",
+    ),
+    "cp 1, 2 in one pipeline beside cp 3, frozen": Unlike(
+        pipelines=pipelines({"llm_pp": 2, "llm_cps": (1, 2), "placement": "shared"}, {"cp": 3, "placement": "shared"}),
+        counts=(1, 2),
+        frozen="all but projectors",
+    ),
     "tp 2, 1 and shared parameters": Unlike(
         pipelines=pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1}, {"cp": 2, "placement": "shared"}),
         counts=(2, 1, 2),
@@ -126,7 +136,10 @@ def draw(rng: Random) -> Unlike:
         shared = rng.random() < 0.5
         tp, cp = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)]) if shared else (1, rng.choice([1, 2]))
         layout: dict[str, object] = {"placement": "shared" if shared else "colocated", "tp": tp, "cp": cp}
-        drawn.append({**layout, "llm_pp": 1 if tp * cp > 1 else rng.choice([1, 2])})
+        if tp * cp == 1 and rng.random() < 0.3:
+            drawn.append({**layout, "llm_pp": 2, "llm_cps": rng.choice([(1, 2), (2, 1)])})
+        else:
+            drawn.append({**layout, "llm_pp": 1 if tp * cp > 1 else rng.choice([1, 2])})
     frozen = rng.choice(sorted(FROZEN))
     return Unlike(
         llm=rng.choice(["llama", "qwen3", "llama-tied"]),

@@ -8,12 +8,12 @@
 The global batch is cut into `num_microbatches` (f + 1) microbatches, whatever the pipelines: fewer pipelines compute
 more of them each. It must have a sample for each.
 Deviations: the templates' N_b is `num_microbatches`, what a pipeline gets where there are f + 1 of them (the thesis
-plans with 4 S). The language model's stages may have context parallelism (`parallel.limits.cp`), of one size within a
-template: a runtime's replica has one. Each template is the best over these sizes. FSDP inside a stage (thesis 2.6) is
-context parallelism with shared parameters (`parallel.limits.fully_sharded`), without tensor parallelism; as a module is
-fully sharded in all its replicas or in none, all templates are made with it and all without, and those that need fewer
-nodes are taken, or else those whose pipelines are faster. Limits: encoders have tensor parallelism only. A template
-whose best mapping has more stages than the user allows counts as none, though another might have fewer.
+plans with 4 S). Each of the language model's stages may have context parallelism, too, of its own size
+(`parallel.limits.cp`). FSDP inside a stage (thesis 2.6) is context parallelism with shared parameters
+(`parallel.limits.fully_sharded`), without tensor parallelism; as a module is fully sharded in all its replicas or in
+none, all templates are made with it and all without, and those that need fewer nodes are taken, or else those whose
+pipelines are faster. Limits: encoders have tensor parallelism only. A template whose best mapping has more stages than
+the user allows counts as none, though another might have fewer.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
 from motet.planner.layer_bytes import copied_bytes_of_layers
 from motet.planner.problem import PlanningProblem
-from motet.planner.template_costs import Sharing, mapping_problem, sharings
+from motet.planner.template_costs import mapping_problems
 from motet.resilience.combinations import (
     best_combination,
     best_combinations,
@@ -106,9 +106,10 @@ def make_templates(problem: PlanningProblem) -> Templates:
     _check_modules(problem)
     made: list[Templates] = []
     errors: list[UserError] = []
-    for allowed in sharings(problem):
+    llm = problem.modules[problem.sinks[0]]
+    for fully_sharded in (False, True) if llm.may_be_sharded and max(llm.cp_sizes) > 1 else (False,):
         try:
-            made.append(_templates(problem, allowed))
+            made.append(_templates(problem, fully_sharded=fully_sharded))
         except UserError as error:
             errors.append(error)
     if not made:
@@ -118,12 +119,12 @@ def make_templates(problem: PlanningProblem) -> Templates:
     return made[0] if len(made) == 1 else min(made, key=lambda templates: _estimate_s(problem, templates))
 
 
-def _templates(problem: PlanningProblem, allowed: Sequence[Sharing]) -> Templates:
-    """With these to choose from. Raises `UserError` if the cluster cannot hold f + 1 pipelines."""
+def _templates(problem: PlanningProblem, *, fully_sharded: bool) -> Templates:
+    """Raises `UserError` if the cluster cannot hold f + 1 pipelines."""
     cluster, failures = problem.cluster, problem.failures
-    choices = _choices(problem, allowed)
+    choices = mapping_problems(problem, fully_sharded=fully_sharded)
     found: dict[int, Template] = {}
-    for n in range(min(_least_nodes(choice) for _, choice in choices), cluster.num_nodes // (failures + 1) + 1):
+    for n in range(min(map(_least_nodes, choices)), cluster.num_nodes // (failures + 1) + 1):
         best = _best_template(problem, choices, n)
         if best is not None:
             found[n] = best
@@ -147,7 +148,7 @@ def _templates(problem: PlanningProblem, allowed: Sequence[Sharing]) -> Template
         devices_per_node=cluster.devices_per_node,
         by_nodes=found,
         layer_bytes={name: copied_bytes_of_layers(problem, name) for name in problem.modules},
-        fully_sharded=tuple(problem.sinks) if any(sharing.is_sharded for sharing in allowed) else (),
+        fully_sharded=problem.sinks if fully_sharded else (),
     )
 
 
@@ -160,8 +161,7 @@ def _estimate_s(problem: PlanningProblem, templates: Templates) -> float:
 
 def larger_templates(problem: PlanningProblem, templates: Templates) -> dict[int, Template]:
     """`templates`, and those of larger pipelines up to all nodes, for policies that keep no f + 1 pipelines."""
-    plain, *sharded = sharings(problem)
-    choices = _choices(problem, sharded[0] if templates.fully_sharded else plain)
+    choices = mapping_problems(problem, fully_sharded=bool(templates.fully_sharded))
     found = dict(templates.by_nodes)
     for n in range(templates.most_nodes + 1, problem.cluster.num_nodes + 1):
         best = _best_template(problem, choices, n)
@@ -171,32 +171,15 @@ def larger_templates(problem: PlanningProblem, templates: Templates) -> dict[int
     return found
 
 
-Choice = tuple[Sharing, MappingProblem]
-
-
-def _choices(problem: PlanningProblem, allowed: Sequence[Sharing]) -> list[Choice]:
-    """Those that leave the language model some tensor-parallel size. Raises `UserError` if none does."""
-    choices = [(sharing, mapping_problem(problem, sharing)) for sharing in allowed]
-    choices = [choice for choice in choices if all(costs.seconds for costs in choice[1].modules.values())]
-    if not choices:
-        name = problem.sinks[0]
-        raise UserError(
-            f"parallel.limits: of {name}'s tp {list(problem.modules[name].tp_sizes)} and cp "
-            f"{[sharing.cp_size for sharing in allowed]} no two make a stage within a node of "
-            f"{problem.cluster.devices_per_node} devices; allow smaller ones"
-        )
-    return choices
-
-
-def _best_template(problem: PlanningProblem, choices: Sequence[Choice], num_nodes: int) -> Template | None:
+def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], num_nodes: int) -> Template | None:
     """The fastest of all choices; None if nothing fits, or all have more stages than the user allows."""
-    found = [(sharing, map_stages(mapping, num_nodes)) for sharing, mapping in choices]
+    found = [map_stages(mapping, num_nodes) for mapping in choices]
     best = min(
-        ((sharing, mapping) for sharing, mapping in found if mapping is not None and _has_few_stages(problem, mapping)),
-        key=lambda pair: pair[1].objective_s,
+        (mapping for mapping in found if mapping is not None and _has_few_stages(problem, mapping)),
+        key=lambda mapping: mapping.objective_s,
         default=None,
     )
-    return None if best is None else _template(problem, num_nodes, *best)
+    return None if best is None else _template(problem, num_nodes, best)
 
 
 def _has_few_stages(problem: PlanningProblem, mapping: StageMapping) -> bool:
@@ -206,8 +189,10 @@ def _has_few_stages(problem: PlanningProblem, mapping: StageMapping) -> bool:
 
 def _least_nodes(mapping: MappingProblem) -> int:
     """That have memory for parameters and the like."""
-    static = [costs.static_bytes or {1: ()} for costs in mapping.modules.values()]
-    needed = sum(min(size * sum(of_layers) for size, of_layers in each.items()) for each in static)
+    static = [[each.static_bytes or {1: ()} for each in costs.all] for costs in mapping.modules.values()]
+    needed = sum(
+        min(size * sum(of_layers) for each in of_module for size, of_layers in each.items()) for of_module in static
+    )
     return max(1, ceil(needed / (mapping.devices_per_node * mapping.device_bytes) * (1 - 1e-9)))
 
 
@@ -236,16 +221,15 @@ def _check_modules(problem: PlanningProblem) -> None:
         )
 
 
-def _template(problem: PlanningProblem, num_nodes: int, sharing: Sharing, mapping: StageMapping) -> Template:
-    cp_sizes = dict.fromkeys(problem.modules, 1) | dict.fromkeys(problem.sinks, sharing.cp_size)
+def _template(problem: PlanningProblem, num_nodes: int, mapping: StageMapping) -> Template:
     replicas: Mapping[str, Replica] = {
         name: Replica(
             stages=tuple(
                 Stage(
                     layers=stage.layers,
                     ranks=tuple(range(stage.first_device, stage.first_device + stage.num_devices)),
-                    tp_size=stage.num_devices // cp_sizes[name],
-                    cp_size=cp_sizes[name],
+                    tp_size=stage.num_devices // stage.cp_size,
+                    cp_size=stage.cp_size,
                 )
                 for stage in mapping.stages
                 if stage.module == name

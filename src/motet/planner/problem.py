@@ -271,10 +271,12 @@ class PlanningProblem:
             loads.append(known[key])
         return loads
 
-    def typical_load(self, name: str, dp: int = 1, *, cp: int = 1) -> Load:
-        """The mean over the microbatches, of each rank of a context-parallel group."""
-        loads = self.loads(name, dp, packed=cp > 1)
-        return self.remembered(("mean", name, dp, cp), lambda: mean_load([load for load, _ in loads]).share(cp))
+    def typical_load(self, name: str, dp: int = 1, *, cp: int = 1, packed: bool = False) -> Load:
+        """The mean over the microbatches, of each rank of a context-parallel group. `packed`: samples share a row also
+        where there is no group, as another stage has one."""
+        packed = packed or cp > 1
+        loads = self.loads(name, dp, packed=packed)
+        return self.remembered(("mean", name, dp, cp, packed), lambda: mean_load([load for load, _ in loads]).share(cp))
 
     def layer_times(
         self,
@@ -283,18 +285,20 @@ class PlanningProblem:
         dp: int = 1,
         *,
         cp: int = 1,
+        packed: bool = False,
         frozen_aware: bool = True,
         lightest: bool = False,
         sequence_parallel: bool = False,
     ) -> list[LayerTime]:
         """T_l = F_l + B_l of thesis 3.3.1 for each layer, the mean over the microbatches. Unaware of what is frozen,
-        every layer pays its whole backward for each of them. `lightest`: no microbatch takes less. What
-        context-parallel groups exchange is not in it.
+        every layer pays its whole backward for each of them. `packed`: as `typical_load` has it. `lightest`: no
+        microbatch takes less. What context-parallel groups exchange is not in it.
 
         Raises `ValueError` if the table has no costs at this tensor-parallel size."""
+        packed = packed or cp > 1
         return self.remembered(
-            ("times", name, tp, dp, cp, frozen_aware, lightest, sequence_parallel),
-            lambda: self._layer_times(name, tp, dp, cp, frozen_aware, lightest, sequence_parallel),
+            ("times", name, tp, dp, cp, packed, frozen_aware, lightest, sequence_parallel),
+            lambda: self._layer_times(name, tp, dp, cp, packed, frozen_aware, lightest, sequence_parallel),
         )
 
     def least_total_times(self, name: str, tp: int = 1, num_replicas: int = 1, *, cp: int = 1) -> list[LayerTime]:
@@ -331,9 +335,17 @@ class PlanningProblem:
         )
 
     def _layer_times(
-        self, name: str, tp: int, dp: int, cp: int, frozen_aware: bool, lightest: bool, sequence_parallel: bool
+        self,
+        name: str,
+        tp: int,
+        dp: int,
+        cp: int,
+        packed: bool,
+        frozen_aware: bool,
+        lightest: bool,
+        sequence_parallel: bool,
     ) -> list[LayerTime]:
-        kinds = self._kinds(name, self.loads(name, dp, packed=cp > 1), frozen_aware)
+        kinds = self._kinds(name, self.loads(name, dp, packed=packed), frozen_aware)
         if lightest:
             least = [lightest_load(gradients, members) for gradients, members in kinds]
             return self._times(name, tp, cp, least, sequence_parallel)

@@ -6,12 +6,17 @@ share of the tokens, exchanges keys and values in the forward and in the backwar
 share. Parameters are whole on each rank of the context-parallel group, unless the stage is fully sharded: then each
 keeps a share, and all of them are gathered in the forward and in the backward.
 
-Limits: what a stage or an action takes whatever its layers are is not in it; a microbatch without images exchanges as
-much as one with them. Fully sharded stages have no tensor parallelism.
+Samples are packed in all stages of a replica if tokens are shared out in one. Where they are padded otherwise, a stage
+without context parallelism costs one thing beside stages with it and another without: templates without any are
+mapped apart.
+
+Limits: what a stage or an action takes whatever its layers are is not in it, nor what gathering tokens takes between
+stages that share them out otherwise; a microbatch without images exchanges as much as one with them. Fully sharded
+stages have no tensor parallelism.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motet.costs.memory import RESERVE, gathered_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather
@@ -26,50 +31,62 @@ from motet.resilience.mapping_problem import ChainCosts, MappingProblem
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the ranks of each of the language model's stages in a template share a microbatch's tokens."""
+    """How the ranks of a stage share a microbatch's tokens."""
 
     cp_size: int = 1
-    """All its stages have this one; their tensor-parallel sizes may differ."""
+    is_packed: bool = False
+    """Samples share a row."""
     is_sharded: bool = False
     """They share the parameters too (FSDP)."""
 
 
-def sharings(problem: PlanningProblem) -> list[list[Sharing]]:
-    """Lists to choose from: templates of one job choose from one list, because whether a module's context-parallel
-    ranks share its parameters is said for all its replicas.
+def mapping_problems(problem: PlanningProblem, *, fully_sharded: bool) -> list[MappingProblem]:
+    """Of their best mappings the better one makes the template. `fully_sharded`: the language model's ranks that share
+    tokens share its parameters.
 
-    Raises `UserError` if the user's limits leave nothing."""
+    Raises `UserError` if the user's limits leave a module no group of devices within a node."""
     name = problem.sinks[0]
-    allowed = cp_sizes(problem, name, problem.failures + 1)
-    sizes = [size for size in allowed if size <= problem.cluster.devices_per_node]
-    if not sizes:
+    sizes = cp_sizes(problem, name, problem.failures + 1)
+    alone = [[Sharing()]] if 1 in sizes else []
+    together = [[Sharing(cp, is_packed=True, is_sharded=fully_sharded and cp > 1) for cp in sizes]]
+    lists = [*alone, *together] if any(cp > 1 for cp in sizes) else alone
+    chains = [chain for allowed in lists if (chain := _language_model(problem, allowed)) is not None]
+    if not chains:
         raise UserError(
-            f"parallel.limits.cp: is {list(problem.modules[name].cp_sizes)}, of which none fits into a node of "
-            f"{problem.cluster.devices_per_node} devices and leaves each rank a block of tokens; allow 1 too"
+            f"parallel.limits: of {name}'s tp {list(problem.modules[name].tp_sizes)} and cp "
+            f"{list(problem.modules[name].cp_sizes)} no two make a stage within a node of "
+            f"{problem.cluster.devices_per_node} devices that leaves each rank some tokens; allow smaller ones"
         )
-    lists = [[Sharing(size) for size in sizes]]
-    if problem.modules[name].may_be_sharded and max(sizes) > 1:
-        lists.append([Sharing(size, is_sharded=size > 1) for size in sizes])
-    return lists
+    encoders = {source: _encoder(problem, source) for source in problem.sources}
+    return [
+        MappingProblem(
+            modules={**encoders, name: chain},
+            devices_per_node=problem.cluster.devices_per_node,
+            num_microbatches=problem.num_microbatches,
+            device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
+        )
+        for chain in chains
+    ]
 
 
-def mapping_problem(problem: PlanningProblem, sharing: Sharing) -> MappingProblem:
-    """Raises `UserError` if a module has no tensor-parallel size that fits into a node."""
-    chains = {name: _chain_costs(problem, name, Sharing()) for name in problem.sources}
-    chains[problem.sinks[0]] = _chain_costs(problem, problem.sinks[0], sharing)
-    return MappingProblem(
-        modules=chains,
-        devices_per_node=problem.cluster.devices_per_node,
-        num_microbatches=problem.num_microbatches,
-        device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
-    )
+def _language_model(problem: PlanningProblem, allowed: Sequence[Sharing]) -> ChainCosts | None:
+    """Stages choose from these; None if none makes a group within a node."""
+    chains = [_chain_costs(problem, problem.sinks[0], sharing) for sharing in allowed]
+    chains = [chain for chain in chains if chain.seconds]
+    return replace(chains[0], others=tuple(chains[1:])) if chains else None
+
+
+def _encoder(problem: PlanningProblem, name: str) -> ChainCosts:
+    chain = _chain_costs(problem, name, Sharing())
+    if not chain.seconds:
+        raise UserError(f"parallel.limits: {name} has no tp size that fits into a node; allow 1")
+    return chain
 
 
 def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> ChainCosts:
     cp = sharing.cp_size
     tps = _tp_sizes(problem, name, sharing)
-    num_pipelines = problem.failures + 1
-    load = problem.typical_load(name, num_pipelines, cp=cp)
+    load = problem.typical_load(name, problem.failures + 1, cp=cp, packed=sharing.is_packed)
     return ChainCosts(
         seconds={tp * cp: _seconds(problem, name, tp, sharing) for tp in tps},
         static_bytes={tp * cp: _static_bytes(problem, name, tp, sharing) for tp in tps},
@@ -78,17 +95,14 @@ def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> Chain
             for tp in tps
         },
         fixed_bytes={tp * cp: _gathered_blocks_bytes(problem, name, cp) for tp in tps} if sharing.is_sharded else None,
+        cp_size=cp,
     )
 
 
 def _tp_sizes(problem: PlanningProblem, name: str, sharing: Sharing) -> list[int]:
     most = problem.cluster.devices_per_node // sharing.cp_size
     sizes = [tp for tp in tp_sizes(problem, name) if tp <= most and _can_share(problem, name, tp, sharing.cp_size)]
-    if sharing.is_sharded:
-        sizes = [tp for tp in sizes if tp == 1]
-    if not sizes and sharing.cp_size == 1:
-        raise UserError(f"parallel.limits: {name} has no tp size that fits into a node; allow 1")
-    return sizes
+    return [tp for tp in sizes if tp == 1] if sharing.is_sharded else sizes
 
 
 def _can_share(problem: PlanningProblem, name: str, tp: int, cp: int) -> bool:
@@ -104,7 +118,7 @@ def _can_share(problem: PlanningProblem, name: str, tp: int, cp: int) -> bool:
 def _seconds(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
     """Of each layer, forward and backward of one microbatch."""
     num_pipelines, cp = problem.failures + 1, sharing.cp_size
-    times = problem.layer_times(name, tp, num_pipelines, cp=cp)
+    times = problem.layer_times(name, tp, num_pipelines, cp=cp, packed=sharing.is_packed)
     if cp == 1:
         return [time.total_s for time in times]
     workload, gradients = problem.modules[name].workload, problem.gradients[name]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.arrays import Bools, Floats
-from motet.resilience.node_tables import INFINITE, Kind, Limits, Segments, StageCosts
+from motet.resilience.node_tables import INFINITE, Group, Kind, Limits, Segments, StageCosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +22,14 @@ class CountedTables:
     segments: Segments
     devices_per_node: int
     most_in_flight: int
-    stages: dict[tuple[int, int], StageCosts]
-    """By size and number of layers."""
+    stages: dict[tuple[Group, int], StageCosts]
+    """By group and number of layers."""
     after: list[Floats]
     slowest: list[Floats]
 
-    def fits(self, size: int, length: int, number: int) -> Bools:
+    def fits(self, group: Group, length: int, number: int) -> Bools:
         """[u]: whether a stage fits where it is the `number`-th from the end."""
-        in_flight = np.diagonal(self.segments.in_flight[size], length)
+        in_flight = np.diagonal(self.segments.in_flight[group], length)
         fitting: Bools = in_flight >= min(number, self.most_in_flight)
         return fitting
 
@@ -46,25 +46,26 @@ def counted_tables(
     """`limits`: of one interval. `most_in_flight`: the number of microbatches."""
     num_layers, high = segments.num_layers, float(limits.high[0])
     stages = {
-        (size, length): segments.costs(size, length, limits)
-        for size in segments.by_size
-        if size <= devices_per_node
-        for length in range(1, segments.longest(size, high) + 1)
+        (group, length): segments.costs(group, length, limits)
+        for group in segments.by_group
+        if group.size <= devices_per_node
+        for length in range(1, segments.longest(group, high) + 1)
     }
     nothing = np.full((num_devices + 1, num_layers + 1), INFINITE)
     end = nothing.copy()
     end[-1, -1] = 0.0
     tables = CountedTables(segments, devices_per_node, most_in_flight, stages, [end], [nothing])
-    largest, longest = (max((key[i] for key in stages), default=0) for i in range(2))
+    largest = max((group.size for group, _ in stages), default=0)
+    most_layers = max((length for _, length in stages), default=0)
     for number in range(1, min(num_devices, num_layers) + 1):
         after, slowest = nothing.copy(), nothing.copy()
         # So many stages begin no earlier and no later than there.
         devices = max(0, num_devices - number * largest), num_devices - number + 1
-        layers = max(0, num_layers - number * longest), num_layers - number + 1
-        for (size, length), costs in stages.items():
-            fits = tables.fits(size, length, number)
+        layers = max(0, num_layers - number * most_layers), num_layers - number + 1
+        for (group, length), costs in stages.items():
+            fits = tables.fits(group, length, number)
             if fits.any():
-                window = _window(size, length, devices, layers, num_devices, num_layers)
+                window = _window(group.size, length, devices, layers, num_devices, num_layers)
                 _lower(after, costs.after, tables.after[-1], fits, window, devices_per_node)
                 _lower(slowest, costs.slowest, tables.after[-1], fits, window, devices_per_node)
                 _lower(slowest, costs.before, tables.slowest[-1], fits, window, devices_per_node)
@@ -105,26 +106,27 @@ def _lower(table: Floats, cost: Floats, rest: Floats, fits: Bools, window: _Wind
     np.minimum(here, lowered, out=here)
 
 
-def trace_counted(tables: CountedTables, first: int, kind: Kind) -> list[tuple[int, int, int]]:
-    """The stages (first layer, end, size) of the best way to put the whole chain on the devices from `first` on."""
+def trace_counted(tables: CountedTables, first: int, kind: Kind) -> list[tuple[int, int, Group]]:
+    """The stages (first layer, end, group) of the best way to put the whole chain on the devices from `first` on."""
     of_kind = tables.after if kind == "after" else tables.slowest
     number = min(range(len(of_kind)), key=lambda number: float(of_kind[number][first, 0]))
-    stages: list[tuple[int, int, int]] = []
+    stages: list[tuple[int, int, Group]] = []
     a, u = first, 0
     while number:
         options = [("after", tables.after, "after")]
         if kind == "slowest":
             options = [("before", tables.slowest, "slowest"), ("slowest", tables.after, "after")]
         found = []
-        for (size, length), costs in tables.stages.items():
+        for (group, length), costs in tables.stages.items():
+            size = group.size
             if a % tables.devices_per_node + size > tables.devices_per_node or u + length > tables.segments.num_layers:
                 continue
-            if tables.fits(size, length, number)[u]:
+            if tables.fits(group, length, number)[u]:
                 for stage_kind, rest, then in options:
                     if a + size < len(rest[number - 1]):
                         total = getattr(costs, stage_kind)[0, u] + rest[number - 1][a + size, u + length]
-                        found.append((float(total), size, length, then))
-        _, size, length, kind = min(found)
-        stages.append((u, u + length, size))
-        a, u, number = a + size, u + length, number - 1
+                        found.append((float(total), group, length, then))
+        _, group, length, kind = min(found)
+        stages.append((u, u + length, group))
+        a, u, number = a + group.size, u + length, number - 1
     return stages

@@ -1,18 +1,18 @@
 """What mapping layers to devices is given, and which runs of layers fit on them (`motet.resilience.stage_mapping`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from motet.arrays import Floats
-from motet.resilience.node_tables import Segments
+from motet.resilience.node_tables import Group, Segments
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainCosts:
-    """One module's layers, for each number of devices that a stage may have."""
+    """One module's layers, for each number of devices that a stage may have under one context-parallel size."""
 
     seconds: Mapping[int, Sequence[float]]
     """Forward and backward of one microbatch, as far as there is one (frozen layers), on so many devices."""
@@ -22,10 +22,24 @@ class ChainCosts:
     """On each of so many devices, for each microbatch in flight."""
     fixed_bytes: Mapping[int, float] | None = None
     """On each of so many devices, whatever layers a stage has; None: nothing."""
+    cp_size: int = 1
+    others: tuple["ChainCosts", ...] = ()
+    """The same layers' under other context-parallel sizes: each stage may choose."""
 
     @property
     def layers(self) -> range:
         return range(len(next(iter(self.seconds.values()))))
+
+    @property
+    def all(self) -> tuple["ChainCosts", ...]:
+        """Under each context-parallel size."""
+        return self, *self.others
+
+    def groups(self) -> Iterator[tuple[Group, "ChainCosts"]]:
+        """All that a stage may have, and the costs that say what it takes there."""
+        for costs in self.all:
+            for size in costs.seconds:
+                yield Group(size, costs.cp_size), costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +56,15 @@ def segments_of(
 ) -> Segments:
     """The stages that fit with so many microbatches in flight."""
     num_layers = len(costs.layers)
-    by_size, in_flight = {}, {}
-    for size, seconds in costs.seconds.items():
+    by_group, in_flight = {}, {}
+    for group, of_group in costs.groups():
         # Rounded, so that runs of the same layers at other places take exactly as long.
-        table = _rounded(_sums(seconds))
+        table = _rounded(_sums(of_group.seconds[group.size]))
         table[np.tril_indices(num_layers + 1)] = inf
-        in_flight[size] = in_flight_of(problem, costs, size)
-        table[in_flight[size] < least_in_flight] = inf
-        by_size[size] = table
-    return Segments(num_layers, by_size, in_flight, is_on_every_path)
+        in_flight[group] = in_flight_of(problem, of_group, group.size)
+        table[in_flight[group] < least_in_flight] = inf
+        by_group[group] = table
+    return Segments(num_layers, by_group, in_flight, is_on_every_path)
 
 
 def in_flight_of(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:

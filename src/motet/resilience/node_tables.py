@@ -40,8 +40,16 @@ class Limits:
         return self.low == self.high
 
 
+class Group(NamedTuple):
+    """What a stage may be on."""
+
+    size: int
+    """In devices: those of all tensor-parallel groups."""
+    cp_size: int = 1
+
+
 class StageCosts(NamedTuple):
-    """[batch, first layer], of all stages of one size and length; infinite where there is no such stage."""
+    """[batch, first layer], of all stages of one group and length; infinite where there is no such stage."""
 
     before: Floats
     after: Floats
@@ -53,20 +61,31 @@ class Segments:
     """The stages that a chain of layers can be cut into."""
 
     num_layers: int
-    by_size: Mapping[int, Floats]
-    """[u, v]: seconds of the layers [u, v) on so many devices, forward and backward; infinite where they do not fit."""
-    in_flight: Mapping[int, Floats]
+    by_group: Mapping[Group, Floats]
+    """[u, v]: seconds of the layers [u, v) on such a group, forward and backward; infinite where they do not fit."""
+    in_flight: Mapping[Group, Floats]
     """[u, v]: the microbatches that may be in flight for the stage to fit; infinite where nothing is kept of them."""
     is_on_every_path: bool = True
     """Else T3 does not count its stages: they cost t wherever k* is."""
 
-    def longest(self, size: int, limit: float) -> int:
+    def groups(self, size: int) -> list[Group]:
+        """Of so many devices."""
+        return [group for group in self.by_group if group.size == size]
+
+    def longest(self, group: Group, limit: float) -> int:
         """Layers of the longest stage that takes at most `limit`."""
-        lengths = (self.by_size[size] <= limit).sum(axis=1)
+        lengths = (self.by_group[group] <= limit).sum(axis=1)
         return int(lengths.max())
 
-    def costs(self, size: int, length: int, limits: Limits) -> StageCosts:
-        seconds = np.diagonal(self.by_size[size], length)[None]
+    def costs_of_size(self, size: int, length: int, limits: Limits) -> StageCosts:
+        """On the best of the groups of so many devices, which for the slowest stage is not always the fastest."""
+        of_groups = [self.costs(group, length, limits) for group in self.groups(size)]
+        if len(of_groups) == 1:
+            return of_groups[0]
+        return StageCosts(*(np.minimum.reduce(kind) for kind in zip(*of_groups, strict=True)))
+
+    def costs(self, group: Group, length: int, limits: Limits) -> StageCosts:
+        seconds = np.diagonal(self.by_group[group], length)[None]
         low, high = limits.low[:, None], limits.high[:, None]
         allowed = seconds <= high
         once = seconds + limits.per_stage * low
@@ -84,6 +103,7 @@ class NodeTables:
 
     `w` goes as far as a node can hold layers within the limits."""
 
+    segments: Segments
     limits: Limits
     stages: Mapping[int, list[StageCosts]]
     """By size; entry d - 1 is of stages with d layers."""
@@ -99,8 +119,13 @@ class NodeTables:
 def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> NodeTables:
     num_layers, batch = segments.num_layers, len(limits.low)
     highest = float(limits.high.max())
-    longest = {size: segments.longest(size, highest) for size in segments.by_size if size <= devices_per_node}
-    stages = {size: [segments.costs(size, d, limits) for d in range(1, end + 1)] for size, end in longest.items()}
+    longest: dict[int, int] = {}
+    for group in segments.by_group:
+        if group.size <= devices_per_node:
+            longest[group.size] = max(longest.get(group.size, 0), segments.longest(group, highest))
+    stages = {
+        size: [segments.costs_of_size(size, d, limits) for d in range(1, end + 1)] for size, end in longest.items()
+    }
     width = [0]
     for c in range(1, devices_per_node + 1):
         # So few devices may be fewer than any stage has.
@@ -125,7 +150,7 @@ def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> No
         before.append(tables[0])
         after.append(tables[1])
         slowest.append(tables[2])
-    return NodeTables(limits, stages, before, after, slowest)
+    return NodeTables(segments, limits, stages, before, after, slowest)
 
 
 def _lower(table: Floats, length: int, cost: Floats, rest: Floats, width: int) -> None:
@@ -249,9 +274,9 @@ Kind = str
 """before, after or slowest."""
 
 
-def trace(tables: NodeTables, parts: list[int], kind: Kind) -> list[tuple[int, int, int]]:
-    """The stages (first layer, end, size) of the best way to put the whole chain on parts of nodes in a row, of so many
-    devices each; `kind`: where k* is. `tables` must be of one interval; there must be such a way."""
+def trace(tables: NodeTables, parts: list[int], kind: Kind) -> list[tuple[int, int, Group]]:
+    """The stages (first layer, end, group) of the best way to put the whole chain on parts of nodes in a row, of so
+    many devices each; `kind`: where k* is. `tables` must be of one interval; there must be such a way."""
     num_layers = tables.num_layers
     end = np.full((1, num_layers + 1), INFINITE)
     slowest = [end.copy()]
@@ -262,7 +287,7 @@ def trace(tables: NodeTables, parts: list[int], kind: Kind) -> list[tuple[int, i
         before.append(_then(tables.before[part], before[-1]))
         after.append(_then(tables.after[part], after[-1]))
     rests = {"before": before, "after": after, "slowest": slowest}
-    stages: list[tuple[int, int, int]] = []
+    stages: list[tuple[int, int, Group]] = []
     u = 0
     for i, part in enumerate(parts):
         behind = len(parts) - i - 1
@@ -278,8 +303,8 @@ def trace(tables: NodeTables, parts: list[int], kind: Kind) -> list[tuple[int, i
     return stages
 
 
-def _trace_part(tables: NodeTables, part: int, kind: Kind, u: int, v: int) -> list[tuple[int, int, int]]:
-    stages: list[tuple[int, int, int]] = []
+def _trace_part(tables: NodeTables, part: int, kind: Kind, u: int, v: int) -> list[tuple[int, int, Group]]:
+    stages: list[tuple[int, int, Group]] = []
     while part:
         options = {
             "before": [("before", tables.before)],
@@ -293,7 +318,17 @@ def _trace_part(tables: NodeTables, part: int, kind: Kind, u: int, v: int) -> li
                     total = getattr(cost, stage_kind)[0, u] + rest[part - size][0, u + length, v - u - length]
                     found.append((float(total), size, length, stage_kind))
         _, size, length, stage_kind = min(found)
-        stages.append((u, u + length, size))
+        stages.append((u, u + length, _best_group(tables, size, length, stage_kind, u)))
         kind = "after" if stage_kind == "slowest" else kind
         u, part = u + length, part - size
     return stages
+
+
+def _best_group(tables: NodeTables, size: int, length: int, kind: Kind, u: int) -> Group:
+    """For the stage of this size and length that begins at u."""
+
+    def cost(group: Group) -> float:
+        of_kind: Floats = getattr(tables.segments.costs(group, length, tables.limits), kind)
+        return float(of_kind[0, u])
+
+    return min(tables.segments.groups(size), key=cost)

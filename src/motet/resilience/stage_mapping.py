@@ -15,6 +15,8 @@ Several modules: encoders on devices of their own, one module after the other in
 node may hold stages of two modules. T1 is then the longest path, and T3 counts the stages that lie on every path: those
 of the last module, which all others enter, and those of the encoder if there is only one.
 
+A stage may be on several kinds of groups of one size (tensor and context parallelism); each chooses by itself.
+
 `num_microbatches` None is the thesis' N_b = 4 S. It compares unequal amounts of work (fewer stages, fewer
 microbatches), so it prefers tensor parallelism; planners give the number. With fewer microbatches than stages the
 formula does not hold; one more than there may be stages is assumed then.
@@ -39,6 +41,7 @@ from motet.plan import LayerRange
 from motet.resilience.counted_tables import CountedTables, counted_tables, trace_counted
 from motet.resilience.mapping_problem import MappingProblem, in_flight_of, segments_of
 from motet.resilience.node_tables import (
+    Group,
     Kind,
     Limits,
     NodeTables,
@@ -60,6 +63,7 @@ class MappedStage(NamedTuple):
     layers: LayerRange
     first_device: int
     num_devices: int
+    cp_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,10 @@ def _fits(problem: MappingProblem, mapping: StageMapping) -> bool:
     """Whether every stage of the last module has room for what is in flight there."""
     last = [stage for stage in mapping.stages if stage.module == list(problem.modules)[-1]]
     limit = problem.num_microbatches or len(last)
-    costs = problem.modules[last[0].module]
+    of_cp = {costs.cp_size: costs for costs in problem.modules[last[0].module].all}
     return all(
-        in_flight_of(problem, costs, size)[layers] >= min(number, limit)
-        for number, (_, layers, _, size) in enumerate(reversed(last), start=1)
+        in_flight_of(problem, of_cp[cp_size], size)[layers] >= min(number, limit)
+        for number, (_, layers, _, size, cp_size) in enumerate(reversed(last), start=1)
     )
 
 
@@ -112,7 +116,7 @@ class _Search:
             )
             for name, costs in problem.modules.items()
         }
-        finite = [table[np.isfinite(table)] for each in self.segments.values() for table in each.by_size.values()]
+        finite = [table[np.isfinite(table)] for each in self.segments.values() for table in each.by_group.values()]
         self.values: Floats = np.unique(np.concatenate(finite))
         self.best_s, self.best_x = inf, inf
 
@@ -146,8 +150,8 @@ class _Search:
         """No slowest stage takes less: every layer is in some stage, and all devices share the work."""
         layers = work = 0.0
         for costs in self.problem.modules.values():
-            seconds = np.stack([np.asarray(each) for each in costs.seconds.values()])
-            sizes = np.array(list(costs.seconds))[:, None]
+            seconds = np.stack([np.asarray(of_group.seconds[group.size]) for group, of_group in costs.groups()])
+            sizes = np.array([group.size for group, _ in costs.groups()])[:, None]
             layers = max(layers, float(seconds.min(axis=0).max()))
             work += float((seconds * sizes).min(axis=0).sum())
         return max(layers, work / (self.num_nodes * self.problem.devices_per_node)) * (1 - 1e-9)
@@ -238,7 +242,7 @@ class _Search:
     def _last_from_each_device(self, tables: NodeTables) -> tuple[Floats, Floats]:
         return from_each_device(tables, suffixes(tables, self.num_nodes), self.num_nodes)
 
-    def _traced_last(self, tables: NodeTables, first: int, kind: str) -> list[tuple[int, int, int]]:
+    def _traced_last(self, tables: NodeTables, first: int, kind: str) -> list[tuple[int, int, Group]]:
         return trace(tables, self._parts(first, self.num_nodes * self.problem.devices_per_node), kind)
 
     def _parts(self, first: int, end: int) -> list[int]:
@@ -247,9 +251,11 @@ class _Search:
         borders = [first, *range(first - first % size + size, end, size), end]
         return [b - a for a, b in pairwise(borders)]
 
-    def _placed(self, name: str, first: int, stages: Sequence[tuple[int, int, int]]) -> list[MappedStage]:
-        devices = accumulate((size for _, _, size in stages), initial=first)
-        return [MappedStage(name, (u, v), device, size) for (u, v, size), device in zip(stages, devices, strict=False)]
+    def _placed(self, name: str, first: int, stages: Sequence[tuple[int, int, Group]]) -> list[MappedStage]:
+        devices = accumulate((group.size for _, _, group in stages), initial=first)
+        return [
+            MappedStage(name, (u, v), device, *group) for (u, v, group), device in zip(stages, devices, strict=False)
+        ]
 
     def _traced_borders(
         self, tables: Mapping[str, NodeTables], borders: "_Borders", end: int, in_encoder: bool
@@ -277,8 +283,8 @@ class _Search:
     def _fill_s(self, stages: Sequence[MappedStage]) -> float:
         """The longest path."""
         sums = dict.fromkeys(self.problem.modules, 0.0)
-        for name, (u, v), _, size in stages:
-            sums[name] += float(self.segments[name].by_size[size][u, v])
+        for name, (u, v), _, size, cp_size in stages:
+            sums[name] += float(self.segments[name].by_group[Group(size, cp_size)][u, v])
         return max((sums[name] for name in self.encoders), default=0.0) + sums[self.last]
 
 
@@ -315,7 +321,7 @@ class _CountedSearch(_Search):
     def _last_from_each_device(self, tables: NodeTables) -> tuple[Floats, Floats]:
         return self._counted(tables.limits).from_each_device()
 
-    def _traced_last(self, tables: NodeTables, first: int, kind: str) -> list[tuple[int, int, int]]:
+    def _traced_last(self, tables: NodeTables, first: int, kind: str) -> list[tuple[int, int, Group]]:
         return trace_counted(self._counted(tables.limits), first, kind)
 
 
