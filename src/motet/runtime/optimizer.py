@@ -58,7 +58,7 @@ class LearningRateSchedule:
 class Optimizer:
     """AdamW, or under ZeRO-1 one sharded AdamW for each reduction, stepped together.
 
-    Collective under ZeRO-1: every rank makes one and steps it."""
+    Collective under torch's ZeRO-1: every rank makes one and steps it."""
 
     def __init__(
         self, parameters: Sequence[LocalParameter], config: OptimizerConfig, schedule: LearningRateSchedule
