@@ -22,7 +22,7 @@ from waiting import wait_until
 
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
-from motet.plan import ContextOptions, Replica, Stage
+from motet.plan import ContextOptions, Plan, Replica, Stage
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
 from motet.resilience.failure_log import FAILURES
@@ -422,12 +422,8 @@ def test_who_is_left_and_warned_saves_and_stops(tmp_path: Path, second: Callable
     assert losses == pytest.approx(undisturbed_unlike()[-len(losses) :], rel=1e-12)
 
 
-@pytest.mark.slow
-def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> None:
-    config = unlike_config(tmp_path, 2)
-    problem = read_problem(config)
-    templates = make_templates(problem)
-    plan = plan_of_sizes(problem, templates, (1, 1))
+def train_and_join(config: RunConfig, plan: Plan, templates: Templates) -> dict[str, Any]:
+    """Two nodes of two processes begin, and wait before their third step for one more that joins."""
     addresses = multiprocessing.get_context("fork").SimpleQueue()
     original = TrainingProcess._join_world
 
@@ -448,6 +444,15 @@ def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> No
     with mock.patch.object(TrainingProcess, "_join_world", join), before_each_step(wait_for_it):
         result = train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
     helper.join()
+    return result
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> None:
+    config = unlike_config(tmp_path, 2)
+    problem = read_problem(config)
+    templates = make_templates(problem)
+    result = train_and_join(config, plan_of_sizes(problem, templates, (1, 1)), templates)
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 6
     [line] = failures(config)

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +14,14 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from test_recover import (
+    all_at,
     at,
     before_each_step,
     die,
     failures,
     sharded_templates,
     tensor_parallel_templates,
+    train_and_join,
     undisturbed_unlike,
     unlike_config,
 )
@@ -32,11 +33,9 @@ from motet.config import RunConfig
 from motet.plan import ContextOptions, Plan
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
-from motet.resilience.launch_nodes import run_agent, train_on_nodes
-from motet.resilience.membership import Call
+from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import TrainingProcess
-from motet.resilience.succession import Succession
 from motet.runtime.executor import Executor
 from motet.runtime.optimizer import Optimizer
 from motet.runtime.train_worker import train_worker
@@ -189,13 +188,7 @@ def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: Call
 def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(tmp_path: Path) -> None:
     """The pipeline that is left has all parameters, and two thirds of their states."""
     config = sharing(unlike_config(tmp_path, 3, checkpoint_every=1))
-    acts = [at(3, 0, die), at(3, 2, die)]
-
-    def both(trainer: Trainer) -> None:
-        for act in acts:
-            act(trainer)
-
-    result = train_three(config, both)
+    result = train_three(config, all_at(3, [0, 2], die))
     number = len(result["losses"])
     assert result["losses"] == pytest.approx(undisturbed_unlike()[-number:], rel=1e-12)
     assert result["world_size"] == 2
@@ -233,23 +226,9 @@ def test_who_joins_keeps_a_share(tmp_path: Path) -> None:
     """Two pipelines keep everything, a third one joins: each keeps less, and two keep each state."""
     config = sharing(unlike_config(tmp_path, 2))
     plan, templates = pipelines_of(config, (1, 1))
-    addresses = multiprocessing.get_context("fork").SimpleQueue()
-    original = TrainingProcess._join_world
-
-    def join(self: TrainingProcess, call: Call) -> None:
-        addresses.put(self._store_address)
-        original(self, call)
-
-    def joiner() -> None:
-        run_agent(config, addresses.get(), None, 2, Succession(2, templates))
-
     number = multiprocessing.get_context("fork").Value("i", 0)
     with checked(number):
-        helper = multiprocessing.get_context("fork").Process(target=joiner)
-        helper.start()
-        with mock.patch.object(TrainingProcess, "_join_world", join), before_each_step(lambda _: time.sleep(1.5)):
-            result = train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
-        helper.join()
+        result = train_and_join(config, plan, templates)
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 6
     assert number.value == 2
