@@ -201,6 +201,19 @@ def test_templates_with_context_parallelism_are_no_slower() -> None:
             assert templates.by_nodes[n].iteration_s(4) <= template.iteration_s(4) * (1 + 1e-9)
 
 
+def test_templates_that_share_no_tokens_pad_them() -> None:
+    """Only stages that share tokens pack samples, so only beside one do stages without cost what packed ones do."""
+    problem = on_nodes(6, 4, encoders=("vision",), frozen=())
+    samples = tuple(sample(i, sound=False, words=40 if i % 2 else 400) for i in range(len(problem.samples)))
+    slow = replace(problem.cluster.within_node, latency_s=0.5)
+    problem = replace(problem, samples=samples, cluster=replace(problem.cluster, within_node=slow))
+    plain, templates = make_templates(problem), make_templates(shared(problem, 2))
+    without = [n for n, t in templates.by_nodes.items() if not t.replicas["language_model"].shares_context]
+    assert without
+    for n in without:
+        assert templates.by_nodes[n].iteration_s(4) == pytest.approx(plain.by_nodes[n].iteration_s(4))
+
+
 def long_problem(num_nodes: int = 4, num_microbatches: int = 4) -> PlanningProblem:
     """Sequences so long that attention and activations are nearly all there is; one in each microbatch."""
     problem = on_nodes(num_nodes, 4, encoders=("vision",), frozen=("vision",), num_microbatches=num_microbatches)

@@ -173,13 +173,21 @@ def larger_templates(problem: PlanningProblem, templates: Templates) -> dict[int
 
 def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], num_nodes: int) -> Template | None:
     """The fastest of all choices; None if nothing fits, or all have more stages than the user allows."""
-    found = [map_stages(mapping, num_nodes) for mapping in choices]
-    best = min(
-        (mapping for mapping in found if mapping is not None and _has_few_stages(problem, mapping)),
-        key=lambda mapping: mapping.objective_s,
-        default=None,
-    )
+    found = [
+        mapping
+        for choice in choices
+        if (mapping := map_stages(choice, num_nodes)) is not None
+        and _has_few_stages(problem, mapping)
+        and _is_as_mapped(choice, mapping)
+    ]
+    best = min(found, key=lambda mapping: mapping.objective_s, default=None)
     return None if best is None else _template(problem, num_nodes, best)
+
+
+def _is_as_mapped(choice: MappingProblem, mapping: StageMapping) -> bool:
+    """A mapping that may share tokens has the costs of packed samples, which are padded if no stage does share them."""
+    may_share = any(costs.cp_size > 1 for each in choice.modules.values() for costs in each.all)
+    return not may_share or any(stage.cp_size > 1 for stage in mapping.stages)
 
 
 def _has_few_stages(problem: PlanningProblem, mapping: StageMapping) -> bool:
