@@ -22,6 +22,7 @@ HOW = {
     "hang": "SIGSTOP of a process",
     "warning": "SIGTERM of an agent (a warning)",
     "cut": "link cut (network namespaces)",
+    "none": "the store alone",
 }
 
 
@@ -38,7 +39,7 @@ def main() -> None:
         f"{len(trials)} trials ({told}), each a training of 4 to 10 processes. All ended, and in all of them: losses "
         f"within {worst:.1g} (relative) of the undisturbed run's; in every step the samples of the undisturbed run; "
         "no step begun again but an interrupted one; all replicas equal to the bit after every recovery; "
-        "no node lost but those that were killed."
+        "no node lost but those that were killed, no restart from a checkpoint."
     )
     losses = [loss for trial in trials for loss in trial["losses"]]
     seen = [how for how in HOW if any(loss["how"] == how for loss in losses)]
@@ -79,6 +80,13 @@ def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
     def number_that_did(step: str) -> int:
         return number(lambda trial: any(step in done for done in trial["done"]))
 
+    def number_with_store(what: str, alone: bool) -> int:
+        return number(
+            lambda trial: any(
+                loss.get("store") == what and (loss["how"] == "none") == alone for loss in trial["losses"]
+            )
+        )
+
     return {
         "f = 1": number(lambda trial: trial["tolerate"] == 1),
         "f = 2": number(lambda trial: trial["tolerate"] == 2),
@@ -97,6 +105,10 @@ def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
         "node 0 lost (its first rank writes the logs)": number(
             lambda trial: any(loss["node"] == 0 for loss in trial["losses"])
         ),
+        "the store killed with a node": number_with_store("SIGKILL", False),
+        "the store stopped with a node": number_with_store("SIGSTOP", False),
+        "the store killed alone": number_with_store("SIGKILL", True),
+        "the store stopped alone": number_with_store("SIGSTOP", True),
         "no loss (nobody came into the phase)": number(lambda trial: not trial["losses"]),
     }
 

@@ -86,6 +86,7 @@ PURE = (
     "motet.resilience.stragglers",
     "motet.resilience.succession",
     "motet.resilience.watchdog",
+    "motet.resilience.watched_process",
 )
 """Modules, and packages with all that they hold."""
 

@@ -3,31 +3,36 @@
 import json
 import multiprocessing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from motet.resilience.agent import NodeAgent, WatchedProcess
-from motet.resilience.membership import Change, Membership, key_of
-from motet.resilience.watchdog import Watchdog
+from motet.resilience.agent import REUNION_S, NodeAgent, Successor
+from motet.resilience.membership import FAILURE, OPEN, OVER, Change, Membership, StoreLostError, key_of
+from motet.resilience.run_record import KEY
+from motet.resilience.watched_process import WatchedProcess
 
-WATCHDOG = Watchdog(1e6, lambda: None)
+PATIENCE_S = 1e6
 
 
 class Store:
     """Of two nodes that have been registered, and nothing else."""
 
+    def get(self, key: str) -> str:
+        assert key == OPEN
+        return "2"
+
     def add(self, key: str, amount: int) -> int:
         assert (key, amount) == ("nodes", 0)
-        return 2
+        return 0
 
 
 def changes_of(
     membership: Membership, *, how: str | None = None, silent: tuple[int, ...] = ()
 ) -> list[tuple[str, int]]:
-    agent = NodeAgent(0, Store(), (), lambda membership, changes: membership, 1.0, WATCHDOG)  # type: ignore[arg-type]
+    agent = NodeAgent(0, Store(), (), lambda membership, changes: membership, 1.0, PATIENCE_S)  # type: ignore[arg-type]
     changes: list[Change] = agent._changes(0, membership, how, silent)
     return [(change.kind, change.node) for change in changes]
 
@@ -57,18 +62,12 @@ def test_own_losses_and_new_nodes_are_told() -> None:
 
 def test_nodes_that_leave_do_so_at_once() -> None:
     """Others would wait under the next membership for whoever is in it and has gone."""
-    num_left = Counter[str]()
-
-    class Counting(Store):
-        def add(self, key: str, amount: int) -> int:
-            num_left[key] += amount
-            return 3 if key == "nodes" else num_left[key]
-
+    store = FullStore()
     leaving = Membership(generation=5, nodes=(0,), leaving=(1, 2), num_known=3, plan="")
     told = []
     for node in leaving.leaving:
         process = WatchedProcess(SimpleNamespace(), None)  # type: ignore[arg-type]
-        agent = NodeAgent(node, Counting(), [process] * 2, lambda membership, _: membership, 1.0, WATCHDOG, leaving)  # type: ignore[arg-type]
+        agent = NodeAgent(node, store, [process] * 2, lambda membership, _: membership, 1.0, PATIENCE_S, leaving)  # type: ignore[arg-type]
         for _ in range(2):
             agent._heard(process, "left", 5)
         told.append([(change.kind, change.node) for change in agent._changes(node, leaving, None, ())])
@@ -77,7 +76,13 @@ def test_nodes_that_leave_do_so_at_once() -> None:
 
 
 class FullStore(dict[str, str]):
-    """In which memberships may stand."""
+    """In which memberships may stand. Two nodes have been registered."""
+
+    def __init__(self, values: Mapping[str, str] | None = None) -> None:
+        super().__init__({KEY: "a run", OPEN: "2", **(values or {})})
+
+    def connect(self) -> None:
+        pass
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
@@ -89,10 +94,12 @@ class FullStore(dict[str, str]):
         self[key] = value
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
+        if key == FAILURE:  # Whoever keeps the store sees it.
+            self[OVER] = ""
         return self.setdefault(key, desired)
 
     def add(self, key: str, amount: int) -> int:
-        return 2
+        return 0
 
 
 @pytest.mark.parametrize("newest", [BOTH, ALONE])
@@ -104,9 +111,9 @@ def test_what_fails_in_a_node_that_is_out_is_no_failure(newest: Membership) -> N
     ours, theirs = multiprocessing.Pipe()
     theirs.send(("failed", json.dumps({"kind": "failure", "message": "a connection was closed"})))
     process = SimpleNamespace(exitcode=0, join=lambda timeout=None: None, pid=None)
-    agent = NodeAgent(1, store, [WatchedProcess(process, ours)], lambda membership, changes: newest, 1e6, WATCHDOG)  # type: ignore[arg-type]
+    agent = NodeAgent(1, store, [WatchedProcess(process, ours)], lambda membership, changes: newest, 1e6, PATIENCE_S)  # type: ignore[arg-type]
     why = agent.run()
-    assert ("failure" in store) == (newest == BOTH)
+    assert (FAILURE in store) == (newest == BOTH)
     assert why == ("a connection was closed" if newest == BOTH else "node 1 was lost: its agent was silent")
 
 
@@ -122,10 +129,10 @@ def test_where_it_cannot_be_told_what_follows_newcomers_wait(capsys: pytest.Capt
         return replace(membership, generation=membership.generation + 1, nodes=(0,))
 
     first = Membership(generation=1, nodes=(0, 2), num_known=1, plan="")
-    agent = NodeAgent(0, store, (), fail_for_joined, 1.0, WATCHDOG, first)
+    agent = NodeAgent(0, store, (), fail_for_joined, 1.0, PATIENCE_S, first)
     for _ in range(3):
         agent._propose_what_follows(0, None, [])
-    assert (store, asked) == ({}, {"joined": 1})
+    assert (key_of(2) in store, asked) == (False, {"joined": 1})
     assert "a template that is missing" in capsys.readouterr().err
     agent._propose_what_follows(0, None, [2])
     assert asked == {"joined": 2, "lost": 2}
@@ -139,7 +146,7 @@ def test_a_loss_that_cannot_be_dealt_with_ends_the_training() -> None:
     def fail(membership: Membership, changes: Sequence[Change]) -> Membership:
         raise KeyError("a template that is missing")
 
-    NodeAgent(0, store, (), fail, 1.0, WATCHDOG, BOTH)._propose_what_follows(0, None, [1])
+    NodeAgent(0, store, (), fail, 1.0, PATIENCE_S, BOTH)._propose_what_follows(0, None, [1])
     told = Membership.from_json(store[key_of(2)])
     assert (told.everyone, told.saves, told.is_urgent) == ((), False, True)
     assert "a template that is missing" in (told.stop or "")
@@ -147,7 +154,7 @@ def test_a_loss_that_cannot_be_dealt_with_ends_the_training() -> None:
 
 
 def test_a_node_that_is_warned_says_so_once_where_all_are_to_stop() -> None:
-    agent = NodeAgent(0, Store(), (), lambda membership, _: membership, 1.0, WATCHDOG)  # type: ignore[arg-type]
+    agent = NodeAgent(0, Store(), (), lambda membership, _: membership, 1.0, PATIENCE_S)  # type: ignore[arg-type]
     agent.is_warned = True
     assert [change.kind for change in agent._changes(0, BOTH, None, ())] == ["leaving"]
     assert agent._changes(0, replace(BOTH, stop="no pipeline is whole"), None, ()) == []
@@ -156,7 +163,7 @@ def test_a_node_that_is_warned_says_so_once_where_all_are_to_stop() -> None:
 def test_a_spare_that_is_warned_ends() -> None:
     """It has nothing to hand over."""
     store = FullStore({key_of(1): SPARE.to_json(), "beat/0": "1"})
-    agent = NodeAgent(1, store, (), lambda membership, changes: membership, 1e6, WATCHDOG)  # type: ignore[arg-type]
+    agent = NodeAgent(1, store, (), lambda membership, changes: membership, 1e6, PATIENCE_S)  # type: ignore[arg-type]
     agent.is_warned = True
     assert agent.run() is None
     assert key_of(2) not in store
@@ -165,8 +172,8 @@ def test_a_spare_that_is_warned_ends() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"finished": ""}, None),
-        ({"finished": "", "failure": '{"kind": "failure", "message": "division by zero"}'}, "division by zero"),
+        ({OVER: ""}, None),
+        ({OVER: "", FAILURE: '{"kind": "failure", "message": "division by zero"}'}, "division by zero"),
         ({key_of(2): replace(BOTH, generation=2, nodes=(), stop="too few").to_json()}, "too few"),
         ({key_of(2): replace(BOTH, generation=2, nodes=(1,)).to_json()}, None),
     ],
@@ -174,7 +181,103 @@ def test_a_spare_that_is_warned_ends() -> None:
 def test_an_agent_says_why_its_part_is_over(more: dict[str, str], why: str | None) -> None:
     """So that whoever joins again after a loss does, and does not when all is done."""
     store = FullStore({key_of(1): BOTH.to_json(), "beat/1": "1", **more})
-    agent = NodeAgent(0, store, (), lambda membership, changes: membership, 1e6, WATCHDOG)  # type: ignore[arg-type]
+    agent = NodeAgent(0, store, (), lambda membership, changes: membership, 1e6, PATIENCE_S)  # type: ignore[arg-type]
     told = agent.run()
     assert (told is None) == (why is None)
     assert (why or "") in (told or "")
+
+
+class NewStore(FullStore):
+    """In the place of one that was lost: nobody has written anything but its keeper."""
+
+    def __init__(self, values: Mapping[str, str] | None = None) -> None:
+        super().__init__(values)
+        del self[OPEN]
+
+
+def back(
+    node: int, store: FullStore, *known: Membership, successor: Successor | None = None, has_met: bool = True
+) -> NodeAgent:
+    """An agent that has lost the store, after its first round with a new one."""
+    agent = NodeAgent(node, store, (), successor or (lambda membership, _: membership), 1.0, PATIENCE_S)  # type: ignore[arg-type]
+    agent.membership, agent._history, agent._was_in = known[-1], list(known), True
+    agent._unmet = known[-1].generation
+    agent._met_in = known[-1].generation if has_met else 0
+    assert not agent._finds_itself_out()
+    agent._take_part(agent._back_since)
+    return agent
+
+
+def test_nothing_is_proposed_before_all_are_back() -> None:
+    """The other one knows the newer membership, and would not have been asked."""
+    store, newer = NewStore(), replace(BOTH, generation=2)
+    first = back(0, store, BOTH)
+    assert not first._is_open
+    assert (OPEN in store, key_of(2) in store) == (False, False)
+    back(1, store, BOTH, newer)
+    first._take_part(first._back_since)
+    assert (first.membership, OPEN in store) == (newer, True)
+
+
+@pytest.mark.parametrize("has_met", [(True, True), (False, True), (True, False)])
+def test_ranks_that_had_not_met_meet_anew(has_met: tuple[bool, bool]) -> None:
+    def again(membership: Membership, changes: Sequence[Change]) -> Membership:
+        assert [change.kind for change in changes] == ["again"]
+        return replace(membership, generation=membership.generation + 1)
+
+    store = NewStore()
+    agents = [back(node, store, BOTH, successor=again, has_met=has_met[node]) for node in BOTH.nodes]
+    for agent in agents:
+        agent._take_part(agent._back_since)
+    assert (key_of(2) in store) == (not all(has_met))
+
+
+@pytest.mark.parametrize("could_go_on", [False, True])
+def test_who_stays_away_is_lost(could_go_on: bool) -> None:
+    """Those that might go on without the others have ended by then."""
+
+    def successor(membership: Membership, changes: Sequence[Change]) -> Membership:
+        return replace(membership, generation=membership.generation + 1, saves=could_go_on)
+
+    agent = back(0, NewStore(), BOTH, successor=successor)
+    short_s, long_s = 1.0 + REUNION_S, PATIENCE_S + 1.0 + REUNION_S
+    assert [agent._all_are_back(BOTH, waited_s) for waited_s in (0.5, short_s, long_s)] == [
+        False,
+        not could_go_on,
+        True,
+    ]
+    agent.store.set("ended/1", "")
+    assert agent._all_are_back(BOTH, 0.0)
+
+
+def test_who_knows_another_membership_than_the_others_ends() -> None:
+    """It was away for too long: they have agreed on another one."""
+    agent = NodeAgent(1, NewStore({key_of(2): ALONE.to_json()}), (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
+    agent.membership = replace(ALONE, nodes=(1,))
+    agent._history = [BOTH, agent.membership]
+    assert agent.run() == "node 1 was lost: the others went on without it while it did not reach the store"
+
+
+def test_a_store_of_another_training_is_left() -> None:
+    store = FullStore({key_of(1): BOTH.to_json(), "beat/1": "1"})
+    agent = NodeAgent(0, store, (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
+    assert not agent._finds_itself_out()
+    store[KEY] = "another one"
+    assert "another training has begun" in (agent.run() or "")
+
+
+def test_without_a_store_it_ends_in_the_end() -> None:
+    class NoStore(FullStore):
+        def connect(self) -> None:
+            raise StoreLostError("nobody listens")
+
+    why = NodeAgent(0, NoStore(), (), lambda m, _: m, 1.0, 0.1).run()  # type: ignore[arg-type]
+    assert why == "the store does not answer any more (for 0.1 s)"
+
+
+@pytest.mark.parametrize(("node", "is_kept"), [(0, True), (2, False)])
+def test_who_is_in_no_membership_gets_another_number(node: int, is_kept: bool) -> None:
+    store = NewStore({key_of(1): BOTH.to_json()})
+    agent = NodeAgent(node, store, (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
+    assert not agent._finds_itself_out()
+    assert agent.node == (node if is_kept else None)

@@ -10,12 +10,13 @@ import time
 from collections import Counter
 
 import pytest
-from chaos import Layout, Outcome, draw_trial, note, run_trial, with_last
+from chaos import Layout, Outcome, draw_trial, note, run_trial, with_last, with_lost_store
 from victims import PHASES
 
 NUM_TRIALS = int(os.environ.get("MOTET_CHAOS_TRIALS", "200"))
 FIRST = int(os.environ.get("MOTET_CHAOS_FIRST", "0"))
 NUM_WARNINGS = int(os.environ.get("MOTET_CHAOS_WARNINGS", "12"))
+NUM_LOST_STORES = int(os.environ.get("MOTET_CHAOS_STORES", "30"))
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 
 
@@ -62,6 +63,35 @@ def test_many_trials() -> None:
         killed.update(outcome.killed_in)
     print("killed in", dict(killed))
     assert all(killed[phase] >= NUM_TRIALS // 20 for phase in PHASES[:-1]), killed
+
+
+@pytest.mark.slow
+def test_a_node_and_the_store_are_lost_during_a_recovery() -> None:
+    outcome = run_without_store("11", "recovery")
+    assert (outcome.num_stores_lost, "recovery" in outcome.killed_in) == (1, True)
+
+
+def run_without_store(seed: str, phase: str) -> Outcome:
+    trial = with_lost_store(draw_trial(seed, phase))
+    print(f"with_lost_store(draw_trial({seed!r}, {phase!r})) = {trial}", flush=True)
+    try:
+        return run_trial(trial)
+    except BaseException as error:
+        error.add_note(f"with_lost_store(draw_trial({seed!r}, {phase!r}))")
+        raise
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(4 * 3600)
+def test_lost_stores() -> None:
+    """With the last node to go, or alone."""
+    print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_STORES={NUM_LOST_STORES}")
+    num_lost = 0
+    for i in range(FIRST, FIRST + NUM_LOST_STORES):
+        outcome = run_without_store(f"store/{SEED}/{i}", PHASES[i % 6])
+        note(outcome)
+        num_lost += outcome.num_stores_lost
+    assert num_lost >= NUM_LOST_STORES // 2  # Nobody came into the phase, or all was over before it was missed.
 
 
 @pytest.mark.campaign

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
 from distributed import run_distributed
 
-from motet.resilience.control import Control
+from motet.resilience.control import STORE_AWAY, STORE_BACK, Control
 from motet.resilience.membership import Call, Membership
 
 LONG_S = 3600.0
@@ -128,3 +129,20 @@ def test_a_process_whose_waits_nobody_would_end_dies() -> None:
     agent.send(call(2))
     process.join(30)
     assert process.exitcode == 1
+
+
+def test_no_time_counts_while_the_store_is_away() -> None:
+    """Nothing can explain what has failed before it is back."""
+
+    def test(control: Control, agent: Connection) -> list[bool]:
+        control.begin(1, 1, LONG_S)
+        agent.send(STORE_AWAY)
+        while not control._store_is_away:
+            os.sched_yield()
+        heard: SimpleQueue[Call | None] = SimpleQueue()
+        threading.Thread(target=lambda: heard.put(control.newer(0.05)), daemon=True).start()
+        waited = [heard.empty() for _ in range(20) if time.sleep(0.01) is None]
+        agent.send(STORE_BACK)
+        return [*waited, heard.get(timeout=30) is None]
+
+    assert all(with_line(test))

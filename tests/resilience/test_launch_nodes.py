@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from training import plan_of
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.resilience import launch_nodes
+from motet.resilience import store as store_module
 from motet.resilience.agent import NodeAgent
-from motet.resilience.children import Children
 from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
+from motet.resilience.membership import OPEN
 from motet.resilience.run_record import RunRecord, as_json
 from motet.runtime.launch import WorkerFailedError
 
@@ -43,28 +45,26 @@ def test_an_agent_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
     wait_for(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
 
 
-def test_a_store_that_is_stopped_is_lost(tmp_path: Path) -> None:
-    """Its clients would wait without limit."""
-    config = config_of(tmp_path)
-    with Children() as children, mock.patch.object(launch_nodes, "_patience_s", return_value=0.3):
-        host, address = launch_nodes._start_store(children, ("127.0.0.1", 0), RunRecord(config={}), "", 0)
-        assert host.pid is not None
-        os.kill(host.pid, signal.SIGSTOP)
-        with (
-            mock.patch.object(launch_nodes, "STORE_TIMEOUT", timedelta(seconds=1)),
-            pytest.raises(NodesLostError, match="the process that had the store died"),
-            launch_nodes._watched_store(host, address, config),
-        ):
-            pytest.fail("it answers")
-
-
 def test_a_store_that_dies_before_it_listens_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path, train__failures={"tolerate": 1, "restarts": 0})
     with (
-        mock.patch.object(launch_nodes, "_host_store", side_effect=SystemExit),
-        pytest.raises(NodesLostError, match="does not answer"),
+        mock.patch.object(store_module, "_host_store", side_effect=SystemExit),
+        pytest.raises(NodesLostError, match="does not begin: it died"),
     ):
         train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1)
+
+
+def test_a_store_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "restarts": 0})
+
+    def host_and_die(answer: Connection, listen: tuple[str, int]) -> None:
+        answer.send(None)
+
+    with (
+        mock.patch.object(store_module, "_host_store", host_and_die),
+        pytest.raises(NodesLostError, match="dies whenever it is started"),
+    ):
+        train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=("127.0.0.1", 0))
 
 
 @pytest.fixture
@@ -97,6 +97,7 @@ def test_a_node_that_has_no_part_yet_can_be_ended(tmp_path: Path, store: dist.TC
     config = config_of(tmp_path)
     RunRecord(config=as_json(config)).write(store)
     process, told = start_joining(config, store)
+    store.set(OPEN, "0")
     workers = told.recv()
     wait_for(lambda: store.add("nodes", 0) == 1)
     assert process.pid is not None
@@ -128,7 +129,7 @@ def test_a_port_that_is_silent_is_told(tmp_path: Path, capfd: pytest.CaptureFixt
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 0.1})
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        mock.patch.object(launch_nodes, "store_patience_s", return_value=1.0),
+        mock.patch.object(launch_nodes, "call_s", return_value=0.5),
     ):
         address = server.getsockname()
         joining = multiprocessing.get_context("fork").Process(

@@ -19,9 +19,9 @@ from test_recover import undisturbed as alike_losses
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
 from motet.planner.oobleck import plan_of as plan_of_sizes
-from motet.resilience import launch_nodes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
+from motet.resilience.store import StoreProcess
 from motet.runtime.trainer import Trainer
 
 UNLIKE: Layout = "unlike"
@@ -110,31 +110,6 @@ def test_who_no_template_takes_leaves(tmp_path: Path) -> None:
     assert kinds == [["lost"], ["left"]]
 
 
-@pytest.mark.slow
-def test_all_start_anew_where_the_store_is_lost(tmp_path: Path) -> None:
-    """What all nodes rest on: its process is killed once."""
-    host_store, first = launch_nodes._host_store, once()
-    store = multiprocessing.get_context("fork").Value("i", 0)
-
-    def host(*arguments: Any) -> None:
-        store.value = os.getpid()
-        host_store(*arguments)
-
-    def at_step(trainer: Trainer) -> None:
-        if trainer.finished_steps == 3 and first():
-            trainer._checkpoints.finish()
-            os.kill(store.value, signal.SIGKILL)
-            signal.pause()  # The others cannot end before it is noticed.
-
-    config = recover_config_of(tmp_path, train__checkpoint_every=1)
-    with mock.patch.object(launch_nodes, "_host_store", host):
-        result = train_and(config, at_step)
-    assert result["steps"] == STEPS
-    assert result["world_size"] == 4
-    assert 0 < len(result["losses"]) < STEPS
-    assert result["losses"] == pytest.approx(alike_losses()[-len(result["losses"]) :], rel=1e-12)
-
-
 @pytest.fixture(scope="module")
 def earlier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 2, 4 and 6."""
@@ -153,18 +128,18 @@ def train_and_lose_all_agents(config: RunConfig) -> dict[str, Any]:
 def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, resumed_step: int) -> None:
     """It has saved nothing yet; the checkpoint in its output folder is another run's, and whoever starts the run may
     not see it: the nodes find it when they come."""
-    start = tmp_path / "start"
-    shutil.copytree(earlier_run / "step_00000002", start)
-    resume = {"train__resume": str(start)} if resumed_step else {}
+    resumed = tmp_path / "start"
+    shutil.copytree(earlier_run / "step_00000002", resumed)
+    resume = {"train__resume": str(resumed)} if resumed_step else {}
     config = recover_config_of(tmp_path / "run", **resume)
-    start_store = launch_nodes._start_store
+    start = StoreProcess.start
 
     def start_where_nodes_see_it(*arguments: Any) -> Any:
         there = Path(config.train.output) / "checkpoints" / "step_00000004"
         shutil.copytree(earlier_run / "step_00000004", there, dirs_exist_ok=True)
-        return start_store(*arguments)
+        return start(*arguments)
 
-    with mock.patch.object(launch_nodes, "_start_store", start_where_nodes_see_it):
+    with mock.patch.object(StoreProcess, "start", start_where_nodes_see_it):
         result = train_and_lose_all_agents(config)
     assert result["losses"] == pytest.approx(alike_losses()[resumed_step:], rel=1e-12)
     end, beginning = failures(config)

@@ -11,7 +11,7 @@ from motet.resilience.watchdog import Watchdog
 
 def test_it_acts_when_nobody_comes_round() -> None:
     acted = threading.Event()
-    with Watchdog(0.05, acted.set):
+    with Watchdog(0.05, acted.set) as watchdog, watchdog.watch():
         assert acted.wait(30)
 
 
@@ -19,9 +19,19 @@ def test_it_does_not_act_afterwards() -> None:
     """Its thread is gone with the block, and does not wait for its time to pass."""
     acted = threading.Event()
     with Watchdog(3600.0, acted.set) as watchdog:
-        watchdog.come_round()
-        assert watchers() == 1
+        with watchdog.watch():
+            assert watchers() == 1
     assert watchers() == 0
+    assert not acted.is_set()
+
+
+def test_it_does_not_act_where_nothing_is_watched() -> None:
+    """Though it has as much time for it as another one that acts."""
+    acted, other_acted = threading.Event(), threading.Event()
+    with Watchdog(0.05, acted.set) as watchdog, Watchdog(0.05, other_acted.set) as other, other.watch():
+        with watchdog.watch():
+            pass
+        assert other_acted.wait(30)
     assert not acted.is_set()
 
 
@@ -36,10 +46,9 @@ def test_a_process_that_was_stopped_and_goes_on_was_not_late() -> None:
     ours, theirs = context.Pipe()
 
     def work() -> None:
-        with Watchdog(patience_s, lambda: os._exit(3)) as watchdog:
+        with Watchdog(patience_s, lambda: os._exit(3)) as watchdog, watchdog.watch():
             theirs.send("begun")
-            while not theirs.poll(0.01):
-                watchdog.come_round()
+            theirs.recv()
         os._exit(0)
 
     process = context.Process(target=work)

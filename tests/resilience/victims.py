@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 
 from motet.models.shards import local_ranges
+from motet.resilience import store
 from motet.resilience.membership import FIRST_GENERATION
 from motet.resilience.pipelines import nodes_of_pipelines
 from motet.resilience.recover import TrainingProcess
@@ -47,7 +48,10 @@ class Kill:
     delay_s: float
     how: str
     """process: SIGKILL; hang: SIGSTOP; agent: SIGKILL for the agent, which takes its processes along;
-    warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host."""
+    warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host; none: the store alone is
+    lost."""
+    store: Literal["", "SIGKILL", "SIGSTOP"] = ""
+    """What the process that has the store gets at the moment when that comes to the node, or a moment before."""
 
 
 class Board:
@@ -74,6 +78,16 @@ class Board:
         saved = kill.phase == "saving" and self._memory[2048 + kill.node]
         return "saving" if saved else self.phase(kill.node)
 
+    @property
+    def store_pid(self) -> int:
+        """Of the newest process that has the store."""
+        pid: int = self._PHASE.unpack_from(self._memory, 3840)[0]
+        return pid
+
+    def note_store(self) -> None:
+        """In that process."""
+        self._PHASE.pack_into(self._memory, 3840, os.getpid())
+
     def is_fired(self, kill: int) -> bool:
         return self._memory[1024 + kill] != 0
 
@@ -90,7 +104,7 @@ class Victim:
     """In each training process: follows what it does, and carries out what was drawn for its node."""
 
     def __init__(self, kills: Sequence[Kill], board: Board) -> None:
-        self._kills, self._board = kills, board
+        self._kills, self.board = kills, board
         self.node = -1
         self.finished_steps = 0
         self._entries = [0] * len(kills)
@@ -99,22 +113,26 @@ class Victim:
         if self.node < 0:
             return
         if phase != "saving":
-            self._board.set_phase(self.node, phase)
+            self.board.set_phase(self.node, phase)
         for i, kill in enumerate(self._kills):
-            if kill.node != self.node or kill.phase != phase or self._board.is_fired(i):
+            if kill.node != self.node or kill.phase != phase or self.board.is_fired(i):
                 continue
             if self.finished_steps < kill.after_steps:
                 continue
             self._entries[i] += 1
             if self._entries[i] > kill.nth:
-                self._board.fire(i)
+                self.board.fire(i)
+                if kill.store:
+                    os.kill(self.board.store_pid, signal.Signals[kill.store])
+                if kill.how == "none":
+                    continue
                 if kill.how in ("agent", "warning"):
                     os.kill(os.getppid(), signal.SIGKILL if kill.how == "agent" else signal.SIGTERM)
                 elif kill.how != "cut":  # The board is watched by who cuts.
                     signal_after(kill.delay_s, signal.SIGSTOP if kill.how == "hang" else signal.SIGKILL)
 
     def save(self, begins: bool) -> None:
-        self._board.set_saving(self.node, begins)
+        self.board.set_saving(self.node, begins)
         if begins:
             self.enter("saving")
 
@@ -166,6 +184,12 @@ def observed(victim: Victim) -> Iterator[None]:
         written(self, *args)
         victim.save(False)
 
+    host_store = store._host_store
+
+    def host(*args: Any) -> None:
+        victim.board.note_store()
+        host_store(*args)
+
     recovered = TrainingProcess._recovered
 
     def checked(self: TrainingProcess, *args: Any) -> Trainer:
@@ -174,6 +198,7 @@ def observed(victim: Victim) -> Iterator[None]:
         return trainer
 
     with (
+        mock.patch.object(store, "_host_store", host),
         before(Executor, "_run_step", of_step),
         before(GradientReducer, "finish", lambda *_: "reduction"),
         before(Optimizer, "step", lambda *_: "optimizer step"),

@@ -236,6 +236,8 @@ class FailuresConfig(Section):
     """Nodes that may fail at once without anything being lost: there are that many copies of every layer, and one."""
     detect_s: PositiveNumber = 1.0
     """A node that gives no sign of life any more is lost within so many seconds."""
+    store_patience_s: PositiveNumber = 60.0
+    """A node goes on for so many seconds without the store, which one process keeps for all; then it ends."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank whose computation takes more than so many times as long as that of ranks with the same layers is named in
     the failure log; nothing else is done. null: none is."""

@@ -8,65 +8,73 @@ out. What it notices, and when:
 | a process died | its exit | `POLL_S` |
 | a process hangs | no sign of life, and no thread of it computes or is about to | `detect_s` |
 | another machine vanished, or the link to it was cut | no beat of its agent in the store | `detect_s` |
-| this machine was cut off | the store does not answer | `store_patience_s`; then the agent and its processes end |
+| the store was lost, or this machine was cut off | it does not answer | see below |
+
+**Without the store** training goes on, and what happens has to wait. When another one has taken its place, the agent
+writes into it what it knows, and nothing is proposed before every node of the newest membership has done so (`OPEN`). A
+membership is of consequence only if its ranks have met, for which the agents of all its nodes have read it: so if one
+of these is back, it is known. Nodes that stay away for `silence_s` and `REUNION_S` are lost; but those that might have
+gone on by themselves, if it came to the worst, not before they have ended: an agent that finds no store for
+`store_patience_s` ends. Who comes back later finds itself out, or a membership that is not the one it knows, and ends.
+Where ranks had not met when the store was lost, they meet anew, under the next membership.
 
 It imports no torch; the store is handed in.
 """
 
 import contextlib
-import glob
 import json
-import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from typing import Protocol, cast
 
-from motet.resilience.control import FINISH
+from motet.resilience.control import FINISH, STORE_AWAY, STORE_BACK
 from motet.resilience.membership import (
     BEAT_S,
+    FAILURE,
+    FIRST_GENERATION,
+    OPEN,
+    OVER,
     Beats,
     Call,
     Change,
     Kind,
     Membership,
     Store,
+    StoreLostError,
+    back_key,
+    done_key,
+    ended_key,
+    key_of,
+    left_key,
+    logged_key,
     next_membership,
     propose,
     register,
     registered,
+    result_key,
     silence_s,
 )
-from motet.resilience.watchdog import Watchdog
+from motet.resilience.run_record import KEY
+from motet.resilience.watched_process import WatchedProcess, how_it_ended
 
 POLL_S = 0.02
+REUNION_S = 1.0
+"""Beside the time after which a silent node is lost: between the first agent that finds a new store and the last."""
 SEEN_END = "seen_end"
 """Beside its number: a node's agent knows that all is over. The store may go when all do."""
-STOPPED = set("TtZX")
-RUNNABLE = "R"
-"""A thread's state: it computes, or waits for a processor to do so."""
 FINISH_S = 5.0
 """For its processes to end by themselves when all is over."""
 Successor = Callable[[Membership, Sequence[Change]], Membership]
 """What follows from a membership and what has happened since (motet.resilience.succession)."""
 
 
-def store_patience_s(detect_s: float) -> float:
-    """For how long a store may not answer before it is given up."""
-    return max(5.0, 3 * detect_s)
+class ConnectedStore(Store, Protocol):
+    """A client whose calls raise `StoreLostError` when it has lost the store."""
 
-
-@dataclass
-class WatchedProcess:
-    process: BaseProcess
-    pipe: Connection
-    last_sign: float = field(default_factory=time.monotonic)
-    """By `time.monotonic()`."""
-    last_cpu_ticks: int = -1
-    is_ready: bool = False
-    is_done: bool = False
+    def connect(self) -> None:
+        """To the one that is there now. Raises `StoreLostError` if there is none."""
 
 
 @dataclass
@@ -75,12 +83,13 @@ class NodeAgent:
 
     node: int | None
     """None: it joins, as soon as its processes are ready."""
-    store: Store
+    store: ConnectedStore
+    """Not connected yet."""
     processes: Sequence[WatchedProcess]
     successor: Successor
     detect_s: float
-    watchdog: Watchdog
-    """Ends this process when it waits for the store for too long."""
+    store_patience_s: float
+    """For how long the store may be away."""
     membership: Membership | None = None
     is_warned: bool = False
     """This machine is about to be taken away."""
@@ -89,7 +98,22 @@ class NodeAgent:
     _was_in: bool = False
     _left_in: int = 0
     """The newest generation in which it has handed over what it held, to leave."""
-    _is_last_to_leave: bool = False
+    _met_in: int = 0
+    """The newest generation whose ranks have met: it needs the store no more."""
+    _unmet: int = 0
+    """The generation that was the newest when the store was lost."""
+    _history: list[Membership] = field(default_factory=list)
+    _said: dict[str, str] = field(default_factory=dict)
+    """What else this agent has written into the store, once and for all."""
+    _run: bytes | None = None
+    """Which training the store is of."""
+    _away_since: float | None = None
+    """By `time.monotonic()`: there is no store."""
+    _back_since: float = 0.0
+    """There is this one."""
+    _is_open: bool = False
+    _why: str | None = None
+    """Its part is over."""
     _unanswered: tuple[int, list[tuple[Kind, int]]] | None = None
     """Generation and changes from which nothing could be made to follow."""
     _last_beat: float = 0.0
@@ -97,33 +121,147 @@ class NodeAgent:
 
     def run(self) -> str | None:
         """None: the training was finished, or went on without a node that it did not lose."""
-        self._beats = Beats(self.store, self._silence_s)
-        while not self.store.check(["finished"]):
+        self._away_since = time.monotonic()
+        is_over = False
+        while not is_over:
             self._come_round(time.monotonic())
-            now = self._last_round
-            is_in = self.node is not None and self._take_over_newer(self.node)
-            if self._was_in and not is_in:
-                # Before its processes are heard: what failed in them has failed because they are out.
-                why = self._why_out()
-                break
-            self._hear()
-            how = self._own_loss(now)
-            if how is not None:
-                self._end_processes()
-            if not is_in and (how is not None or self.is_warned):
-                why = self._why_out()
-                break
-            if self.node is not None:
-                self._propose_what_follows(self.node, how, self._exchange_beats(self.node, now))
-            elif all(watched.is_ready for watched in self.processes):
-                self.node = register(self.store)
-            time.sleep(POLL_S)
-        else:
-            failure = self.store.get("failure") if self.store.check(["failure"]) else None
-            why = None if failure is None else json.loads(failure)["message"]
-            self.store.set(f"{SEEN_END}/{self.node}", "")
+            try:
+                is_over = self._away_since is not None and self._finds_itself_out()
+                is_over = is_over or self._take_part(self._last_round)
+            except StoreLostError:
+                is_over = self._go_on_without_store()
+            if not is_over:
+                time.sleep(POLL_S)
         self._finish()
-        return why
+        return self._why
+
+    def _take_part(self, now: float) -> bool:
+        """Whether its part is over."""
+        if self.store.check([OVER]):
+            failure = self.store.get(FAILURE) if self.store.check([FAILURE]) else None
+            self._why = None if failure is None else json.loads(failure)["message"]
+            self.store.set(f"{SEEN_END}/{self.node}", "")
+            return True
+        is_in = self.node is not None and self._take_over_newer(self.node)
+        if self._was_in and not is_in:
+            # Before its processes are heard: what failed in them has failed because they are out.
+            self._why = self._why_out()
+            return True
+        self._hear()
+        how = self._own_loss(now)
+        if how is not None:
+            self._end_processes()
+        if not is_in and (how is not None or self.is_warned):
+            self._why = self._why_out()
+            return True
+        silent = [] if self.node is None else self._exchange_beats(self.node, now)
+        if not self._is_open and not self._opens(now):
+            return False
+        if self.node is not None:
+            self._propose_what_follows(self.node, how, silent)
+        elif all(watched.is_ready for watched in self.processes):
+            self.node = register(self.store)
+            self.store.set(back_key(self.node), "")
+        return False
+
+    def _go_on_without_store(self) -> bool:
+        """Whether it was away for too long, and all is over here."""
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+            self._unmet = self.membership.generation if self.membership is not None else 0
+            self._tell(STORE_AWAY)
+        self._hear()
+        if self._own_loss(now) is not None:
+            self._end_processes()
+        if now - self._away_since <= self.store_patience_s:
+            return False
+        self._end_processes()
+        self._why = f"the store does not answer any more (for {self.store_patience_s:g} s)"
+        return True
+
+    def _finds_itself_out(self) -> bool:
+        """When it comes back to the store, or for the first time. It may be a new one: what this agent knows has to be
+        in it."""
+        self.store.connect()
+        run = self.store.get(KEY)
+        if self._run is not None and run != self._run:
+            return self._end_as_lost("another training has begun, or this one was started anew")
+        self._run = run
+        for membership in self._history:
+            is_newest = membership is self._history[-1]
+            if not is_newest and self.store.check([key_of(membership.generation)]):
+                continue
+            if propose(self.store, membership) != membership and is_newest:
+                return self._end_as_lost("the others went on without it while it did not reach the store")
+        if self.node is not None and not self._has_number(self.node):
+            self.node = None
+        for key, value in self._said.items():
+            self.store.compare_set(key, "", value)
+        if self.node is not None:
+            self.store.set(back_key(self.node), "")
+        self._beats = Beats(self.store, self._silence_s)
+        self._is_open, self._back_since, self._away_since = False, time.monotonic(), None
+        return False
+
+    def _has_number(self, node: int) -> bool:
+        """Whether that is its number still; a new store gives those again that are in no membership."""
+        if self.membership is not None:
+            return node < self.membership.num_known
+        first = next_membership(self.store, FIRST_GENERATION - 1)
+        return first is not None and node in first.nodes
+
+    def _opens(self, now: float) -> bool:
+        """Whether memberships may be proposed."""
+        if not self.store.check([OPEN]):
+            if self.membership is None or self.node not in self.membership.everyone:
+                return False
+            if not self._all_are_back(self.membership, now - self._back_since):
+                return False
+            self.store.compare_set(OPEN, "", str(self.membership.num_known))
+        self._is_open = True
+        self._tell(STORE_BACK)
+        return True
+
+    def _all_are_back(self, membership: Membership, waited_s: float) -> bool:
+        """Or have ended."""
+        away = [
+            node
+            for node in membership.everyone
+            if not self.store.check([back_key(node)]) and not self.store.check([ended_key(node)])
+        ]
+        if not away:
+            return True
+        patience_s = self._silence_s + REUNION_S
+        if waited_s > patience_s and self._could_go_on(membership, away):
+            patience_s += self.store_patience_s
+        return waited_s > patience_s
+
+    def _could_go_on(self, membership: Membership, nodes: Sequence[int]) -> bool:
+        """Whether these nodes could, without all others."""
+        at = time.time()
+        lost = [Change("lost", node, "it is here", at) for node in membership.everyone if node not in nodes]
+        try:
+            return self.successor(membership, lost).saves
+        except Exception:
+            traceback.print_exc()
+            return True
+
+    def _end_as_lost(self, why: str) -> bool:
+        self._end_processes()
+        self._why = f"node {self.node} was lost: {why}"
+        return True
+
+    def _say(self, key: str, value: str) -> None:
+        """Also to any store that comes after this one."""
+        self._said.setdefault(key, value)
+        if self._away_since is None:
+            self.store.compare_set(key, "", value)
+
+    def _tell(self, word: str) -> None:
+        for watched in self.processes:
+            with contextlib.suppress(OSError):
+                watched.pipe.send(word)
 
     def warn(self, *_: object) -> None:
         """The handler of SIGTERM."""
@@ -140,8 +278,8 @@ class NodeAgent:
         return self.membership.stop if self.membership is not None else None
 
     def _come_round(self, now: float) -> None:
-        self.watchdog.come_round()
         if now - self._last_round > self.detect_s / 2:  # Held up itself, it has not heard them.
+            self._back_since = now
             for watched in self.processes:
                 watched.last_sign = now
         self._last_round = now
@@ -158,6 +296,7 @@ class NodeAgent:
         """Passes newer memberships on to the processes. Whether this node has a part in the newest."""
         while (newer := next_membership(self.store, self.membership.generation if self.membership else 0)) is not None:
             self.membership = newer
+            self._history.append(newer)
             for change in newer.changes:
                 if (change.kind, change.node) == ("lost", node):
                     self._failure = self._failure or change.how
@@ -188,22 +327,25 @@ class NodeAgent:
         if word == "ready":
             watched.is_ready = True
         elif word == "failed":
-            self.store.compare_set("failure", "", str(more))
-            self.store.set("finished", "")
+            self._say(FAILURE, str(more))
         elif word == "hung":
             self._failure = str(more)
-        elif self.membership is None or more != self.membership.generation:
+        elif word == "logged":
+            self._say(logged_key(cast(int, more)), "")
+        elif word == "result":
+            generation, result = cast(tuple[int, str], more)
+            self._say(result_key(generation), result)
+        elif word == "met":
+            self._met_in = max(self._met_in, cast(int, more))
+        elif self.membership is None or self.node is None or more != self.membership.generation:
             return
-        elif word == "left" and self._left_in < self.membership.generation:
+        elif word == "left":
             self._left_in = self.membership.generation
-            left = self.store.add(f"left/{self._left_in}", 1)
-            self._is_last_to_leave = left == len(self.membership.leaving)
+            self._say(left_key(self._left_in, self.node), "")
         elif word == "done":
             watched.is_done = True
             if all(other.is_done for other in self.processes):
-                done = self.store.add(f"done/{self.membership.generation}", 1)
-                if done == len(self.membership.nodes):
-                    self.store.set("finished", "")
+                self._say(done_key(self.membership.generation, self.node), "")
 
     def _own_loss(self, now: float) -> str | None:
         """How this node was lost, if it was."""
@@ -213,17 +355,11 @@ class NodeAgent:
             process = watched.process
             if process.exitcode is not None:
                 self._failure = f"process {place} (pid {process.pid}) {how_it_ended(process.exitcode)}"
-            elif now - watched.last_sign > self._silence_s and self._is_idle(watched):
+            elif now - watched.last_sign > self._silence_s and watched.is_idle():
                 self._failure = (
                     f"process {place} (pid {process.pid}) hung: no sign of life for {now - watched.last_sign:.1f} s"
                 )
         return self._failure
-
-    def _is_idle(self, watched: WatchedProcess) -> bool:
-        """Whether it is stopped, or has not computed since the last call and is not about to."""
-        states, ticks = _process_state(watched.process.pid or 0)
-        before, watched.last_cpu_ticks = watched.last_cpu_ticks, ticks
-        return states <= STOPPED or (before == ticks and RUNNABLE not in states)
 
     def _propose_what_follows(self, node: int, how: str | None, silent: Sequence[int]) -> None:
         """`how` this node was lost, and the others that are `silent`."""
@@ -238,7 +374,7 @@ class NodeAgent:
         which = (membership.generation, [(change.kind, change.node) for change in changes])
         if which == self._unanswered:
             return None
-        losses = [change for change in changes if change.kind in ("lost", "left")]
+        losses = [change for change in changes if change.kind in ("lost", "left", "again")]
         failed = ""
         for some in (changes, losses) if 0 < len(losses) < len(changes) else (changes,):
             try:
@@ -271,14 +407,19 @@ class NodeAgent:
         ]
         if how is not None:
             changes.append(Change("lost", node, how, at))
-        elif self._left_in == membership.generation and self._is_last_to_leave:
+        elif self._left_in == membership.generation and self._all_have_left(membership):
             # All at once: whoever left before the others would be waited for under the next membership.
             told = "it has handed over what it held"
             changes += [Change("left", each, told, at) for each in membership.leaving]
         elif self.is_warned and node in membership.nodes and membership.stop is None:
             changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
+        if self._unmet == membership.generation > self._met_in:
+            changes.append(Change("again", node, "the store was lost before all had met", at))
         joined = range(membership.num_known, registered(self.store))
         return changes + [Change("joined", other, "", at) for other in joined]
+
+    def _all_have_left(self, membership: Membership) -> bool:
+        return self.store.check([left_key(membership.generation, node) for node in membership.leaving])
 
     def _end_processes(self) -> None:
         for watched in self.processes:
@@ -294,23 +435,5 @@ class NodeAgent:
         deadline = time.monotonic() + FINISH_S
         for watched in self.processes:
             while watched.process.exitcode is None and time.monotonic() < deadline:
-                self.watchdog.come_round()
                 watched.process.join(POLL_S)
         self._end_processes()
-
-
-def how_it_ended(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"was ended by {signal.Signals(-exitcode).name}"
-    return f"exited with code {exitcode}"
-
-
-def _process_state(pid: int) -> tuple[set[str], int]:
-    """The state letters of its threads, and the processor ticks that they have used, by /proc."""
-    states, ticks = set(), 0
-    for path in glob.glob(f"/proc/{pid}/task/*/stat"):
-        with contextlib.suppress(OSError), open(path) as file:
-            fields = file.read().rpartition(")")[2].split()
-            states.add(fields[0])
-            ticks += int(fields[11]) + int(fields[12])
-    return states, ticks

@@ -23,10 +23,12 @@ _SWEEP_S = 0.05
 """Between two attempts to end what is over."""
 FINISH = "finish"
 """The agent's last word: every process has finished, or the training is over."""
+STORE_AWAY, STORE_BACK = "store away", "store back"
+"""The agent's: no membership can be agreed on; one can again."""
 
 
 class Control:
-    """`pipe`: carries `Call`s and `FINISH` in, (word, more) out. The process ends if the agent does."""
+    """`pipe`: carries `Call`s and words in, (word, more) out. The process ends if the agent does."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -44,6 +46,9 @@ class Control:
         self._was_told_hung = 0
         """The newest generation for which it was."""
         self._finished = False
+        self._store_is_away = False
+        self._num_returns = 0
+        """Of the store."""
         self._sending = threading.Lock()
         self._generation = 0
         """Of the membership under which this process works."""
@@ -68,9 +73,13 @@ class Control:
 
     def newer(self, timeout_s: float | None) -> Call | None:
         """To the next membership after the one this process works under; an urgent one ends all before it. None: none
-        came in time, or all is over."""
+        came in time, or all is over. While the store is away no time counts."""
         with self._changed:
-            self._changed.wait_for(lambda: self._finished or self.is_change_due(), timeout_s)
+            num_returns = -1
+            while self._store_is_away or num_returns != self._num_returns:
+                num_returns = self._num_returns
+                if self._changed.wait_for(lambda: self._finished or self.is_change_due(), timeout_s):
+                    break
             return None if self._finished else self._next()
 
     @property
@@ -106,6 +115,10 @@ class Control:
         with self._changed:
             if received == FINISH:
                 self._finished = True
+                return
+            if received in (STORE_AWAY, STORE_BACK):
+                self._store_is_away = received == STORE_AWAY
+                self._num_returns += received == STORE_BACK
                 return
             assert isinstance(received, Call)
             call = replace(received, heard_at=time.monotonic())

@@ -1,5 +1,6 @@
 """`failures.jsonl` in the output folder: a line for each change of membership, what died or came and what was done; one
-for each end of all nodes, and one when they have been started anew; and one for each rank that becomes slow."""
+for each end of all nodes, and one when they have been started anew; one for each end of the store; and one for each
+rank that becomes slow."""
 
 import json
 import sys
@@ -55,6 +56,12 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
 def write_end(output: Path, changes: Sequence[Change], done: str) -> None:
     """Appends a line: all nodes have ended, or are ended. `changes`: those that no line tells of yet."""
     _append(output, {"changes": [asdict(change) for change in changes], "done": done})
+
+
+def write_store_end(output: Path, how: str) -> None:
+    """Appends a line: the store was lost, and another one has taken its place."""
+    lost = {"kind": "store", "node": None, "how": how, "noticed_at": time.time()}
+    _append(output, {"changes": [lost], "done": "it was started again, at the same address"})
 
 
 def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int) -> None:

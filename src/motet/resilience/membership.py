@@ -5,9 +5,12 @@ die: every agent proposes what follows from what it sees, one proposal wins, and
 the next. All else (ranks, copies, steps) follows from the membership alike on every rank. (Thesis, sections 2.3.3 and
 2.6.2: there a coordinator, and a TCP connection to it from each node.)
 
-Limits: the store must be where no training process dies with it (docs/decisions/failures.md).
+The store may be lost, and another one take its place: then whoever knows a membership writes it again, and nothing new
+is proposed before that has happened (`OPEN`; agent.py says when). Nothing that is written here is a count of what was
+done: whatever is written may be written twice.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -18,7 +21,19 @@ FIRST_GENERATION = 1
 BEAT_S = 0.05
 """Between two signs of life of a node, and two looks at the others'; a little more, as nobody is punctual."""
 
-Kind = Literal["start", "lost", "left", "joined", "leaving"]
+OPEN = "open"
+"""There if memberships may be proposed and nodes may register; its value: the first number that is free."""
+OVER = "over"
+"""There if the training is over, and whoever keeps the store knows how it has ended."""
+FAILURE = "failure"
+"""JSON of kind and message: of the first process that has failed for a reason that is no lost node's."""
+
+Kind = Literal["start", "lost", "left", "joined", "leaving", "again"]
+"""again: the store was lost before all had met under this membership, which needs it; they meet anew."""
+
+
+class StoreLostError(RuntimeError):
+    """It does not answer any more. Another one may take its place."""
 
 
 class Store(Protocol):
@@ -71,6 +86,11 @@ class Membership:
     """Of one that stops: `plan` fits the nodes that are left, and a checkpoint is saved before."""
 
     @property
+    def meeting(self) -> str:
+        """Where its ranks meet: none of a membership of the same generation that has lost would be met."""
+        return f"generation/{self.generation}/{hashlib.sha256(self.to_json().encode()).hexdigest()[:16]}"
+
+    @property
     def everyone(self) -> tuple[int, ...]:
         return (*self.nodes, *self.leaving)
 
@@ -103,26 +123,55 @@ def next_membership(store: Store, generation: int) -> Membership | None:
 
 
 def register(store: Store) -> int:
-    """A number for a node that wants to join; none is given twice."""
-    node = store.add("nodes", 1) - 1
+    """A number for a node that wants to join; none is given twice. The store must be open."""
+    node = int(store.get(OPEN)) + store.add("nodes", 1) - 1
     store.set(f"beat/{node}", "0")
     return node
 
 
 def registered(store: Store) -> int:
-    """How many numbers have been given."""
-    return store.add("nodes", 0)
+    """All numbers that have been given are smaller. The store must be open."""
+    return int(store.get(OPEN)) + store.add("nodes", 0)
+
+
+def done_key(generation: int, node: int) -> str:
+    """There if a node's processes have come to the end of the training under that membership."""
+    return f"done/{generation}/{node}"
+
+
+def left_key(generation: int, node: int) -> str:
+    """There if a node that is leaving has handed over what it held."""
+    return f"left/{generation}/{node}"
+
+
+def back_key(node: int) -> str:
+    """There if a node has found this store and has written what it knows; of use where another store was lost."""
+    return f"back/{node}"
+
+
+def ended_key(node: int) -> str:
+    """There if a node's agent has ended, as far as whoever keeps the store can see."""
+    return f"ended/{node}"
+
+
+def result_key(generation: int) -> str:
+    return f"result/{generation}"
+
+
+def logged_key(generation: int) -> str:
+    """There if the failure log tells of that membership's changes."""
+    return f"logged/{generation}"
 
 
 def unlogged_changes(store: Store, generation: int) -> tuple[Change, ...]:
-    """All changes since this was last asked, up to those of `generation`; that of a recovery that was interrupted by
-    the next failure too."""
-    first = store.add("logged", 0) + 1
-    changes: list[Change] = []
-    for each in range(max(first, FIRST_GENERATION + 1), generation + 1):
-        changes += Membership.from_json(store.get(key_of(each))).changes
-    store.add("logged", generation - first + 1)
-    return tuple(changes)
+    """All changes of which the failure log does not tell yet, up to those of `generation`; that of a recovery that was
+    interrupted by the next failure too."""
+    changes: tuple[Change, ...] = ()
+    while generation > FIRST_GENERATION and not store.check([logged_key(generation)]):
+        if store.check([key_of(generation)]):
+            changes = Membership.from_json(store.get(key_of(generation))).changes + changes
+        generation -= 1
+    return changes
 
 
 def silence_s(detect_s: float) -> float:

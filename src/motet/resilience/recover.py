@@ -38,6 +38,7 @@ from motet.resilience.failure_log import Recovery, write_recovery, write_straggl
 from motet.resilience.handover import Described, Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.membership import Call, Membership, unlogged_changes
 from motet.resilience.run_record import RunRecord, earlier_checkpoints
+from motet.resilience.store import is_listening
 from motet.resilience.stragglers import StragglerWatch
 from motet.resilience.waits import release_in_background
 from motet.resilience.zero1 import Groups, agree_on_keepers, groups_of, keep_alone, without_others_moments
@@ -52,11 +53,12 @@ from motet.runtime.trainer import NonFiniteError, Trainer, TrainingSummary
 
 T = TypeVar("T")
 
-RESULT = "result"
 PATIENCE_S = 10.0
 """After a connection broke, for the membership that explains it, beside the time in which a silent node is noticed."""
 LEAVING_S = 60.0
 """Beside the time of a step, for a process to leave a membership that is over: it may be loading a checkpoint."""
+RETRY_S = 0.05
+"""Between two looks for the store."""
 RENDEZVOUS_S = 120.0
 """For other ranks to come to a new membership. Whoever dies instead ends the wait by the next one."""
 
@@ -99,7 +101,7 @@ class TrainingProcess:
         self._producers = open_producers(config)
 
     def run(self) -> None:
-        """Until the training is over. Rank 0 puts what `motet train --json` prints into the store, under `RESULT`."""
+        """Until the training is over. Rank 0 tells what `motet train --json` prints."""
         try:
             with self._control.waits.can_be_called_off(dist.Work):
                 self._run()
@@ -148,7 +150,7 @@ class TrainingProcess:
         if trainer.is_done:
             result = training_result(self._config, summary, self._producers, self._device)
             if call.rank == 0:
-                self._store.set(RESULT, json.dumps(result))
+                self._control.tell("result", (membership.generation, json.dumps(result)))
             dist.barrier()
             self._control.tell("done", membership.generation)
 
@@ -169,12 +171,15 @@ class TrainingProcess:
         trainer.after_step = after_step
 
     def _join_world(self, call: Call) -> None:
+        deadline = time.monotonic() + RENDEZVOUS_S
+        while not is_listening(self._store_address) and time.monotonic() < deadline:
+            time.sleep(RETRY_S)
         host, port = self._store_address
         store = self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         self._run_record = RunRecord.read(store)
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(f"generation/{call.membership.generation}", store),
+            store=dist.PrefixStore(call.membership.meeting, store),
             rank=call.rank,
             world_size=self._num_ranks(call.membership),
             # Who hangs in the world before is taken out in time for the others to hear of it here.
@@ -192,8 +197,11 @@ class TrainingProcess:
         engine = build_engine(self._config, plan, self._device, num_spare_ranks=dist.get_world_size() - plan.num_ranks)
         new = make_trainer(self._config, engine, self._producers)
         holding = Holding(engine.model, new.optimizer)
+        changes = unlogged_changes(self._store, membership.generation) if dist.get_rank() == 0 else ()
         # Not before all are at the same step: what is held tells how many updates it has had.
         described = _exchange((describe(self._holdings()), holding.describe(), groups_of(holding)))
+        # All have made all groups: only the next membership needs the store.
+        self._control.tell("met", membership.generation)
         held = [of_rank[0] for of_rank in described]
         needed: Sequence[Described] = [of_rank[1] for of_rank in described]
         groups = [of_rank[2] for of_rank in described]
@@ -215,7 +223,7 @@ class TrainingProcess:
         if dist.get_rank() == 0:
             what = Recovery(
                 membership=membership,
-                changes=unlogged_changes(self._store, membership.generation),
+                changes=changes,
                 num_ranks=plan.num_ranks,
                 steps_before=None if summary is None else summary.steps,
                 steps=new.finished_steps,
@@ -225,6 +233,7 @@ class TrainingProcess:
                 seconds=time.monotonic() - started,
             )
             write_recovery(Path(self._config.train.output), what)
+            self._control.tell("logged", membership.generation)
         return new
 
     def _share_states(

@@ -72,7 +72,7 @@ class Succession:
                 stop = f"without the nodes that leave ({listed}) no pipeline is whole"
                 next_plan, order = replace(last, note="", stop=stop), [*membership.nodes, *back]
         nodes = tuple(order[place] for place in next_plan.places)
-        is_urgent = any(change.kind == "lost" for change in changes)
+        is_urgent = any(change.kind in ("lost", "again") for change in changes)
         if next_plan.plan is not None and not (is_urgent and self.templates is None):
             # Whoever the plan has no use for stays as long: others may still wait for it under this membership, or need
             # what it holds.

@@ -1,10 +1,11 @@
 """Ends what would wait for ever: a client of a store that is stopped, or behind a cut link, has no limit of time.
 
-Limits: it acts once, by something that makes the wait fail or ends the process; it cannot interrupt a thread.
+Limits: it acts by something that makes the wait fail or ends the process; it cannot interrupt a thread.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 ROUNDS = 8
@@ -13,16 +14,23 @@ stopped and goes on, nothing was late."""
 
 
 class Watchdog:
-    """In a `with` block: calls `act` in a thread if `come_round` was not called for `patience_s`."""
+    """In a `with` block: calls `act` in a thread if something that is watched takes `patience_s`, and again after each
+    further round."""
 
     def __init__(self, patience_s: float, act: Callable[[], object]) -> None:
         self._round_s, self._act = patience_s / ROUNDS, act
-        self._num_late = 0
+        self._watched: list[None] | None = None
+        """As many as it has taken rounds; None: nothing is watched."""
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._look_on, name="watchdog", daemon=True)
 
-    def come_round(self) -> None:
-        self._num_late = 0
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        self._watched = []
+        try:
+            yield
+        finally:
+            self._watched = None
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
@@ -32,9 +40,11 @@ class Watchdog:
         self._is_over.set()
         self._thread.join()  # Whoever forks after this has no thread.
 
-    def _watch(self) -> None:
+    def _look_on(self) -> None:
         while not self._is_over.wait(self._round_s):
-            self._num_late += 1
-            if self._num_late > ROUNDS:
+            watched = self._watched
+            if watched is None:
+                continue
+            watched.append(None)
+            if len(watched) > ROUNDS:
                 self._act()
-                return
