@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Each connection that is lost would be told with a page of C++ frames; what follows from it, we tell.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         arguments = build_parser().parse_args(argv)
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():

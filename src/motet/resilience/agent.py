@@ -107,8 +107,8 @@ class NodeAgent:
     """What else this agent has written into the store, once and for all."""
     _run: bytes | None = None
     """Which training the store is of."""
-    _away_since: float | None = None
-    """By `time.monotonic()`: there is no store."""
+    _away_since: float | None = field(default_factory=time.monotonic)
+    """By `time.monotonic()`: there is no store. None: there is."""
     _back_since: float = 0.0
     """There is this one."""
     _is_open: bool = False
@@ -121,19 +121,18 @@ class NodeAgent:
 
     def run(self) -> str | None:
         """None: the training was finished, or went on without a node that it did not lose."""
-        self._away_since = time.monotonic()
-        is_over = False
-        while not is_over:
-            self._come_round(time.monotonic())
-            try:
-                is_over = self._away_since is not None and self._finds_itself_out()
-                is_over = is_over or self._take_part(self._last_round)
-            except StoreLostError:
-                is_over = self._go_on_without_store()
-            if not is_over:
-                time.sleep(POLL_S)
+        while not self.is_over():
+            time.sleep(POLL_S)
         self._finish()
         return self._why
+
+    def is_over(self) -> bool:
+        """A round of its work. Whether its part is over."""
+        self._come_round(time.monotonic())
+        try:
+            return (self._away_since is not None and self._finds_itself_out()) or self._take_part(self._last_round)
+        except StoreLostError:
+            return self._go_on_without_store()
 
     def _take_part(self, now: float) -> bool:
         """Whether its part is over."""
