@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from ledger import applied_ids, recorded
-from test_listen import free_port
+from ports import port_of_its_own
 from test_recover import STEPS, at, config_of, die, failures, once, train_and, undisturbed
 from training import plan_of
 
@@ -135,7 +135,7 @@ def test_the_store_dies_while_nodes_are_awaited(tmp_path: Path) -> None:
     """Whoever has come already comes again."""
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 3})
     plan, context = plan_of(config), multiprocessing.get_context("fork")
-    address, register, first = ("127.0.0.1", free_port()), agent.register, once()
+    address, register, first = ("127.0.0.1", port_of_its_own()), agent.register, once()
 
     def register_and_kill(store: Any) -> int:
         number = register(store)

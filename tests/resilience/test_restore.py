@@ -1,9 +1,6 @@
 """When nobody holds some layer any more, all go back to the last checkpoint, whatever happens meanwhile."""
 
-import multiprocessing
-import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -18,9 +18,8 @@ def test_it_acts_when_nobody_comes_round() -> None:
 def test_it_does_not_act_afterwards() -> None:
     """Its thread is gone with the block, and does not wait for its time to pass."""
     acted = threading.Event()
-    with Watchdog(3600.0, acted.set) as watchdog:
-        with watchdog.watch():
-            assert watchers() == 1
+    with Watchdog(3600.0, acted.set) as watchdog, watchdog.watch():
+        assert watchers() == 1
     assert watchers() == 0
     assert not acted.is_set()
 
@@ -46,9 +45,12 @@ def test_a_process_that_was_stopped_and_goes_on_was_not_late() -> None:
     ours, theirs = context.Pipe()
 
     def work() -> None:
-        with Watchdog(patience_s, lambda: os._exit(3)) as watchdog, watchdog.watch():
+        with Watchdog(patience_s, lambda: os._exit(3)) as watchdog:
             theirs.send("begun")
-            theirs.recv()
+            is_told = False
+            while not is_told:
+                with watchdog.watch():
+                    is_told = theirs.poll(patience_s / 20)
         os._exit(0)
 
     process = context.Process(target=work)
