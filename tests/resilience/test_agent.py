@@ -68,6 +68,7 @@ def test_nodes_that_leave_do_so_at_once() -> None:
     for node in leaving.leaving:
         process = WatchedProcess(SimpleNamespace(), None)  # type: ignore[arg-type]
         agent = NodeAgent(node, store, [process] * 2, lambda membership, _: membership, 1.0, PATIENCE_S, leaving)  # type: ignore[arg-type]
+        assert not agent._finds_itself_out()
         for _ in range(2):
             agent._heard(process, "left", 5)
         told.append([(change.kind, change.node) for change in agent._changes(node, leaving, None, ())])
