@@ -264,6 +264,7 @@ def test_a_store_of_another_training_is_left() -> None:
     agent = NodeAgent(0, store, (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
     assert not agent._finds_itself_out()
     store[KEY] = "another one"
+    agent._away_since = agent._last_round
     assert "another training has begun" in (agent.run() or "")
 
 
