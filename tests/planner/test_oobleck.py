@@ -9,7 +9,7 @@ from small_problem import sample, small_problem, with_memory
 
 from motet.errors import UserError
 from motet.plan import ContextOptions, Replica, Stage
-from motet.planner import PLANNERS
+from motet.planner import PLANNERS, make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.oobleck import _template, check_cover, make_templates, oobleck, plan_of
 from motet.planner.problem import PlanningProblem
@@ -260,7 +260,7 @@ def test_limits_on_context_parallelism() -> None:
     problem = long_problem()
     llm = replace(problem.modules["language_model"], cp_sizes=(2,))
     only = replace(problem, modules={**problem.modules, "language_model": llm})
-    plan = oobleck(only)
+    plan = make_plan(only, "oobleck")
     assert {s.cp_size for r in plan.modules["language_model"].replicas for s in r.stages} == {2}
     llm = replace(llm, cp_sizes=(8,))
     with pytest.raises(

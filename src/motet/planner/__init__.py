@@ -53,6 +53,8 @@ PLANNERS: Mapping[str, Planner] = {
     "auto": auto,
 }
 """Those that choose the degrees themselves; `explicit` takes them from the user."""
+SHARE_CONTEXT = ("auto", "oobleck")
+"""Those that choose context parallelism."""
 ON_ALL = ("auto", "disttrain", "distmm", "fsdp", "oobleck")
 """Those that are asked about all devices only: they choose how many they use, or are made for all of them."""
 
@@ -85,7 +87,7 @@ def make_plan(
 
 def plan_within_limits(problem: PlanningProblem, planner: str, *, placement: Placement | None = None) -> Plan:
     """What the planner of this name finds. Raises `UserError` if it finds none within the user's limits on degrees."""
-    if planner != "auto":
+    if planner not in SHARE_CONTEXT:
         check_may_share_none(problem, planner)
     plan = plan_of(planner, problem, placement=placement)
     check_within_limits(problem, plan)
