@@ -283,3 +283,13 @@ def test_who_is_in_no_membership_gets_another_number(node: int, is_kept: bool) -
     agent = NodeAgent(node, store, (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
     assert not agent._finds_itself_out()
     assert agent.node == (node if is_kept else None)
+
+
+def test_who_has_no_part_yet_can_be_ended_without_a_store() -> None:
+    class NoStore(FullStore):
+        def connect(self) -> None:
+            raise StoreLostError("nobody listens")
+
+    agent = NodeAgent(None, NoStore(), (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
+    agent.warn()
+    assert agent.run() is None

@@ -114,6 +114,8 @@ class NodeAgent:
     _is_open: bool = False
     _why: str | None = None
     """Its part is over."""
+    _could: tuple[tuple[int, tuple[int, ...]], bool] | None = None
+    """Whether the nodes that stayed away under that membership could go on without the others."""
     _unanswered: tuple[int, list[tuple[Kind, int]]] | None = None
     """Generation and changes from which nothing could be made to follow."""
     _last_beat: float = 0.0
@@ -173,6 +175,8 @@ class NodeAgent:
         self._hear()
         if self._own_loss(now) is not None:
             self._end_processes()
+        if self.is_warned and not self._was_in:
+            return True
         if now - self._away_since <= self.store_patience_s:
             return False
         self._end_processes()
@@ -238,13 +242,16 @@ class NodeAgent:
 
     def _could_go_on(self, membership: Membership, nodes: Sequence[int]) -> bool:
         """Whether these nodes could, without all others."""
-        at = time.time()
-        lost = [Change("lost", node, "it is here", at) for node in membership.everyone if node not in nodes]
-        try:
-            return self.successor(membership, lost).saves
-        except Exception:
-            traceback.print_exc()
-            return True
+        which = (membership.generation, tuple(nodes))
+        if self._could is None or self._could[0] != which:
+            at = time.time()
+            lost = [Change("lost", node, "it is here", at) for node in membership.everyone if node not in nodes]
+            try:
+                self._could = which, self.successor(membership, lost).saves
+            except Exception:
+                traceback.print_exc()
+                self._could = which, True
+        return self._could[1]
 
     def _end_as_lost(self, why: str) -> bool:
         self._end_processes()

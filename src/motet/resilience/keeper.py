@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from motet.errors import UserError
 from motet.resilience.agent import FINISH_S, SEEN_END
 from motet.resilience.children import Children
 from motet.resilience.failure_log import write_store_end
@@ -119,15 +120,18 @@ class Keeper:
             client.connect()
             yield client
 
-    def _start_again(self, error: StoreLostError) -> None:
+    def _start_again(self, loss: StoreLostError) -> None:
         code = self.process.wait_for_end()
         self._num_lost += 1
         self._num_fruitless += 1
         if self._num_fruitless > MOST_FRUITLESS:
             raise StoreDiesError("the process that has the store dies whenever it is started") from None
-        how = str(error) if code is None else f"its process {how_it_ended(code)}"
+        how = str(loss) if code is None else f"its process {how_it_ended(code)}"
         print(f"motet: the store was lost ({how}); it is started again", file=sys.stderr, flush=True)
-        self.process.start(self.children)
+        try:
+            self.process.start(self.children)
+        except UserError as error:  # Somebody else listens there now.
+            raise StoreDiesError(str(error)) from None
         write_store_end(self.output, how)
 
     def _first(self, number: int = 0) -> Membership:
@@ -158,10 +162,10 @@ class Keeper:
             self._num_fruitless = 0
             if self._end is None or (self._end.result is None and self._end.failure is None):
                 return self._end is not None
-            if self._end.failure is not None:
-                self._write(store, FAILURE, self._end.failure)
-            self._write(store, OVER, "")
             self._deadline = time.monotonic() + FINISH_S + 1.0
+            # First here: if the store is lost at this moment, the next one has to begin with it.
+            self._written |= {OVER: ""} if self._end.failure is None else {FAILURE: self._end.failure, OVER: ""}
+            store.set(OVER, "")
         last = self._end.last
         # If an agent found no store where it looks for the end, it would wait for another one.
         all_know = store.check([f"{SEEN_END}/{node}" for node in (*last.everyone, *last.waiting)])
