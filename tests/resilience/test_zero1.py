@@ -37,6 +37,7 @@ from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.executor import Executor
+from motet.runtime.launch import WorkerFailedError
 from motet.runtime.optimizer import Optimizer
 from motet.runtime.train_worker import train_worker
 from motet.runtime.trainer import Trainer
@@ -196,6 +197,18 @@ def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(t
     # The third checkpoint may have been on its way.
     told = "nobody held the optimizer's state of .* any more: went back from step 3 to the checkpoint of step [23]"
     assert re.fullmatch(told, done), done
+
+
+@pytest.mark.slow
+def test_who_stops_without_all_states_says_what_is_lost(tmp_path: Path) -> None:
+    told = {"tolerate": 1, "detect_s": 10, "stop_below_guarantee": True}
+    config = sharing(unlike_config(tmp_path, 3, checkpoint_every=1, failures=told))
+    plan, templates = three_pipelines(config)
+    with (
+        before_each_step(all_at(3, [0, 2], die)),
+        pytest.raises(WorkerFailedError, match=r"saved as .*step_0*([23]), as of step \1: what came later is lost"),
+    ):
+        train_on_nodes(config, plan, templates, num_nodes=3, node_size=2)
 
 
 @pytest.mark.slow

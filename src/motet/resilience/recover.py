@@ -143,7 +143,9 @@ class TrainingProcess:
                 self._control.tell("left", membership.generation)
             return
         if membership.stop is not None:
-            raise StoppedError(f"{membership.stop}; saved as {trainer.save_now()}")
+            went_back = self._restored_in == membership.generation
+            lost = f", as of step {trainer.finished_steps}: what came later is lost" if went_back else ""
+            raise StoppedError(f"{membership.stop}; saved as {trainer.save_now()}{lost}")
         trainer.engine.wants_pause = self._control.is_change_due
         self._watch(trainer, membership)
         summary = trainer.train()
