@@ -241,6 +241,21 @@ def test_pigeonholes_tell_of_one_layer_too_many():
     assert problem_lower_bound_s(nine) <= problem_lower_bound_s(problem)
 
 
+def test_the_padding_of_microbatches_that_are_known_counts():
+    """One replica on one device, samples of unequal length padded: what the simulated plan computes is the bound."""
+    one = entrain_problem("1b", num_devices=1, num_samples=16)
+    ample = replace(one.cluster, device=replace(one.cluster.device, memory_bytes=1e15))
+    one = replace(one, num_microbatches=4, cluster=ample)
+    layout = Layout(
+        planner="all",
+        chunks=tuple(Chunk(name, (0, module.workload.num_layers), 0) for name, module in one.modules.items()),
+        group_sizes=(1,),
+    )
+    alone_s = evaluate(one, layout_plan(one, layout)).iteration_time_s
+    assert problem_lower_bound_s(one) == pytest.approx(alone_s, rel=1e-3)
+    assert problem_lower_bound_s(replace(one, assignment="entrain")) < 0.95 * alone_s
+
+
 def test_what_can_never_fit_has_no_bound():
     assert problem_lower_bound_s(with_memory(small_problem(), 1000.0)) == float("inf")
 

@@ -295,6 +295,10 @@ class IterationCosts:
 
     def memory_limit(self) -> MemoryLimit:
         """What parameters, all that is static and the buffers of messages leave for activations on a device."""
+        return self._memory_limit
+
+    @cached_property
+    def _memory_limit(self) -> MemoryLimit:
         buffers = NUM_BUFFERS * int(self._carried_bytes.max(initial=0))
         usable = int(self.cluster.device.memory_bytes * (1 - RESERVE)) - buffers
         return MemoryLimit(

@@ -28,7 +28,7 @@ from motet.planner.auto_towers import search_towers
 from motet.planner.bound_and_simulate import best_layout, rank
 from motet.planner.degrees import check_limits, cp_sizes
 from motet.planner.device_counts import device_counts
-from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.evaluate import Evaluation, evaluate, under_schedule
 from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import language_model
@@ -127,7 +127,7 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
-    evaluations += _rescheduled(sorted(evaluations, key=rank)[:NUM_RESCHEDULED], schedules)
+    evaluations += _rescheduled(_promising(evaluations), schedules)
     best = min(evaluations, key=rank)
     evaluations += _sequence_parallel(best)
     # It saves activations too: what is faster but does not fit may fit then.
@@ -148,6 +148,12 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
         refused=refused,
         lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
     )
+
+
+def _promising(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The best of them, the first with sequence parallelism if that is faster."""
+    first, *others = sorted(evaluations, key=rank)[:NUM_RESCHEDULED]
+    return [min([first, *_sequence_parallel(first)], key=rank), *others]
 
 
 def _seconds(evaluation: Evaluation) -> float:
@@ -235,7 +241,7 @@ def _under(evaluation: Evaluation, schedules: Sequence[str], max_actions: float 
             break
         if schedule != evaluation.plan.schedule:
             with suppress(UserError):
-                found.append(evaluate(evaluation.problem, replace(evaluation.plan, schedule=schedule)))
+                found.append(under_schedule(evaluation, schedule))
     return found
 
 

@@ -1,7 +1,7 @@
 """What a plan would do: its schedule simulated with the problem's costs, and whether it fits into memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -42,14 +42,28 @@ class Overflow:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """The typical batch on a plan's ranks, with its costs: alike under every schedule."""
+
+    costs: IterationCosts
+    folding: Folding | None
+    fewer: tuple[Folding, IterationCosts] | None
+    """For one of those pipelines that differ only in how they lie on the nodes, if their schedules are the same."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """One iteration of the plan on the problem's typical batch."""
 
     problem: PlanningProblem
     plan: Plan
     program: Program
-    costs: IterationCosts
+    prepared: Prepared
     result: SimulationResult
+
+    @property
+    def costs(self) -> IterationCosts:
+        return self.prepared.costs
 
     @property
     def iteration_time_s(self) -> float:
@@ -101,17 +115,29 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
     check_same_model(problem, plan)
     if plan.schedule not in GENERATORS:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
-    whole = assign(plan, problem.samples, workloads=_workloads(problem), table=problem.table)
-    folding = None
-    if folded and problem.num_cores is None:
-        folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
-    costs = _costs(problem, plan, whole if folding is None else folding.assignment)
-    schedule = None if folding is None else _schedule_of_fewer(problem, plan, whole, folding, costs)
-    if schedule is None:
-        schedule = make_schedule(plan.schedule, costs.routes, costs.compute_s, memory=costs.memory_limit())
-    program = lower(schedule, Dependencies(costs.routes), costs.compute_s)
-    result = simulate(program, costs, num_cores=problem.num_cores, folding=folding)
-    return Evaluation(problem, plan, program, costs, result)
+    return _simulated(problem, plan, _prepare(problem, plan, folded=folded))
+
+
+def under_schedule(evaluation: Evaluation, schedule: str) -> Evaluation:
+    """The same plan under another schedule, which takes less than to evaluate it anew. Raises as `evaluate` does."""
+    plan = replace(evaluation.plan, schedule=schedule)
+    return _simulated(evaluation.problem, plan, evaluation.prepared)
+
+
+def _simulated(problem: PlanningProblem, plan: Plan, prepared: Prepared) -> Evaluation:
+    costs = prepared.costs
+    program = lower(_schedule(plan.schedule, prepared), Dependencies(costs.routes), costs.compute_s)
+    result = simulate(program, costs, num_cores=problem.num_cores, folding=prepared.folding)
+    return Evaluation(problem, plan, program, prepared, result)
+
+
+def _schedule(name: str, prepared: Prepared) -> Schedule:
+    """Made for all pipelines that differ at all, or for fewer and copied to them."""
+    folding, costs = prepared.fewer or (None, prepared.costs)
+    schedule = make_schedule(name, costs.routes, costs.compute_s, memory=costs.memory_limit())
+    if folding is None:
+        return schedule
+    return copy_schedule(schedule, Dependencies(costs.routes), Dependencies(prepared.costs.routes), folding)
 
 
 def _workloads(problem: PlanningProblem) -> Mapping[str, ModuleWorkload]:
@@ -130,20 +156,24 @@ def _costs(problem: PlanningProblem, plan: Plan, assignment: BatchAssignment) ->
     )
 
 
-def _schedule_of_fewer(
-    problem: PlanningProblem, plan: Plan, whole: BatchAssignment, folding: Folding, costs: IterationCosts
-) -> Schedule | None:
-    """The schedule, made for one of those pipelines that differ only in how they lie on the nodes; None if there are
-    none, or if what actions take depends on it: where members of a group exchange keys, or towers are contrasted."""
+def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
+    whole = assign(plan, problem.samples, workloads=_workloads(problem), table=problem.table)
+    if not folded or problem.num_cores is not None:
+        return Prepared(_costs(problem, plan, whole), None, None)
+    folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
+    return Prepared(_costs(problem, plan, folding.assignment), folding, _fewer(problem, plan, whole, folding))
+
+
+def _fewer(
+    problem: PlanningProblem, plan: Plan, whole: BatchAssignment, folding: Folding
+) -> tuple[Folding, IterationCosts] | None:
+    """One of those pipelines that differ only in how they lie on the nodes; None if there are none, or if what actions
+    take depends on it: where members of a group exchange keys, or towers are contrasted."""
     depends = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
     if depends or problem.cluster.num_nodes == 1:
         return None
     fewer = fold(plan, whole, problem.sample_kinds)
-    if len(fewer.copies) == len(folding.copies):
-        return None
-    few = _costs(problem, plan, fewer.assignment)
-    schedule = make_schedule(plan.schedule, few.routes, few.compute_s, memory=few.memory_limit())
-    return copy_schedule(schedule, Dependencies(few.routes), Dependencies(costs.routes), fewer)
+    return None if len(fewer.copies) == len(folding.copies) else (fewer, _costs(problem, plan, fewer.assignment))
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:

@@ -15,14 +15,16 @@ sum, of parameters, gradients and moments over all devices; ranks may interrupt 
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
 3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. Only where replicas have equal work.
 
-The bound is the least over all combinations of sizes, which are few; each is a maximum of the three. Loads are summed
-sample by sample, which no cut into microbatches can undercut (`PlanningProblem.least_total_times`).
+The bound is the least over all combinations of sizes, which are few; each is a maximum of the three. Where the batch is
+cut evenly and a module has one replica for each share of it, its microbatches are known, padding included; else loads
+are summed sample by sample, which no cut can undercut (`PlanningProblem.least_total_times`). Plans whose replicas take
+unlike numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
-from math import inf
+from math import gcd, inf
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -94,17 +96,19 @@ class _Modules:
         self.problem = problem
         self._static_bytes: dict[tuple[str, Size], int] = {}
         self._num_updated: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._work_s: dict[tuple[str, Size], float] = {}
+        self._work_s: dict[tuple[str, Size, bool], float] = {}
 
     def share_s(self, sizes: Sizes) -> float:
         """Each device's part of all the work: less than the bound, and soon computed."""
-        for name, size in sizes.items():
-            if (name, size) not in self._work_s:
-                self._work_s[name, size] = size.cp * sum(
+        num_shares = _num_shares(sizes)
+        keys = [(name, size, size.num_replicas == num_shares) for name, size in sizes.items()]
+        for name, size, alone in keys:
+            if (name, size, alone) not in self._work_s:
+                self._work_s[name, size, alone] = size.cp * sum(
                     min(tp * time.total_s for tp, time in zip(size.tp, times, strict=True))
-                    for times in _least_totals(self.problem, name, size)
+                    for times in _least_totals(self.problem, name, size, alone=alone)
                 )
-        return sum(self._work_s[key] for key in sizes.items()) / self.problem.num_devices
+        return sum(self._work_s[key] for key in keys) / self.problem.num_devices
 
     def static_bytes(self, name: str, size: Size) -> int:
         """Parameters, gradients and moments, on all ranks together."""
@@ -129,9 +133,14 @@ class _Modules:
         return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size.tp]
 
 
-def _least_totals(problem: PlanningProblem, name: str, size: Size) -> Iterator[tuple[LayerTime, ...]]:
+def _num_shares(sizes: Sizes) -> int:
+    """As `motet.data.assignment.num_shares` has it."""
+    return gcd(*(size.num_replicas for size in sizes.values()))
+
+
+def _least_totals(problem: PlanningProblem, name: str, size: Size, *, alone: bool) -> Iterator[tuple[LayerTime, ...]]:
     """For each layer, its times at each of the tensor-parallel sizes."""
-    of_sizes = [problem.least_total_times(name, tp, size.num_replicas, cp=size.cp) for tp in size.tp]
+    of_sizes = [problem.least_total_times(name, tp, size.num_replicas, cp=size.cp, alone=alone) for tp in size.tp]
     return zip(*of_sizes, strict=True)
 
 
@@ -178,9 +187,9 @@ def _fits(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> bool:
 
 def _layers(problem: PlanningProblem, sizes: Sizes) -> list[_Layer]:
     heads, tails = _heads_and_tails(problem, sizes)
-    layers = []
+    layers, num_shares = [], _num_shares(sizes)
     for name, size in sizes.items():
-        for i, times in enumerate(_least_totals(problem, name, size)):
+        for i, times in enumerate(_least_totals(problem, name, size, alone=size.num_replicas == num_shares)):
             device_s = [tp * size.cp * time.total_s for tp, time in zip(size.tp, times, strict=True)]
             device_weight_s = [tp * size.cp * time.weight_s for tp, time in zip(size.tp, times, strict=True)]
             layers.append(

@@ -17,7 +17,7 @@ ZeRO-1) and one reduction behind; the encoder's own gradients are summed after i
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import inf
 from operator import itemgetter
 
@@ -121,10 +121,10 @@ def encoder_layouts(problem: PlanningProblem, llm: LlmLayout) -> Iterator[Encode
 
 def llm_layouts(problem: PlanningProblem) -> list[tuple[LlmLayout, LlmTimeline]]:
     """With their timelines, the quickest first; those that alone exceed memory last. What cannot be among the first
-    because of its computation alone is left out."""
+    because of a lower bound is left out."""
     found: list[tuple[int, float, int, LlmLayout, LlmTimeline]] = []
     sides = sorted(
-        ((side.computation_s(), i, side) for i, side in enumerate(_llm_sides(problem))), key=itemgetter(0, 1)
+        ((side.least_s(), i, side) for i, side in enumerate(_llm_sides(problem))), key=itemgetter(0, 1)
     )
     for bound_s, i, side in sides:
         fitting = sorted(iteration_s for excess, iteration_s, *_ in found if not excess)
@@ -162,11 +162,16 @@ class LlmSide:
         self.name = problem.sinks[0]
         self.stages = cut(problem, self.name, layout.tp, layout.dp, layout.pp * layout.num_chunks)
 
-    def computation_s(self) -> float:
-        """Of the place that computes most: no iteration is shorter."""
+    def least_s(self) -> float:
+        """No iteration is shorter: what a place computes, and what the places before it do with a microbatch until it
+        can begin and after it has ended."""
         times = self.problem.layer_times(self.name, self.layout.tp, self.layout.dp)
-        return self.problem.num_microbatches * max(
-            sum(times[i].total_s for stage in stages for i in range(*stage)) for stages in self._stages_of_places()
+        seconds = [sum(times[i].total_s for i in range(*stage)) for stage in self.stages]
+        places = self.layout.pp
+        before = accumulate(seconds[: places - 1], initial=0.0)
+        return max(
+            self.problem.num_microbatches * sum(seconds[place::places]) + others_s
+            for place, others_s in zip(range(places), before, strict=True)
         )
 
     def timeline(self) -> LlmTimeline:

@@ -301,23 +301,33 @@ class PlanningProblem:
             lambda: self._layer_times(name, tp, dp, cp, packed, frozen_aware, lightest, sequence_parallel),
         )
 
-    def least_total_times(self, name: str, tp: int = 1, num_replicas: int = 1, *, cp: int = 1) -> list[LayerTime]:
+    def least_total_times(
+        self, name: str, tp: int = 1, num_replicas: int = 1, *, cp: int = 1, alone: bool = False
+    ) -> list[LayerTime]:
         """For each layer: at least what all microbatches together take, however the batch is cut into them.
 
         That holds because no sum of a load is less for several samples than the sum of theirs (padding and packing only
-        add to it), and because there are at least as many actions as it takes to hold the samples."""
+        add to it), and because there are at least as many actions as it takes to hold the samples. `alone`: each
+        replica has a share of the batch to itself; where that is cut evenly, the microbatches are known, and so is what
+        they take."""
+        is_known = alone and self.cuts_evenly
         largest = (
             -(-len(self.samples) // (self.num_microbatches * num_replicas)) if self.cuts_evenly else len(self.samples)
         )
 
         def compute() -> list[LayerTime]:
+            loads = self.loads(name, num_replicas, packed=cp > 1) if is_known else self._sample_loads(name)
             total = [
-                (gradients, Load(*map(sum, zip(*members, strict=True))), float(sum(map(any, members)) // largest))
-                for gradients, members in self._kinds(name, self._sample_loads(name), True)
+                (
+                    gradients,
+                    Load(*map(sum, zip(*members, strict=True))),
+                    float(sum(map(any, members)) // (1 if is_known else largest)),
+                )
+                for gradients, members in self._kinds(name, loads, True)
             ]
             return self._times(name, tp, cp, total)
 
-        return self.remembered(("least total", name, tp, num_replicas, cp), compute)
+        return self.remembered(("least total", name, tp, num_replicas, cp, is_known), compute)
 
     def least_times(self, name: str, tp: int = 1, num_samples: int = 1, *, cp: int = 1) -> list[LayerTime]:
         """For each layer: at least what a microbatch of so many samples takes."""

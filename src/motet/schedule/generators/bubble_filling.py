@@ -16,6 +16,7 @@ interleaved 1F1B with the adjusted warm-up.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import inf
 
 from motet.arrays import Ints
@@ -38,6 +39,11 @@ LATENESS = (0.0, 1.0)
 
 def bubble_filling(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
     """`costs`: how long gaps and what fills them are; by default a backward takes twice as long as a forward."""
+    return _bubble_filling(routes, costs, memory)
+
+
+@lru_cache(maxsize=1)  # Whoever tries schedules out asks for the same again: zero-bubble ones split this one.
+def _bubble_filling(routes: Routes, costs: Durations | None, memory: MemoryLimit | None) -> Schedule:
     dependencies, duration_s = Dependencies(routes), costs or unit_duration
     usual, adjusted = (order_beside_encoders(routes, forwards_per_place) for forwards_per_place in (2, 1))
     if usual is None or adjusted is None:
