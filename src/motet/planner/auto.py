@@ -2,8 +2,9 @@
 
 Candidates are every named planner's own plan, simulated unless a lower bound shows that another one's is faster, so
 that the choice is never slower than the best of them; and the layouts of `motet.planner.auto_layouts`, ordered by a
-lower bound and an estimate of memory, simulated only while their bound is below the best so far. Then the best few are
-tried under other schedules, and with sequence parallelism the best of all and the fastest that does not fit without.
+lower bound and an estimate of memory, simulated only while their bound is below the best so far; a few of those that
+keep too much are simulated under a schedule that goes by memory. Then the best few are tried under other schedules, and
+with sequence parallelism the best and the fastest that does not fit without.
 
 What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
 (`motet.planner.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are searched by
@@ -25,7 +26,7 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.auto_layouts import PLANNER, knows_sequence_parallelism, own_layouts
 from motet.planner.auto_towers import search_towers
-from motet.planner.bound_and_simulate import best_layout, rank
+from motet.planner.bound_and_simulate import best_layout, rank, within_memory
 from motet.planner.degrees import check_limits, cp_sizes
 from motet.planner.device_counts import device_counts
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
@@ -48,6 +49,8 @@ NUM_PROMISING = 2
 """the first of them under all, the others under so many."""
 MAX_ACTIONS = 15_000
 """Of all simulations under other schedules together."""
+FRUGAL = "bubble_filling"
+"""Tried where layouts keep too much under schedules that do not go by memory."""
 FIRST = ("optimus", "megatron_balanced")
 """Named planners that often have the best plan: the sooner it is known, the fewer of the others' are simulated."""
 BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
@@ -125,6 +128,8 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
             for layout in own_layouts(problem.with_num_devices(num_devices), schedules)
         ]
         evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
+        if FRUGAL in schedules:
+            evaluations += within_memory(problem, layouts, FRUGAL, known=evaluations)
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
     evaluations += _rescheduled(_promising(evaluations), schedules)
@@ -151,9 +156,9 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
 
 
 def _promising(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The best of them, the first with sequence parallelism if that is faster."""
-    first, *others = sorted(evaluations, key=rank)[:NUM_RESCHEDULED]
-    return [min([first, *_sequence_parallel(first)], key=rank), *others]
+    """The best of them, each with sequence parallelism if that is faster; the best first."""
+    best = sorted(evaluations, key=rank)[:NUM_RESCHEDULED]
+    return sorted([min([each, *_sequence_parallel(each)], key=rank) for each in best], key=rank)
 
 
 def _seconds(evaluation: Evaluation) -> float:

@@ -13,6 +13,10 @@ from motet.schedule.generators import SPLIT_BACKWARDS
 
 MAX_ACTIONS = 10_000
 """Of all simulations of a search together: where programs are large, fewer of them are tried."""
+MAX_CELLS = 2_000
+"""Microbatches on stages of one replica: schedules that go by memory take long where they are many."""
+MAX_EXCESS = 0.25
+"""Of a device's memory: what exceeds it by more is slow if it is made to fit."""
 
 
 Family = tuple[str | None, int]
@@ -42,6 +46,31 @@ def candidates(problem: PlanningProblem, layouts: Iterable[Layout], costs: Layou
         bound_s = costs.bound_s(layout, split_backward=splits) + problem.program_s
         found.append(Candidate(layout, costs.needed_bytes(layout), costs.excess_bytes(layout), bound_s))
     return sorted(found, key=lambda candidate: (candidate.excess_bytes, candidate.bound_s))
+
+
+def within_memory(
+    problem: PlanningProblem,
+    layouts: Iterable[Layout],
+    schedule: str,
+    *,
+    max_simulated: int = 3,
+    known: Sequence[Evaluation] = (),
+) -> list[Evaluation]:
+    """Simulations of the most promising layouts that keep somewhat too much under their own schedules, under one that
+    goes by what memory there is. Those whose programs are large are left out."""
+    fastest = min((e.iteration_time_s for e in known if e.fits), default=inf)
+    found = sorted(candidates(problem, layouts, LayoutCosts(problem)), key=lambda candidate: candidate.bound_s)
+    evaluations: list[Evaluation] = []
+    for candidate in found:
+        if candidate.bound_s >= fastest or len(evaluations) >= max_simulated:
+            break
+        num_cells = problem.num_microbatches * len(candidate.layout.chunks)
+        if 0 < candidate.excess_bytes <= MAX_EXCESS * usable_bytes(problem) and num_cells <= MAX_CELLS:
+            evaluation = evaluate(problem, layout_plan(problem, candidate.layout, schedule=schedule))
+            evaluations.append(evaluation)
+            if evaluation.fits:
+                fastest = min(fastest, evaluation.iteration_time_s)
+    return evaluations
 
 
 def rank(evaluation: Evaluation) -> tuple[int, float]:

@@ -123,9 +123,7 @@ def llm_layouts(problem: PlanningProblem) -> list[tuple[LlmLayout, LlmTimeline]]
     """With their timelines, the quickest first; those that alone exceed memory last. What cannot be among the first
     because of a lower bound is left out."""
     found: list[tuple[int, float, int, LlmLayout, LlmTimeline]] = []
-    sides = sorted(
-        ((side.least_s(), i, side) for i, side in enumerate(_llm_sides(problem))), key=itemgetter(0, 1)
-    )
+    sides = sorted(((side.least_s(), i, side) for i, side in enumerate(_llm_sides(problem))), key=itemgetter(0, 1))
     for bound_s, i, side in sides:
         fitting = sorted(iteration_s for excess, iteration_s, *_ in found if not excess)
         if len(fitting) >= MAX_LLM_LAYOUTS and bound_s >= fitting[MAX_LLM_LAYOUTS - 1]:

@@ -1,6 +1,8 @@
 """Entrain's models as planning problems: Qwen2.5-VL's vision tower and Llama 3.2 on A40s (thesis 4.7.1), everything
 trained, with samples drawn here, because the thesis prints its data sets' distributions as pictures only."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from motet.cluster import DEVICES, LINKS, Cluster
@@ -31,8 +33,9 @@ BACKBONES = {"1b": (16, 2048, 8192, 32, 8), "3b": (28, 3072, 8192, 24, 8)}
 
 
 def problems() -> list[tuple[str, PlanningProblem]]:
-    """One replica's devices and samples."""
-    return [(f"Qwen2.5-VL vision + Llama3-{model} on 16 A40", problem(model)) for model in BACKBONES]
+    """One replica's devices and samples, dealt out as they come and as Entrain does."""
+    named = [(f"Qwen2.5-VL vision + Llama3-{model} on 16 A40", problem(model)) for model in BACKBONES]
+    return [*named, *((f"{what}, assignment entrain", replace(each, assignment="entrain")) for what, each in named)]
 
 
 def problem(model: str, *, num_devices: int = 16, num_samples: int = 128, seed: int = 0) -> PlanningProblem:
