@@ -19,10 +19,6 @@ MAX_EXCESS = 0.25
 """Of a device's memory: what exceeds it by more is slow if it is made to fit."""
 
 
-Family = tuple[str | None, int]
-"""Layouts for which an estimate of memory is off in the same way: of one schedule, with as many runs on a group."""
-
-
 @dataclass(frozen=True)
 class Candidate:
     layout: Layout
@@ -33,7 +29,8 @@ class Candidate:
     bound_s: float
 
     @property
-    def family(self) -> Family:
+    def family(self) -> tuple[str | None, int]:
+        """Layouts for which that estimate is off in the same way: of one schedule, with as many runs on a group."""
         runs = Counter(chunk.group for chunk in self.layout.chunks)
         return self.layout.schedule, max(runs.values())
 
@@ -92,13 +89,13 @@ def best_layout(
     A candidate is simulated unless its bound is above the best simulation that fits (`known` ones among them), and
     while fewer than `max_simulated` have been, with fewer than `MAX_ACTIONS` actions in all; four times as many while
     nothing fits. Once something does, those are passed over that would not fit if they needed as much more than
-    estimated as the last simulated ones of their family, whichever planner simulated them.
+    estimated as the last simulated ones of their family.
     """
     costs = costs or LayoutCosts(problem)
     evaluations: list[Evaluation] = []
     fastest = min((e.iteration_time_s for e in known if e.fits), default=inf)
     num_actions = 0
-    off: dict[Family, float] = problem.remembered("needed over estimated bytes", dict)
+    off: dict[tuple[str | None, int], float] = {}
     found = candidates(problem, layouts, costs)
     for candidate in found:
         times = 1 if fastest < inf else 4
