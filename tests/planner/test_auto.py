@@ -135,6 +135,23 @@ def test_sequence_parallelism_is_chosen_where_it_is_faster():
     assert not any(module.sequence_parallel for module in without.evaluation.plan.modules.values())
 
 
+def test_own_layouts_have_sequence_parallelism_where_something_is_cut_and_its_costs_are_known():
+    problem = small_problem(num_devices=4, num_microbatches=8)
+    problem = replace(problem, modules={n: replace(m, tp_sizes=(1, 2)) for n, m in problem.modules.items()})
+    assert problem.table.sequence_parallel
+    unknown = replace(problem, table=replace(problem.table, sequence_parallel={}))
+    seen = set()
+    for layout in own_layouts(problem, tuple(GENERATORS)):
+        is_cut = max(layout.group_sizes) > 1
+        assert layout.sequence_parallel == is_cut
+        plan = layout_plan(problem, layout)
+        for name, module in plan.modules.items():
+            assert module.sequence_parallel == (max(s.tp_size for r in module.replicas for s in r.stages) > 1), name
+        seen.add(is_cut)
+    assert seen == {True, False}
+    assert not any(layout.sequence_parallel for layout in own_layouts(unknown, tuple(GENERATORS)))
+
+
 def test_what_fits_with_sequence_parallelism_alone_is_not_missed():
     problem = small_problem(num_devices=4, encoders=("vision",), frozen=())
     problem = replace(problem, modules={n: replace(m, tp_sizes=(2,)) for n, m in problem.modules.items()})

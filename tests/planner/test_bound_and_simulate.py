@@ -8,7 +8,8 @@ from small_problem import small_problem, with_memory
 
 from motet.planner import bound_and_simulate
 from motet.planner.auto_layouts import own_layouts
-from motet.planner.bound_and_simulate import best_layout
+from motet.planner.bound_and_simulate import best_layout, within_memory
+from motet.planner.layout import layout_plan
 from motet.planner.layout_costs import LayoutCosts, usable_bytes
 from motet.schedule.generators import GENERATORS
 
@@ -41,6 +42,28 @@ def test_of_a_family_whose_estimate_was_too_low_only_those_that_would_fit_are_si
     assert len(found) < len(whatever_seems_to_fit)
     # Nothing that fits and is faster was passed over.
     assert bound_and_simulate.rank(found[0]) == bound_and_simulate.rank(whatever_seems_to_fit[0])
+
+
+def test_what_keeps_somewhat_too_much_is_tried_under_a_schedule_that_goes_by_memory():
+    problem = small_problem(num_devices=4, frozen=(), num_microbatches=8)
+    layouts = list(own_layouts(problem, ("1f1b", "bubble_filling")))
+    costs = LayoutCosts(problem)
+    needed = sorted(costs.needed_bytes(layout) for layout in layouts)
+    tight = with_memory(problem, needed[len(needed) // 2] / 0.9 / 1.1)
+    found = within_memory(tight, layouts, "bubble_filling", max_simulated=4)
+    assert 0 < len(found) <= 4
+    assert {evaluation.plan.schedule for evaluation in found} == {"bubble_filling"}
+    too_large = [
+        layout_plan(tight, layout, schedule="bubble_filling")
+        for layout in layouts
+        if 0 < LayoutCosts(tight).excess_bytes(layout) <= 0.25 * usable_bytes(tight)
+    ]
+    assert all(evaluation.plan in too_large for evaluation in found)
+    assert any(evaluation.fits for evaluation in found)
+    assert not within_memory(with_memory(problem, 1e15), layouts, "bubble_filling"), "nothing keeps too much"
+    fitting = next(evaluation for evaluation in found if evaluation.fits)
+    in_no_time = replace(fitting, problem=replace(tight, program_s=-1e9))
+    assert not within_memory(tight, layouts, "bubble_filling", known=[in_no_time]), "nothing can be faster"
 
 
 def test_what_is_needed_beyond_the_device_is_the_excess():

@@ -6,7 +6,7 @@ import pytest
 from small_problem import sample, small_problem
 
 from motet.planner import PLANNERS, Degrees, make_plan
-from motet.planner.evaluate import evaluate
+from motet.planner.evaluate import evaluate, under_schedule
 from motet.planner.report import report_evaluation
 from motet.reproduce.optimus_problems import problems
 from motet.schedule.generators import GENERATORS
@@ -47,6 +47,18 @@ def test_pipelines_that_lie_otherwise_on_the_nodes_have_one_schedule(schedule):
     assert folded.iteration_time_s == whole.iteration_time_s
     ranks = {rank for rank, like in enumerate(folded.result.folding.rank_of.tolist()) if rank == like}
     assert set(folded.result.timeline_of(ranks).spans) == set(whole.result.timeline_of(ranks).spans)
+
+
+@pytest.mark.parametrize("devices_per_node", [2, 16])
+def test_another_schedule_of_the_same_plan_is_what_it_would_be_evaluated_anew(devices_per_node):
+    problem = four_pipelines()
+    problem = replace(problem, cluster=replace(problem.cluster, devices_per_node=devices_per_node))
+    known = evaluate(problem, PLANNERS["megatron_balanced"](problem))
+    for schedule in ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "gpipe", "eager_1f1b"):
+        found, anew = under_schedule(known, schedule), evaluate(problem, replace(known.plan, schedule=schedule))
+        assert found.plan == anew.plan
+        assert found.iteration_time_s == anew.iteration_time_s
+        assert found.result.peak_memory_bytes == anew.result.peak_memory_bytes
 
 
 def test_planners_plans_too():
