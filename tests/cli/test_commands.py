@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_profile import profile_quickly
 from tiny_run import write_tiny_run
 
 from motet.cli.main import COMMANDS, main
@@ -158,7 +159,10 @@ def test_verify_that_fails_exits_with_1(
 
 
 @pytest.mark.slow
-def test_demo_goes_the_whole_way(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+def test_demo_goes_the_whole_way(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile_quickly(monkeypatch)
     shown = run_json(capsys, "demo", run_file, "--set", "train.checkpoint_every=4")
     output = run_file.with_name("output")
     assert (output / "costs.json").is_file()
@@ -170,10 +174,11 @@ def test_demo_goes_the_whole_way(capsys: pytest.CaptureFixture[str], run_file: P
 
 @pytest.mark.slow
 def test_torchrun_starts_the_processes_and_train_joins(run_file: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "motet.cli.main", "train", str(run_file), "--json", "--set", "train.steps=2"]
+    command += ["--set", "cluster.num_devices=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     trained = json.loads(done.stdout)
-    assert trained["world_size"] == 4
+    assert trained["world_size"] == 2
     assert len(trained["losses"]) == 2

@@ -12,6 +12,7 @@ import torch
 import yaml
 from mistakes import expect_mistake
 from PIL import Image
+from quick_profile import profile_quickly
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     CLIPConfig,
@@ -395,8 +396,11 @@ def test_towers_share_no_tokens(capsys: pytest.CaptureFixture[str], run_file: Pa
     )
 
 
-def test_profile_and_plans_of_others(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+def test_profile_and_plans_of_others(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Measured costs, and sizes instead of data."""
+    profile_quickly(monkeypatch)
     costs = run_file.with_name("costs.json")
     run(capsys, "profile", run_file, "--out", costs)
     measured = run(capsys, "plan", run_file, "--set", f"cluster.costs={costs}")

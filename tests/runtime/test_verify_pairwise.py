@@ -77,11 +77,15 @@ def test_families_take_turns() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "step"),
+    [("float64", 1), ("float32", 3), pytest.param("float32", 1, marks=pytest.mark.campaign)],
+    ids=["float64", "float32", "all-float32"],
+)
 @pytest.mark.parametrize("num_ranks", sorted({scenario.num_ranks for scenario in scenarios()}))
-def test_layouts_equal_one_process(num_ranks: int, dtype: str) -> None:
-    """All scenarios of a size in one start of processes."""
-    group = [replace(scenario, dtype=dtype) for scenario in scenarios() if scenario.num_ranks == num_ranks]
+def test_layouts_equal_one_process(num_ranks: int, dtype: str, step: int) -> None:
+    """All scenarios of a size in one start of processes, or every third of them."""
+    group = [replace(scenario, dtype=dtype) for scenario in scenarios() if scenario.num_ranks == num_ranks][::step]
     comparisons = run_distributed(lambda rank: [verify(scenario) for scenario in group], num_ranks, timeout=300)[0]
     for scenario, comparison in zip(group, comparisons, strict=True):
         assert comparison.passed, f"{scenario}: {comparison.failures}"

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from motet.config import RunConfig
+from motet.data.dial_a_digit import handwriting
 from motet.data.loader import Loader
 from motet.data.preprocessing.producer import InProcess
 from motet.data.run_file import open_data
@@ -18,6 +19,8 @@ from motet.data.sample import Sample
 from motet.plan import Plan
 from motet.planner.from_run_file import plan_for, planning_problem
 from motet.runtime.train_worker import train_worker
+
+handwriting()  # Here, and not in every process of every run: it imports scikit-learn.
 
 Layout = Mapping[str, Mapping[str, Any]]
 """By module: tp, pp, dp and so on."""
