@@ -316,7 +316,7 @@ def test_shards_are_copied_from_stages_that_are_cut_in_another_way(tmp_path: Pat
 
 def context_parallel_templates(num_vision_layers: int, num_layers: int) -> Templates:
     """On nodes of three processes: with one node the language model's tokens are shared between two of them, with two
-    nodes its stages have tensor parallelism, or nothing."""
+    nodes its stages have tensor parallelism, nothing, and context parallelism."""
 
     def stage(layers: tuple[int, int], ranks: tuple[int, ...], cp: int = 1) -> Stage:
         return Stage(layers=layers, ranks=ranks, tp_size=len(ranks) // cp, cp_size=cp)
@@ -327,7 +327,9 @@ def context_parallel_templates(num_vision_layers: int, num_layers: int) -> Templ
     }
     two = {
         "vision": Replica(stages=(stage((0, num_vision_layers), (0,)),)),
-        "language_model": Replica(stages=(stage((0, 2), (1, 2)), stage((2, 3), (3,)), stage((3, num_layers), (4, 5)))),
+        "language_model": Replica(
+            stages=(stage((0, 2), (1, 2)), stage((2, 3), (3,)), stage((3, num_layers), (4, 5), cp=2))
+        ),
     }
     by_nodes = {n: Template(num_nodes=n, replicas=replicas) for n, replicas in ((1, one), (2, two))}
     return Templates(failures=1, devices_per_node=3, by_nodes=by_nodes)
