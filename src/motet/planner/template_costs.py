@@ -41,15 +41,16 @@ class Sharing:
 
 
 def mapping_problems(problem: PlanningProblem, *, fully_sharded: bool) -> list[MappingProblem]:
-    """Of their best mappings the better one makes the template. `fully_sharded`: the language model's ranks that share
-    tokens share its parameters.
+    """Of their best mappings the better one makes the template. Where there are two, the first is for pipelines without
+    context parallelism, and the second for those with it. `fully_sharded`: the language model's ranks that share tokens
+    share its parameters.
 
     Raises `UserError` if the user's limits leave a module no group of devices within a node."""
     name = problem.sinks[0]
     sizes = cp_sizes(problem, name, problem.failures + 1)
-    alone = [[Sharing()]] if 1 in sizes else []
-    together = [[Sharing(cp, is_packed=True, is_sharded=fully_sharded and cp > 1) for cp in sizes]]
-    lists = [*alone, *together] if any(cp > 1 for cp in sizes) else alone
+    lists = [[Sharing()]] if 1 in sizes else []
+    if any(cp > 1 for cp in sizes):
+        lists.append([Sharing(cp, is_packed=True, is_sharded=fully_sharded and cp > 1) for cp in sizes])
     chains = [chain for allowed in lists if (chain := _language_model(problem, allowed)) is not None]
     if not chains:
         raise UserError(
