@@ -33,11 +33,17 @@ DEVICES: Mapping[str, Device] = {
         ),
         Device(
             name="a40",
-            peak_flops={"float32": 37.4e12, "tf32": 74.8e12, "bfloat16": 149.7e12, "float16": 149.7e12},
+            peak_flops={
+                "float64": 0.58e12,
+                "float32": 37.4e12,
+                "tf32": 74.8e12,
+                "bfloat16": 149.7e12,
+                "float16": 149.7e12,
+            },
             memory_bytes=48e9,
             memory_bytes_per_s=696e9,
             within_node="pcie4",
-            source="NVIDIA A40 data sheet",
+            source="NVIDIA A40 data sheet; float64: a 64th of float32 (GA102 white paper)",
         ),
         Device(
             name="a100-40",

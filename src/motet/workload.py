@@ -224,12 +224,19 @@ def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num
     )
 
 
+WITHOUT_INNER_FEATURES = ("whisper", "qwen2_audio_encoder", "qwen2_5_vl_vision")
+"""Encoder families whose features are those of their head, by `model_type`: it merges or pools, or (Whisper's)
+transformers gives the normed features for the last of `hidden_states`."""
+
+
 def with_feature_layer(encoder: ModuleWorkload, feature_layer: int) -> ModuleWorkload:
     """The encoder that hands on the features before its head: blocks behind them, and the head, have parameters but do
     not run.
 
     `feature_layer`: an index into transformers' hidden states (0: the embeddings), as LLaVA's `vision_feature_layer`.
     """
+    if encoder.family in WITHOUT_INNER_FEATURES:
+        raise UserError(f"feature_layer: {encoder.family} has no features before its head; leave it out")
     num_running = feature_layer if feature_layer >= 0 else feature_layer + encoder.num_blocks + 1
     if not 0 <= num_running <= encoder.num_blocks:
         raise UserError(

@@ -65,6 +65,10 @@ def test_files_that_are_no_run_files(
         ),
         ("model.language_model.config=WhisperConfig", "model.language_model: whisper is an encoder"),
         ("model.encoders.vision.config=LlamaConfig", "model.encoders.vision: llama is a language model"),
+        (
+            "model.encoders.audio.feature_layer=1",
+            "model.encoders.audio.feature_layer: whisper has no features before its head",
+        ),
         ("model.encoders.vision.projector=conv", 'projector: is "conv"; give one of linear, mlp, null'),
         ("model.encoders.vision={path: /nowhere}", "model.encoders.vision.path: /nowhere"),
         (
@@ -140,6 +144,10 @@ def test_files_that_are_no_run_files(
         ("parallel.assignment=entrian", "parallel.assignment: is \"entrian\"; did you mean 'entrain'"),
         ("parallel.assignment=best", 'parallel.assignment: is "best"; give one of contiguous, random'),
         ("parallel.max_packed_tokens=64", "parallel.max_packed_tokens: is read with packing: true only"),
+        (
+            EXPLICIT % ("num_microbatches: 3", "", ""),
+            "explicit.vision.num_microbatches: is of towers; give parallel.num",
+        ),
         ("parallel={planner: explicit, explicit: {vision: {}}}", "parallel.explicit: has no audio, language_model"),
         ("parallel.recompute=[video]", "parallel.recompute: there is no module 'video'; the model has vision, audio"),
         ("cluster.num_devices=1", "cluster.num_devices: is 1, but vision and audio and language_model need at least 2"),

@@ -96,6 +96,23 @@ def test_a_failure_ends_all_with_its_cause(how: str, error: type[Exception], mes
     assert time.monotonic() - started < 60
 
 
+def die_while_telling() -> None:
+    def half_written(path: Path, text: str) -> None:
+        path.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path.write_text = half_written  # type: ignore[method-assign, assignment]
+        raise RuntimeError("that nobody will hear of")
+    dist.barrier()
+
+
+def test_who_is_ended_while_it_tells_its_failure_is_named() -> None:
+    with pytest.raises(WorkerFailedError, match=r"^rank 0 was ended by SIGKILL"):
+        launch(die_while_telling, num_processes=2)
+
+
 def end_child(folder: Path, rank: int, *, code: int | None = None) -> int:
     """A worker that exits, or that is ended by SIGTERM; it stays to be reaped."""
     pid = os.fork()

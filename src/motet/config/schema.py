@@ -336,6 +336,12 @@ class RunConfig(Section):
             ):
                 if given:
                     raise ValueError(f"{key}: is of towers; give model.towers, or leave it out")
+            for name, layout in self.parallel.explicit.items():
+                if layout.num_microbatches is not None:
+                    raise ValueError(
+                        f"parallel.explicit.{name}.num_microbatches: is of towers; give parallel.num_microbatches, "
+                        "which all modules share"
+                    )
             if self.data.kind in ("same-digits", "pairs"):
                 raise ValueError(f"data.kind: {self.data.kind} is for towers; give model.towers, or other data")
             return

@@ -27,6 +27,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from motet.errors import UserError
+from motet.workload import WITHOUT_INNER_FEATURES
 
 Grids = Sequence[tuple[int, ...]]
 BlockArguments = Callable[[int], dict[str, Any]]
@@ -64,9 +65,6 @@ class EncoderFamily:
     """(model, features of each sample, grids) -> [sum of num_tokens, hidden_size]"""
     block_arguments: Callable[[Any, Tensor, Grids], BlockArguments]
     """(model, hidden states as arranged, grids) -> what each block takes beside them"""
-    has_inner_features: bool = True
-    """Whether features may be taken before the head (`feature_layer`). Not where the head merges or pools, and not for
-    Whisper, where transformers gives the normed features for the last of `hidden_states`."""
     finish: Callable[[Any, Tensor, Grids], Tensor] = lambda model, hidden, grids: hidden
     """(model, hidden states as arranged, grids) -> all features ("full"), as arranged"""
     pool: Callable[[Any, Tensor, Grids], Tensor] | None = None
@@ -108,10 +106,8 @@ def num_running_blocks(model: nn.Module, feature_layer: int | None) -> int:
     if feature_layer is None:
         return total
     running = feature_layer if feature_layer >= 0 else feature_layer + total + 1
-    if not family_of(model).has_inner_features:
-        raise UserError(
-            f"encoder: {type(model).__name__} hands on the output of its head only; leave feature_layer out"
-        )
+    if model.config.model_type in WITHOUT_INNER_FEATURES:
+        raise UserError(f"encoder: {type(model).__name__} has no features before its head; leave feature_layer out")
     if not 0 <= running <= total:
         raise UserError(f"encoder: feature_layer {feature_layer} is not within -{total + 1} to {total}")
     return running
@@ -352,7 +348,6 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed_parts=("patch_embed",),
         blocks="blocks",
         head_parts=("merger",),
-        has_inner_features=False,
         num_blocks="depth",
         output_size="out_hidden_size",
         arrangement=Arrangement.FLAT,
@@ -375,7 +370,6 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed_parts=("conv1", "conv2", "embed_positions"),
         blocks="layers",
         head_parts=("layer_norm",),
-        has_inner_features=False,
         num_blocks="encoder_layers",
         hidden_size="d_model",
         output_size="d_model",
@@ -390,7 +384,6 @@ ENCODER_FAMILIES: Mapping[str, EncoderFamily] = {
         embed_parts=("conv1", "conv2", "embed_positions"),
         blocks="layers",
         head_parts=("avg_pooler", "layer_norm"),
-        has_inner_features=False,
         num_blocks="encoder_layers",
         hidden_size="d_model",
         output_size="d_model",

@@ -62,9 +62,8 @@ def _encode(model: Any, inputs: Mapping[str, Tensor], segments: Sequence[Segment
         hidden = features(inputs["pixel_values"])
     else:
         hidden = features(inputs["pixel_values"], interpolate_pos_encoding=True)
-    has_class_token = family in ("clip_vision_model", "dinov2")
-    if has_class_token and any(segment.outputs != segment.num_tokens for segment in segments):
-        hidden = hidden[:, 1:]
+    if any(segment.outputs != segment.num_tokens for segment in segments):
+        hidden = hidden[:, 1:]  # Without the class token.
     return hidden.flatten(0, 1)
 
 

@@ -1,0 +1,72 @@
+"""docs/adding-an-encoder.md is true: with the lines that it gives, and nothing else, ViT runs from a run file, in
+stages and under tensor parallelism, as plain transformers computes it."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import tiny_encoders
+from scenario import Scenario, check
+from tiny_encoders import VIT
+from transformers import ViTConfig, ViTModel
+
+from motet import workload_families
+from motet.config import load_run_config
+from motet.data import processor_sizes
+from motet.models import encoders, families, shards, token_counts
+from motet.planner import part_values
+from motet.planner.from_run_file import read_workloads
+from motet.workload import module_workload
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "adding-an-encoder.md").read_text()
+TABLES = {
+    "ENCODER_FAMILIES": (encoders, encoders.ENCODER_FAMILIES),
+    "_COUNTERS": (token_counts, token_counts._COUNTERS),
+    "SHARDS": (shards, shards.SHARDS),
+    "FAMILIES": (workload_families, workload_families.FAMILIES),
+    "DEFAULTS": (workload_families, workload_families.DEFAULTS),
+    "TYPE_OF_FAMILY": (processor_sizes, processor_sizes.TYPE_OF_FAMILY),
+    "MODEL_TYPES": (part_values, part_values.MODEL_TYPES),
+}
+RUN = """
+model:
+  encoders: {vision: {config: ViTConfig, values: {hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 2}}}
+  language_model: {config: LlamaConfig, values: {hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 2}}
+data: {kind: dial-a-digit}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _with_the_guides_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry goes into the table that the guide names before it."""
+    function = re.search(r"\n( +def _vit.*?)\n\n", GUIDE, re.DOTALL)
+    assert function is not None
+    defined: dict = {}
+    exec(textwrap.dedent(function[1]), vars(workload_families), defined)
+    monkeypatch.setattr(workload_families, "_vit", defined["_vit"], raising=False)
+    entry = r"`([A-Z_]+)`(?:(?!`[A-Z_]+`).)*?\n\n +\"(vit|ViTConfig)\": (.*?),\n\n"
+    found = re.findall(entry, GUIDE, re.DOTALL)
+    assert {table for table, _, _ in found} == set(TABLES)
+    for table, key, value in found:
+        module, entries = TABLES[table]
+        monkeypatch.setitem(entries, key, eval(value, vars(module)))
+    monkeypatch.setitem(families.MODEL_CLASSES["encoder"], "vit", encoders.ENCODER_FAMILIES["vit"].model_class)
+    monkeypatch.setitem(tiny_encoders.ENCODERS, "vit", (ViTModel, ViTConfig, VIT))
+    monkeypatch.setitem(tiny_encoders.GRIDS, "vit", tiny_encoders.GRIDS["siglip"])
+
+
+@pytest.mark.parametrize("select", ["patch", "full"])
+def test_in_stages_under_tensor_parallelism(select: str) -> None:
+    check(Scenario(vision="vit", encoder_pp=2, tp=2, sequence_parallel=True, feature_select=select))
+
+
+def test_shapes_without_torch() -> None:
+    config = ViTConfig(**VIT)
+    assert module_workload(config.to_dict()).num_parameters == sum(p.numel() for p in ViTModel(config).parameters())
+
+
+def test_from_a_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    assert read_workloads(load_run_config(path, []))["vision"].num_blocks == 2
