@@ -106,7 +106,8 @@ def num_running_blocks(model: nn.Module, feature_layer: int | None) -> int:
     if feature_layer is None:
         return total
     running = feature_layer if feature_layer >= 0 else feature_layer + total + 1
-    if model.config.model_type in WITHOUT_INNER_FEATURES:
+    config: Any = model.config
+    if config.model_type in WITHOUT_INNER_FEATURES:
         raise UserError(f"encoder: {type(model).__name__} has no features before its head; leave feature_layer out")
     if not 0 <= running <= total:
         raise UserError(f"encoder: feature_layer {feature_layer} is not within -{total + 1} to {total}")
