@@ -112,6 +112,18 @@ def test_in_float32_nothing_is_forgiven_elsewhere() -> None:
     assert comparison.max_grad_rel_err_of_module["vision"] <= 1e-5
 
 
+@pytest.mark.parametrize(("factor", "may_be_rounding"), [(1 + 2e-5, True), (1 + 1e-4, False)])
+def test_what_plain_float32_rounds_as_much_fails_with_a_hint(factor: float, may_be_rounding: bool) -> None:
+    exact = LossAndGradients(2.0, exact_gradients())
+    plain = LossAndGradients(2.0, with_rounding(exact.gradients, 1e-5, seed=10, zero=ZERO_NORM["float32"]))
+    ours = {name: [g] for name, g in plain.gradients.items()}
+    ours["language_model.module.bias"] = [plain.gradients["language_model.module.bias"] * factor]
+    comparison = compare(2.0, ours, References(plain, exact), dtype="float32", world_size=4)
+    assert not comparison.passed
+    assert any("--dtype float64 tells" in failure for failure in comparison.failures) == may_be_rounding
+    assert "language_model.module.bias has a relative error of" in comparison.failures[0]
+
+
 def test_in_bfloat16_a_few_times_the_rounding_is_an_error() -> None:
     for factor, passes in ((1 + 2 * ROUNDING["bfloat16"], True), (1 + 8 * ROUNDING["bfloat16"], False)):
         ours = rounded_like_plain("bfloat16")

@@ -8,7 +8,8 @@ How much rounding there is, plain transformers says, run on the same batch in th
 
 * float64: nothing is forgiven.
 * float32: the reference is plain float32. Where float64 shows that the gradient is zero by mathematics, an error counts
-  beyond `ROUNDING_MULTIPLE` x the rounding of plain float32. Nothing is forgiven elsewhere.
+  beyond `ROUNDING_MULTIPLE` x the rounding of plain float32. Nothing is forgiven elsewhere; where plain float32 rounds
+  as much, a failure says so.
 * bfloat16 (autocast): the reference is plain float64. An error counts beyond `ROUNDING_MULTIPLE` x that of plain
   autocast, of the parameter itself or, relatively, of half of its module's parameters: the larger one.
 
@@ -132,6 +133,11 @@ def compare(
     loss_error = _relative(abs(loss - reference.loss), abs(reference.loss))
     tolerance = TOLERANCES[dtype]
     failures += _beyond_tolerance(loss_error, errors, tolerance)
+    if dtype == "float32" and _may_be_rounding(loss_error, errors, references, floors):
+        failures.append(
+            "float32: plain transformers is as far from itself in float64, or nearly, in each of these; "
+            "--dtype float64 tells whether it is rounding"
+        )
     worst = max(errors, key=lambda name: (errors[name].counted, errors[name].raw), default="")
     worst_raw = max(errors, key=lambda name: errors[name].raw, default="")
     return Comparison(
@@ -273,6 +279,25 @@ def _beyond_tolerance(loss_error: float, errors: Mapping[str, _Errors], toleranc
         others = f", and {len(beyond) - 1} more" if len(beyond) > 1 else ""
         failures.append(f"{name} has a relative error of {error:.2e}, the tolerance is {tolerance:.0e}{others}")
     return failures
+
+
+def _may_be_rounding(
+    loss_error: float, errors: Mapping[str, _Errors], references: References, floors: Mapping[str, float]
+) -> bool:
+    """Whether nothing but gradients is beyond the tolerance of float32, by no more than what plain float32 rounds."""
+    tolerance = TOLERANCES["float32"]
+    beyond = [name for name, error in errors.items() if not error.counted <= tolerance]
+    exact, plain = references.exact.gradients, references.plain.gradients
+    return (
+        bool(beyond)
+        and loss_error <= tolerance
+        and all(
+            errors[name].counted
+            <= ROUNDING_MULTIPLE
+            * _relative(_norm(plain[name].double() - exact[name].double()), max(_norm(exact[name]), floors[name]))
+            for name in beyond
+        )
+    )
 
 
 def _relative(difference: float, scale: float) -> float:
