@@ -1,12 +1,15 @@
 """Training equals torch's own AdamW, clipping and schedules on the plain modules in one process."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_distributed
+from hypothesis import given
+from hypothesis import strategies as st
 from toy_model import ToyBatch, toy_stage_maker
 from training import Layout, run_config, stored_tensors, train
 
@@ -17,10 +20,13 @@ from motet.data.run_file import open_data
 from motet.data.sample import Sample, Segment
 from motet.models.plain_multimodal import plain_loss
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.resilience.handover import MOMENTS
 from motet.runtime.assembly import build_module
 from motet.runtime.engine import Engine
 from motet.runtime.float64 import float64_throughout
+from motet.runtime.local_model import LocalParameter
 from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.runtime.tensor_collectives import TensorParallel
 
 TP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"tp": 2, "dp": 2}}
 PP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"pp": 2, "dp": 2}}
@@ -201,3 +207,39 @@ def test_groups_that_ranks_hold_in_different_orders() -> None:
         for name, parameter in parameters.items():
             assert torch.equal(parameter, others[name]), name
             assert torch.equal(parameter, plain[0][1][name]), name
+
+
+@given(st.integers(1, 120), st.integers(1, 9), st.floats(0, 1), st.integers(0, 2**31))
+def test_shards_get_the_bits_of_the_whole(rows: int, columns: int, share: float, seed: int) -> None:
+    """In float32, where nodes may fail: replicas of unlike tensor parallelism stay alike."""
+    draw = torch.Generator().manual_seed(seed)
+    values, *gradients = (torch.randn(rows, columns, generator=draw) for _ in range(4))
+    whole, cut = updated(values, gradients), round(share * rows)
+    shards = [updated(values[own], [each[own] for each in gradients]) for own in (slice(cut), slice(cut, None))]
+    for name in whole:
+        assert torch.equal(torch.cat([shard[name] for shard in shards]), whole[name]), name
+
+
+def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A parameter and its moments, after a step with each of the gradients."""
+    parameter = torch.nn.Parameter(values.clone())
+    local = LocalParameter(
+        name="x", part="x.module", parameter=parameter, shard=None, tp=TensorParallel(None, 0, 1), reduce=None,
+        reduce_group=None, is_partial=False, is_first=True, is_kept=True,
+    )  # fmt: skip
+    config = OptimizerConfig(
+        learning_rate=0.1,
+        part_learning_rates={},
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        zero1=False,
+        is_exact=True,
+    )
+    schedule = LearningRateSchedule(warmup_steps=0, total_steps=9, shape="constant", min_ratio=1.0)
+    optimizer = Optimizer([local], config, schedule)
+    for step, gradient in enumerate(gradients):
+        parameter.grad = gradient.clone()
+        optimizer.step(step)
+    state = optimizer.states()[parameter]
+    return {"values": parameter.detach(), **{moment: state[moment] for moment in MOMENTS}}

@@ -225,6 +225,7 @@ def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
             betas=train.betas,
             eps=train.eps,
             zero1=zero1,
+            is_exact=config.train.failures is not None,
         ),
         LearningRateSchedule(
             warmup_steps=train.warmup_steps,

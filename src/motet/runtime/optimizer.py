@@ -32,6 +32,9 @@ class OptimizerConfig:
     eps: float
     zero1: bool
     """Each holder of a parameter that is summed in one group updates its share."""
+    is_exact: bool = False
+    """A shard of a parameter gets the bits that the whole would get, as replicas of unlike tensor parallelism need. (On
+    CPUs torch's fused AdamW rounds in another way what is left of a tensor after its last full vector.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +200,9 @@ def _adamw(
         {"params": params, "lr": rate, "peak_learning_rate": rate, "weight_decay": decay}
         for (rate, decay), params in by_options.items()
     ]
-    # Fused: one call per group instead of a dozen small ones per parameter.
-    options: dict[str, object] = {"betas": config.betas, "eps": config.eps, "fused": True}
+    # One call for each group, or one for each operation, instead of a dozen small ones per parameter.
+    implementation = "foreach" if config.is_exact else "fused"
+    options: dict[str, object] = {"betas": config.betas, "eps": config.eps, implementation: True}
     if group is None:
         return torch.optim.AdamW(param_groups, **options)  # type: ignore[arg-type]
     make: Callable[..., torch.optim.Optimizer] = ZeroRedundancyOptimizer
