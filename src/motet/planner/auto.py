@@ -48,7 +48,7 @@ NUM_RESCHEDULED = 3
 NUM_PROMISING = 2
 """the first of them under all, the others under so many."""
 MAX_ACTIONS = 15_000
-"""Of all simulations under other schedules together."""
+"""Of all simulations of the best plan under other schedules together, and of those of the next ones."""
 FRUGAL = "bubble_filling"
 """Tried where layouts keep too much under schedules that do not go by memory."""
 FIRST = ("optimus", "megatron_balanced")
@@ -132,7 +132,8 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
             evaluations += within_memory(problem, layouts, FRUGAL, known=evaluations)
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
-    evaluations += _rescheduled(_promising(evaluations), schedules)
+    evaluations += [found for each in _best(evaluations) for found in _sequence_parallel(each)]
+    evaluations += _rescheduled(_best(evaluations), schedules)
     best = min(evaluations, key=rank)
     evaluations += _sequence_parallel(best)
     # It saves activations too: what is faster but does not fit may fit then.
@@ -155,10 +156,18 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
     )
 
 
-def _promising(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The best of them, each with sequence parallelism if that is faster; the best first."""
-    best = sorted(evaluations, key=rank)[:NUM_RESCHEDULED]
-    return sorted([min([each, *_sequence_parallel(each)], key=rank) for each in best], key=rank)
+def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The best first; plans that differ in sequence parallelism alone count once."""
+    best: list[Evaluation] = []
+    for evaluation in sorted(evaluations, key=rank):
+        if len(best) < NUM_RESCHEDULED and not any(_is_alike(evaluation.plan, other.plan) for other in best):
+            best.append(evaluation)
+    return best
+
+
+def _is_alike(plan: Plan, other: Plan) -> bool:
+    replicas = [{name: module.replicas for name, module in each.modules.items()} for each in (plan, other)]
+    return plan.schedule == other.schedule and replicas[0] == replicas[1]
 
 
 def _seconds(evaluation: Evaluation) -> float:
@@ -227,13 +236,17 @@ def _named(
 
 
 def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
-    """The best plan under all schedules, the next ones under those that did best there. `evaluations`: the best
-    first."""
+    """The best plan under all schedules, the next ones under those that did best there and the first `BY_PROMISE`.
+    `evaluations`: the best first."""
     first, *others = evaluations
     found = _under(first, [name for name in schedules if _differs(name, first.plan, schedules)], MAX_ACTIONS)
     promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
+    wanted = [name for name in schedules if name in (*promising, BY_PROMISE[0])]
+    left = MAX_ACTIONS
     for other in others:
-        found += _under(other, promising, MAX_ACTIONS - sum(each.num_actions for each in found))
+        tried = _under(other, [name for name in wanted if _differs(name, other.plan, schedules)], left)
+        left -= sum(each.num_actions for each in tried)
+        found += tried
     return found
 
 
