@@ -37,10 +37,10 @@ from motet.reproduce import (
 PAPERS = {
     "Cornstarch": cornstarch_problems,
     "Optimus": optimus_problems,
-    "DistTrain": disttrain_problems,
     "Entrain": entrain_problems,
     "Oobleck": oobleck_problems,
     "DistMM": distmm_problems,
+    "DistTrain": disttrain_problems,
 }
 LEFT_OUT = """What `motet reproduce` has beside these is no question of a layout, or cannot be asked:
 
@@ -81,8 +81,16 @@ def problems() -> list[tuple[str, PlanningProblem]]:
     return [(f"{paper}: {what}", problem) for paper, module in PAPERS.items() for what, problem in module.problems()]
 
 
-def _wanted(words: Sequence[str], named: Iterable[tuple[str, PlanningProblem]]) -> list["Chosen"]:
-    return [_choose(*each) for each in named if not words or any(word in each[0] for word in words)]
+def _wanted(report: Report, words: Sequence[str], named: Iterable[tuple[str, PlanningProblem]]) -> list["Chosen"]:
+    """Those of which one of the words is part of the name; when interrupted, those that are done."""
+    wanted = [each for each in named if not words or any(word in each[0] for word in words)]
+    choices: list[Chosen] = []
+    try:
+        for each in wanted:
+            choices.append(_choose(*each))
+    except KeyboardInterrupt:
+        report.add(f"Ended by hand after {len(choices)} of {len(wanted)} configurations.")
+    return choices
 
 
 def large_problems() -> Iterator[tuple[str, PlanningProblem]]:
@@ -95,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("words", nargs="*", help="only configurations whose name holds one of them")
     words = parser.parse_args(arguments).words
     report = Report("auto", "Planner auto against every named planner")
-    choices = _wanted(words, problems())
+    choices = _wanted(report, words, problems())
     if choices:
         report.add(_summary(choices))
     for paper in PAPERS:
@@ -103,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             report.add(f"{paper}. {_counts(own)}")
             report.table(COLUMNS, [each.row() for each in own])
     report.add(LEFT_OUT)
-    large = _wanted(words, large_problems())
+    large = _wanted(report, words, large_problems())
     if large:
         report.add("Run files, up to a large cluster. The processor's seconds are those of the search.")
         report.table(COLUMNS, [each.row() for each in large])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
-from math import comb
+from math import comb, inf
 
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
@@ -38,8 +38,12 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
     wanted = tuple(placements)
     for num_devices in usable_counts(problem, wanted):
         replicated = _replicated(problem, cut, num_devices, planner, wanted) if "replicated" in wanted else []
-        layouts = layouts_of(problem, cut, num_devices, planner, [p for p in wanted if p != "replicated"])
+        cutoff = _Cutoff(problem)
+        others = [p for p in wanted if p != "replicated"]
+        layouts = layouts_of(problem, cut, num_devices, planner, others, may_be_fast=cutoff.may_be_fast)
         evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
+        if cutoff.least_s < inf and not any(e.fits and e.iteration_time_s < problem.cutoff_s for e in evaluations):
+            raise TooSlowError(cutoff.least_s)
         if evaluations:
             return min(evaluations, key=rank).plan
     fewest = min(_fewest_devices(problem, placement) for placement in wanted)
@@ -49,6 +53,32 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
         f"cluster.num_devices: is {problem.num_devices}, but {' and '.join(problem.modules)} need at least "
         f"{fewest} under placement {' or '.join(wanted)}"
     )
+
+
+class _Cutoff:
+    """Leaves out degrees with which one stage alone takes as long as plans may: most of them, where many are tried."""
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem = problem
+        self.least_s = inf
+        """Of those that were left out."""
+        self._stage_s: dict[tuple[str, Degrees], float] = {}
+
+    def may_be_fast(self, degrees: Mapping[str, Degrees], runs: "Runs") -> bool:
+        if self._problem.cutoff_s == inf:
+            return True
+        seconds = max(self._slowest_s(name, each, runs) for name, each in degrees.items())
+        if seconds < self._problem.cutoff_s:
+            return True
+        self.least_s = min(self.least_s, seconds)
+        return False
+
+    def _slowest_s(self, name: str, degrees: Degrees, runs: "Runs") -> float:
+        if (name, degrees) not in self._stage_s:
+            times = self._problem.layer_times(name, degrees.tp, degrees.dp, cp=degrees.cp)
+            slowest = max(stage_costs([time.total_s for time in times], runs(name, degrees)))
+            self._stage_s[name, degrees] = self._problem.num_microbatches * slowest + self._problem.program_s
+        return self._stage_s[name, degrees]
 
 
 def usable_counts(problem: PlanningProblem, placements: Iterable[Placement]) -> list[int]:
@@ -86,9 +116,11 @@ def layouts_of(
     max_enumerated: int = MAX_ENUMERATED,
     *,
     shares_context: bool = False,
+    may_be_fast: Callable[[Mapping[str, Degrees], "Runs"], bool] = lambda degrees, runs: True,
 ) -> Iterator[Layout]:
     """Every way to use exactly so many devices with encoders `parallel` or `colocated`, or Algorithm 1's if there are
-    more than `max_enumerated`. `shares_context`: with the context-parallel sizes that may be chosen, not 1 alone."""
+    more than `max_enumerated`. `shares_context`: with the context-parallel sizes that may be chosen, not 1 alone.
+    `may_be_fast`: False for degrees to leave out."""
 
     def runs(name: str, degrees: Degrees) -> Sequence[LayerRange]:
         def compute() -> list[LayerRange]:
@@ -98,13 +130,14 @@ def layouts_of(
 
     for placement in placements:
         for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated, shares_context):
-            yield layout_of_degrees(
-                problem,
-                degrees,
-                {name: runs(name, d) for name, d in degrees.items()},
-                colocated=placement == "colocated",
-                planner=planner,
-            )
+            if may_be_fast(degrees, runs):
+                yield layout_of_degrees(
+                    problem,
+                    degrees,
+                    {name: runs(name, d) for name, d in degrees.items()},
+                    colocated=placement == "colocated",
+                    planner=planner,
+                )
 
 
 Runs = Callable[[str, Degrees], Sequence[LayerRange]]
