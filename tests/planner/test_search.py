@@ -10,7 +10,7 @@ from motet.planner import PLANNERS, make_plan
 from motet.planner.cornstarch import cornstarch, frozen_aware_cut
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
-from motet.planner.problem import Degrees
+from motet.planner.problem import Degrees, TooSlowError
 from motet.planner.report import report, report_text
 from motet.planner.search import layouts_of, usable_counts
 
@@ -182,8 +182,21 @@ def test_devices_that_no_layout_can_use_are_passed_over(monkeypatch):
     """Of a million devices 2 x (9 + 10) stages can be used at most: others are not looked at one by one."""
     looked_at = []
     monkeypatch.setattr(
-        "motet.planner.search.layouts_of", lambda *given: looked_at.append(given[2]) or layouts_of(*given)
+        "motet.planner.search.layouts_of",
+        lambda *given, **named: looked_at.append(given[2]) or layouts_of(*given, **named),
     )
     problem = small_problem(num_devices=1_000_000, encoders=("vision",), dp_sizes=(1, 2))
     assert cornstarch(problem).num_ranks == max(looked_at) == 2 * (9 + 10)
     assert len(looked_at) == 1
+
+
+@pytest.mark.parametrize("planner", [cornstarch, PLANNERS["even"]])
+def test_a_cutoff_leaves_out_only_what_is_too_slow(planner):
+    problem = small_problem(num_devices=6, num_microbatches=8, dp_sizes=(1, 2))
+    best = evaluate(problem, planner(problem))
+    above = problem.with_cutoff(1.001 * best.iteration_time_s)
+    assert evaluate(problem, planner(above)).iteration_time_s == best.iteration_time_s
+    for share in (0.99, 0.5, 1e-6):
+        with pytest.raises(TooSlowError) as raised:
+            planner(problem.with_cutoff(share * best.iteration_time_s))
+        assert share * best.iteration_time_s <= raised.value.at_least_s <= best.iteration_time_s

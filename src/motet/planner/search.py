@@ -41,9 +41,13 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
         cutoff = _Cutoff(problem)
         others = [p for p in wanted if p != "replicated"]
         layouts = layouts_of(problem, cut, num_devices, planner, others, may_be_fast=cutoff.may_be_fast)
-        evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
-        if cutoff.least_s < inf and not any(e.fits and e.iteration_time_s < problem.cutoff_s for e in evaluations):
-            raise TooSlowError(cutoff.least_s)
+        try:
+            evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
+        except TooSlowError as error:
+            raise TooSlowError(min(error.at_least_s, cutoff.least_s)) from error
+        fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
+        if cutoff.least_s < inf and fastest >= problem.cutoff_s:
+            raise TooSlowError(min(fastest, cutoff.least_s))
         if evaluations:
             return min(evaluations, key=rank).plan
     fewest = min(_fewest_devices(problem, placement) for placement in wanted)
