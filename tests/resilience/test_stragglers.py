@@ -1,5 +1,6 @@
 """Who is called slow, against a definition written down again, and what a training says of one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from test_recover import before_each_step, config_of, failures, undisturbed
 from training import plan_of
 
-from motet.plan import Plan
+from motet.plan import Plan, Replica, Stage
 from motet.resilience import stragglers
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.stragglers import StragglerWatch, action_s, find_stragglers
@@ -41,6 +42,20 @@ def test_a_rank_is_compared_with_the_one_that_has_its_layers(plan: Plan, seconds
     found = find_stragglers(plan, seconds, 1.5)
     assert [straggler.rank for straggler in found] == expected
     assert [straggler.peers for straggler in found] == [(peer[rank],) for rank in expected]
+
+
+def test_who_pads_samples_is_not_compared_with_who_packs_them(plan: Plan) -> None:
+    """Tokens are shared out in another stage of the first pipeline, so its first stage packs samples too."""
+    llm = plan.modules["language_model"]
+    for cp_size, slow in ((1, [2]), (2, [])):
+        replicas = []
+        for first, size in ((0, cp_size), (1 + cp_size, 1)):
+            second = Stage(layers=(1, llm.num_layers), ranks=tuple(range(first + 1, first + 1 + size)), cp_size=size)
+            replicas.append(Replica(stages=(Stage(layers=(0, 1), ranks=(first,)), second)))
+        unlike = replace(plan, modules={"language_model": replace(llm, replicas=tuple(replicas))}, edges=())
+        seconds = [1.0] * unlike.num_ranks
+        seconds[1 + cp_size] = 9.0
+        assert [straggler.rank for straggler in find_stragglers(unlike, seconds, 1.5)] == slow
 
 
 def layers_of(plan: Plan, rank: int) -> list[tuple[str, tuple[int, int]]]:

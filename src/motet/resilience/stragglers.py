@@ -83,7 +83,8 @@ def find_stragglers(plan: Plan, seconds: Sequence[float], ratio: float) -> list[
 
 
 def _work_of(plan: Plan, rank: int) -> Hashable:
-    """The same of ranks that do the same."""
+    """The same of ranks that do the same. Samples are packed in all stages if tokens are shared out in one."""
     return frozenset(
-        (name, stage.layers, stage.tp_size, stage.cp_size) for name, _, _, stage in plan.stages_of_rank(rank)
+        (name, stage.layers, stage.tp_size, stage.cp_size, plan.modules[name].replicas[r].shares_context)
+        for name, r, _, stage in plan.stages_of_rank(rank)
     )
