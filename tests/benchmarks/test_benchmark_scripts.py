@@ -21,9 +21,15 @@ import zero_bubble
 from measuring import Spread, ratio, seconds
 from reporting import Report
 
+from motet.costs import profiler_links
 from motet.runtime import launch
 
 TINY = ["--blocks", "1", "--steps", "1", "--layers", "2", "--width", "64"]
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch):
+    monkeypatch.setattr(profiler_links, "LINK_ELEMENTS", (1, 2**10, 2**14))
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +86,7 @@ def test_pipeline_ddp_and_fsdp_learn_the_same(tmp_path):
 
 
 def test_frozen_aware_and_unaware_plans_compute_the_same(tmp_path):
-    arguments = [*TINY, "--microbatches", "2", "--image-size", "32", "--repetitions", "3"]
+    arguments = [*TINY, "--microbatches", "2", "--image-size", "32", "--repetitions", "1"]
     # Six ranks of one module each need six layers: two blocks make five of the encoder and four of the language model.
     report = frozen_aware.main([*arguments, "--costs", str(tmp_path / "costs.json")])
     text = text_of(report, tmp_path)
@@ -93,7 +99,7 @@ def test_frozen_aware_and_unaware_plans_compute_the_same(tmp_path):
 
 
 def test_predictions_are_made_and_measured(tmp_path):
-    arguments = [*TINY, "--image-size", "32", "--repetitions", "3", "--cases", "1"]
+    arguments = [*TINY, "--image-size", "32", "--repetitions", "1", "--cases", "1"]
     report = prediction.main([*arguments, "--costs", str(tmp_path / "costs.json")])
     text = text_of(report, tmp_path)
     assert len(re.findall(r"\| (?:computed|emulated) \|", text)) == 2

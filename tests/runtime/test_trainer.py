@@ -199,10 +199,11 @@ def test_the_measured_timeline_is_one(tmp_path: Path) -> None:
             assert earlier.end <= later.start, f"{earlier} and {later} overlap"
         assert all(span.start <= span.end for span in spans)
         assert spans[-1].kind == "optimizer"
+        # One iteration's, not several's.
+        assert sum(span.kind == "optimizer" for span in spans) == 1
     names = {span.name for span in timeline.spans}
     assert {f"language_model[0].{stage}{kind}{i}" for stage in (0, 1) for kind in "FB" for i in (0, 1)} <= names
     assert any(span.kind == "wait" for span in timeline.spans)
-    assert timeline.end_s <= result["measured"]["iteration_time_s"] * 20
     assert 0 < timeline.bubble_fraction < 1
 
 

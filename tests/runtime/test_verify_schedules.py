@@ -64,11 +64,20 @@ def test_every_schedule_is_another_one_on_its_plan() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_every_schedule_equals_one_process(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "first", "step"),
+    [
+        ("float64", 0, 1),
+        ("float32", 0, 2),  # They take turns; `make campaigns` has all.
+        ("bfloat16", 1, 2),
+        pytest.param("float32", 0, 1, marks=pytest.mark.campaign),
+        pytest.param("bfloat16", 0, 1, marks=pytest.mark.campaign),
+    ],
+)
+def test_every_schedule_equals_one_process(dtype: str, first: int, step: int) -> None:
     scenarios = [replace(PLANS.get(name, CHAIN), schedule=name) for name in GENERATORS if name not in CONTRASTING]
     assert {scenario.num_ranks for scenario in scenarios} == {4}
-    assert_equal_to_one_process(scenarios, dtype)
+    assert_equal_to_one_process(scenarios[first::step], dtype)
 
 
 @pytest.mark.slow
