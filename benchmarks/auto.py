@@ -3,7 +3,7 @@
 On the configurations of the papers that `motet reproduce` holds as planning problems, and on run files for up to 16,384
 devices, all simulated. The bound is `motet.planner.lower_bound`'s: no plan of the problem takes less, whoever makes it.
 
-All of it takes about ten minutes; `auto.py Optimus:` does one paper.
+All of it takes about six minutes of CPU time, and can be ended early (Ctrl-C); `auto.py Optimus:` does one paper.
 """
 
 import argparse
@@ -83,9 +83,10 @@ def problems() -> list[tuple[str, PlanningProblem]]:
 
 def _wanted(report: Report, words: Sequence[str], named: Iterable[tuple[str, PlanningProblem]]) -> list["Chosen"]:
     """Those of which one of the words is part of the name; when interrupted, those that are done."""
-    wanted = [each for each in named if not words or any(word in each[0] for word in words)]
+    wanted: list[tuple[str, PlanningProblem]] = []
     choices: list[Chosen] = []
     try:
+        wanted += [each for each in named if not words or any(word in each[0] for word in words)]
         for each in wanted:
             choices.append(_choose(*each))
     except KeyboardInterrupt:
