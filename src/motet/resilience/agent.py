@@ -21,7 +21,6 @@ Where ranks had not met when the store was lost, they meet anew, under the next 
 It imports no torch; the store is handed in.
 """
 
-import contextlib
 import json
 import time
 import traceback
@@ -29,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
-from motet.resilience.control import FINISH, STORE_AWAY, STORE_BACK
+from motet.resilience.control import STORE_AWAY, STORE_BACK
 from motet.resilience.membership import (
     BEAT_S,
     FAILURE,
@@ -57,15 +56,13 @@ from motet.resilience.membership import (
     silence_s,
 )
 from motet.resilience.run_record import KEY
-from motet.resilience.watched_process import WatchedProcess, how_it_ended
+from motet.resilience.watched_process import WatchedProcess, end, finish, hear, loss_of, tell
 
 POLL_S = 0.02
 REUNION_S = 1.0
 """Beside the time after which a silent node is lost: between the first agent that finds a new store and the last."""
 SEEN_END = "seen_end"
 """Beside its number: a node's agent knows that all is over. The store may go when all do."""
-FINISH_S = 5.0
-"""For its processes to end by themselves when all is over."""
 Successor = Callable[[Membership, Sequence[Change]], Membership]
 """What follows from a membership and what has happened since (motet.resilience.succession)."""
 
@@ -125,7 +122,7 @@ class NodeAgent:
         """None: the training was finished, or went on without a node that it did not lose."""
         while not self.is_over():
             time.sleep(POLL_S)
-        self._finish()
+        finish(self.processes)
         return self._why
 
     def is_over(self) -> bool:
@@ -151,7 +148,7 @@ class NodeAgent:
         self._hear()
         how = self._own_loss(now)
         if how is not None:
-            self._end_processes()
+            end(self.processes)
         if not is_in and (how is not None or self.is_warned):
             self._why = self._why_out()
             return True
@@ -171,15 +168,15 @@ class NodeAgent:
         if self._away_since is None:
             self._away_since = now
             self._unmet = self.membership.generation if self.membership is not None else 0
-            self._tell(STORE_AWAY)
+            tell(self.processes, STORE_AWAY)
         self._hear()
         if self._own_loss(now) is not None:
-            self._end_processes()
+            end(self.processes)
         if self.is_warned and not self._was_in:
             return True
         if now - self._away_since <= self.store_patience_s:
             return False
-        self._end_processes()
+        end(self.processes)
         self._why = f"the store does not answer any more (for {self.store_patience_s:g} s)"
         return True
 
@@ -223,7 +220,7 @@ class NodeAgent:
                 return False
             self.store.compare_set(OPEN, "", str(self.membership.num_known))
         self._is_open = True
-        self._tell(STORE_BACK)
+        tell(self.processes, STORE_BACK)
         return True
 
     def _all_are_back(self, membership: Membership, waited_s: float) -> bool:
@@ -254,7 +251,7 @@ class NodeAgent:
         return self._could[1]
 
     def _end_as_lost(self, why: str) -> bool:
-        self._end_processes()
+        end(self.processes)
         self._why = f"node {self.node} was lost: {why}"
         return True
 
@@ -263,11 +260,6 @@ class NodeAgent:
         self._said.setdefault(key, value)
         if self._away_since is None:
             self.store.compare_set(key, "", value)
-
-    def _tell(self, word: str) -> None:
-        for watched in self.processes:
-            with contextlib.suppress(OSError):
-                watched.pipe.send(word)
 
     def warn(self, *_: object) -> None:
         """The handler of SIGTERM."""
@@ -314,20 +306,13 @@ class NodeAgent:
         if node not in membership.everyone:
             return
         first = len(self.processes) * membership.everyone.index(node)
-        for place, watched in enumerate(self.processes):
+        for watched in self.processes:
             watched.is_done = False
-            with contextlib.suppress(OSError):
-                watched.pipe.send(Call(membership, first + place))
+        tell(self.processes, *(Call(membership, first + place) for place in range(len(self.processes))))
 
     def _hear(self) -> None:
-        for watched in self.processes:
-            try:
-                while watched.pipe.poll():
-                    word, more = watched.pipe.recv()
-                    watched.last_sign = time.monotonic()
-                    self._heard(watched, word, more)
-            except (EOFError, OSError):
-                continue  # It is dead, which `_own_loss` will see.
+        for watched, word, more in hear(self.processes):
+            self._heard(watched, word, more)
 
     def _heard(self, watched: WatchedProcess, word: str, more: object) -> None:
         if word == "ready":
@@ -355,16 +340,7 @@ class NodeAgent:
 
     def _own_loss(self, now: float) -> str | None:
         """How this node was lost, if it was."""
-        if self._failure is not None:
-            return self._failure
-        for place, watched in enumerate(self.processes):
-            process = watched.process
-            if process.exitcode is not None:
-                self._failure = f"process {place} (pid {process.pid}) {how_it_ended(process.exitcode)}"
-            elif now - watched.last_sign > self._silence_s and watched.is_idle():
-                self._failure = (
-                    f"process {place} (pid {process.pid}) hung: no sign of life for {now - watched.last_sign:.1f} s"
-                )
+        self._failure = self._failure or loss_of(self.processes, self._silence_s, now)
         return self._failure
 
     def _propose_what_follows(self, node: int, how: str | None, silent: Sequence[int]) -> None:
@@ -426,20 +402,3 @@ class NodeAgent:
 
     def _all_have_left(self, membership: Membership) -> bool:
         return self.store.check([left_key(membership.generation, node) for node in membership.leaving])
-
-    def _end_processes(self) -> None:
-        for watched in self.processes:
-            if watched.process.exitcode is None:
-                watched.process.kill()
-        for watched in self.processes:
-            watched.process.join()
-
-    def _finish(self) -> None:
-        for watched in self.processes:
-            with contextlib.suppress(OSError):
-                watched.pipe.send(FINISH)
-        deadline = time.monotonic() + FINISH_S
-        for watched in self.processes:
-            while watched.process.exitcode is None and time.monotonic() < deadline:
-                watched.process.join(POLL_S)
-        self._end_processes()

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from motet.errors import UserError
-from motet.resilience.agent import FINISH_S, SEEN_END
+from motet.resilience.agent import SEEN_END
 from motet.resilience.children import Children
 from motet.resilience.failure_log import write_store_end
 from motet.resilience.membership import (
@@ -41,7 +41,7 @@ from motet.resilience.membership import (
 )
 from motet.resilience.run_record import RunRecord
 from motet.resilience.store import StoreClient, StoreProcess, call_s
-from motet.resilience.watched_process import how_it_ended
+from motet.resilience.watched_process import FINISH_S, how_it_ended
 
 POLL_S = 0.1
 MOST_FRUITLESS = 5

@@ -1,4 +1,4 @@
-"""A training process as its node's agent sees it: whether it lives, computes, or stands still.
+"""A node's training processes as its agent sees them: whether they live, compute or stand still, and what they say.
 
 Limits: Linux (/proc).
 """
@@ -7,10 +7,15 @@ import contextlib
 import glob
 import signal
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+from motet.resilience.control import FINISH
+
+FINISH_S = 5.0
+"""For processes to end by themselves when all is over."""
 STOPPED = set("TtZX")
 RUNNABLE = "R"
 """A thread's state: it computes, or waits for a processor to do so."""
@@ -31,6 +36,53 @@ class WatchedProcess:
         states, ticks = _process_state(self.process.pid or 0)
         before, self.last_cpu_ticks = self.last_cpu_ticks, ticks
         return states <= STOPPED or (before == ticks and RUNNABLE not in states)
+
+
+def tell(processes: Sequence[WatchedProcess], *words: object) -> None:
+    """One word to all of them, or to each its own."""
+    for place, watched in enumerate(processes):
+        with contextlib.suppress(OSError):
+            watched.pipe.send(words[place % len(words)])
+
+
+def hear(processes: Sequence[WatchedProcess]) -> Iterator[tuple[WatchedProcess, str, object]]:
+    """What they have said, each a word and more."""
+    for watched in processes:
+        try:
+            while watched.pipe.poll():
+                word, more = watched.pipe.recv()
+                watched.last_sign = time.monotonic()
+                yield watched, word, more
+        except (EOFError, OSError):
+            continue  # It is dead, which `loss_of` will see.
+
+
+def loss_of(processes: Sequence[WatchedProcess], silence_s: float, now: float) -> str | None:
+    """How one of them was lost, if any was."""
+    for place, watched in enumerate(processes):
+        process, silent_s = watched.process, now - watched.last_sign
+        if process.exitcode is not None:
+            return f"process {place} (pid {process.pid}) {how_it_ended(process.exitcode)}"
+        if silent_s > silence_s and watched.is_idle():
+            return f"process {place} (pid {process.pid}) hung: no sign of life for {silent_s:.1f} s"
+    return None
+
+
+def end(processes: Sequence[WatchedProcess]) -> None:
+    for watched in processes:
+        if watched.process.exitcode is None:
+            watched.process.kill()
+    for watched in processes:
+        watched.process.join()
+
+
+def finish(processes: Sequence[WatchedProcess]) -> None:
+    """They may end by themselves, for `FINISH_S`."""
+    tell(processes, FINISH)
+    deadline = time.monotonic() + FINISH_S
+    for watched in processes:
+        watched.process.join(max(0.0, deadline - time.monotonic()))
+    end(processes)
 
 
 def how_it_ended(exitcode: int) -> str:
