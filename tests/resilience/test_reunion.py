@@ -18,7 +18,7 @@ import pytest
 
 from motet.resilience import agent as agent_module
 from motet.resilience.agent import NodeAgent
-from motet.resilience.membership import FIRST_GENERATION, OPEN, Change, Membership, StoreLostError, key_of
+from motet.resilience.membership import FIRST_GENERATION, OPEN, Change, Membership, StoreLostError, back_key, key_of
 from motet.resilience.run_record import KEY
 
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
@@ -114,6 +114,26 @@ def trained_under(agents: Sequence[NodeAgent], ended: set[int]) -> set[Membershi
     """All whose nodes are there and know nothing newer."""
     newest = {node: agent.membership for node, agent in enumerate(agents) if node not in ended}
     return {m for m in newest.values() if m is not None and all(newest.get(node) == m for node in m.nodes)}
+
+
+def test_who_comes_back_last_brings_a_newer_membership() -> None:
+    """While another agent looks who is back: numbers are given from what the newer one says."""
+    cluster = Cluster()
+    cluster.store = {KEY: "a run", key_of(1): FIRST.to_json(), **{back_key(node): "" for node in (1, 2)}}
+    newer = replace(FIRST, generation=2, num_known=NUM_NODES + 1)
+
+    class Watching(Client):
+        def check(self, keys: list[str]) -> bool:
+            if keys == [back_key(3)] and cluster.store is not None:
+                cluster.store |= {key_of(2): newer.to_json(), back_key(3): ""}
+            return super().check(keys)
+
+    agent = NodeAgent(0, Watching(cluster, 0), (), successor, DETECT_S, PATIENCE_S, _away_since=cluster.now)
+    with counted_time(cluster):
+        for _ in range(4):
+            agent.is_over()
+    assert agent.membership == newer
+    assert cluster.store[OPEN] == str(NUM_NODES + 1)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -218,6 +218,8 @@ class NodeAgent:
                 return False
             if not self._all_are_back(self.membership, now - self._back_since):
                 return False
+            if next_membership(self.store, self.membership.generation) is not None:
+                return False  # The last to come back has brought it.
             self.store.compare_set(OPEN, "", str(self.membership.num_known))
         self._is_open = True
         tell(self.processes, STORE_BACK)
