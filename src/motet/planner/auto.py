@@ -186,7 +186,9 @@ def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Ma
             f"parallel.limits.cp: no layout on {problem.num_devices} devices has context parallelism of "
             f"{' or '.join(map(str, backbone.cp_sizes))}; allow 1 too, or smaller sizes"
         )
-    return f"parallel.planner: no planner finds a plan; {next(iter(refused.values()))}"
+    # Not why one of them leaves the problem to others.
+    why = refused.get("cornstarch", next(iter(refused.values())))
+    return f"parallel.planner: no planner finds a plan; {why}"
 
 
 def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Choice:
