@@ -3,6 +3,11 @@
     MOTET_CHAOS_LOG=chaos.jsonl make chaos        # 200 trials; may be split by MOTET_CHAOS_FIRST and MOTET_CHAOS_TRIALS
     python benchmarks/chaos.py chaos.jsonl
 
+How soon losses are noticed is seen with the usual `detect_s`, on a quiet machine:
+
+    MOTET_CHAOS_DETECT_S=1 MOTET_CHAOS_TRIALS=40 MOTET_CHAOS_LOG=detection.jsonl make chaos
+    python benchmarks/chaos.py --name detection detection.jsonl
+
 A trial whose outcome was not as it must be ends `make chaos`, so it is not in the file.
 """
 
@@ -29,9 +34,10 @@ HOW = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path)
+    parser.add_argument("--name", default="chaos", help="of the report")
     arguments = parser.parse_args()
     trials = [json.loads(line) for path in arguments.logs for line in path.read_text().splitlines()]
-    report = Report("chaos", "Random losses at random moments")
+    report = Report(arguments.name, "Random losses at random moments")
     seeds = Counter(trial["seed"].rpartition("/")[0] for trial in trials)
     told = ", ".join(f"{number} of seed {seed}" for seed, number in seeds.items())
     worst = max(trial["max_loss_error"] for trial in trials)
@@ -45,6 +51,8 @@ def main() -> None:
     seen = [how for how in HOW if any(loss["how"] == how for loss in losses)]
     report.table(("phase in which it was", *(HOW[how] for how in seen), "together"), _by_phase(losses, seen))
     report.table(("trials", "number"), [(what, number) for what, number in _kinds(trials).items()])
+    detect_s = sorted({trial["detect_s"] for trial in trials})
+    report.add(f"Noticed, with `detect_s` {' or '.join(f'{each:g}' for each in detect_s)}:")
     report.table(("lost by", "losses", "noticed after, median [s]", "longest [s]"), _noticed(losses, seen))
     times = [seconds for trial in trials for seconds in trial["recovery_s"]]
     report.add(

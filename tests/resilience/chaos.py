@@ -236,6 +236,7 @@ class Outcome:
                 "seed": self.trial.seed,
                 "layout": self.trial.layout,
                 "tolerate": self.trial.tolerate,
+                "detect_s": DETECT_S,
                 "zero1": self.trial.zero1,
                 "nodes": self.trial.num_nodes,
                 "losses": [
