@@ -15,6 +15,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,10 +75,12 @@ def _by_phase(losses: list[dict[str, Any]], seen: list[str]) -> list[tuple[objec
 def _noticed(losses: list[dict[str, Any]], seen: list[str]) -> list[tuple[object, ...]]:
     """From the loss until an agent proposed to go on without the node."""
     rows: list[tuple[object, ...]] = []
-    for how in seen:
-        times = [loss["noticed_s"] for loss in losses if loss["how"] == how and loss.get("noticed_s") is not None]
+    for how, store in product(seen, ("", "SIGKILL", "SIGSTOP")):
+        of_kind = [loss for loss in losses if loss["how"] == how and loss.get("store", "") == store]
+        times = [loss["noticed_s"] for loss in of_kind if loss.get("noticed_s") is not None]
         if times:
-            rows.append((HOW[how], len(times), f"{median(times):.2f}", f"{max(times):.2f}"))
+            told = f"{HOW[how]}, with {store} of the store" if store else HOW[how]
+            rows.append((told, len(times), f"{median(times):.2f}", f"{max(times):.2f}"))
     return rows
 
 
