@@ -62,8 +62,9 @@ def _encode(model: Any, inputs: Mapping[str, Tensor], segments: Sequence[Segment
         hidden = features(inputs["pixel_values"])
     else:
         hidden = features(inputs["pixel_values"], interpolate_pos_encoding=True)
-    if any(segment.outputs != segment.num_tokens for segment in segments):
-        hidden = hidden[:, 1:]  # Without the class token.
+    has_class_token = any(name.endswith((".class_embedding", ".cls_token")) for name, _ in model.named_parameters())
+    if has_class_token and any(segment.outputs != segment.num_tokens for segment in segments):
+        hidden = hidden[:, 1:]
     return hidden.flatten(0, 1)
 
 
