@@ -135,7 +135,9 @@ class StoreProcess(AbstractContextManager["StoreProcess"]):
 
     def start(self, children: Children) -> None:
         """Also again. Raises `StoreNotStartedError`, or `UserError` if it cannot listen."""
-        self.kill()
+        if self._process is not None:
+            self.kill()
+            self._process.join()  # Until then it has its port.
         receiver, sender = Pipe(duplex=False)
         self._process = children.start(_host_store, sender, self.address)
         sender.close()  # Else its end would go unnoticed.
