@@ -37,7 +37,7 @@ PROBE_S = 0.5
 def call_s(detect_s: float) -> float:
     """For whoever keeps the store to wait for an answer; then its process is killed. A client waits for twice as long,
     so that it sees the end of a store that is stopped, and does not try to reach it again."""
-    return max(2.0, 2 * detect_s)
+    return max(5.0, 2 * detect_s)
 
 
 def is_listening(address: tuple[str, int], timeout_s: float = PROBE_S) -> bool:
