@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from chaos import Layout, Outcome, draw_trial, note, run_trial, with_last, with_lost_store
+from chaos import Outcome, Trial, draw_trial, note, run_trial, with_last, with_lost_store
 from victims import PHASES
 
 NUM_TRIALS = int(os.environ.get("MOTET_CHAOS_TRIALS", "200"))
@@ -20,34 +20,33 @@ NUM_LOST_STORES = int(os.environ.get("MOTET_CHAOS_STORES", "30"))
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 
 
-def run(seed: str, phase: str, layout: Layout | None = None, zero1: bool | None = None) -> Outcome:
-    trial = draw_trial(seed, phase, layout, zero1)
-    print(f"draw_trial({seed!r}, {phase!r}, {layout!r}, {zero1!r}) = {trial}", flush=True)
+def run(trial: Trial) -> Outcome:
+    print(f"run_trial({trial})", flush=True)
     try:
         return run_trial(trial)
     except BaseException as error:
-        error.add_note(f"draw_trial({seed!r}, {phase!r}, {layout!r}, {zero1!r})")
+        error.add_note(f"run_trial({trial})")
         raise
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES[:-1])
 def test_one_trial_for_each_phase(phase: str) -> None:
-    outcome = run("11", phase, "alike")
+    outcome = run(draw_trial("11", phase, "alike"))
     assert outcome.killed
 
 
 @pytest.mark.slow
 def test_pipelines_become_others_when_two_nodes_are_lost() -> None:
     """The second one during the recovery from the first; some pipelines have tensor parallelism, others none."""
-    outcome = run("11", "recovery", "shards")
+    outcome = run(draw_trial("11", "recovery", "shards"))
     assert "recovery" in outcome.killed_in
     assert outcome.moved_bytes > 0
 
 
 @pytest.mark.slow
 def test_states_that_not_all_pipelines_keep() -> None:
-    outcome = run("11", "optimizer step", "shards", zero1=True)
+    outcome = run(draw_trial("11", "optimizer step", "shards", zero1=True))
     assert outcome.killed
     assert outcome.moved_bytes > 0
 
@@ -58,7 +57,7 @@ def test_many_trials() -> None:
     print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_TRIALS={NUM_TRIALS}")
     killed: Counter[str] = Counter()
     for i in range(FIRST, FIRST + NUM_TRIALS):
-        outcome = run(f"{SEED}/{i}", PHASES[i % 6])
+        outcome = run(draw_trial(f"{SEED}/{i}", PHASES[i % 6]))
         note(outcome)
         killed.update(outcome.killed_in)
     print("killed in", dict(killed))
@@ -67,18 +66,8 @@ def test_many_trials() -> None:
 
 @pytest.mark.slow
 def test_a_node_and_the_store_are_lost_during_a_recovery() -> None:
-    outcome = run_without_store("11", "recovery")
+    outcome = run(with_lost_store(draw_trial("11", "recovery")))
     assert (outcome.num_stores_lost, "recovery" in outcome.killed_in) == (1, True)
-
-
-def run_without_store(seed: str, phase: str) -> Outcome:
-    trial = with_lost_store(draw_trial(seed, phase))
-    print(f"with_lost_store(draw_trial({seed!r}, {phase!r})) = {trial}", flush=True)
-    try:
-        return run_trial(trial)
-    except BaseException as error:
-        error.add_note(f"with_lost_store(draw_trial({seed!r}, {phase!r}))")
-        raise
 
 
 @pytest.mark.campaign
@@ -88,7 +77,7 @@ def test_lost_stores() -> None:
     print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_STORES={NUM_LOST_STORES}")
     num_lost = 0
     for i in range(FIRST, FIRST + NUM_LOST_STORES):
-        outcome = run_without_store(f"store/{SEED}/{i}", PHASES[i % 6])
+        outcome = run(with_lost_store(draw_trial(f"store/{SEED}/{i}", PHASES[i % 6])))
         note(outcome)
         num_lost += outcome.num_stores_lost
     assert num_lost >= NUM_LOST_STORES // 2  # Nobody came into the phase, or all was over before it was missed.
@@ -101,8 +90,7 @@ def test_warnings() -> None:
     print(f"MOTET_CHAOS_SEED={SEED}")
     for i in range(NUM_WARNINGS):
         trial = with_last(draw_trial(f"warning/{SEED}/{i}", PHASES[i % 6]), "warning")
-        print(trial, flush=True)
-        outcome = run_trial(trial)
+        outcome = run(trial)
         note(outcome)
         left = {change["node"] for line in outcome.log for change in line["changes"] if change["kind"] == "left"}
         warned = trial.kills[-1].node

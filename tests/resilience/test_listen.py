@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,40 +13,47 @@ from ports import port_of_its_own
 from test_recover import at, before_each_step, config_of, failures, undisturbed
 from training import plan_of
 
+from motet.config import RunConfig
 from motet.errors import UserError
 from motet.resilience.interfaces import interface_towards
 from motet.resilience.launch_nodes import join_training, train_on_nodes
 from motet.resilience.store import StoreProcess
 
 
-def test_nodes_that_join_train_and_survive(tmp_path: Path) -> None:
-    """One of them dies with its agent, as a machine does."""
-    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 4})
+def train_elsewhere(config: RunConfig) -> tuple[dict[str, Any], list[int | None]]:
+    """Every node joins a process that listens. The result, and how the nodes ended."""
     plan, address = plan_of(config), ("127.0.0.1", port_of_its_own())
-    context = multiprocessing.get_context("fork")
 
     def node() -> None:
         while True:
             try:
                 return join_training(config, lambda: None, address, 1)
-            except UserError:  # Nobody listens yet.
+            except UserError:  # Nobody listens, yet or at this moment.
                 continue
+
+    nodes = [multiprocessing.get_context("fork").Process(target=node) for _ in range(plan.num_ranks)]
+    for process in nodes:
+        process.start()
+    result = train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1, listen=address)
+    for process in nodes:
+        process.join()
+    return result, [process.exitcode for process in nodes]
+
+
+def test_nodes_that_join_train_and_survive(tmp_path: Path) -> None:
+    """One of them dies with its agent, as a machine does."""
+    config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 4})
 
     def end_agent() -> None:
         os.kill(os.getppid(), signal.SIGKILL)
 
     with before_each_step(at(2, 3, end_agent)):
-        nodes = [context.Process(target=node) for _ in range(plan.num_ranks)]
-        for process in nodes:
-            process.start()
-        result = train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1, listen=address)
-    for process in nodes:
-        process.join()
+        result, exit_codes = train_elsewhere(config)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 2
     [failure] = failures(config)
     assert [change["kind"] for change in failure["changes"]] == ["lost"]
-    assert sorted(process.exitcode for process in nodes) == [-signal.SIGKILL, 0, 0, 0]
+    assert sorted(exit_codes) == [-signal.SIGKILL, 0, 0, 0]
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:

@@ -11,16 +11,13 @@ from unittest import mock
 
 import pytest
 from ledger import applied_ids, recorded
-from ports import port_of_its_own
+from test_listen import train_elsewhere
 from test_recover import STEPS, at, config_of, die, failures, once, train_and, undisturbed
-from training import plan_of
 
 from motet.config import RunConfig
-from motet.errors import UserError
 from motet.resilience import agent, keeper
 from motet.resilience import store as store_module
 from motet.resilience.agent import NodeAgent
-from motet.resilience.launch_nodes import join_training, train_on_nodes
 from motet.resilience.membership import Call
 from motet.resilience.recover import TrainingProcess
 from motet.resilience.watched_process import WatchedProcess
@@ -134,8 +131,7 @@ def test_the_store_dies_at_the_end(tmp_path: Path) -> None:
 def test_the_store_dies_while_nodes_are_awaited(tmp_path: Path) -> None:
     """Whoever has come already comes again."""
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 3})
-    plan, context = plan_of(config), multiprocessing.get_context("fork")
-    address, register, first = ("127.0.0.1", port_of_its_own()), agent.register, once()
+    register, first = agent.register, once()
 
     def register_and_kill(store: Any) -> int:
         number = register(store)
@@ -143,20 +139,8 @@ def test_the_store_dies_while_nodes_are_awaited(tmp_path: Path) -> None:
             os.kill(pid(), signal.SIGKILL)
         return number
 
-    def node() -> None:
-        while True:
-            try:
-                return join_training(config, lambda: None, address, 1)
-            except UserError:  # Nobody listens, yet or at this moment.
-                continue
-
     with store_pid() as pid, mock.patch.object(agent, "register", register_and_kill):
-        nodes = [context.Process(target=node) for _ in range(plan.num_ranks)]
-        for process in nodes:
-            process.start()
-        result = train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1, listen=address)
-    for process in nodes:
-        process.join()
+        result, _ = train_elsewhere(config)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 4
     assert kinds(config) == [["store"]]

@@ -67,9 +67,19 @@ def train_on_nodes(
     processes of this machine.
     Where too few nodes are left all of them are started anew, from the last checkpoint; where the store is lost, it is.
     Raises `UserError` or `WorkerFailedError` if the training could not go on."""
+    assert config.train.failures is not None
+    succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
     with StoreProcess(listen or (LOOPBACK, 0)) as process:
-        where = _train_here if listen is None else _train_elsewhere
-        return _with_restarts(config, lambda run: where(config, run, plan, templates, num_nodes, node_size, process))
+
+        def train(run: RunRecord) -> dict[str, Any]:
+            with _keeper(config, run, plan, num_nodes, process) as keeper:
+                if listen is None:
+                    _begin_here(keeper, config, node_size, succession)
+                else:
+                    _begin_elsewhere(keeper)
+                return _outcome(keeper.attend(), keeper)
+
+        return _with_restarts(config, train)
 
 
 def _with_restarts(config: RunConfig, train: Callable[[RunRecord], dict[str, Any]]) -> dict[str, Any]:
@@ -142,43 +152,20 @@ def _check_run_file(config: RunConfig, store_address: tuple[str, int]) -> None:
         raise UserError(f"{difference}, in the training at {address}; give the run file of that training")
 
 
-def _train_here(
-    config: RunConfig,
-    run: RunRecord,
-    plan: Plan,
-    templates: Templates | None,
-    num_nodes: int,
-    node_size: int,
-    process: StoreProcess,
-) -> dict[str, Any]:
-    assert config.train.failures is not None
-    succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
-    with _keeper(config, run, plan, num_nodes, process) as keeper:
-        # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
-        keeper.begin(awaits_nodes=False)
-        address = keeper.process.address
-        told = f"motet: nodes may join: motet train RUN.yaml --join {address[0]}:{address[1]}"
-        print(told, file=sys.stderr, flush=True)
-        start = keeper.children.start
-        keeper.agents = [start(run_agent, config, address, node, node_size, succession) for node in range(num_nodes)]
-        return _outcome(keeper.attend(), keeper)
+def _begin_here(keeper: Keeper, config: RunConfig, node_size: int, succession: Succession) -> None:
+    # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
+    keeper.begin(awaits_nodes=False)
+    host, port = address = keeper.process.address
+    print(f"motet: nodes may join: motet train RUN.yaml --join {host}:{port}", file=sys.stderr, flush=True)
+    start, nodes = keeper.children.start, range(keeper.num_nodes)
+    keeper.agents = [start(run_agent, config, address, node, node_size, succession) for node in nodes]
 
 
-def _train_elsewhere(
-    config: RunConfig,
-    run: RunRecord,
-    plan: Plan,
-    templates: Templates | None,
-    num_nodes: int,
-    node_size: int,
-    process: StoreProcess,
-) -> dict[str, Any]:
-    with _keeper(config, run, plan, num_nodes, process) as keeper:
-        keeper.begin(awaits_nodes=True)
-        host, port = keeper.process.address
-        told = f"motet: waiting for {num_nodes} nodes: motet train RUN.yaml --join {host}:{port}"
-        print(told, file=sys.stderr, flush=True)
-        return _outcome(keeper.attend(), keeper)
+def _begin_elsewhere(keeper: Keeper) -> None:
+    keeper.begin(awaits_nodes=True)
+    host, port = keeper.process.address
+    told = f"motet: waiting for {keeper.num_nodes} nodes: motet train RUN.yaml --join {host}:{port}"
+    print(told, file=sys.stderr, flush=True)
 
 
 @contextmanager
