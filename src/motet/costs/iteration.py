@@ -1,7 +1,7 @@
 """The costs of one iteration's actions and messages: plan, routes and samples bound to a cost table and a cluster.
 
 Implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`) and one load cost the same,
-so many are answered at once (`motet.costs.stage_seconds`).
+so many are answered at once (`motet.costs.stage_seconds`). What ranks hold is `motet.costs.rank_memory`'s.
 
 Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast, the tokens and pairs of
 a sequence to be divided equally over a context-parallel group.
@@ -19,21 +19,11 @@ from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
 from motet.costs.collectives import collective_seconds
 from motet.costs.communication import all_reduce_seconds, message_seconds
-from motet.costs.contrastive import loss_saved_bytes, loss_share
 from motet.costs.cost_model import CostTable, Quadratic
-from motet.costs.layer_gradients import LayerGradients, gradients_of_plan
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
-from motet.costs.memory import (
-    DEFAULT_MEMORY,
-    NUM_BUFFERS,
-    RESERVE,
-    MemoryOptions,
-    cast_weight_bytes,
-    gathered_bytes,
-    half_saved_layer_bytes,
-    saved_layer_bytes,
-    static_layer_bytes,
-)
+from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions
+from motet.costs.rank_memory import RankMemory, holders_and_shares
 from motet.costs.stage_seconds import StageCosts, StageSeconds, of_microbatch
 from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
@@ -66,8 +56,7 @@ class IterationCosts:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds)
-        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
-        self._saved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._held = RankMemory(self.cells, memory)
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
     @cached_property
@@ -227,71 +216,14 @@ class IterationCosts:
         return sum([outputs[i] for i in samples]) * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
-        number = self.routes.number_of_cell[cell]
-        return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
+        return self._held.saved_bytes(cell, half)
 
     def saved_sizes(self, dependencies: Dependencies) -> Ints:
         assert dependencies.routes is self.routes
-        cells = self.cells
-        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
-        sizes = [self._saved_sizes(kind, load) for kind, load in pairs.T.tolist()]
-        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
+        return self._held.saved_sizes()
 
-    def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
-        """The whole and the half."""
-        key = (kind_number, load_number)
-        if key not in self._saved:
-            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
-            share = load.share(kind.num_shares)
-            if kind.is_loss:
-                self._saved[key] = self._saved_loss(kind, load), 0
-            elif kind.module in self.plan.recompute_features:
-                self._saved[key] = self._saved_input(kind, share), self._saved_half(kind, share)
-            else:
-                self._saved[key] = self._saved_whole(kind, share), self._saved_half(kind, share)
-        return self._saved[key]
-
-    def _saved_loss(self, kind: CellKind, load: Load) -> int:
-        workload = self.cells.workload(kind.module)
-        share = loss_share(self.plan, kind.module, workload)
-        return loss_saved_bytes(share, workload, load.tokens, self.memory.activation_bytes)
-
-    def _saved_input(self, kind: CellKind, load: Load) -> int:
-        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[0])
-        has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
-        stage_input = (load.tokens if rows == "tokens" else load.outputs) * width if has_input else 0
-        return round(stage_input * self.memory.activation_bytes)
-
-    def _saved_whole(self, kind: CellKind, load: Load) -> int:
-        module = self.plan.modules[kind.module]
-        return self._saved_input(kind, load) + sum(
-            count
-            * saved_layer_bytes(
-                layer,
-                load,
-                input_gradient=needs.input_gradient,
-                weight_gradient=needs.weight_gradient,
-                recompute=kind.module in self.plan.recompute,
-                tp_size=kind.stage.tp_size,
-                options=self.memory,
-                sequence_parallel=module.sequence_parallel,
-                fully_sharded=module.fully_sharded,
-            )
-            for layer, needs, count in kind.different
-        )
-
-    def _saved_half(self, kind: CellKind, load: Load) -> int:
-        return sum(
-            count
-            * half_saved_layer_bytes(
-                layer,
-                load,
-                weight_gradient=needs.weight_gradient,
-                tp_size=kind.stage.tp_size,
-                options=self.memory,
-            )
-            for layer, needs, count in kind.different
-        )
+    def static_bytes(self, rank: int) -> int:
+        return self._held.static_bytes(rank)
 
     def memory_limit(self) -> MemoryLimit:
         """What parameters, all that is static and the buffers of messages leave for activations on a device."""
@@ -306,64 +238,6 @@ class IterationCosts:
             limit_bytes=lambda rank: usable - self.static_bytes(rank),
             half_saved_bytes=lambda cell: self.saved_bytes(cell, half=True),
         )
-
-    def static_bytes(self, rank: int) -> int:
-        num_bytes = 0
-        for name, _, _, stage in self.plan.stages_of_rank(rank):
-            run = (name, stage.layers, stage.tp_size, stage.cp_size)
-            if run not in self._static:
-                self._static[run] = self._static_of_run(*run)
-            num_bytes += self._static[run]
-        return num_bytes + self._recomputed_bytes.get(rank, 0)
-
-    @cached_property
-    def _recomputed_bytes(self) -> Mapping[int, int]:
-        """For each rank, the largest graph that a backward makes again there: it is all there at once."""
-        result: dict[int, int] = {}
-        for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
-            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
-            if kind.module in self.plan.recompute_features:
-                graph = self._saved_whole(kind, load.share(kind.num_shares))
-                stages = [
-                    s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
-                ]
-                for rank in {rank for stage in stages for rank in stage.planned.ranks}:
-                    result[rank] = max(result.get(rank, 0), graph)
-        return result
-
-    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
-        module, workload = self.plan.modules[name], self.cells.workload(name)
-        num_holders, num_shares = self._holders_and_shares(name, cp_size)
-        static = sum(
-            static_layer_bytes(
-                workload.layers[index],
-                trainable=module.is_trainable((index, index + 1)),
-                tp_size=tp_size,
-                num_holders=num_holders,
-                options=self.memory,
-                num_shares=num_shares,
-            )
-            for index in range(*layers)
-        )
-        if not module.fully_sharded:
-            static += sum(
-                cast_weight_bytes(workload.layers[index], tp_size=tp_size, options=self.memory)
-                for index in range(*layers)
-                if self._gradients[self.cells.owner(name)][index].any
-            )
-        of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
-        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.memory)
-
-    def _holders_and_shares(self, name: str, cp_size: int) -> tuple[int, int]:
-        """Ranks that hold the same of a module's stage, and those that keep a share each of what it holds."""
-        module = self.plan.modules[name]
-        num_replicas = len(module.replicas)
-        return (num_replicas, cp_size) if module.fully_sharded else (num_replicas * cp_size, 1)
-
-    @cached_property
-    def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
-        """When every modality is there."""
-        return gradients_of_plan(self.plan)
 
     # What they are derived from --------------------------------------------------------------------------------------
 
@@ -405,7 +279,7 @@ class IterationCosts:
             run = (name, stage.layers, stage.tp_size)
             if run not in num_trainable:
                 num_trainable[run] = self._num_trainable(*run)
-            num_holders, num_shares = self._holders_and_shares(name, stage.cp_size)
+            num_holders, num_shares = holders_and_shares(self.plan.modules[name], stage.cp_size)
             share = self.memory.num_keepers(num_holders) / (num_holders * num_shares)
             for rank in stage.ranks:
                 result[rank] += num_trainable[run] * share
