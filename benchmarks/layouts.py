@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.planner.explicit import explicit_plan
+from motet.planner.layer_times import layer_times
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -47,11 +48,11 @@ def chain_plan(
     """All modules, one after the other, as one chain that the exact partition cuts into stages (thesis 3.4.1).
 
     A stage in which one module ends and the next begins is a stage of both, on the same ranks."""
-    times = {n: problem.layer_times(n, tp, dp, frozen_aware=frozen_aware) for n in problem.modules}
-    cut = partition([time.total_s for layer_times in times.values() for time in layer_times], num_stages)
+    times = {n: layer_times(problem, n, tp, dp, frozen_aware=frozen_aware) for n in problem.modules}
+    cut = partition([time.total_s for of_module in times.values() for time in of_module], num_stages)
     begins = [0]
-    for layer_times in times.values():
-        begins.append(begins[-1] + len(layer_times))
+    for of_module in times.values():
+        begins.append(begins[-1] + len(of_module))
     replicas: dict[str, list[Placed]] = {}
     for name, (begin, end) in zip(times, pairwise(begins), strict=True):
         inside = [(s, max(first, begin) - begin, min(last, end) - begin) for s, (first, last) in enumerate(cut)]
@@ -79,7 +80,7 @@ def modality_parallel_plan(problem: PlanningProblem, *, frozen_aware: bool) -> P
     """Stages of one module each, on all of the cluster's devices: of all ways to share them out between an encoder and
     the language model, and of all cuts, the one whose slowest stage is fastest, as far as `frozen_aware` lets see."""
     encoder, language_model = problem.modules
-    times = {n: [t.total_s for t in problem.layer_times(n, frozen_aware=frozen_aware)] for n in problem.modules}
+    times = {n: [t.total_s for t in layer_times(problem, n, frozen_aware=frozen_aware)] for n in problem.modules}
 
     def slowest_s(num_encoder_stages: int) -> float:
         stages = {encoder: num_encoder_stages, language_model: problem.num_devices - num_encoder_stages}

@@ -15,6 +15,7 @@ from motet.planner.auto import NOT_TRIED, choose
 from motet.planner.auto_layouts import own_layouts
 from motet.planner.degrees import cp_sizes
 from motet.planner.evaluate import evaluate
+from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.lower_bound import problem_lower_bound_s
@@ -101,7 +102,7 @@ def test_layer_times_are_what_the_simulation_takes_but_for_the_exchange(num_samp
     layout = Layout(planner="one", chunks=(Chunk(LM, (0, num_layers), 0),), group_sizes=(cp,), shared=((LM, cp),))
     evaluation = evaluate(problem, layout_plan(problem, layout))
     cell = evaluation.costs.routes.cells[0]
-    times = problem.layer_times(LM, cp=cp)
+    times = layer_times(problem, LM, cp=cp)
     for kind, seconds in (
         (Kind.FORWARD, sum(time.forward_s for time in times)),
         (Kind.BACKWARD, sum(time.backward_s for time in times)),

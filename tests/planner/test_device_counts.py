@@ -13,6 +13,7 @@ from motet.planner.auto import choose
 from motet.planner.bound_and_simulate import rank
 from motet.planner.device_counts import device_counts, on_best_count
 from motet.planner.evaluate import evaluate
+from motet.planner.layer_times import least_total_times
 from motet.planner.problem import TooSlowError
 
 
@@ -73,7 +74,7 @@ def test_counts_that_cannot_win_count_as_too_slow(cutoff_share):
     def too_slow(problem, *, placement):
         raise TooSlowError(1e9)
 
-    least_s = sum(time.total_s for name in problem.modules for time in problem.least_total_times(name, 1))
+    least_s = sum(time.total_s for name in problem.modules for time in least_total_times(problem, name, 1))
     assert device_counts(problem) == [9, 8]
     cutoff_s = cutoff_share * least_s / 9  # 0.5: no count can win; 2: both may.
     for planner in (refuses, too_slow):

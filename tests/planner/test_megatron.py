@@ -8,6 +8,7 @@ from small_problem import small_problem
 from motet.planner import make_plan
 from motet.planner.degrees import uniform_degrees
 from motet.planner.evaluate import evaluate
+from motet.planner.layer_times import layer_times
 from motet.planner.layout import layout_plan
 from motet.planner.megatron import balanced_chains
 from motet.planner.partition import stage_costs
@@ -48,7 +49,7 @@ def test_balanced_chains_are_cut_where_the_slowest_run_is_fastest(num_chunks):
     groups = [chunk.group for chunk in layout.chunks]
     order = [group for i, group in enumerate(groups) if i == 0 or group != groups[i - 1]]
     assert order == [v % 3 for v in range(3 * num_chunks)]
-    times = {n: [t.total_s for t in problem.layer_times(n, frozen_aware=False)] for n in problem.modules}
+    times = {n: [t.total_s for t in layer_times(problem, n, frozen_aware=False)] for n in problem.modules}
     runs: list[float] = []
     for i, chunk in enumerate(layout.chunks):
         (seconds,) = stage_costs(times[chunk.module], [chunk.layers])

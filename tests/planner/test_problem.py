@@ -1,6 +1,5 @@
-"""The frozen rule over the graph of modules, by hand and against brute force, and layer times."""
+"""The frozen rule over the graph of modules, by hand and against brute force."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import small_problem
@@ -82,29 +81,3 @@ def test_rule_against_reachability(data):
         for i in range(n):
             assert problem.gradients[name][i].input_gradient == ((name, i) in reached)
             assert problem.gradients[name][i].weight_gradient == (i in trainable[name])
-
-
-def test_frozen_layers_cost_less_only_for_those_who_know():
-    problem = small_problem(encoders=("vision",))
-    aware = problem.layer_times("vision")
-    unaware = problem.layer_times("vision", frozen_aware=False)
-    assert all(time.backward_s == 0 for time in aware[:-1])
-    assert aware[-1].backward_s > 0
-    assert unaware[1].backward_s == pytest.approx(2 * unaware[1].forward_s, rel=0.1)
-
-
-def test_recomputation_adds_a_forward_where_there_is_a_backward():
-    plain, recomputing = small_problem(), small_problem(recompute=("language_model", "vision"))
-    before, after = plain.layer_times("language_model")[1], recomputing.layer_times("language_model")[1]
-    assert after.backward_s == pytest.approx(before.backward_s + before.forward_s)
-    assert recomputing.layer_times("vision")[1].backward_s == 0
-
-
-def test_typical_load_is_the_mean_over_microbatches():
-    problem = small_problem()
-    images = sum(sample.has("vision") for sample in problem.samples)
-    assert problem.typical_load("vision").tokens == images * 64 / 4
-    assert problem.typical_load("vision", dp=2).tokens == images * 64 / 8
-    assert problem.typical_load("language_model").incoming == pytest.approx(
-        sum(s.num_outputs("vision") + s.num_outputs("audio") for s in problem.samples) / 4
-    )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from motet.planner.cornstarch import frozen_aware_cut
 from motet.planner.degrees import cp_sizes, dp_sizes, has_few_stages, most_stages, tp_sizes
 from motet.planner.explicit import Placement
+from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.megatron import VIRTUAL_STAGES, language_model
@@ -86,7 +87,7 @@ def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, sched
     groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
     tp, cp, num_runs = layout.tp(name, groups[0]), layout.cp(name), num_chunks * len(groups)
     if len(groups) > 1 and num_runs <= most_stages(problem, name):
-        times = [time.total_s for time in problem.layer_times(name, tp, layout.dp, cp=cp)]
+        times = [time.total_s for time in layer_times(problem, name, tp, layout.dp, cp=cp)]
         runs = problem.remembered(("runs", name, tp, cp, layout.dp, num_runs), lambda: partition(times, num_runs))
         own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
         chunks = [chunk for other in problem.modules for chunk in (own if other == name else _chunks_of(layout, other))]
@@ -119,7 +120,7 @@ class EqualGroups(NamedTuple):
     def layer_seconds(self, problem: PlanningProblem) -> dict[str, list[float]]:
         cp = {name: dict(self.shared).get(name, 1) for name in problem.modules}
         return {
-            name: [time.total_s for time in problem.layer_times(name, self.size // cp[name], self.dp, cp=cp[name])]
+            name: [time.total_s for time in layer_times(problem, name, self.size // cp[name], self.dp, cp=cp[name])]
             for name in problem.modules
         }
 

@@ -16,6 +16,7 @@ from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import cp_sizes, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
+from motet.planner.layer_times import least_total_times
 from motet.planner.problem import PlanningProblem, TooSlowError
 
 
@@ -73,7 +74,7 @@ def _share_s(problem: PlanningProblem) -> float:
             min(tp * time.total_s for tp, time in zip(sizes, times, strict=True))
             for name in problem.modules
             for sizes in [tp_sizes(problem, name)]
-            for times in zip(*(problem.least_total_times(name, tp) for tp in sizes), strict=True)
+            for times in zip(*(least_total_times(problem, name, tp) for tp in sizes), strict=True)
         )
 
     return problem.remembered("device-seconds", compute)

@@ -29,6 +29,8 @@ from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, cut_module
 from motet.planner.layer_bytes import gradient_bytes_of_layers, saved_bytes_of_layers
+from motet.planner.layer_times import layer_times
+from motet.planner.microbatch_loads import typical_load
 from motet.planner.orchestration import orchestrate
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
@@ -139,7 +141,7 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         with_optimizer += cast
     return Unit(
         role=role,
-        layer_costs=tuple(time.total_s for time in problem.layer_times(name, min(fits), dp_sizes[0])),
+        layer_costs=tuple(time.total_s for time in layer_times(problem, name, min(fits), dp_sizes[0])),
         seconds={size: per_sample for size, (per_sample, _) in fits.items()},
         microbatch_s={size: constant for size, (_, constant) in fits.items()},
         state_bytes=state,
@@ -155,13 +157,13 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
 
 def _saved_bytes(problem: PlanningProblem, name: str, tp_size: int, dp: int) -> float:
     """What a typical microbatch leaves in the whole module for its backward, on each rank of a group."""
-    return sum(saved_bytes_of_layers(problem, name, problem.typical_load(name, dp), tp_size=tp_size))
+    return sum(saved_bytes_of_layers(problem, name, typical_load(problem, name, dp), tp_size=tp_size))
 
 
 def _boundary_s(problem: PlanningProblem, name: str, dp: int) -> float:
     """A sample's message to the next stage, and its gradient's way back."""
     workload = problem.modules[name].workload
-    tokens = problem.typical_load(name, dp).tokens / _samples_per_microbatch(problem, dp)
+    tokens = typical_load(problem, name, dp).tokens / _samples_per_microbatch(problem, dp)
     num_bytes = tokens * workload.hidden_size * problem.memory.activation_bytes
     returns = any(needs.any for needs in problem.gradients[name])
     measured = problem.table.message
@@ -189,7 +191,7 @@ def _linear_fit(problem: PlanningProblem, name: str, tp_size: int, dp_sizes: tup
     the smallest size (the paper interpolates between trials)."""
     sizes = [_samples_per_microbatch(problem, dp) for dp in (min(dp_sizes), max(dp_sizes))]
     large, small = (
-        sum(time.total_s for time in problem.layer_times(name, tp_size, dp)) for dp in (min(dp_sizes), max(dp_sizes))
+        sum(time.total_s for time in layer_times(problem, name, tp_size, dp)) for dp in (min(dp_sizes), max(dp_sizes))
     )
     if sizes[0] == sizes[1]:
         return large / sizes[0], 0.0

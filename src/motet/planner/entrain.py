@@ -34,6 +34,7 @@ from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.layer_bytes import gradient_bytes_of_layers
+from motet.planner.layer_times import layer_times
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.profiling_size import (
@@ -175,12 +176,12 @@ def _with_dp(problem: PlanningProblem) -> Iterator[tuple[int, Configuration]]:
 def device_seconds(problem: PlanningProblem, name: str) -> float:
     """Of one device for the module's share of the global batch: what devices are allocated by."""
     tp = min(tp_sizes(problem, name))
-    return tp * problem.num_microbatches * sum(time.total_s for time in problem.layer_times(name, tp))
+    return tp * problem.num_microbatches * sum(time.total_s for time in layer_times(problem, name, tp))
 
 
 def _component(problem: PlanningProblem, name: str, dp: int) -> Component:
     return Component(
-        layer_s=lambda tp, cp: [time.total_s for time in problem.layer_times(name, tp, dp)],
+        layer_s=lambda tp, cp: [time.total_s for time in layer_times(problem, name, tp, dp)],
         tp_sizes=tp_sizes(problem, name),
         max_stages=problem.modules[name].max_stages,
     )

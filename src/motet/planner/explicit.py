@@ -22,6 +22,7 @@ from typing import Literal
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.planner.check_degrees import check_degrees
+from motet.planner.layer_times import layer_times
 from motet.planner.partition import partition, partition_by_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -83,7 +84,7 @@ def cut_module(
             return partition_by_sizes(num_layers, degrees.layers_per_stage)
         except UserError as error:
             raise UserError(f"parallel: {name}.{error}") from None
-    times = problem.layer_times(name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
+    times = layer_times(problem, name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
     return partition([time.total_s for time in times], degrees.pp)
 
 

@@ -14,8 +14,9 @@ from itertools import accumulate
 
 from motet.costs.memory import RESERVE
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
-from motet.planner.layer_times import LayerTime
+from motet.planner.layer_times import LayerTime, layer_times
 from motet.planner.layout import Chunk, Layout
+from motet.planner.microbatch_loads import typical_load
 from motet.planner.problem import PlanningProblem
 
 
@@ -78,9 +79,9 @@ class LayoutCosts:
 
     def _sum_layers(self, name: str, tp: int, cp: int, dp: int, sequence_parallel: bool) -> _Sums:
         problem, module = self.problem, self.problem.modules[name]
-        times = problem.layer_times(name, tp, dp, cp=cp, sequence_parallel=sequence_parallel)
-        lightest = problem.layer_times(name, tp, dp, cp=cp, lightest=True, sequence_parallel=sequence_parallel)
-        load = problem.typical_load(name, dp, cp=cp)
+        times = layer_times(problem, name, tp, dp, cp=cp, sequence_parallel=sequence_parallel)
+        lightest = layer_times(problem, name, tp, dp, cp=cp, lightest=True, sequence_parallel=sequence_parallel)
+        load = typical_load(problem, name, dp, cp=cp)
         static = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=cp * dp)
         saved = saved_bytes_of_layers(problem, name, load, tp_size=tp, sequence_parallel=sequence_parallel)
 

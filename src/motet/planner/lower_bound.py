@@ -17,8 +17,8 @@ sum, of parameters, gradients and moments over all devices; ranks may interrupt 
 
 The bound is the least over all combinations of sizes, which are few; each is a maximum of the three. Where the batch is
 cut evenly and a module has one replica for each share of it, its microbatches are known, padding included; else loads
-are summed sample by sample, which no cut can undercut (`PlanningProblem.least_total_times`). Plans whose replicas take
-unlike numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
+are summed sample by sample, which no cut can undercut (`least_total_times`). Plans whose replicas take unlike numbers
+of microbatches (`replica_microbatches`) are not covered if samples differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from motet.costs.memory import RESERVE
 from motet.planner.degrees import cp_sizes, dp_sizes, tp_sizes
 from motet.planner.layer_bytes import static_bytes_of_layers
-from motet.planner.layer_times import LayerTime
+from motet.planner.layer_times import LayerTime, least_times, least_total_times
 from motet.planner.problem import PlanningProblem
 
 
@@ -140,7 +140,7 @@ def _num_shares(sizes: Sizes) -> int:
 
 def _least_totals(problem: PlanningProblem, name: str, size: Size, *, alone: bool) -> Iterator[tuple[LayerTime, ...]]:
     """For each layer, its times at each of the tensor-parallel sizes."""
-    of_sizes = [problem.least_total_times(name, tp, size.num_replicas, cp=size.cp, alone=alone) for tp in size.tp]
+    of_sizes = [least_total_times(problem, name, tp, size.num_replicas, cp=size.cp, alone=alone) for tp in size.tp]
     return zip(*of_sizes, strict=True)
 
 
@@ -214,7 +214,7 @@ def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, 
     for name in _in_order(problem):
         tps, cp, replicas = sizes[name]
         smallest = max(1, len(problem.samples) // (replicas * problem.num_microbatches)) if problem.cuts_evenly else 1
-        times = list(zip(*(problem.least_times(name, tp, smallest, cp=cp) for tp in tps), strict=True))
+        times = list(zip(*(least_times(problem, name, tp, smallest, cp=cp) for tp in tps), strict=True))
         one[name] = (
             [min(time.forward_s for time in of_layer) for of_layer in times],
             [min(time.backward_s - time.weight_s for time in of_layer) for of_layer in times],

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from motet.plan import LayerRange, Plan
 from motet.planner.degrees import best_plan, check_may_be_whole, has_few_stages, uniform_degrees
 from motet.planner.explicit import Placement
+from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.partition import even_partition
 from motet.planner.problem import PlanningProblem
@@ -104,7 +105,7 @@ def layer_seconds(
     problem: PlanningProblem, tp: int, dp: int, *, frozen_aware: bool = True
 ) -> Mapping[str, Sequence[float]]:
     return {
-        name: [time.total_s for time in problem.layer_times(name, tp, dp, frozen_aware=frozen_aware)]
+        name: [time.total_s for time in layer_times(problem, name, tp, dp, frozen_aware=frozen_aware)]
         for name in problem.modules
     }
 

@@ -16,6 +16,8 @@ from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.speeds import default_speeds
 from motet.plan import LayerRange
+from motet.planner.layer_times import layer_times
+from motet.planner.microbatch_loads import typical_load
 from motet.planner.optimus_timeline import Kernel, Kernels
 from motet.planner.problem import PlanningProblem
 from motet.workload import LayerShape
@@ -31,11 +33,11 @@ class StageKernels(NamedTuple):
 def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages: Sequence[LayerRange]) -> StageKernels:
     """`dp`: of the language model."""
     assumed = _assumed_costs(problem)
-    load = problem.typical_load(name, dp)
+    load = typical_load(problem, name, dp)
     known: dict[tuple[LayerShape, LayerGradients, float, float], tuple[Kernels, Kernels]] = {}
     layers = []
     for i, (layer, time) in enumerate(
-        zip(problem.modules[name].workload.layers, problem.layer_times(name, tp, dp), strict=True)
+        zip(problem.modules[name].workload.layers, layer_times(problem, name, tp, dp), strict=True)
     ):
         gradients = problem.gradients[name][i]
         key = (layer, gradients, time.forward_s, time.backward_s)

@@ -27,6 +27,8 @@ from motet.errors import UserError
 from motet.plan import LayerRange
 from motet.planner.degrees import dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
+from motet.planner.layer_times import layer_times
+from motet.planner.microbatch_loads import typical_load
 from motet.planner.optimus_bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus_kernels import stage_kernels
 from motet.planner.optimus_timeline import Kernels, LlmPipeline, LlmTimeline, llm_timeline
@@ -163,7 +165,7 @@ class LlmSide:
     def least_s(self) -> float:
         """No iteration is shorter: what a place computes, and what the places before it do with a microbatch until it
         can begin and after it has ended."""
-        times = self.problem.layer_times(self.name, self.layout.tp, self.layout.dp)
+        times = layer_times(self.problem, self.name, self.layout.tp, self.layout.dp)
         seconds = [sum(times[i].total_s for i in range(*stage)) for stage in self.stages]
         places = self.layout.pp
         before = accumulate(seconds[: places - 1], initial=0.0)
@@ -220,7 +222,7 @@ class LlmSide:
         if layout.pp == 1:
             return 0.0
         num_bytes = (
-            problem.typical_load(name, layout.dp).tokens
+            typical_load(problem, name, layout.dp).tokens
             * problem.modules[name].workload.hidden_size
             * problem.memory.activation_bytes
         )
@@ -315,7 +317,7 @@ class LlmSide:
         return sum(static_bytes_of_layers(self.problem, name, tp_size=tp, num_holders=num_replicas)[slice(*layers)])
 
     def _saved_bytes(self, name: str, layers: LayerRange, tp: int) -> int:
-        load = self.problem.typical_load(name, self.layout.dp)
+        load = typical_load(self.problem, name, self.layout.dp)
         return sum(saved_bytes_of_layers(self.problem, name, load, tp_size=tp)[slice(*layers)])
 
 
@@ -337,4 +339,4 @@ def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) ->
 
 def cut(problem: PlanningProblem, name: str, tp: int, dp: int, num_stages: int) -> tuple[LayerRange, ...]:
     """The stages whose slowest one is fastest."""
-    return partition([time.total_s for time in problem.layer_times(name, tp, dp)], num_stages)
+    return partition([time.total_s for time in layer_times(problem, name, tp, dp)], num_stages)

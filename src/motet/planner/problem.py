@@ -1,6 +1,9 @@
-"""What a planner is given: the model's shape and trainability, its costs, the devices, and a typical global batch."""
+"""What a planner is given: the model's shape and trainability, its costs, the devices, and a typical global batch.
 
-from collections.abc import Callable, Mapping, Sequence, Set
+What follows from it: `motet.planner.microbatch_loads`, `motet.planner.layer_times`, `motet.planner.layer_bytes`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -8,14 +11,11 @@ from typing import Any, TypeVar
 
 from motet.cluster import Cluster
 from motet.costs.cost_model import CostTable
-from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
-from motet.costs.load import Load, microbatch_load
+from motet.costs.layer_gradients import LayerGradients, gradients_of_modules
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
-from motet.data.assignment import split_evenly
 from motet.data.sample import Sample, kinds_of_samples
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
-from motet.planner.layer_times import LayerTime, lightest_load, mean_load, times_of_layers
 from motet.planner.ranks_on_nodes import on_nodes
 from motet.workload import ModuleWorkload
 
@@ -70,6 +70,11 @@ class ModuleProblem:
 
     def is_trainable(self, layer: int) -> bool:
         return any(first <= layer < last for first, last in self.trainable)
+
+    @property
+    def trainable_layers(self) -> list[bool]:
+        """For each layer, whether it is trainable."""
+        return [self.is_trainable(layer) for layer in range(self.workload.num_layers)]
 
     def planned(
         self,
@@ -220,15 +225,9 @@ class PlanningProblem:
     @cached_property
     def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
         """For each layer of each module, when every modality is there."""
-        return gradients_of_modules({name: self._trainable(name) for name in self.modules}, self.edges)
-
-    def _trainable(self, name: str) -> list[bool]:
-        module = self.modules[name]
-        return [module.is_trainable(layer) for layer in range(module.workload.num_layers)]
-
-    def _gradients_with(self, name: str, sources: Set[str]) -> tuple[LayerGradients, ...]:
-        """For a microbatch to which these modules bring something that needs a gradient."""
-        return gradients_of_layers(self._trainable(name), entries_of(name, sources, self.edges))
+        return gradients_of_modules(
+            {name: module.trainable_layers for name, module in self.modules.items()}, self.edges
+        )
 
     def has_backward(self, name: str, layers: LayerRange) -> bool:
         return any(needs.any for needs in self.gradients[name][slice(*layers)])
@@ -239,165 +238,3 @@ class PlanningProblem:
             self._known[key] = compute()
         value: T = self._known[key]
         return value
-
-    def loads(self, name: str, dp: int = 1, *, packed: bool = False) -> Sequence[tuple[Load, frozenset[str]]]:
-        """For each microbatch of a batch that is cut in the order in which it comes, empty ones included: its load, and
-        which of the modules that bring a gradient enter it. `packed`: samples share a row, as under context
-        parallelism."""
-
-        def compute() -> list[tuple[Load, frozenset[str]]]:
-            shares = split_evenly(range(len(self.samples)), dp)
-            microbatches = [m for share in shares for m in split_evenly(share, self.num_microbatches)]
-            return self._loads_of(name, microbatches, packed=packed)
-
-        return self.remembered(("loads", name, dp, packed), compute)
-
-    def _loads_of(
-        self, name: str, microbatches: Sequence[Sequence[int]], *, packed: bool = False
-    ) -> list[tuple[Load, frozenset[str]]]:
-        sources = tuple(edge.source for edge in self.edges if edge.target == name)
-        bringing = [source for source in sources if any(needs.any for needs in self.gradients[source])]
-        known: dict[tuple[int, ...], tuple[Load, frozenset[str]]] = self.remembered(
-            ("loads of kinds", name, packed), dict
-        )
-        workload = self.modules[name].workload.packed() if packed else self.modules[name].workload
-        loads, kinds = [], self.sample_kinds
-        for members in microbatches:
-            key = tuple([kinds[i] for i in members])
-            if key not in known:
-                able = [self.samples[i] for i in members if self.samples[i].has(name)]
-                entering = frozenset(source for source in bringing if any(sample.has(source) for sample in able))
-                known[key] = microbatch_load(workload, name, able, sources), entering
-            loads.append(known[key])
-        return loads
-
-    def typical_load(self, name: str, dp: int = 1, *, cp: int = 1, packed: bool = False) -> Load:
-        """The mean over the microbatches, of each rank of a context-parallel group. `packed`: samples share a row also
-        where there is no group, as another stage has one."""
-        packed = packed or cp > 1
-        loads = self.loads(name, dp, packed=packed)
-        return self.remembered(("mean", name, dp, cp, packed), lambda: mean_load([load for load, _ in loads]).share(cp))
-
-    def layer_times(
-        self,
-        name: str,
-        tp: int = 1,
-        dp: int = 1,
-        *,
-        cp: int = 1,
-        packed: bool = False,
-        frozen_aware: bool = True,
-        lightest: bool = False,
-        sequence_parallel: bool = False,
-    ) -> list[LayerTime]:
-        """T_l = F_l + B_l of thesis 3.3.1 for each layer, the mean over the microbatches. Unaware of what is frozen,
-        every layer pays its whole backward for each of them. `packed`: as `typical_load` has it. `lightest`: no
-        microbatch takes less. What context-parallel groups exchange is not in it.
-
-        Raises `ValueError` if the table has no costs at this tensor-parallel size."""
-        packed = packed or cp > 1
-        return self.remembered(
-            ("times", name, tp, dp, cp, packed, frozen_aware, lightest, sequence_parallel),
-            lambda: self._layer_times(name, tp, dp, cp, packed, frozen_aware, lightest, sequence_parallel),
-        )
-
-    def least_total_times(
-        self, name: str, tp: int = 1, num_replicas: int = 1, *, cp: int = 1, alone: bool = False
-    ) -> list[LayerTime]:
-        """For each layer: at least what all microbatches together take, however the batch is cut into them.
-
-        That holds because no sum of a load is less for several samples than the sum of theirs (padding and packing only
-        add to it), and because there are at least as many actions as it takes to hold the samples. `alone`: each
-        replica has a share of the batch to itself; where that is cut evenly, the microbatches are known, and so is what
-        they take."""
-        is_known = alone and self.cuts_evenly
-        largest = (
-            -(-len(self.samples) // (self.num_microbatches * num_replicas)) if self.cuts_evenly else len(self.samples)
-        )
-
-        def compute() -> list[LayerTime]:
-            loads = self.loads(name, num_replicas, packed=cp > 1) if is_known else self._sample_loads(name)
-            total = [
-                (
-                    gradients,
-                    Load(*map(sum, zip(*members, strict=True))),
-                    float(sum(map(any, members)) // (1 if is_known else largest)),
-                )
-                for gradients, members in self._kinds(name, loads, True)
-            ]
-            return self._times(name, tp, cp, total)
-
-        return self.remembered(("least total", name, tp, num_replicas, cp, is_known), compute)
-
-    def least_times(self, name: str, tp: int = 1, num_samples: int = 1, *, cp: int = 1) -> list[LayerTime]:
-        """For each layer: at least what a microbatch of so many samples takes."""
-
-        def compute() -> list[LayerTime]:
-            lightest = [lightest_load(*kind) for kind in self._kinds(name, self._sample_loads(name), True)]
-            several = [(gradients, Load(*(num_samples * x for x in load)), n) for gradients, load, n in lightest]
-            return self._times(name, tp, cp, several)
-
-        return self.remembered(("least", name, tp, num_samples, cp), compute)
-
-    def _sample_loads(self, name: str) -> list[tuple[Load, frozenset[str]]]:
-        return self.remembered(
-            ("sample loads", name), lambda: self._loads_of(name, [(i,) for i in range(len(self.samples))])
-        )
-
-    def _layer_times(
-        self,
-        name: str,
-        tp: int,
-        dp: int,
-        cp: int,
-        packed: bool,
-        frozen_aware: bool,
-        lightest: bool,
-        sequence_parallel: bool,
-    ) -> list[LayerTime]:
-        kinds = self._kinds(name, self.loads(name, dp, packed=packed), frozen_aware)
-        if lightest:
-            least = [lightest_load(gradients, members) for gradients, members in kinds]
-            return self._times(name, tp, cp, least, sequence_parallel)
-        # An empty microbatch is no action: it does not pay what every action pays.
-        return self._times(
-            name,
-            tp,
-            cp,
-            [(gradients, mean_load(members), sum(map(any, members)) / len(members)) for gradients, members in kinds],
-            sequence_parallel,
-        )
-
-    def _kinds(
-        self, name: str, loads: Sequence[tuple[Load, frozenset[str]]], frozen_aware: bool
-    ) -> list[tuple[Sequence[LayerGradients], list[Load]]]:
-        """Microbatches that lack a modality may have no backward in a frozen module: each kind by itself, with nothing
-        in the place of the others."""
-        everything = (LayerGradients(True, True),) * self.modules[name].workload.num_layers
-        return [
-            (
-                self._gradients_with(name, kind) if frozen_aware else everything,
-                [load if entering == kind else Load() for load, entering in loads],
-            )
-            for kind in sorted({entering for _, entering in loads}, key=sorted)
-        ]
-
-    def _times(
-        self,
-        name: str,
-        tp: int,
-        cp: int,
-        kinds: Sequence[tuple[Sequence[LayerGradients], Load, float]],
-        sequence_parallel: bool = False,
-    ) -> list[LayerTime]:
-        """As `times_of_layers` has it; `kinds` with the load of all ranks of a context-parallel group."""
-        workload = self.modules[name].workload
-        table = self.table.of(name, tp, sequence_parallel=sequence_parallel)
-        assert len(table.layers) == workload.num_layers, (
-            f"{name}: {len(table.layers)} layers in the table, {workload.num_layers} here"
-        )
-        recomputed = [
-            name in self.recompute and workload.has_block((layer, layer + 1)) for layer in range(workload.num_layers)
-        ]
-        shares = [(gradients, load.share(cp), num_actions) for gradients, load, num_actions in kinds]
-        return times_of_layers(table.layers, shares, recomputed)

@@ -25,6 +25,8 @@ from motet.plan import Stage
 from motet.planner.check_degrees import check_degrees
 from motet.planner.degrees import cp_sizes, tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
+from motet.planner.layer_times import layer_times
+from motet.planner.microbatch_loads import typical_load
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.resilience.mapping_problem import ChainCosts, MappingProblem
 
@@ -87,7 +89,7 @@ def _encoder(problem: PlanningProblem, name: str) -> ChainCosts:
 def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> ChainCosts:
     cp = sharing.cp_size
     tps = _tp_sizes(problem, name, sharing)
-    load = problem.typical_load(name, problem.failures + 1, cp=cp, packed=sharing.is_packed)
+    load = typical_load(problem, name, problem.failures + 1, cp=cp, packed=sharing.is_packed)
     return ChainCosts(
         seconds={tp * cp: _seconds(problem, name, tp, sharing) for tp in tps},
         static_bytes={tp * cp: _static_bytes(problem, name, tp, sharing) for tp in tps},
@@ -119,11 +121,11 @@ def _can_share(problem: PlanningProblem, name: str, tp: int, cp: int) -> bool:
 def _seconds(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
     """Of each layer, forward and backward of one microbatch."""
     num_pipelines, cp = problem.failures + 1, sharing.cp_size
-    times = problem.layer_times(name, tp, num_pipelines, cp=cp, packed=sharing.is_packed)
+    times = layer_times(problem, name, tp, num_pipelines, cp=cp, packed=sharing.is_packed)
     if cp == 1:
         return [time.total_s for time in times]
     workload, gradients = problem.modules[name].workload, problem.gradients[name]
-    load = problem.typical_load(name, num_pipelines, cp=cp)
+    load = typical_load(problem, name, num_pipelines, cp=cp)
     stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
     seconds = []
     for index, (layer, needs, time) in enumerate(zip(workload.layers, gradients, times, strict=True)):

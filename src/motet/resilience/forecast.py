@@ -13,6 +13,7 @@ from math import sqrt
 from typing import Any
 
 from motet.errors import UserError
+from motet.planner.layer_times import layer_times
 from motet.planner.oobleck import MAX_SIMULATED, larger_templates, make_templates, plan_of, total_microbatches
 from motet.planner.problem import PlanningProblem
 from motet.resilience.combinations import best_combinations
@@ -131,7 +132,7 @@ def _checkpoint_bytes(problem: PlanningProblem) -> int:
 
 def _forward_share(problem: PlanningProblem) -> float:
     """Of forward and backward, over all modules."""
-    times = [time for name in problem.modules for time in problem.layer_times(name, 1, problem.failures + 1)]
+    times = [time for name in problem.modules for time in layer_times(problem, name, 1, problem.failures + 1)]
     return sum(time.forward_s for time in times) / sum(time.total_s for time in times)
 
 
