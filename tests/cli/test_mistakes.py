@@ -124,8 +124,12 @@ def test_files_that_are_no_run_files(
             "language_model.fully_sharded: context-parallel ranks share the parameters, but cp is 1; give a larger cp",
         ),
         (
-            "parallel={zero1: true, planner: explicit, explicit: {language_model: {cp: 2, fully_sharded: true}}}",
+            EXPLICIT.replace("explicit,", "explicit, zero1: true,") % ("", "", "cp: 2, fully_sharded: true"),
             "zero1: explicit.language_model.fully_sharded shards the optimizer's state already; leave one of the two",
+        ),
+        (
+            "parallel={zero1: true, planner: oobleck, limits: {cp: [1, 2], fully_sharded: true}}",
+            "parallel.zero1: limits.fully_sharded shards the optimizer's state already; leave one of the two out",
         ),
         (EXPLICIT % ("cp: 2", "", ""), "vision.cp is 2, but microbatches have about 18 tokens, too few for 2 blocks"),
         (CONTEXT % "policy: lpd", "context.policy: is \"lpd\"; did you mean 'lpt'?"),
@@ -162,6 +166,22 @@ def test_files_that_are_no_run_files(
         (
             "parallel.limits={modules: {vision: {tp: []}}}",
             r"limits.modules.vision.tp: is \[\]; give a list of at least",
+        ),
+        (
+            EXPLICIT.replace("explicit,", "explicit, limits: {dp: [1]},") % ("", "", ""),
+            "parallel.limits.dp: is not read by planner explicit, whose degrees stand in parallel.explicit; leave it",
+        ),
+        (
+            EXPLICIT.replace("explicit,", "explicit, limits: {modules: {vision: {max_pp: 1}}},") % ("", "", ""),
+            "parallel.limits.modules.vision.max_pp: is not read by planner explicit",
+        ),
+        (
+            "parallel={planner: auto, limits: {fully_sharded: true}}",
+            "parallel.limits.fully_sharded: is read by planner oobleck, but parallel.planner is auto; leave it out, or",
+        ),
+        (
+            "parallel={planner: oobleck, limits: {fully_sharded: true}}",
+            "parallel.limits.fully_sharded: ranks that share tokens .*, but parallel.limits.cp allows 1 alone; give",
         ),
         ("parallel={planner: oobleck, limits: {dp: [2]}}", "parallel.limits.dp: planner oobleck looks for the number"),
         ("parallel={planner: fsdp, limits: {tp: [2]}}", "tp of vision is 2, but planner fsdp does not cut it; allow 1"),
@@ -258,6 +278,29 @@ def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], run_file: P
     deeper = ["--set", "model.language_model.values.num_hidden_layers=4"]
     arguments = ["simulate", run_file, "--plan", plan_file, *deeper]
     expect_mistake(capsys, arguments, "language_model.num_layers: is 5, but the model has 6")
+
+
+def test_what_planner_explicit_reads_where_nodes_may_fail(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """Templates of other pipelines are made beside the given ones, within these limits, and with ZeRO-1."""
+    explicit = "zero1: true, planner: explicit, explicit: {vision: {}, audio: {}, language_model: {}}"
+    common = ["--set", "train.failures={}", "--set", "cluster.num_devices=3"]
+    limits = "parallel={limits: {max_pp: 2, %s}, " + explicit + "}"
+    sharded = limits % "cp: [1, 2], fully_sharded: true"
+    assert main(["plan", str(run_file), *common, "--set", sharded]) == 0
+    capsys.readouterr()
+    arguments = ["plan", run_file, *common, "--set", limits % "tp: [1]"]
+    expect_mistake(capsys, arguments, "parallel.limits.tp: is not read by planner explicit")
+
+
+def test_a_plan_whose_modules_shard_their_states(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    plan_file = run_file.with_name("plan.json")
+    explicit = EXPLICIT % ("", "", "cp: 2, fully_sharded: true, context: {block_size: 4}")
+    assert main(["plan", str(run_file), "--set", explicit, "--out", str(plan_file)]) == 0
+    capsys.readouterr()
+    for command in ("simulate", "verify", "train"):
+        arguments = [command, run_file, "--plan", plan_file, "--set", "parallel.zero1=true"]
+        message = "--plan .*plan.json: modules.language_model.fully_sharded shards .* set parallel.zero1 to false"
+        expect_mistake(capsys, arguments, message)
 
 
 def test_places_that_cannot_be_written(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

@@ -52,6 +52,7 @@ def read_plan(path: str, config: "RunConfig") -> "Plan":
         plan = Plan.from_json(text)
     except ValueError as error:
         raise UserError(f"--plan {path}: {error}") from None
+    _check_sharded_once(path, plan, config)
     keys = ["schedule"]
     if not config.model.towers and not plan.replica_microbatches:  # There numbers of microbatches are the planner's.
         keys.append("num_microbatches")
@@ -60,6 +61,19 @@ def read_plan(path: str, config: "RunConfig") -> "Plan":
         if key in config.parallel.model_fields_set and own != given:
             print(f"--plan {path}: its {key} is {own}; parallel.{key}, {given}, is not read", file=sys.stderr)
     return plan
+
+
+def _check_sharded_once(path: str, plan: "Plan", config: "RunConfig") -> None:
+    from motet.errors import UserError
+
+    if not config.parallel.zero1 or config.train.failures is not None:
+        return
+    for name, module in plan.modules.items():
+        if module.fully_sharded and any(stage.cp_size > 1 for replica in module.replicas for stage in replica.stages):
+            raise UserError(
+                f"--plan {path}: modules.{name}.fully_sharded shards the optimizer's state already; set parallel.zero1 "
+                "to false"
+            )
 
 
 def picture_file(path: str, option: str) -> Path:

@@ -57,6 +57,11 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     measured_sizes = {size for sizes in table.modules.values() for size in sizes}
     is_measured = config.cluster.costs is not None
     cp = _cp_sizes(config, samples)
+    if config.parallel.limits.fully_sharded and max(cp) == 1:
+        raise UserError(
+            "parallel.limits.fully_sharded: ranks that share tokens share parameters, but parallel.limits.cp allows 1 "
+            "alone; give larger sizes, or leave fully_sharded out"
+        )
     return PlanningProblem(
         modules={
             name: ModuleProblem(

@@ -10,7 +10,6 @@ from torch import nn
 
 from motet.attention.rules import rule_of_family
 from motet.config import LANGUAGE_MODEL, DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
-from motet.errors import UserError
 from motet.models.caption_decoder import CaptionDecoderStage
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
@@ -200,14 +199,9 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
 
 
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
-    """Raises `UserError` for two ways to shard its state at once.
-
-    Where nodes may fail, who keeps which state under ZeRO-1 is decided later (`Optimizer.keep_alone`)."""
+    """Where nodes may fail, who keeps which state under ZeRO-1 is decided later (`Optimizer.keep_alone`)."""
     zero1 = config.parallel.zero1 and config.train.failures is None
-    if zero1 and model.sharded:
-        raise UserError(
-            "parallel.zero1: the plan's fully_sharded modules shard the optimizer's state; set zero1 to false"
-        )
+    assert not (zero1 and model.sharded), "run files and plans in which both shard the states are refused"
     train = config.train
     rates = {}
     for name in config.model.module_names:
