@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from motet.runtime.engine import Engine
 from motet.runtime.float64 import float64_throughout
 from motet.runtime.verify import Comparison, verify_batch
 from motet.runtime.verify_worker import plainly_built
+
+T = TypeVar("T")
 
 CONTEXT_BLOCK = 4
 """Tokens that context parallelism keeps together: samples here are short."""
@@ -343,7 +346,7 @@ class ScenarioBatch:
 
 
 @torch.no_grad()
-def perturb(engine: Engine) -> None:
+def _perturb(engine: Engine) -> None:
     """Fresh norms, biases and gates (of one, zero and zero) would hide mistakes."""
     for p in engine.model.parameters:
         if not p.is_kept:
@@ -354,17 +357,23 @@ def perturb(engine: Engine) -> None:
         p.parameter.add_(p.cut((noise + 0.7 * is_gate).to(p.parameter.dtype)))
 
 
-def verify(scenario: Scenario) -> Comparison | None:
+Before = Callable[[Engine, RunConfig, ScenarioBatch], None]
+"""Collective: what is done with the engine before its gradients are compared."""
+
+
+def verify(scenario: Scenario, before: Before = lambda engine, config, batch: None) -> Comparison | None:
     """Collective: called on every rank of the plan."""
     config = scenario.config()
     plan = scenario.plan(config)
     assert dist.get_world_size() == plan.num_ranks
     with float64_throughout() if scenario.dtype == "float64" else nullcontext():
         engine: Engine = build_engine(config, plan, torch.device("cpu"))
-        perturb(engine)
+        _perturb(engine)
+        batch = ScenarioBatch(scenario, config)
+        before(engine, config, batch)
         return verify_batch(
             engine,
-            ScenarioBatch(scenario, config),
+            batch,
             lambda: plainly_built(config),
             dtype=scenario.dtype,
             merge=scenario.merge,
@@ -374,19 +383,19 @@ def verify(scenario: Scenario) -> Comparison | None:
         )
 
 
-def check(scenario: Scenario, *, tolerance: float = 1e-9) -> None:
+def check(scenario: Scenario, *, tolerance: float = 1e-9, before: Before = lambda engine, config, batch: None) -> None:
     """On processes of its own."""
-    comparison = run_distributed(lambda rank: verify(scenario), scenario.num_ranks, timeout=120)[0]
+    comparison = run_distributed(lambda rank: verify(scenario, before), scenario.num_ranks, timeout=120)[0]
     assert comparison.failures == []
     assert comparison.max_grad_rel_err <= tolerance
 
 
-def check_drawn(draw: Callable[[Random], Scenario], seed: str, num_draws: int, *, tolerance: float = 1e-9) -> None:
+def check_drawn(draw: Callable[[Random], T], check: Callable[[T], None], seed: str, num_draws: int) -> None:
     """`num_draws` scenarios; a failure tells its own."""
     for i in range(num_draws):
         scenario = draw(Random(f"{seed}/{i}"))
         try:
-            check(scenario, tolerance=tolerance)
+            check(scenario)
         except BaseException as error:
             error.add_note(f"draw(Random('{seed}/{i}')): {scenario}")
             raise

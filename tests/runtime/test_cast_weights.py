@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from distributed import run_distributed
-from scenario import FROZEN, Scenario, ScenarioBatch
+from scenario import FROZEN, Scenario, ScenarioBatch, check_drawn
 from tiny_language_models import tiny_language_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -252,10 +252,4 @@ def draw(rng: Random) -> Scenario:
 @pytest.mark.campaign
 def test_drawn_layouts() -> None:
     print(f"MOTET_CAST_SEED={SEED} MOTET_CAST_DRAWS={NUM_DRAWS}")
-    for i in range(NUM_DRAWS):
-        scenario = draw(Random(f"{SEED}/{i}"))
-        try:
-            assert_same_bits(scenario)
-        except BaseException as error:
-            error.add_note(f"draw(Random('{SEED}/{i}')): {scenario}")
-            raise
+    check_drawn(draw, assert_same_bits, SEED, NUM_DRAWS)

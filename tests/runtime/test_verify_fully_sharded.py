@@ -63,7 +63,7 @@ def draw(rng: Random) -> Scenario:
 @pytest.mark.campaign
 def test_drawn_layouts() -> None:
     print(f"MOTET_SHARDED_SEED={SEED} MOTET_SHARDED_DRAWS={NUM_DRAWS}")
-    check_drawn(draw, SEED, NUM_DRAWS)
+    check_drawn(draw, check, SEED, NUM_DRAWS)
 
 
 def trained(scenario: Scenario) -> tuple[list[float], dict[str, int], int]:

@@ -61,27 +61,24 @@ def saved_bytes_of_layers(
     sequence_parallel: bool = False,
 ) -> list[int]:
     """What a microbatch of this load leaves for its backward."""
-    key = ("saved bytes", name, load, tp_size, fully_sharded, sequence_parallel)
-    return problem.remembered(key, lambda: _saved_bytes(problem, name, load, tp_size, fully_sharded, sequence_parallel))
-
-
-def _saved_bytes(
-    problem: PlanningProblem, name: str, load: Load, tp_size: int, fully_sharded: bool, sequence_parallel: bool
-) -> list[int]:
     layers = problem.modules[name].workload.layers
-    kinds = [(id(layer), needs) for layer, needs in zip(layers, problem.gradients[name], strict=True)]
-    known = {
-        (number, needs): saved_layer_bytes(
-            layer,
-            load,
-            input_gradient=needs.input_gradient,
-            weight_gradient=needs.weight_gradient,
-            recompute=name in problem.recompute,
-            tp_size=tp_size,
-            options=problem.memory,
-            fully_sharded=fully_sharded,
-            sequence_parallel=sequence_parallel,
-        )
-        for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
-    }
-    return [known[kind] for kind in kinds]
+
+    def compute() -> list[int]:
+        kinds = [(id(layer), needs) for layer, needs in zip(layers, problem.gradients[name], strict=True)]
+        known = {
+            (number, needs): saved_layer_bytes(
+                layer,
+                load,
+                input_gradient=needs.input_gradient,
+                weight_gradient=needs.weight_gradient,
+                recompute=name in problem.recompute,
+                tp_size=tp_size,
+                options=problem.memory,
+                fully_sharded=fully_sharded,
+                sequence_parallel=sequence_parallel,
+            )
+            for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
+        }
+        return [known[kind] for kind in kinds]
+
+    return problem.remembered(("saved bytes", name, load, tp_size, fully_sharded, sequence_parallel), compute)

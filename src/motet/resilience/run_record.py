@@ -16,7 +16,8 @@ from uuid import uuid4
 
 from motet.config import RunConfig
 from motet.resilience.membership import Store
-from motet.runtime.checkpoint_folder import PARTIAL, Stamp, stamps
+from motet.runtime.atomic_write import write_atomically
+from motet.runtime.checkpoint_folder import Stamp, stamps
 
 KEY = "run"
 EARLIER = "earlier_checkpoints.json"
@@ -65,10 +66,8 @@ def earlier_checkpoints(output: Path, run: str) -> tuple[Stamp, ...] | None:
             return tuple((name, written_ns) for name, written_ns in known["checkpoints"])
     except (FileNotFoundError, ValueError):  # Cut short by a crash, it is another run's: this one's nodes see it whole.
         pass
-    partial = path.with_name(path.name + PARTIAL)
     output.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps({"run": run, "checkpoints": stamps(output / "checkpoints")}))
-    partial.replace(path)
+    write_atomically(path, json.dumps({"run": run, "checkpoints": stamps(output / "checkpoints")}))
     return None
 
 

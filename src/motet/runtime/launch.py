@@ -32,6 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from motet.cluster import available_cores
 from motet.errors import UserError
+from motet.runtime.atomic_write import write_atomically
 
 Device = Literal["cpu", "cuda"]
 Worker = Callable[..., Any]
@@ -146,7 +147,7 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     rank = int(os.environ["RANK"])
-    _write_whole(folder / f"pid_{os.getpid()}", str(rank))
+    write_atomically(folder / f"pid_{os.getpid()}", str(rank))
     _wait_until_all_are_started(folder)
     try:
         result = _join(worker, args, device, timeout_s)
@@ -160,15 +161,8 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
             message=str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}",
             trace=traceback.format_exc(),
         )
-        _write_whole(folder / f"failure_{rank}.json", json.dumps(vars(failure)))
+        write_atomically(folder / f"failure_{rank}.json", json.dumps(vars(failure)))
         raise SystemExit(2 if failure.is_user_error else 1) from None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """There is all of it or nothing: the process may be ended while it writes, and others look for the file."""
-    part = path.with_name(f"part_of_{path.name}")
-    part.write_text(text)
-    part.rename(path)
 
 
 def _wait_until_all_are_started(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from motet.errors import UserError
+from motet.runtime.atomic_write import write_atomically
 
 
 class Sink(Protocol):
@@ -35,10 +36,8 @@ class JsonLines:
 def keep_lines(path: Path, *, until_step: int) -> None:
     """Drops the lines of later steps from a file of JSON lines, if there is one."""
     if path.is_file():
-        kept = path.with_name(path.name + ".tmp")
         lines = [line for line in path.read_text().splitlines() if _step_of(line) <= until_step]
-        kept.write_text("".join(f"{line}\n" for line in lines))
-        kept.replace(path)
+        write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 
 def _step_of(line: str) -> float:
