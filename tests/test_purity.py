@@ -11,6 +11,7 @@ import motet
 
 PURE = (
     "motet.plan",
+    "motet.addresses",
     "motet.config",
     "motet.arrays",
     "motet.catalogue",

@@ -163,6 +163,7 @@ def test_mistakes_of_training(
         (["--port", "70000"], "--port: 70000 is no port; give 0 to 65535"),
         (["--port", "http"], "--port: http is no port"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8815: cannot be served on"),
+        (["--host", ".."], "--host .. --port 8815: cannot be served on .no host can have this name"),
         (["--tls-cert", "x"], "--tls-cert and --tls-key: one is given without the other"),
         (["--tls-cert", "/nowhere", "--tls-key", "x"], "--tls-cert /nowhere: there is no such file; give a PEM file"),
         (["--tls-cert", __file__, "--tls-key", __file__], "are no certificate and key that fit .*; give both in PEM"),

@@ -73,6 +73,7 @@ def test_values(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: l
     ("address", "failures", "message"),
     [
         ("nowhere", "{}", "--join: is 'nowhere'; give HOST:PORT"),
+        ("localhost:70000", "{}", "--join: is 'localhost:70000'; give HOST:PORT"),
         ("localhost:1", "null", "--join: train.failures is null; give the run file of the training"),
         ("localhost:1", "{}", "--join: nobody answers at localhost:1; is the training still running?"),
         ("..:29500", "{}", "--join: nobody answers at ..:29500; is the training still running?"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from motet.addresses import host_and_port
 from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
 from motet.timeline import Timeline
 
@@ -180,10 +181,10 @@ def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
 
     if config.train.failures is None:
         raise UserError("--listen: train.failures is null; set it, or start the processes by torchrun")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    listen = host_and_port(address)
+    if listen is None:
         raise UserError(f"--listen: is {address!r}; give HOST:PORT, an address of this machine and a free port")
-    return host, int(port)
+    return listen
 
 
 def join(config: "RunConfig", address: str) -> None:
@@ -194,15 +195,15 @@ def join(config: "RunConfig", address: str) -> None:
     from motet.errors import UserError
     from motet.resilience.succession import templates_of
 
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    store_address = host_and_port(address)
+    if store_address is None:
         raise UserError(f"--join: is {address!r}; give HOST:PORT, as the training that is to be joined has printed it")
     if config.train.failures is None:
         raise UserError("--join: train.failures is null; give the run file of the training that is to be joined")
     from motet.resilience.launch_nodes import join_training
 
     node_size = config.cluster.num_devices // config.cluster.num_nodes
-    join_training(config, lambda: templates_of(read_problem(config)), (host, int(port)), node_size)
+    join_training(config, lambda: templates_of(read_problem(config)), store_address, node_size)
 
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:

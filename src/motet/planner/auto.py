@@ -10,7 +10,7 @@ What fits goes before what is fast. How far the choice is from the best possible
 (`motet.planner.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are searched by
 `motet.planner.auto_towers`.
 
-Context parallelism of the language model is a degree of its own layouts; the named planners choose none.
+Context parallelism of the language model is a degree of its own layouts; the planners that it asks choose none.
 
 Limits: `MAX_SIMULATED` of the candidates are simulated, fewer where programs are large, so what is best of all may be
 missed; the bound then says by how much at most.
@@ -93,7 +93,7 @@ class Choice:
                 parts.append(f"{gain:.1%} faster than the best named planner, {self.best_named}")
             else:
                 parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
-        if self.lower_bound_s is not None and self.lower_bound_s < float("inf"):
+        if self.lower_bound_s is not None and self.lower_bound_s < inf:
             # Where nothing is relaxed the two are equal but for rounding.
             parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above what no plan undercuts")
         return "; ".join(parts)

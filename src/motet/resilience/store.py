@@ -6,7 +6,6 @@ keeper.py and agent.py say who writes again what was in it.
 Limits: what answers at the address must be a store; the client of another server's port waits for as long as it may.
 """
 
-import os
 import signal
 import socket
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from motet.addresses import free_address
 from motet.errors import UserError
 from motet.resilience.children import Children
 from motet.resilience.connections import Connections
@@ -180,21 +180,10 @@ def _free_address(listen: tuple[str, int]) -> tuple[str, int]:
     """With a free port for port 0: nodes come back to where they joined, so a restart must not choose another.
 
     Raises `UserError` unless it is one of this machine's and free. A store would listen at all of them."""
-    host, _ = listen
     try:
-        families = [family for family, *_ in socket.getaddrinfo(*listen, type=socket.SOCK_STREAM)]
-    except UnicodeError:
-        raise _no_address(listen, "no host can have this name") from None
+        return free_address(*listen)
     except OSError as error:
         raise _no_address(listen, str(error.strerror)) from None
-    failed = 0
-    for family in families:
-        try:
-            with socket.create_server(listen, family=family) as server:
-                return host, server.getsockname()[1]
-        except OSError as error:
-            failed = error.errno or 0
-    raise _no_address(listen, os.strerror(failed))
 
 
 def _no_address(listen: tuple[str, int], why: str) -> UserError:

@@ -190,7 +190,7 @@ class StageRunner:
         if route is None or self._cp is None:
             return None
         held = self._held_tokens(route, self._cp.size)
-        return collect_rows(output[0, : len(held[self._cp.rank])], held, self._cp)[None]
+        return _gather_tokens(output, held, self._cp)
 
     def _compute(
         self, cell: Cell, leaves: Mapping[Route, Tensor], split: SplitBackward | None, *, with_graph: bool
@@ -282,7 +282,7 @@ class StageRunner:
             return gradient
         if route.source.module != self.name:
             return collect_rows(gradient, held, self._cp)
-        return collect_rows(gradient[0, : len(held[self._cp.rank])], held, self._cp)[None]
+        return _gather_tokens(gradient, held, self._cp)
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
         """The weight half: accumulates what the input half has left; yields each parameter that has got its share."""
@@ -356,3 +356,8 @@ class StageRunner:
 
     def _data_module_of(self, module: str) -> str:
         return self._routes.plan.modules[module].data_module(module)
+
+
+def _gather_tokens(own: Tensor, held: list[Rows], cp: ContextParallel) -> Tensor:
+    """[1, T, H] of all members of the group; a token that stands in where a member has none is left out."""
+    return collect_rows(own[0, : len(held[cp.rank])], held, cp)[None]

@@ -11,7 +11,6 @@ the order depends on the plan, which servers need not know. No RDMA.
 
 import json
 import signal
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
+from motet.addresses import free_address
 from motet.data.preprocessing.access import is_authorized
 from motet.data.preprocessing.local import shares
 from motet.data.preprocessing.preparer import Answer
@@ -173,10 +173,7 @@ class _Access(flight.ServerMiddlewareFactory):
 def _check_port(host: str, port: int) -> None:
     """gRPC would share the port with another server in silence."""
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        free_address(host, port)
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port}: cannot be served on ({error.strerror}); give another one, or --port 0 for "

@@ -1,0 +1,38 @@
+"""Addresses of the program's own servers: as users give them, and whether one can listen there."""
+
+import errno
+import os
+import socket
+
+MAX_PORT = 65535
+
+
+def host_and_port(text: str) -> tuple[str, int] | None:
+    """Of HOST:PORT; None if it is none."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+        return None
+    return host, int(port)
+
+
+def free_address(host: str, port: int) -> tuple[str, int]:
+    """With a free port for port 0.
+
+    Raises `OSError`, whose `strerror` says why, unless it is an address of this machine at which nobody listens. Of a
+    host with several, such as localhost with IPv4 and IPv6, one is enough; somebody may listen at none."""
+    try:
+        families = [family for family, *_ in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "no host can have this name") from None
+    ports, failed = [], 0
+    for family in families:
+        try:
+            with socket.create_server((host, port), family=family) as server:
+                ports.append(server.getsockname()[1])
+        except OSError as error:
+            failed = error.errno or 0
+            if failed == errno.EADDRINUSE:
+                break
+    if not ports or failed == errno.EADDRINUSE:
+        raise OSError(failed, os.strerror(failed))
+    return host, ports[0]
