@@ -28,7 +28,7 @@ from motet.planner.partition import partition
 from motet.reproduce.distmm_models import problem as distmm_problem
 from motet.reproduce.disttrain_models import mllm
 from motet.reproduce.disttrain_problems import problem as disttrain_problem
-from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus_llm, search, strong_scaling
+from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus, optimus_llm, strong_scaling
 from motet.reproduce.optimus_problems import problems
 
 
@@ -59,7 +59,7 @@ def _bubbles(num_microbatches: int) -> Callable[[], object]:
     """The language model's timeline and all encoder layouts that fit (Optimus, Algorithm 1)."""
     constants, case = fit_constants(), strong_scaling(num_microbatches)
     width_s = fit_bubble_width(constants)
-    return lambda: search(case, constants, optimus_llm(case, constants, reduction_s=width_s))
+    return lambda: optimus(case, constants, optimus_llm(case, constants, reduction_s=width_s))
 
 
 def _plan(planner: str) -> Callable[[], object]:

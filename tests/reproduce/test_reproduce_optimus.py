@@ -12,7 +12,7 @@ from motet.planner.partition import partition
 from motet.reproduce import optimus_published as paper
 from motet.reproduce.optimus import problems, table_1, table_5, table_7, table_7_narrow
 from motet.reproduce.optimus_alpa import a100, alpa_s, small, table_10, table_10_alpa
-from motet.reproduce.optimus_figures import figure_15, figure_16, figure_16_limits
+from motet.reproduce.optimus_figures import figure_15, figure_16, figure_16_limits, with_collectives
 from motet.reproduce.optimus_model import (
     GPU_BYTES,
     balanced_s,
@@ -193,7 +193,7 @@ def test_maxima_of_the_figures():
     assert over_balanced.ratio == pytest.approx(1, abs=0.08)
     assert over_megatron.ratio == pytest.approx(1, abs=0.08)
     rows = figure_16().rows
-    assert max(row.ours for row in rows) / max(row.published for row in rows) == pytest.approx(1, abs=0.08)
+    assert [row.ratio for row in rows] == pytest.approx([1, 1, 1], abs=0.08)
     assert [row.ours for row in rows] == sorted(row.ours for row in rows)
 
 
@@ -234,8 +234,18 @@ def test_alpa_in_float32_needs_recomputation():
 @pytest.mark.slow
 def test_limits_of_figure_16():
     found, limits = figure_16().rows, figure_16_limits().rows
-    free, without, scaled = (limits[i::3] for i in range(3))
-    for row, without_collectives, limit in zip(found, without, free, strict=True):
-        assert row.ours < without_collectives.ours <= limit.ours
-    assert all(abs(row.ratio - 1) < 0.04 for row in scaled)
+    free, scaled = limits[::2], limits[1::2]
+    with_them = with_collectives().rows[-len(found) :]
+    for row, counted, limit in zip(found, with_them, free, strict=True):
+        assert counted.what.endswith(row.what)
+        assert counted.ours < row.ours <= limit.ours * (1 + 1e-9)
+    assert all(abs(row.ratio - 1) < 0.05 for row in scaled)
     assert min(row.ratio for row in free) < 0.93, "not even encoders that take no time reach the first row"
+
+
+@pytest.mark.slow
+def test_collectives_of_the_encoders_make_iterations_longer():
+    without = [row.ours for row in table_5().rows if row.held_out] + [row.ours for row in figure_15().rows[:2]]
+    counted = [row.ours for row in with_collectives().rows[: len(without)]]
+    assert all(c > w for c, w in zip(counted[:3], without[:3], strict=True)), "seconds"
+    assert all(c < w for c, w in zip(counted[3:], without[3:], strict=True)), "speedups"

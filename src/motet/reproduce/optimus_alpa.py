@@ -149,7 +149,7 @@ def table_10() -> Table:
         1,
         "Tables 4 and 10: ViT-3B + GPT-11B on 8 A100, global batch 16",
         "The paper gives no layout. Megatron-LM's rule (TP as wide as the node allows) with two stages at least gives "
-        "TP 4, PP 2; other layouts put Optimus at 0.86 to 1.11 times the published. Alpa's row takes the defaults of "
+        "TP 4, PP 2; other layouts put Optimus at 0.80 to 1.02 times the published. Alpa's row takes the defaults of "
         "Alpa's examples for what the paper does not tell; with 16 bits it would be half: see the readings below.",
     )
 

@@ -10,7 +10,10 @@ parallelism for each parameter that a GPU holds. All else is the paper's or foll
 * data parallelism divides into all-gather and reduce-scatter as in Table 1;
 * "estimated based on FLOPs" (appendix B): balanced stages are cut by FLOPs.
 
-Left out, as in the paper's own account: embeddings, output head, projector.
+Left out, as in the paper's own account: embeddings, output head, projector; and in Optimus the encoders' own
+data-parallel collectives (section 2.2: those of the first model chunk alone are not hidden), though an encoder that
+computes during the language model's all-gather needs its own parameters before. `optimus_with_collectives` counts them,
+and a table of its own shows what comes of it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,6 +30,7 @@ from motet.reproduce.optimus_published import MODELS, Model
 
 BALANCED = "rate of the GPUs and seconds of data parallelism: Megatron-LM balanced rows of Table 5"
 KERNELS = "ViT-22B layers and tensor-parallel bubbles as in sections 2.2 and 2.3; no embeddings, no head"
+WITHOUT_COLLECTIVES = "data parallelism by the language model's parameters on a GPU (section 2.2)"
 """For the rows: what was fitted, and what is assumed."""
 
 STATE_BYTES_PER_PARAMETER = 6
@@ -255,22 +259,24 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def optimus(case: Setting, constants: Constants) -> Found:
-    """Algorithm 1, with the encoders' own collectives."""
+def optimus(case: Setting, constants: Constants, timeline: LlmTimeline | None = None) -> Found:
+    """Algorithm 1 by the paper's account, in which the encoders' own data-parallel collectives take no time.
+
+    `timeline`: the language model's, if it is not to follow from the constants."""
+    timeline = timeline or optimus_llm(case, constants)
     best: Found | None = None
     for pp, tp in encoder_layouts(case):
-        per_gpu = _encoder_parameters(case, pp, tp)
-        timeline = optimus_llm(case, constants, encoder_parameters=per_gpu)
-        best = _better(best, pp, tp, timeline, encoder_pipelines(case, pp, tp, constants, reduces=True))
+        best = _better(best, pp, tp, timeline, encoder_pipelines(case, pp, tp, constants, reduces=False))
     assert best is not None, "no encoder layout fits"
     return best
 
 
-def search(case: Setting, constants: Constants, timeline: LlmTimeline) -> Found:
-    """Algorithm 1 on one timeline of the language model, without collectives of the encoders' own."""
+def optimus_with_collectives(case: Setting, constants: Constants) -> Found:
+    """The same where encoders gather their parameters before all else, and sum their gradients after it."""
     best: Found | None = None
     for pp, tp in encoder_layouts(case):
-        best = _better(best, pp, tp, timeline, encoder_pipelines(case, pp, tp, constants, reduces=False))
+        timeline = optimus_llm(case, constants, encoder_parameters=_encoder_parameters(case, pp, tp))
+        best = _better(best, pp, tp, timeline, encoder_pipelines(case, pp, tp, constants, reduces=True))
     assert best is not None, "no encoder layout fits"
     return best
 
