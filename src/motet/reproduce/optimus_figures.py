@@ -220,11 +220,12 @@ def with_collectives() -> Table:
         "Table 5, Figures 15 and 16, with the encoders' own collectives",
         tuple(rows),
         "The tables above leave these collectives out, as the paper's account of its scheduler does: that reading was "
-        "chosen after both had been held against the published numbers. Figure 16's first row needs it to be within 8%, "
-        "and Table 10's Optimus is nearer by it; Figure 15 is farther. Here the encoders' parameters are gathered first, "
-        "since encoders compute while the language model's are, and their gradients are summed last. Tried here for "
-        "DualEnc(11B, 5B): narrow encoders at the efficiency of their kernels' shapes (1.142); GPT recomputed (1.140); "
-        "data parallelism that grows with the replicas in both systems (1.082), or with their logarithm (1.112).",
+        "chosen after both had been held against the published numbers. Figure 16's first row needs it to be within "
+        "8%, and Table 10's Optimus is nearer by it; Figure 15 is farther. Here the encoders' parameters are gathered "
+        "first, since encoders compute while the language model's are, and their gradients are summed last. Tried "
+        "here for DualEnc(11B, 5B): narrow encoders at the efficiency of their kernels' shapes (1.142); GPT "
+        "recomputed (1.140); data parallelism that grows with the replicas in both systems (1.082), or with their "
+        "logarithm (1.112).",
     )
 
 
