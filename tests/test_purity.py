@@ -83,6 +83,7 @@ PURE = (
     "motet.resilience.senders",
     "motet.resilience.failure_log",
     "motet.resilience.membership",
+    "motet.resilience.reunion",
     "motet.resilience.run_record",
     "motet.resilience.stragglers",
     "motet.resilience.succession",

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from motet.resilience.agent import REUNION_S, NodeAgent, Successor
+from motet.resilience.agent import NodeAgent
 from motet.resilience.membership import FAILURE, OPEN, OVER, Change, Membership, StoreLostError, key_of
+from motet.resilience.reunion import REUNION_S, Successor
 from motet.resilience.run_record import KEY
 from motet.resilience.watched_process import WatchedProcess
 
@@ -67,7 +68,8 @@ def test_nodes_that_leave_do_so_at_once() -> None:
     told = []
     for node in leaving.leaving:
         process = WatchedProcess(SimpleNamespace(), None)  # type: ignore[arg-type]
-        agent = NodeAgent(node, store, [process] * 2, lambda membership, _: membership, 1.0, PATIENCE_S, leaving)  # type: ignore[arg-type]
+        agent = NodeAgent(node, store, [process] * 2, lambda membership, _: membership, 1.0, PATIENCE_S)  # type: ignore[arg-type]
+        agent._reunion.known.append(leaving)
         assert not agent._finds_itself_out()
         for _ in range(2):
             agent._heard(process, "left", 5)
@@ -130,7 +132,8 @@ def test_where_it_cannot_be_told_what_follows_newcomers_wait(capsys: pytest.Capt
         return replace(membership, generation=membership.generation + 1, nodes=(0,))
 
     first = Membership(generation=1, nodes=(0, 2), num_known=1, plan="")
-    agent = NodeAgent(0, store, (), fail_for_joined, 1.0, PATIENCE_S, first)
+    agent = NodeAgent(0, store, (), fail_for_joined, 1.0, PATIENCE_S)
+    agent._reunion.known.append(first)
     for _ in range(3):
         agent._propose_what_follows(0, None, [])
     assert (key_of(2) in store, asked) == (False, {"joined": 1})
@@ -147,7 +150,9 @@ def test_a_loss_that_cannot_be_dealt_with_ends_the_training() -> None:
     def fail(membership: Membership, changes: Sequence[Change]) -> Membership:
         raise KeyError("a template that is missing")
 
-    NodeAgent(0, store, (), fail, 1.0, PATIENCE_S, BOTH)._propose_what_follows(0, None, [1])
+    agent = NodeAgent(0, store, (), fail, 1.0, PATIENCE_S)
+    agent._reunion.known.append(BOTH)
+    agent._propose_what_follows(0, None, [1])
     told = Membership.from_json(store[key_of(2)])
     assert (told.everyone, told.saves, told.is_urgent) == ((), False, True)
     assert "a template that is missing" in (told.stop or "")
@@ -201,11 +206,12 @@ def back(
 ) -> NodeAgent:
     """An agent that has lost the store, after its first round with a new one."""
     agent = NodeAgent(node, store, (), successor or (lambda membership, _: membership), 1.0, PATIENCE_S)  # type: ignore[arg-type]
-    agent.membership, agent._history, agent._was_in = known[-1], list(known), True
-    agent._unmet = known[-1].generation
+    agent._reunion.known.extend(known)
+    agent._reunion.lose_store(agent._last_round)
+    agent._was_in = True
     agent._met_in = known[-1].generation if has_met else 0
     assert not agent._finds_itself_out()
-    agent._take_part(agent._back_since)
+    agent._take_part(agent._last_round)
     return agent
 
 
@@ -213,10 +219,10 @@ def test_nothing_is_proposed_before_all_are_back() -> None:
     """The other one knows the newer membership, and would not have been asked."""
     store, newer = NewStore(), replace(BOTH, generation=2)
     first = back(0, store, BOTH)
-    assert not first._is_open
+    assert not first._reunion.is_open
     assert (OPEN in store, key_of(2) in store) == (False, False)
     back(1, store, BOTH, newer)
-    first._take_part(first._back_since)
+    first._take_part(first._last_round)
     assert (first.membership, OPEN in store) == (newer, True)
 
 
@@ -229,7 +235,7 @@ def test_ranks_that_had_not_met_meet_anew(has_met: tuple[bool, bool]) -> None:
     store = NewStore()
     agents = [back(node, store, BOTH, successor=again, has_met=has_met[node]) for node in BOTH.nodes]
     for agent in agents:
-        agent._take_part(agent._back_since)
+        agent._take_part(agent._last_round)
     assert (key_of(2) in store) == (not all(has_met))
 
 
@@ -242,20 +248,19 @@ def test_who_stays_away_is_lost(could_go_on: bool) -> None:
 
     agent = back(0, NewStore(), BOTH, successor=successor)
     short_s, long_s = 1.0 + REUNION_S, PATIENCE_S + 1.0 + REUNION_S
-    assert [agent._all_are_back(BOTH, waited_s) for waited_s in (0.5, short_s, long_s)] == [
+    assert [agent._reunion.all_are_back(BOTH, waited_s) for waited_s in (0.5, short_s, long_s)] == [
         False,
         not could_go_on,
         True,
     ]
     agent.store.set("ended/1", "")
-    assert agent._all_are_back(BOTH, 0.0)
+    assert agent._reunion.all_are_back(BOTH, 0.0)
 
 
 def test_who_knows_another_membership_than_the_others_ends() -> None:
     """It was away for too long: they have agreed on another one."""
     agent = NodeAgent(1, NewStore({key_of(2): ALONE.to_json()}), (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
-    agent.membership = replace(ALONE, nodes=(1,))
-    agent._history = [BOTH, agent.membership]
+    agent._reunion.known += [BOTH, replace(ALONE, nodes=(1,))]
     assert agent.run() == "node 1 was lost: the others went on without it while it did not reach the store"
 
 
@@ -264,7 +269,7 @@ def test_a_store_of_another_training_is_left() -> None:
     agent = NodeAgent(0, store, (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]
     assert not agent._finds_itself_out()
     store[KEY] = "another one"
-    agent._away_since = agent._last_round
+    agent._reunion.lose_store(agent._last_round)
     assert "another training has begun" in (agent.run() or "")
 
 

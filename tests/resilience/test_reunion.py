@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from motet.resilience import agent as agent_module
+from motet.resilience import reunion as reunion_module
 from motet.resilience.agent import NodeAgent
 from motet.resilience.membership import FIRST_GENERATION, OPEN, Change, Membership, StoreLostError, back_key, key_of
 from motet.resilience.run_record import KEY
@@ -106,7 +107,7 @@ class Client:
 @contextmanager
 def counted_time(cluster: Cluster) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=lambda: cluster.now, time=lambda: cluster.now)
-    with mock.patch.object(agent_module, "time", clock):
+    with mock.patch.object(agent_module, "time", clock), mock.patch.object(reunion_module, "time", clock):
         yield
 
 
@@ -128,7 +129,8 @@ def test_who_comes_back_last_brings_a_newer_membership() -> None:
                 cluster.store |= {key_of(2): newer.to_json(), back_key(3): ""}
             return super().check(keys)
 
-    agent = NodeAgent(0, Watching(cluster, 0), (), successor, DETECT_S, PATIENCE_S, _away_since=cluster.now)
+    agent = NodeAgent(0, Watching(cluster, 0), (), successor, DETECT_S, PATIENCE_S)
+    agent._reunion.away_since = cluster.now
     with counted_time(cluster):
         for _ in range(4):
             agent.is_over()
@@ -154,12 +156,9 @@ def test_one_membership_at_a_time_often() -> None:
 
 def check_one_membership_at_a_time(rng: Random) -> None:
     cluster = Cluster()
-    agents = [
-        NodeAgent(node, Client(cluster, node), (), successor, DETECT_S, PATIENCE_S, _away_since=cluster.now)
-        for node in range(NUM_NODES)
-    ]
+    agents = [NodeAgent(node, Client(cluster, node), (), successor, DETECT_S, PATIENCE_S) for node in range(NUM_NODES)]
     for agent in agents:
-        agent._last_round = cluster.now
+        agent._last_round = agent._reunion.away_since = cluster.now
     ended = set[int]()
     with counted_time(cluster):
         for tick in range(NUM_TICKS + QUIET_TICKS):

@@ -8,15 +8,7 @@ out. What it notices, and when:
 | a process died | its exit | `POLL_S` |
 | a process hangs | no sign of life, and no thread of it computes or is about to | `detect_s` |
 | another machine vanished, or the link to it was cut | no beat of its agent in the store | `detect_s` |
-| the store was lost, or this machine was cut off | it does not answer | see below |
-
-**Without the store** training goes on, and what happens has to wait. When another one has taken its place, the agent
-writes into it what it knows, and nothing is proposed before every node of the newest membership has done so (`OPEN`). A
-membership is of consequence only if its ranks have met, for which the agents of all its nodes have read it: so if one
-of these is back, it is known. Nodes that stay away for `silence_s` and `REUNION_S` are lost; but those that might have
-gone on by themselves, if it came to the worst, not before they have ended: an agent that finds no store for
-`store_patience_s` ends. Who comes back later finds itself out, or a membership that is not the one it knows, and ends.
-Where ranks had not met when the store was lost, they meet anew, under the next membership.
+| the store was lost, or this machine was cut off | it does not answer | see reunion.py |
 
 It imports no torch; the store is handed in.
 """
@@ -24,28 +16,23 @@ It imports no torch; the store is handed in.
 import json
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import cast
 
 from motet.resilience.control import STORE_AWAY, STORE_BACK
 from motet.resilience.membership import (
     BEAT_S,
     FAILURE,
-    FIRST_GENERATION,
-    OPEN,
     OVER,
     Beats,
     Call,
     Change,
     Kind,
     Membership,
-    Store,
     StoreLostError,
     back_key,
     done_key,
-    ended_key,
-    key_of,
     left_key,
     logged_key,
     next_membership,
@@ -55,23 +42,12 @@ from motet.resilience.membership import (
     result_key,
     silence_s,
 )
-from motet.resilience.run_record import KEY
+from motet.resilience.reunion import ConnectedStore, LeftBehindError, Reunion, Successor
 from motet.resilience.watched_process import WatchedProcess, end, finish, hear, loss_of, tell
 
 POLL_S = 0.02
-REUNION_S = 1.0
-"""Beside the time after which a silent node is lost: between the first agent that finds a new store and the last."""
 SEEN_END = "seen_end"
 """Beside its number: a node's agent knows that all is over. The store may go when all do."""
-Successor = Callable[[Membership, Sequence[Change]], Membership]
-"""What follows from a membership and what has happened since (motet.resilience.succession)."""
-
-
-class ConnectedStore(Store, Protocol):
-    """A client whose calls raise `StoreLostError` when it has lost the store."""
-
-    def connect(self) -> None:
-        """To the one that is there now. Raises `StoreLostError` if there is none."""
 
 
 @dataclass
@@ -87,7 +63,6 @@ class NodeAgent:
     detect_s: float
     store_patience_s: float
     """For how long the store may be away."""
-    membership: Membership | None = None
     is_warned: bool = False
     """This machine is about to be taken away."""
     _failure: str | None = None
@@ -97,26 +72,21 @@ class NodeAgent:
     """The newest generation in which it has handed over what it held, to leave."""
     _met_in: int = 0
     """The newest generation whose ranks have met: it needs the store no more."""
-    _unmet: int = 0
-    """The generation that was the newest when the store was lost."""
-    _history: list[Membership] = field(default_factory=list)
-    _said: dict[str, str] = field(default_factory=dict)
-    """What else this agent has written into the store, once and for all."""
-    _run: bytes | None = None
-    """Which training the store is of."""
-    _away_since: float | None = field(default_factory=time.monotonic)
-    """By `time.monotonic()`: there is no store. None: there is."""
-    _back_since: float = 0.0
-    """There is this one."""
-    _is_open: bool = False
     _why: str | None = None
     """Its part is over."""
-    _could: tuple[tuple[int, tuple[int, ...]], bool] | None = None
-    """Whether the nodes that stayed away under that membership could go on without the others."""
     _unanswered: tuple[int, list[tuple[Kind, int]]] | None = None
     """Generation and changes from which nothing could be made to follow."""
     _last_beat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
+    _reunion: Reunion = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reunion = Reunion(self.store, self.successor, self._silence_s, self.store_patience_s)
+
+    @property
+    def membership(self) -> Membership | None:
+        """The newest that it has read."""
+        return self._reunion.newest
 
     def run(self) -> str | None:
         """None: the training was finished, or went on without a node that it did not lose."""
@@ -129,7 +99,9 @@ class NodeAgent:
         """A round of its work. Whether its part is over."""
         self._come_round(time.monotonic())
         try:
-            return (self._away_since is not None and self._finds_itself_out()) or self._take_part(self._last_round)
+            if self._reunion.away_since is not None and self._finds_itself_out():
+                return True
+            return self._take_part(self._last_round)
         except StoreLostError:
             return self._go_on_without_store()
 
@@ -153,8 +125,10 @@ class NodeAgent:
             self._why = self._why_out()
             return True
         silent = [] if self.node is None else self._exchange_beats(self.node, now)
-        if not self._is_open and not self._opens(now):
-            return False
+        if not self._reunion.is_open:
+            if not self._reunion.opens(self.node, now):
+                return False
+            tell(self.processes, STORE_BACK)
         if self.node is not None:
             self._propose_what_follows(self.node, how, silent)
         elif all(watched.is_ready for watched in self.processes):
@@ -165,103 +139,30 @@ class NodeAgent:
     def _go_on_without_store(self) -> bool:
         """Whether it was away for too long, and all is over here."""
         now = time.monotonic()
-        if self._away_since is None:
-            self._away_since = now
-            self._unmet = self.membership.generation if self.membership is not None else 0
+        if self._reunion.away_since is None:
+            self._reunion.lose_store(now)
             tell(self.processes, STORE_AWAY)
         self._hear()
         if self._own_loss(now) is not None:
             end(self.processes)
         if self.is_warned and not self._was_in:
             return True
-        if now - self._away_since <= self.store_patience_s:
+        if not self._reunion.is_given_up(now):
             return False
         end(self.processes)
         self._why = f"the store does not answer any more (for {self.store_patience_s:g} s)"
         return True
 
     def _finds_itself_out(self) -> bool:
-        """When it comes back to the store, or for the first time. It may be a new one: what this agent knows has to be
-        in it."""
-        self.store.connect()
-        run = self.store.get(KEY)
-        if self._run is not None and run != self._run:
-            return self._end_as_lost("another training has begun, or this one was started anew")
-        self._run = run
-        for membership in self._history:
-            is_newest = membership is self._history[-1]
-            if not is_newest and self.store.check([key_of(membership.generation)]):
-                continue
-            if propose(self.store, membership) != membership and is_newest:
-                return self._end_as_lost("the others went on without it while it did not reach the store")
-        if self.node is not None and not self._has_number(self.node):
-            self.node = None
-        for key, value in self._said.items():
-            self.store.compare_set(key, "", value)
-        if self.node is not None:
-            self.store.set(back_key(self.node), "")
-        self._beats = Beats(self.store, self._silence_s)
-        self._is_open, self._back_since, self._away_since = False, time.monotonic(), None
-        return False
-
-    def _has_number(self, node: int) -> bool:
-        """Whether that is its number still; a new store gives those again that are in no membership."""
-        if self.membership is not None:
-            return node < self.membership.num_known
-        first = next_membership(self.store, FIRST_GENERATION - 1)
-        return first is not None and node in first.nodes
-
-    def _opens(self, now: float) -> bool:
-        """Whether memberships may be proposed."""
-        if not self.store.check([OPEN]):
-            if self.membership is None or self.node not in self.membership.everyone:
-                return False
-            if not self._all_are_back(self.membership, now - self._back_since):
-                return False
-            if next_membership(self.store, self.membership.generation) is not None:
-                return False  # The last to come back has brought it.
-            self.store.compare_set(OPEN, "", str(self.membership.num_known))
-        self._is_open = True
-        tell(self.processes, STORE_BACK)
-        return True
-
-    def _all_are_back(self, membership: Membership, waited_s: float) -> bool:
-        """Or have ended."""
-        away = [
-            node
-            for node in membership.everyone
-            if not self.store.check([back_key(node)]) and not self.store.check([ended_key(node)])
-        ]
-        if not away:
+        """When it comes back to the store, or comes to it for the first time."""
+        try:
+            self.node = self._reunion.come_back(self.node)
+        except LeftBehindError as error:
+            end(self.processes)
+            self._why = f"node {self.node} was lost: {error}"
             return True
-        patience_s = self._silence_s + REUNION_S
-        if waited_s > patience_s and self._could_go_on(membership, away):
-            patience_s += self.store_patience_s
-        return waited_s > patience_s
-
-    def _could_go_on(self, membership: Membership, nodes: Sequence[int]) -> bool:
-        """Whether these nodes could, without all others."""
-        which = (membership.generation, tuple(nodes))
-        if self._could is None or self._could[0] != which:
-            at = time.time()
-            lost = [Change("lost", node, "it is here", at) for node in membership.everyone if node not in nodes]
-            try:
-                self._could = which, self.successor(membership, lost).saves
-            except Exception:
-                traceback.print_exc()
-                self._could = which, True
-        return self._could[1]
-
-    def _end_as_lost(self, why: str) -> bool:
-        end(self.processes)
-        self._why = f"node {self.node} was lost: {why}"
-        return True
-
-    def _say(self, key: str, value: str) -> None:
-        """Also to any store that comes after this one."""
-        self._said.setdefault(key, value)
-        if self._away_since is None:
-            self.store.compare_set(key, "", value)
+        self._beats = Beats(self.store, self._silence_s)
+        return False
 
     def warn(self, *_: object) -> None:
         """The handler of SIGTERM."""
@@ -279,7 +180,7 @@ class NodeAgent:
 
     def _come_round(self, now: float) -> None:
         if now - self._last_round > self.detect_s / 2:  # Held up itself, it has not heard them.
-            self._back_since = now
+            self._reunion.wait_anew(now)
             for watched in self.processes:
                 watched.last_sign = now
         self._last_round = now
@@ -295,8 +196,7 @@ class NodeAgent:
     def _take_over_newer(self, node: int) -> bool:
         """Passes newer memberships on to the processes. Whether this node has a part in the newest."""
         while (newer := next_membership(self.store, self.membership.generation if self.membership else 0)) is not None:
-            self.membership = newer
-            self._history.append(newer)
+            self._reunion.known.append(newer)
             for change in newer.changes:
                 if (change.kind, change.node) == ("lost", node):
                     self._failure = self._failure or change.how
@@ -320,25 +220,25 @@ class NodeAgent:
         if word == "ready":
             watched.is_ready = True
         elif word == "failed":
-            self._say(FAILURE, str(more))
+            self._reunion.say(FAILURE, str(more))
         elif word == "hung":
             self._failure = str(more)
         elif word == "logged":
-            self._say(logged_key(cast(int, more)), "")
+            self._reunion.say(logged_key(cast(int, more)), "")
         elif word == "result":
             generation, result = cast(tuple[int, str], more)
-            self._say(result_key(generation), result)
+            self._reunion.say(result_key(generation), result)
         elif word == "met":
             self._met_in = max(self._met_in, cast(int, more))
         elif self.membership is None or self.node is None or more != self.membership.generation:
             return
         elif word == "left":
             self._left_in = self.membership.generation
-            self._say(left_key(self._left_in, self.node), "")
+            self._reunion.say(left_key(self._left_in, self.node), "")
         elif word == "done":
             watched.is_done = True
             if all(other.is_done for other in self.processes):
-                self._say(done_key(self.membership.generation, self.node), "")
+                self._reunion.say(done_key(self.membership.generation, self.node), "")
 
     def _own_loss(self, now: float) -> str | None:
         """How this node was lost, if it was."""
@@ -397,7 +297,7 @@ class NodeAgent:
             changes += [Change("left", each, told, at) for each in membership.leaving]
         elif self.is_warned and node in membership.nodes and membership.stop is None:
             changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
-        if self._unmet == membership.generation > self._met_in:
+        if self._reunion.lost_in == membership.generation > self._met_in:
             changes.append(Change("again", node, "the store was lost before all had met", at))
         joined = range(membership.num_known, registered(self.store))
         return changes + [Change("joined", other, "", at) for other in joined]

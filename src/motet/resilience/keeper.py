@@ -1,7 +1,7 @@
 """Whoever keeps the store: starts its process, and again when it is lost; sees how the training ends.
 
 The store may be lost at any moment, and with it what was written a moment ago. So what the keeper has read it writes
-again into the next one, and the agents do the same (agent.py); nobody proposes a membership before (`OPEN`). Training
+again into the next one, and the agents do the same (reunion.py); nobody proposes a membership before (`OPEN`). Training
 goes on meanwhile: it needs the store for new memberships alone. A store that is stopped has its port still; so it is
 killed first.
 

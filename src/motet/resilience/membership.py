@@ -6,7 +6,7 @@ the next. All else (ranks, copies, steps) follows from the membership alike on e
 2.6.2: there a coordinator, and a TCP connection to it from each node.)
 
 The store may be lost, and another one take its place: then whoever knows a membership writes it again, and nothing new
-is proposed before that has happened (`OPEN`; agent.py says when). Nothing that is written here is a count of what was
+is proposed before that has happened (`OPEN`; reunion.py says when). Nothing that is written here is a count of what was
 done: whatever is written may be written twice.
 """
 

@@ -1,7 +1,7 @@
 """The process that has the store, a c10d `TCPStore`, and clients that neither wait without limit nor pass over its end.
 
 The store keeps nothing on a disk. When its process is lost, another one takes its place at the same address, empty:
-keeper.py and agent.py say who writes again what was in it.
+keeper.py and reunion.py say who writes again what was in it.
 
 Limits: what answers at the address must be a store; the client of another server's port waits for as long as it may.
 """
