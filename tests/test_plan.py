@@ -78,9 +78,9 @@ WITH_LLM = encoder_and(llm=language_model(replica(0)))
         (llm(stage((0, 2), (), tp_size=0)), (), r"ranks: \[\] is not 0 x 1"),
         (llm(stage((0, 2), (0, -1), tp_size=2)), (), r"ranks: \[0, -1\] is not 2 x 1"),
         (
-            {"vision": replace(llm(stage((0, 1), (0,)), stage((1, 2), (1, 2), cp_size=2))["llm"], kind="encoder")},
+            {"vision": replace(llm(stage((0, 1), (0,)), stage((1, 2), (1, 2), cp_size=2))["llm"], kind="tower")},
             (),
-            "stages 0 and 1 differ in cp_size",
+            "stages 0 and 1 differ in cp_size; those of a tower share no tokens",
         ),
         (llm(stage((0, 2), (1,))), (), r"ranks: \[0\] of 0..1 have no stage"),
         (llm(stage((0, 2), (0,)), trainable=((1, 3),)), (), r"llm.trainable: \[1, 3\) is not within the 2 layers"),

@@ -276,8 +276,8 @@ def _check_replica(where: str, module: ModulePlan, replica: Replica) -> None:
     )
     for (a, left), (b, right) in pairwise(enumerate(replica.stages)):
         _require(
-            left.cp_size == right.cp_size or module.kind == "language_model",
-            f"{where}: stages {a} and {b} differ in cp_size; a replica of a module that is no language model has one",
+            left.cp_size == right.cp_size or module.kind in ("language_model", "encoder"),
+            f"{where}: stages {a} and {b} differ in cp_size; those of a {module.kind} share no tokens",
         )
 
 

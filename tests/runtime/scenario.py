@@ -62,6 +62,10 @@ class Scenario:
     llm_cps: tuple[int, ...] = ()
     """Of each of its stages, where they differ, on ranks of their own; (): `cp`."""
     encoder_cp: int = 1
+    encoder_cps: tuple[int, ...] = ()
+    """Of each of an encoder's stages, where they differ; (): `encoder_cp`."""
+    encoder_cuts: tuple[int, ...] = ()
+    """As the language model's, of both encoders."""
     cp_method: str = "all_gather"
     context_block: int = CONTEXT_BLOCK
     media_attention: str = "causal"
@@ -140,10 +144,9 @@ class Scenario:
         def module(name: str) -> ModulePlan:
             is_llm = name == "language_model"
             bounds = even_bounds(num_layers[name], self.llm_pp if is_llm else self.encoder_pp)
-            places = range(len(bounds))
-            if is_llm:
-                bounds = list(pairwise((0, *self.llm_cuts, num_layers[name]))) if self.llm_cuts else bounds
-                places = self.llm_places or places
+            if cuts := self.llm_cuts if is_llm else self.encoder_cuts:
+                bounds = list(pairwise((0, *cuts, num_layers[name])))
+            places = (self.llm_places if is_llm else ()) or range(len(bounds))
             return ModulePlan(
                 kind="language_model" if is_llm else "encoder",
                 num_layers=num_layers[name],
@@ -154,7 +157,7 @@ class Scenario:
                                 layers=layers,
                                 ranks=self._ranks(name, r, place),
                                 tp_size=self.tp,
-                                cp_size=self._cps[place] if is_llm else self.encoder_cp,
+                                cp_size=(self._cps if is_llm else self._encoder_cps)[place],
                             )
                             for place, layers in zip(places, bounds, strict=True)
                         )
@@ -206,25 +209,29 @@ class Scenario:
         return self.llm_cps or (self.cp,) * (1 + max(self.llm_places, default=self.llm_pp - 1))
 
     @property
+    def _encoder_cps(self) -> tuple[int, ...]:
+        return self.encoder_cps or (self.encoder_cp,) * self.encoder_pp
+
+    @property
     def _unit_sizes(self) -> dict[str, int]:
         """Ranks of one replica of each module, where they are its own."""
         assert self.placement == "parallel"
-        encoder = self.tp * self.encoder_pp * self.encoder_cp
+        encoder = self.tp * sum(self._encoder_cps)
         return {"vision": encoder, "audio": encoder, "language_model": self.tp * self.llm_pp * self.cp}
 
     @property
     def _places(self) -> dict[str, int]:
         """Each module's first stage among those of a replica of the whole model."""
         audio, llm = {
-            "parallel": (self.encoder_pp * self.encoder_cp, 2 * self.encoder_pp * self.encoder_cp),
-            "colocated": (0, self.encoder_pp * self.encoder_cp),
+            "parallel": (sum(self._encoder_cps), 2 * sum(self._encoder_cps)),
+            "colocated": (0, sum(self._encoder_cps)),
             "shared": (0, 0),
             "replicated": (0, 0),
         }[self.placement]
         return {"vision": 0, "audio": audio, "language_model": llm}
 
     def _ranks(self, name: str, replica: int, stage: int) -> tuple[int, ...]:
-        cps = self._cps if name == "language_model" else (self.encoder_cp,) * (stage + 1)
+        cps = self._cps if name == "language_model" else self._encoder_cps
         cp, before_stage = cps[stage], sum(cps[:stage])
         if self.units:
             before = ("vision", "audio", "language_model").index(name)

@@ -107,6 +107,19 @@ ENCODERS = [
     Scenario(encoder_cp=2, encoder_pp=3, placement="colocated", frozen="all but encoders", num_microbatches=3),
 ]
 """Encoders share their tokens, alone or beside the language model."""
+UNLIKE_ENCODERS = [
+    Scenario(encoder_pp=2, encoder_cps=(1, 2), placement="colocated", frozen="all but projectors", items="half"),
+    Scenario(vision="clip", encoder_pp=3, encoder_cps=(2, 3, 1), placement="colocated", num_microbatches=3),
+    Scenario(encoder_pp=2, encoder_cps=(2, 1), encoder_cuts=(6,), placement="colocated", items="half"),
+    Scenario(encoder_pp=2, encoder_cps=(2, 1), encoder_cuts=(5,), placement="colocated", packing=True),
+    Scenario(encoder_pp=2, encoder_cps=(1, 2), encoder_cuts=(6,), cp=2, placement="colocated", recompute=True),
+    Scenario(encoder_pp=2, encoder_cps=(2, 3), encoder_cuts=(6,), placement="colocated", schedule="zero_bubble_h1"),
+    Scenario(encoder_pp=2, encoder_cps=(3, 1), encoder_cuts=(1,), context_block=64, placement="colocated"),
+    Scenario(encoder_pp=2, encoder_cps=(2, 1), tp=2, placement="colocated", frozen="all but encoders"),
+    Scenario(encoder_pp=2, encoder_cps=(1, 2), placement="colocated", fully_sharded=True),
+]
+"""From stage to stage otherwise: before, between and behind the blocks (6 is the projector); in one of them some
+members hold none."""
 
 
 def check(scenarios: list[Scenario], dtype: str) -> None:
@@ -121,8 +134,11 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS],
-    ids=lambda s: f"{s.llm}-cp{s.llm_cps or s.cp}-encoders{s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-{s.cp_method}",
+    [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS],
+    ids=lambda s: (
+        f"{s.llm}-cp{s.llm_cps or s.cp}-encoders{s.encoder_cps or s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-"
+        f"{s.cp_method}"
+    ),
 )
 def test_equals_one_process(scenario: Scenario) -> None:
     check([scenario], "float64")
@@ -213,6 +229,7 @@ def draw(seed: int) -> Scenario:
             cp=random.choice([1, 2, 3, 4]),
             llm_cps=random.choice([(), (), (2, 1), (1, 2), (3, 2)]),
             encoder_cp=random.choice([1, 1, 2]),
+            encoder_cps=random.choice([(), (), (2, 1), (1, 2)]),
             tp=random.choice([1, 2]),
             llm_pp=random.choice([1, 2]),
             dp=random.choice([1, 2]),
@@ -229,7 +246,9 @@ def draw(seed: int) -> Scenario:
         )
         if scenario.llm_cps:
             scenario = replace(scenario, llm_pp=2, cp=max(scenario.llm_cps))
-        if scenario.num_ranks <= 8 and (scenario.cp > 1 or scenario.encoder_cp > 1):
+        if scenario.encoder_cps:
+            scenario = replace(scenario, encoder_pp=2, encoder_cuts=random.choice([(), (1,), (2,), (5,), (6,)]))
+        if scenario.num_ranks <= 8 and (scenario.cp > 1 or scenario.encoder_cp > 1 or scenario.encoder_cps):
             return scenario
 
 

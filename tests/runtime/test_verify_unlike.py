@@ -114,6 +114,16 @@ CASES = {
         counts=(1, 2),
         frozen="all but projectors",
     ),
+    "cp 2, 1 of encoders in one pipeline beside cp 1 with tp 2": Unlike(
+        pipelines=pipelines({"encoder_pp": 2, "encoder_cps": (2, 1)}, {"tp": 2, "placement": "shared"}),
+        counts=(2, 1),
+    ),
+    "cp 2 of encoders beside cp 1, frozen": Unlike(
+        pipelines=pipelines({"encoder_cp": 2}, {"encoder_pp": 2}),
+        counts=(1, 2),
+        frozen="all but projectors",
+        items="half",
+    ),
     "tp 2, 1 and shared parameters": Unlike(
         pipelines=pipelines({"tp": 2, "placement": "shared"}, {"llm_pp": 1}, {"cp": 2, "placement": "shared"}),
         counts=(2, 1, 2),
@@ -137,6 +147,10 @@ def draw(rng: Random) -> Unlike:
         shared = rng.random() < 0.5
         tp, cp = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)]) if shared else (1, rng.choice([1, 2]))
         layout: dict[str, object] = {"placement": "shared" if shared else "colocated", "tp": tp, "cp": cp}
+        if not shared:
+            layout |= rng.choice(
+                [{}, {"encoder_cp": 2}, {"encoder_pp": 2, "encoder_cps": rng.choice([(1, 2), (2, 1)])}]
+            )
         if tp * cp == 1 and rng.random() < 0.3:
             drawn.append({**layout, "llm_pp": 2, "llm_cps": rng.choice([(1, 2), (2, 1)])})
         else:

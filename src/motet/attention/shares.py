@@ -51,10 +51,9 @@ def member_of(stage: Stage, rank: int) -> int:
     return stage.ranks.index(rank) // stage.tp_size
 
 
-def held_tokens(samples: Sequence[Sample], module: str, options: ContextOptions, cp_size: int) -> list[Rows]:
-    """For each member: which tokens of the packed samples stand in its share of the language model `module`."""
-    documents = tuple(Document(tuple(sample.layouts[module])) for sample in samples)
-    distribution = share_out(documents, rule_of_text(options), options, cp_size)
+def tokens_of_members(documents: tuple[Document, ...], rule: Rule, options: ContextOptions, cp_size: int) -> list[Rows]:
+    """For each member: which tokens of these documents stand in its share."""
+    distribution = share_out(documents, rule, options, cp_size)
     return [distribution.tokens_of(member) for member in range(cp_size)]
 
 

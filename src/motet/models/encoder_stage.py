@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from motet.attention.context_parallel import ContextParallel
 from motet.attention.layout import Document
-from motet.attention.shares import FULL
+from motet.attention.shares import FULL, Rows, tokens_of_members
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.context_sequence import (
@@ -42,7 +42,7 @@ from motet.models.encoder_outputs import EncoderOutputs
 from motet.models.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.stage import keep_frozen_in_eval_mode
-from motet.plan import LayerRange
+from motet.plan import ContextOptions, LayerRange
 from motet.runtime.tensor_collectives import scale_gradient
 
 
@@ -156,6 +156,16 @@ class EncoderStage(nn.Module):
         assert self._context is not None
         return context_sequence(self._documents(samples), (FULL,), self._context, device)
 
+    def held_tokens(
+        self, border: int, samples: Sequence[Sample], options: ContextOptions, cp_size: int
+    ) -> list[Rows] | None:
+        """Of what enters the layer `border`: which of the items' tokens each member of a group of this size holds.
+        None: behind the head all of them have all."""
+        return tokens_of_members(self._documents(samples), FULL, options, cp_size) if self._is_shared(border) else None
+
+    def _is_shared(self, border: int) -> bool:
+        return border <= self._head_layer
+
     def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
         return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._outputs.tiles(samples))
 
@@ -213,7 +223,7 @@ class EncoderStage(nn.Module):
         if self.holds(0):
             hidden = self._embed(inputs, samples)
         assert hidden is not None
-        if self._context is not None and self.layers[0] <= self._head_layer:
+        if self._context is not None and self._is_shared(self.layers[0]):
             context = self._shared(samples, hidden.device)
             hidden = self._run_shared_blocks(context.take(hidden) if self.holds(0) else hidden, context)
             hidden = self._run_head(context.gather(hidden), samples) if self.holds(self._head_layer) else hidden
@@ -346,7 +356,7 @@ class EncoderStage(nn.Module):
     def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
         """Of what enters `layer` (of what leaves the last one)."""
         width = self._outputs.width(layer)
-        if layer <= self._head_layer and self._context is not None:
+        if self._context is not None and self._is_shared(layer):
             return num_rows(self._documents(samples), (FULL,), self._context), width
         return sum(self._outputs.num_tokens(layer, samples)), width
 

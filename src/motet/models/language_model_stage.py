@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel
 from motet.attention.layout import Document
+from motet.attention.shares import Rows, rule_of_text, tokens_of_members
 from motet.data.sample import Sample
 from motet.errors import UserError
 from motet.models.causal_stage import CausalStage, labels_of, token_ids
@@ -144,6 +145,12 @@ class LanguageModelStage(CausalStage):
         """The microbatch as the ranks of the group share it; only where `has_own_attention`."""
         assert self._context is not None
         return context_sequence(self._documents(samples), self._rules, self._context, device)
+
+    def held_tokens(
+        self, border: int, samples: Sequence[Sample], options: ContextOptions, cp_size: int
+    ) -> list[Rows] | None:
+        """Of what enters the layer `border`: which of the packed tokens each member of a group of this size holds."""
+        return tokens_of_members(self._documents(samples), rule_of_text(options), options, cp_size)
 
     def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
         return tuple(Document(tuple(sample.layouts[self.name])) for sample in samples)

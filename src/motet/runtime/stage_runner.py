@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from motet.attention.context_parallel import ContextParallel, collect_rows
-from motet.attention.shares import Rows, held_outputs, held_tokens
+from motet.attention.shares import Rows, held_outputs
 from motet.data.batch import Batch
+from motet.models.encoder_stage import EncoderStage
+from motet.models.language_model_stage import LanguageModelStage
 from motet.models.stage import StageModule
 from motet.plan import ModulePlan, Stage
 from motet.runtime.cast_weights import CastWeights
@@ -142,10 +144,13 @@ class StageRunner:
         source, target = self._routes.stage(route.source), self._routes.stage(route.target)
         return route.source.module == route.target.module and source.cp_size != target.cp_size
 
-    def _held_tokens(self, route: Route, cp_size: int) -> list[Rows]:
+    def _held_tokens(self, route: Route, cp_size: int) -> list[Rows] | None:
+        """Of a route between two stages of this module that share out tokens otherwise: the rows of each member of a
+        group of this size; None: all members have all of them."""
+        assert isinstance(self.module, LanguageModelStage | EncoderStage)
+        border = self._routes.stage(route.target).layers[0]
         samples = [self._batch.samples[i] for i in route.samples]
-        context = self._routes.plan.modules[self.name].context
-        return held_tokens(samples, self.data_module, context, cp_size)
+        return self.module.held_tokens(border, samples, self._routes.plan.modules[self.name].context, cp_size)
 
     def for_member(self, output: Tensor, route: Route, member: int) -> Tensor:
         """Of the output that a route carries, what a member of the target's context-parallel group gets: its own
@@ -156,15 +161,16 @@ class StageRunner:
         rows = torch.from_numpy(held[member]).to(output.device)
         if route.target.module != self.name:
             return output.index_select(0, rows)
-        return output.index_select(1, rows if len(rows) else rows.new_zeros(1))
+        return output.index_select(-2, rows if len(rows) else rows.new_zeros(1))
 
     def output_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route takes from this stage."""
         samples = self._batch.samples
-        if self._changes_shares(route):
-            return (1, sum(samples[i].num_tokens(self.data_module) for i in route.samples), self.module.output_size)
         if route.target.module == self.name:
-            return self.module.output_shape([samples[i] for i in route.samples])
+            shape = self.module.output_shape([samples[i] for i in route.samples])
+            if self._changes_shares(route) and (held := self._held_tokens(route, 1)) is not None:
+                return (*shape[:-2], len(held[0]), shape[-1])
+            return shape
         return (sum(samples[i].num_outputs(self.data_module) for i in route.samples), self.module.output_size)
 
     def forward(self, cell: Cell, inputs: Mapping[Route, Tensor], *, is_split: bool = False) -> None:
@@ -185,12 +191,10 @@ class StageRunner:
             del self._saved[cell]
 
     def _gathered(self, cell: Cell, output: Tensor) -> Tensor | None:
-        """[1, T, H] of all tokens, where a stage comes next that shares them out otherwise."""
+        """Of all tokens, where a stage comes next that shares them out otherwise."""
         route = next((route for route in self._routes.outgoing[cell] if self._changes_shares(route)), None)
-        if route is None or self._cp is None:
-            return None
-        held = self._held_tokens(route, self._cp.size)
-        return _gather_tokens(output, held, self._cp)
+        held = None if route is None or self._cp is None else self._held_tokens(route, self._cp.size)
+        return None if held is None or self._cp is None else _gather_tokens(output, held, self._cp)
 
     def _compute(
         self, cell: Cell, leaves: Mapping[Route, Tensor], split: SplitBackward | None, *, with_graph: bool
@@ -280,8 +284,6 @@ class StageRunner:
         held = self.held_rows(route)
         if held is None or self._cp is None:
             return gradient
-        if route.source.module != self.name:
-            return collect_rows(gradient, held, self._cp)
         return _gather_tokens(gradient, held, self._cp)
 
     def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
@@ -298,15 +300,25 @@ class StageRunner:
         for route, gradient in gradients.items():
             rows = self._rows(route)
             gradient = gradient.to(output.dtype)
-            if self._cp is not None and self._changes_shares(route):
-                own = torch.from_numpy(self._held_tokens(route, self._cp.size)[self._cp.rank]).to(gradient.device)
-                # A token that stands in has no gradient.
-                gradient = gradient.index_select(1, own) if len(own) else torch.zeros_like(output)
+            if self._changes_shares(route):
+                gradient = self._own_gradient(route, gradient, output)
             if rows is not None:
                 gradient = torch.zeros_like(output).index_add_(0, rows.to(output.device), gradient)
             total = gradient if total is None else total + gradient
         assert total is not None
         return total
+
+    def _own_gradient(self, route: Route, gradient: Tensor, output: Tensor) -> Tensor:
+        """Of the whole gradient that a stage sends back which shares out the tokens otherwise."""
+        held = self._held_tokens(route, self.stage.cp_size)
+        if held is None:
+            # Both groups compute alike on all members, whose gradients add up to the whole.
+            return gradient * (self._routes.stage(route.target).cp_size / self.stage.cp_size)
+        if self._cp is None:
+            return gradient
+        own = torch.from_numpy(held[self._cp.rank]).to(gradient.device)
+        # A token that stands in has no gradient.
+        return gradient.index_select(-2, own) if len(own) else torch.zeros_like(output)
 
     def _rows(self, route: Route) -> Tensor | None:
         if route.target.module == self.name:
@@ -358,6 +370,7 @@ class StageRunner:
         return self._routes.plan.modules[module].data_module(module)
 
 
-def _gather_tokens(own: Tensor, held: list[Rows], cp: ContextParallel) -> Tensor:
-    """[1, T, H] of all members of the group; a token that stands in where a member has none is left out."""
-    return collect_rows(own[0, : len(held[cp.rank])], held, cp)[None]
+def _gather_tokens(own: Tensor, held: Sequence[Rows], cp: ContextParallel) -> Tensor:
+    """[..., T, H] of all members of the group; a token that stands in where a member has none is left out."""
+    rows = own.flatten(0, -2)[: len(held[cp.rank])]
+    return collect_rows(rows, held, cp).unflatten(0, (*own.shape[:-2], -1))
