@@ -159,7 +159,16 @@ def test_files_that_are_no_run_files(
         ("parallel={planner: auto, limits: {tp: [3]}}", "parallel.limits: tp is 3, which vision cannot be cut into"),
         (
             "parallel.limits={dp: [3]}",
-            "cornstarch finds no layout of vision and audio .* on 4 devices within the limits",
+            "cluster.num_devices: is 4, but vision and audio .* need at least 6 under placement parallel or colocated, w",
+        ),
+        ("parallel.limits={dp: [5]}", "parallel.limits: dp 5 and tp 1, the least that vision may have, need 5 devices"),
+        (
+            "parallel={planner: auto, placement: replicated, limits: {modules: {language_model: {tp: [2]}}}}",
+            "limits: modules that share ranks under placement replicated have no tp in common; allow one that they",
+        ),
+        (
+            "parallel={planner: auto, placement: parallel, limits: {dp: [2]}}",
+            "planner: no planner finds a plan; cluster.num_devices: is 4, .* at least 6 under placement parallel, within",
         ),
         ("parallel.limits={tp: []}", r"parallel.limits.tp: is \[\]; give a list of at least 1"),
         ("parallel.limits={dp: []}", r"parallel.limits.dp: is \[\]; give a list of at least 1"),
@@ -278,6 +287,20 @@ def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], run_file: P
     deeper = ["--set", "model.language_model.values.num_hidden_layers=4"]
     arguments = ["simulate", run_file, "--plan", plan_file, *deeper]
     expect_mistake(capsys, arguments, "language_model.num_layers: is 5, but the model has 6")
+
+
+def test_planner_auto_tells_the_cause(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    arguments = ["plan", run_file, "--set", "parallel.planner=auto", "--set"]
+    apart = ["parallel.placement=parallel", "--set", "cluster.num_devices=2"]
+    expect_mistake(capsys, [*arguments, *apart], "cluster.num_devices: is 2, .* at least 3 under placement parallel")
+    replicas = ["parallel.limits={dp: [2]}", "--set", "cluster.num_devices=1"]
+    expect_mistake(
+        capsys, [*arguments, *replicas], "limits: dp 2 .* need 2 devices, but cluster.num_devices is 1; allow"
+    )
+    many = ["parallel.limits={dp: [16]}", "--set", "cluster.num_devices=16"]
+    expect_mistake(
+        capsys, [*arguments, *many], "limits.dp: is at least 16, but train.global_batch_size is 8, which leaves"
+    )
 
 
 def test_what_planner_explicit_reads_where_nodes_may_fail(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

@@ -50,11 +50,24 @@ def check_may_share_none(problem: PlanningProblem, planner: str) -> None:
 
 
 def check_limits(problem: PlanningProblem) -> None:
-    """Raises `UserError` if the limits leave a module no tensor-parallel size at all."""
+    """Raises `UserError` if the limits leave a module no tensor-parallel size at all, or no planner enough devices or
+    samples."""
     for name, module in problem.modules.items():
-        if not tp_sizes(problem, name):
+        fitting = tp_sizes(problem, name)
+        if not fitting:
             allowed = " or ".join(map(str, module.tp_sizes))
             raise UserError(f"parallel.limits: tp is {allowed}, which {name} cannot be cut into; allow 1")
+        dp, tp = min(problem.dp_sizes), min(fitting)
+        if dp * tp > problem.num_devices:
+            raise UserError(
+                f"parallel.limits: dp {dp} and tp {tp}, the least that {name} may have, need {dp * tp} devices, but "
+                f"cluster.num_devices is {problem.num_devices}; allow smaller sizes, or give more devices"
+            )
+    if min(problem.dp_sizes) > len(problem.samples):
+        raise UserError(
+            f"parallel.limits.dp: is at least {min(problem.dp_sizes)}, but train.global_batch_size is "
+            f"{len(problem.samples)}, which leaves replicas without a sample; allow fewer"
+        )
 
 
 def check_may_be_whole(problem: PlanningProblem, planner: str, names: Iterable[str]) -> None:

@@ -51,13 +51,7 @@ def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iter
             raise TooSlowError(min(fastest, cutoff.least_s))
         if evaluations:
             return min(evaluations, key=rank).plan
-    fewest = min(_fewest_devices(problem, placement) for placement in wanted)
-    if fewest <= problem.num_devices:
-        raise no_layout(problem, planner)
-    raise UserError(
-        f"cluster.num_devices: is {problem.num_devices}, but {' and '.join(problem.modules)} need at least "
-        f"{fewest} under placement {' or '.join(wanted)}"
-    )
+    raise _why_none(problem, planner, wanted)
 
 
 class _Cutoff:
@@ -191,10 +185,36 @@ def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ..
     return LayoutCosts(problem).bound_s(alone, split_backward=problem.schedule in SPLIT_BACKWARDS)
 
 
-def _fewest_devices(problem: PlanningProblem, placement: Placement) -> int:
+def _why_none(problem: PlanningProblem, planner: str, placements: Sequence[Placement]) -> UserError:
+    where = f"under placement {' or '.join(placements)}"
+    groups = {placement: _groups(problem, placement) for placement in placements}
+    fewest = min(_fewest_devices(problem, modules) for modules in groups.values())
+    if fewest == inf:
+        return UserError(
+            f"parallel.limits: modules that share ranks {where} have no tp in common; allow one that they have"
+        )
+    if fewest <= problem.num_devices:
+        return no_layout(problem, planner)
+    within = ", within parallel.limits" if fewest > min(map(len, groups.values())) else ""
+    return UserError(
+        f"cluster.num_devices: is {problem.num_devices}, but {' and '.join(problem.modules)} need at least {fewest} "
+        f"{where}{within}"
+    )
+
+
+def _groups(problem: PlanningProblem, placement: Placement) -> list[tuple[str, ...]]:
+    """Modules that share their ranks."""
     if placement == "replicated":
-        return len(problem.sinks)
-    return len(problem.sinks) + (min(1, len(problem.sources)) if placement == "colocated" else len(problem.sources))
+        return [(*problem.sources, sink) for sink in problem.sinks]
+    if placement == "parallel" or not problem.sources:
+        return [(name,) for name in problem.modules]
+    return [problem.sources, *((name,) for name in problem.sinks)]
+
+
+def _fewest_devices(problem: PlanningProblem, groups: Iterable[Sequence[str]]) -> float:
+    """That the user's limits allow; inf if modules of a group have no size in common."""
+    common = (set.intersection(*(set(tp_sizes(problem, name)) for name in names)) for names in groups)
+    return min(problem.dp_sizes) * sum(min(sizes, default=inf) for sizes in common)
 
 
 def _degrees(
