@@ -159,7 +159,7 @@ def test_files_that_are_no_run_files(
         ("parallel={planner: auto, limits: {tp: [3]}}", "parallel.limits: tp is 3, which vision cannot be cut into"),
         (
             "parallel.limits={dp: [3]}",
-            "cluster.num_devices: is 4, but vision and audio .* need at least 6 under placement parallel or colocated, w",
+            "cluster.num_devices: is 4, but vision and audio .* need at least 6 under placement parallel or coloc",
         ),
         ("parallel.limits={dp: [5]}", "parallel.limits: dp 5 and tp 1, the least that vision may have, need 5 devices"),
         (
@@ -168,7 +168,7 @@ def test_files_that_are_no_run_files(
         ),
         (
             "parallel={planner: auto, placement: parallel, limits: {dp: [2]}}",
-            "planner: no planner finds a plan; cluster.num_devices: is 4, .* at least 6 under placement parallel, within",
+            "planner: no planner finds a plan; cluster.num_devices: is 4, .* at least 6 under placement parallel, w",
         ),
         ("parallel.limits={tp: []}", r"parallel.limits.tp: is \[\]; give a list of at least 1"),
         ("parallel.limits={dp: []}", r"parallel.limits.dp: is \[\]; give a list of at least 1"),
