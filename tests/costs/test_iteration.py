@@ -4,101 +4,33 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_configs import EVERY_MODEL
+from bound_costs import (
+    CELL,
+    LONG,
+    SAMPLES,
+    TABLE,
+    TEXT,
+    bind,
+    costs_of,
+    cut_plan,
+    seconds,
+    small_plan,
+    stage_on,
+    unlike_stages,
+)
 
 from motet.cluster import LINKS, cpu_cluster
 from motet.costs.analytic import analytic_table
-from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
-from motet.costs.iteration import IterationCosts
-from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import MemoryOptions, gathered_bytes
-from motet.data.assignment import contiguous_assignment
-from motet.data.sample import Sample, Segment
+from motet.costs.load import Load
+from motet.costs.memory import MemoryOptions
 from motet.device import Link
-from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.plan import Edge, Replica
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, lower
-from motet.schedule.routes import Cell, derive_routes
+from motet.schedule.routes import Cell
 from motet.simulator.costs import ArrayCosts, GroupCosts
-from motet.workload import module_workload, with_projector
-
-VISION = with_projector(module_workload(EVERY_MODEL["siglip"][0]), "mlp", 64)
-TEXT = module_workload(EVERY_MODEL["llama"][0])
-PARTS = {"forward": 1.0, "forward_without_graph": 0.5, "input_gradient": 10.0, "weight_gradient": 100.0}
-
-
-def layer_cost(scale):
-    parts = {name: Quadratic(constant=scale * value) for name, value in PARTS.items()}
-    return LayerCost(**parts, weight_gradient_alone=Quadratic(constant=1000.0 * scale))
-
-
-def costs_of(num_layers, stage=0.0):
-    return ModuleCosts(
-        layers=(layer_cost(1),) * num_layers,
-        stage_forward=Quadratic(constant=stage),
-        stage_backward=Quadratic(constant=2 * stage),
-    )
-
-
-TABLE = CostTable(
-    modules={"vision": {1: costs_of(5)}, "text": {1: costs_of(4, 0.25), 2: costs_of(4)}},
-    source="profiled",
-    hardware="",
-    date="",
-    optimizer_constant_s=1.0,
-    optimizer_s_per_parameter=1e-6,
-)
-SAMPLES = [
-    Sample(
-        str(i),
-        {"text": (Segment(144, source="vision"), Segment(6 + i)), "vision": (Segment(144, grid=(12, 12)),)}
-        if i != 3
-        else {"text": (Segment(10),)},
-        {"text": 3},
-    )
-    for i in range(4)
-]
-
-
-def stage(layers, *ranks):
-    return Stage(layers=layers, ranks=ranks, tp_size=len(ranks))
-
-
-def small_plan(*, vision_trainable=((4, 5),), text_trainable=(), tp=False, recompute=(), tied=()):
-    text = [stage((0, 2), 1, 2), stage((2, 4), 3, 4)] if tp else [stage((0, 2), 1), stage((2, 4), 2)]
-    return Plan(
-        modules={
-            "vision": ModulePlan(
-                kind="encoder",
-                num_layers=5,
-                replicas=(Replica(stages=(stage((0, 5), 0),)),),
-                trainable=vision_trainable,
-            ),
-            "text": ModulePlan(
-                kind="language_model",
-                num_layers=4,
-                replicas=(Replica(stages=tuple(text)),),
-                trainable=text_trainable,
-                loss_weight=1.0,
-                tied=tied,
-            ),
-        },
-        edges=(Edge(source="vision", target="text"),),
-        num_microbatches=4,
-        recompute=recompute,
-    )
-
-
-def bind(plan, samples=SAMPLES, **options):
-    routes = derive_routes(plan, contiguous_assignment(plan, samples), samples)
-    given = {"workloads": {"vision": VISION, "text": TEXT}, "table": TABLE, "cluster": cpu_cluster(8), **options}
-    return IterationCosts(routes, samples, **given)
-
-
-def seconds(costs, kind, *cell):
-    return costs.compute_s(Compute(kind, Cell(*cell)))
 
 
 def test_frozen_encoder_and_language_model_with_trainable_projector():
@@ -155,10 +87,10 @@ def test_reductions_and_the_optimizer():
     def replicated(**options):
         plan = small_plan(text_trainable=((1, 4),), **options)
         text = plan.modules["text"]
-        second = Replica(stages=(stage((0, 2), 4), stage((2, 4), 5)))
+        second = Replica(stages=(stage_on((0, 2), 4), stage_on((2, 4), 5)))
         vision = plan.modules["vision"]
         both = {
-            "vision": replace(vision, replicas=(*vision.replicas, Replica(stages=(stage((0, 5), 3),)))),
+            "vision": replace(vision, replicas=(*vision.replicas, Replica(stages=(stage_on((0, 5), 3),)))),
             "text": replace(text, replicas=(*text.replicas, second)),
         }
         return replace(plan, modules=both, num_microbatches=2)
@@ -185,15 +117,6 @@ def test_tensor_parallelism_uses_its_own_costs_and_holds_a_share():
         seconds(unknown, Kind.FORWARD, "text", 0, 0, 0)
 
 
-def test_saved_bytes_follow_the_gradients():
-    frozen, trained = bind(small_plan()), bind(small_plan(vision_trainable=((0, 5),)))
-    cell = Cell("vision", 0, 0, 0)
-    assert 0 < frozen.saved_bytes(cell, False) < trained.saved_bytes(cell, False) / 4
-    assert bind(small_plan(text_trainable=())).saved_bytes(Cell("text", 0, 0, 3), False) == 0
-    again = bind(small_plan(vision_trainable=((0, 5),), recompute=("vision",)))
-    assert again.saved_bytes(cell, False) < trained.saved_bytes(cell, False)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_every_step_of_a_program_has_its_costs(schedule):
     costs = bind(small_plan(text_trainable=((0, 4),), tied=((0, 3),)))
@@ -209,58 +132,6 @@ def test_every_step_of_a_program_has_its_costs(schedule):
             assert (costs.reduce_s(step) > 0) == step.tied
 
 
-def test_loads_of_padded_and_packed_sequences():
-    text = {"m": (Segment(4),)}, {"m": (Segment(6),)}
-    samples = [Sample(str(i), layout, {"m": 2}) for i, layout in enumerate(text)]
-    padded = module_workload(EVERY_MODEL["llama"][0])
-    packed = module_workload(EVERY_MODEL["llama"][0], packing=True)
-    assert microbatch_load(padded, "m", samples) == Load(
-        tokens=12, pairs=72, sequences=2, outputs=4, tokens_squared=144
-    )
-    assert microbatch_load(packed, "m", samples) == Load(
-        tokens=10, pairs=100, sequences=2, outputs=4, tokens_squared=100
-    )
-
-
-def test_loads_of_encoders_count_items_and_tiles():
-    samples = [Sample("a", {"v": (Segment(144, grid=(12, 12)), Segment(288, item=1, num_outputs=7, grid=(12, 12)))})]
-    load = microbatch_load(VISION, "v", samples)
-    assert load == Load(tokens=432, pairs=3 * 144**2, sequences=3, outputs=151, tokens_squared=432**2)
-
-
-def test_loads_of_cross_attention():
-    workload = module_workload(EVERY_MODEL["mllama"][0])
-    samples = [Sample(str(i), {"m": (Segment(5),), "v": (Segment(9, num_outputs=4),)}) for i in range(2)]
-    load = microbatch_load(workload, "m", samples, ("v",))
-    # Both rows see the tokens of both images.
-    assert (load.incoming, load.incoming_pairs) == (2 * 8, 10 * 8)
-
-
-def cut_plan(tp_size=1, cp_size=1, sequence_parallel=False, recompute=(), fully_sharded=False):
-    """One trainable language model on one group."""
-    group = Stage(layers=(0, 4), ranks=tuple(range(tp_size * cp_size)), tp_size=tp_size, cp_size=cp_size)
-    return Plan(
-        modules={
-            "text": ModulePlan(
-                kind="language_model",
-                num_layers=4,
-                replicas=(Replica(stages=(group,)),),
-                trainable=((0, 4),),
-                loss_weight=1.0,
-                sequence_parallel=sequence_parallel,
-                fully_sharded=fully_sharded,
-            )
-        },
-        edges=(),
-        num_microbatches=4,
-        recompute=recompute,
-    )
-
-
-LONG = [Sample(str(i), {"text": (Segment(240),)}, {"text": 120}) for i in range(4)]
-CELL = Cell("text", 0, 0, 0)
-
-
 def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
     table = analytic_table({"text": TEXT}, cpu_cluster(8))
     one, two = (bind(cut_plan(cp_size=size), LONG, table=table) for size in (1, 2))
@@ -273,17 +144,6 @@ def test_context_parallel_ranks_share_tokens_and_pairs_and_gather_keys():
     exchange = 2 * (link.latency_s + 240 * 2 * 2 * 16 * 4 / 2 / link.bytes_per_s)
     shared = (one.compute_s(forward) - overhead) / 2 + overhead + exchange
     assert two.compute_s(forward) == pytest.approx(shared)
-
-
-def unlike_stages(*cp_sizes: int) -> Plan:
-    """One layer on each."""
-    plan = cut_plan()
-    firsts = [sum(cp_sizes[:i]) for i in range(4)]
-    stages = tuple(
-        Stage(layers=(i, i + 1), ranks=tuple(range(first, first + cp)), cp_size=cp)
-        for i, (first, cp) in enumerate(zip(firsts, cp_sizes, strict=True))
-    )
-    return replace(plan, modules={"text": replace(plan.modules["text"], replicas=(Replica(stages=stages),))})
 
 
 def test_where_tokens_are_shared_out_otherwise_they_are_gathered():
@@ -309,33 +169,9 @@ def test_where_tokens_are_shared_out_otherwise_they_are_gathered():
         assert costs.group_communication_s(other) == 0
 
 
-@pytest.mark.parametrize("recompute", [(), ("text",)])
-def test_shared_activations(recompute):
-    """Context parallelism shares all that is saved; sequence parallelism what norms and recomputed blocks save."""
-    one = bind(cut_plan(recompute=recompute), LONG).saved_bytes(CELL, False)
-    two = bind(cut_plan(cp_size=2, recompute=recompute), LONG).saved_bytes(CELL, False)
-    assert two == pytest.approx(one / 2)
-    plain, shared = (
-        bind(cut_plan(tp_size=2, sequence_parallel=sp, recompute=recompute), LONG).saved_bytes(CELL, False)
-        for sp in (False, True)
-    )
-    vectors = 1 if recompute else TEXT.layers[1].saved_vectors + TEXT.layers[1].saved_vectors_for_weights
-    assert plain - shared == 2 * vectors * 240 * 64 * 4 / 2
-
-
-def test_context_parallel_ranks_share_the_optimizer_too():
-    options = MemoryOptions(zero1=True)
-    one, two = (bind(cut_plan(cp_size=size), LONG, memory=options).static_bytes(0) for size in (1, 2))
-    assert two == pytest.approx(one * 3 / 4)
-
-
-def test_fully_sharded_ranks_keep_a_share_and_gather_the_rest():
+def test_fully_sharded_ranks_gather_parameters_and_update_a_share():
     whole, sharded = (bind(cut_plan(cp_size=2, fully_sharded=given), LONG) for given in (False, True))
     sizes = [layer.num_parameters * 4 for layer in TEXT.layers]
-    assert [layer.part for layer in TEXT.layers] == ["embed", "block", "block", "head"]
-    # Kept: half of everything; there while it computes: of parameters and gradients the other half, of one block.
-    assert whole.static_bytes(0) == 4 * sum(sizes)
-    assert sharded.static_bytes(0) == pytest.approx(2 * sum(sizes) + sum(sizes) - sizes[1])
     link = LINKS["loopback"]
     gather = sum(link.latency_s + size / 2 / link.bytes_per_s for size in sizes)
     for kind, times in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.INPUT, 1), (Kind.WEIGHT, 1)):
@@ -343,24 +179,6 @@ def test_fully_sharded_ranks_keep_a_share_and_gather_the_rest():
         assert sharded.compute_s(action) - whole.compute_s(action) == pytest.approx(times * gather)
     num_updated = sum(layer.num_parameters for layer in TEXT.layers)
     assert whole.fixed_s - sharded.fixed_s == pytest.approx(TABLE.optimizer_s_per_parameter * num_updated / 2)
-
-
-def test_one_block_of_a_fully_sharded_stage_is_there_at_once():
-    block, embedding = TEXT.layers[1], TEXT.layers[0]
-    layers = [(embedding, False), *[(block, True)] * 5]
-    gathered = gathered_bytes(layers, tp_size=1, num_shares=4, options=MemoryOptions())
-    assert gathered == 3 * (embedding.num_parameters + 2 * block.num_parameters)
-
-
-def test_after_the_input_half_inputs_and_output_gradients_of_linears_remain():
-    costs = bind(cut_plan(), LONG)
-    tokens, losses, width, keys, inner, vocabulary = 240, 120, 64, 32, 96, 80
-    inputs = tokens * (width + width + width + inner)  # of attention, its output, MLP, its last
-    outputs = tokens * (width + 2 * keys + width + 2 * inner + width)
-    head = losses * (width + vocabulary)
-    assert costs.saved_bytes(CELL, half=True) == 4 * (2 * (inputs + outputs) + head)
-    frozen = bind(small_plan())
-    assert frozen.saved_bytes(Cell("text", 0, 0, 0), half=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -416,7 +234,7 @@ def test_a_plan_may_have_more_modules_than_an_integer_has_bits():
     whole = small_plan(vision_trainable=((0, 5),))
     vision = whole.modules["vision"]
     copies = {
-        f"vision_{i}": replace(vision, copy_of="vision", replicas=(Replica(stages=(stage((0, 5), 3 + i),)),))
+        f"vision_{i}": replace(vision, copy_of="vision", replicas=(Replica(stages=(stage_on((0, 5), 3 + i),)),))
         for i in range(70)
     }
     edges = (*whole.edges, *(Edge(source=name, target="text") for name in copies))
@@ -445,23 +263,6 @@ def test_what_a_group_exchanges_is_part_of_what_it_computes(sequence_parallel):
         assert with_links.group_communication_s(action) == pytest.approx(exchanged)
         assert without.group_communication_s(action) == 0
     assert with_links.group_communication_s(Compute(Kind.FORWARD, CELL)) > 0
-
-
-def test_autocast_copies_weights_of_layers_with_a_backward():
-    """Frozen encoder layers before anything trainable need none; a frozen language model behind the projector does."""
-
-    def grown(**options):
-        plain, cast = (bind(small_plan(**options), memory=MemoryOptions(autocast_bytes=width)) for width in (None, 2))
-        return [cast.static_bytes(rank) - plain.static_bytes(rank) for rank in range(3)]
-
-    def matrices(layers):
-        return sum(linear.in_features * linear.out_features for layer in layers for linear in layer.linears)
-
-    projector, blocks, head = VISION.layers[4:], TEXT.layers[:2], TEXT.layers[2:]
-    assert grown() == [2 * matrices(projector), 2 * matrices(blocks), 2 * matrices(head)]
-    trained = grown(vision_trainable=((2, 5),))
-    assert trained == [2 * matrices(VISION.layers[2:]), 2 * matrices(blocks), 2 * matrices(head)]
-    assert trained[0] > grown()[0] > 0
 
 
 def test_a_step_under_autocast_sends_what_it_did_before():

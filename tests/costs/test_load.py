@@ -41,3 +41,30 @@ def test_samples_one_by_one(samples: list[Sample], what: tuple[str, str, tuple[s
     workload = replace(WORKLOADS[name], arrangement=arrangement)
     expected = [microbatch_load(workload, module, [s], sources) if s.has(module) else Load() for s in samples]
     np.testing.assert_array_equal(sample_loads(workload, module, samples, sources), np.array(expected, float))
+
+
+def test_loads_of_padded_and_packed_sequences():
+    text = {"m": (Segment(4),)}, {"m": (Segment(6),)}
+    samples = [Sample(str(i), layout, {"m": 2}) for i, layout in enumerate(text)]
+    padded = module_workload(EVERY_MODEL["llama"][0])
+    packed = module_workload(EVERY_MODEL["llama"][0], packing=True)
+    assert microbatch_load(padded, "m", samples) == Load(
+        tokens=12, pairs=72, sequences=2, outputs=4, tokens_squared=144
+    )
+    assert microbatch_load(packed, "m", samples) == Load(
+        tokens=10, pairs=100, sequences=2, outputs=4, tokens_squared=100
+    )
+
+
+def test_loads_of_encoders_count_items_and_tiles():
+    samples = [Sample("a", {"v": (Segment(144, grid=(12, 12)), Segment(288, item=1, num_outputs=7, grid=(12, 12)))})]
+    load = microbatch_load(WORKLOADS["siglip"], "v", samples)
+    assert load == Load(tokens=432, pairs=3 * 144**2, sequences=3, outputs=151, tokens_squared=432**2)
+
+
+def test_loads_of_cross_attention():
+    workload = module_workload(EVERY_MODEL["mllama"][0])
+    samples = [Sample(str(i), {"m": (Segment(5),), "v": (Segment(9, num_outputs=4),)}) for i in range(2)]
+    load = microbatch_load(workload, "m", samples, ("v",))
+    # Both rows see the tokens of both images.
+    assert (load.incoming, load.incoming_pairs) == (2 * 8, 10 * 8)

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bound_costs import TEXT
 from tiny_configs import EVERY_MODEL
 
 from motet.costs.load import microbatch_load
-from motet.costs.memory import MemoryOptions, cast_weight_bytes, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import MemoryOptions, cast_weight_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.data.sample import Sample, Segment
 from motet.models.encoder_stage import EncoderStage
 from motet.models.language_model_stage import LanguageModelStage
@@ -194,3 +195,10 @@ def test_nothing_is_kept_where_no_gradient_passes():
         )
         == 0
     )
+
+
+def test_one_block_of_a_fully_sharded_stage_is_there_at_once():
+    block, embedding = TEXT.layers[1], TEXT.layers[0]
+    layers = [(embedding, False), *[(block, True)] * 5]
+    gathered = gathered_bytes(layers, tp_size=1, num_shares=4, options=MemoryOptions())
+    assert gathered == 3 * (embedding.num_parameters + 2 * block.num_parameters)
