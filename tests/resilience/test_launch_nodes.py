@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from interrupted_training import at, config_of, failures, train_and, undisturbed
 from test_children import is_running, wait_for
-from test_recover import at, config_of, failures, train_and, undisturbed
 from training import plan_of
 
 from motet.config import RunConfig

@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from interrupted_training import at, before_each_step, config_of, failures, undisturbed
 from ports import port_of_its_own
-from test_recover import at, before_each_step, config_of, failures, undisturbed
 from training import plan_of
 
 from motet.config import RunConfig

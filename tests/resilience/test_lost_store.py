@@ -10,9 +10,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from interrupted_training import STEPS, at, config_of, die, failures, once, train_and, undisturbed
 from ledger import applied_ids, recorded
 from test_listen import train_elsewhere
-from test_recover import STEPS, at, config_of, die, failures, once, train_and, undisturbed
 
 from motet.config import RunConfig
 from motet.resilience import agent, keeper

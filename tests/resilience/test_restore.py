@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from chaos import Layout, config_of, plan_and_templates, undisturbed
-from test_recover import STEPS, all_at, at, before_each_step, die, failures, kill_node, once, train_and
-from test_recover import config_of as recover_config_of
-from test_recover import undisturbed as alike_losses
+from interrupted_training import STEPS, all_at, at, before_each_step, die, failures, kill_node, once, train_and
+from interrupted_training import config_of as recover_config_of
+from interrupted_training import undisturbed as alike_losses
 
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig

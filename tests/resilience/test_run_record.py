@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_recover import config_of
+from interrupted_training import config_of
 
 from motet.resilience.run_record import EARLIER, RunRecord, as_json, earlier_checkpoints, first_difference
 from motet.runtime.checkpoint_folder import MANIFEST, complete_checkpoints, stamps

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_recover import before_each_step, config_of, failures, undisturbed
+from interrupted_training import before_each_step, config_of, failures, undisturbed
 from training import plan_of
 
 from motet.plan import Plan, Replica, Stage

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupted_training import config_of
 from resilience.drawn_templates import draw_templates
 from resilience.drawn_templates import plan_of as plan_of_sizes
-from test_recover import config_of
 from training import plan_of
 
 from motet.plan import Plan

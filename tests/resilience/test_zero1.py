@@ -4,7 +4,6 @@ import multiprocessing
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,24 +12,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from test_recover import (
+from interrupted_training import (
     all_at,
     at,
     before_each_step,
     die,
     failures,
+)
+from training import stored_tensors
+from unlike_pipelines import (
+    MadeTemplates,
     sharded_templates,
     tensor_parallel_templates,
     train_and_join,
     undisturbed_unlike,
     unlike_config,
+    unlike_on_nodes_of_three,
 )
-from training import stored_tensors
 from victims import check_replicas, num_keepers
 
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
-from motet.plan import ContextOptions, Plan
+from motet.plan import Plan
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
 from motet.resilience.launch_nodes import train_on_nodes
@@ -171,15 +174,10 @@ def test_some_had_updated_what_they_keep_and_others_had_not(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("templates_of", [tensor_parallel_templates, sharded_templates])
-def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: Callable[[int, int], Templates]) -> None:
+def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: MadeTemplates) -> None:
     """Two pipelines of one node and one of two, with tensor parallelism or shared parameters in some stages."""
     config = sharing(unlike_config(tmp_path, 4))
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": 12})})
-    problem = read_problem(config)
-    llm = replace(problem.modules["language_model"], context=ContextOptions(block_size=4))
-    problem = replace(problem, modules={**problem.modules, "language_model": llm})
-    templates = templates_of(*(module.workload.num_layers for module in problem.modules.values()))
-    plan = plan_of_sizes(problem, templates, (1, 1, 2))
+    config, templates, plan = unlike_on_nodes_of_three(config, templates_of, (1, 1, 2))
     result = train_and_check(config, plan, templates, at(2, 1, die))
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 9
