@@ -262,10 +262,10 @@ class RunConfig(Section):
         parallel = self.parallel
         if parallel.packing:
             raise ValueError("parallel.packing: is of a language model's samples; with towers leave it out")
-        if parallel.planner == "explicit":
-            return
         if parallel.limits.cp:
             raise ValueError("parallel.limits.cp: towers have whole items; leave it out")
+        if parallel.planner == "explicit":
+            return
         if parallel.limits.dp:
             raise ValueError(
                 "parallel.limits.dp: planners balance towers by their replicas; leave it out, or give planner: explicit"

@@ -327,8 +327,6 @@ def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
 def _cp_sizes(config: RunConfig, samples: Sequence[Sample]) -> tuple[int, ...]:
     """Of the language model."""
     given = config.parallel.limits.cp
-    if config.model.towers and given not in (None, (1,)):
-        raise UserError(f"parallel.limits.cp: is {list(given or ())}, but towers hand on whole items; leave it out")
     if given or config.model.towers:
         return given or (1,)
     longest = max((sample.num_tokens(LANGUAGE_MODEL) for sample in samples), default=0)
