@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from small_problem import sample, small_problem, with_memory
 
+from motet.data.assignments import ASSIGNMENTS
 from motet.planner.evaluate import evaluate
 from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, layout_plan
@@ -52,6 +53,22 @@ def test_no_schedule_is_faster_than_the_bound(schedule):
             assert bound <= unsplit <= evaluation.result.iteration_time_s * (1 + 1e-9), f"seed {seed}: {layout}"
             num_tight += unsplit >= 0.6 * evaluation.result.iteration_time_s
     assert schedule not in ("1f1b", "gpipe") or num_tight >= 4
+
+
+@pytest.mark.parametrize("assignment", sorted(ASSIGNMENTS))
+def test_no_way_to_cut_the_batch_is_faster_than_the_bound(assignment):
+    """Some leave microbatches empty, whose constants nobody pays, or pad less."""
+    for seed in range(12):
+        rng = Random(seed)
+        problem = small_problem(frozen=(), num_microbatches=rng.choice([3, 6]), assignment=assignment)
+        samples = [
+            sample(i, image=rng.random() < 0.7, sound=rng.random() < 0.5, words=rng.choice([5, 200])) for i in range(16)
+        ]
+        problem = replace(problem, samples=tuple(samples))
+        layout = draw_layout(rng, problem, rng.randint(1, 4))
+        evaluation = evaluate(problem, layout_plan(problem, layout))
+        bound = LayoutCosts(problem).bound_s(layout, split_backward=False)
+        assert bound <= evaluation.result.iteration_time_s * (1 + 1e-9), f"seed {seed}: {layout}"
 
 
 def test_fixed_part_and_memory_are_those_of_the_simulation():

@@ -134,7 +134,7 @@ def test_a_planner_that_knows_no_limits(monkeypatch):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("planner", [name for name in PLANNERS if name not in ("distmm", "oobleck")])
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "distmm"])
 @pytest.mark.parametrize("missing", ["vision", "both"])
 def test_no_sample_has_some_modality(planner, missing):
     problem = small_problem(dp_sizes=(1, 2, 4))

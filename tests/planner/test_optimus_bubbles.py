@@ -271,3 +271,13 @@ def test_several_encoders_are_one_with_all_their_kernels():
     schedule = schedule_bubbles(timeline, both)
     assert both.seconds == 2 * 3.5
     assert schedule.iteration_s == timeline.iteration_s
+
+
+def test_no_microbatch_is_lost_where_rounding_puts_an_end_after_the_last_point():
+    """No sample has the modality: there is nothing to compute, and all that makes a forward late is its messages."""
+    step_s = 7.940888888888887e-07
+    points = (0.0, step_s, 2 * step_s, 2.3822666666666662e-06)
+    slots = (Slot(0.0, 4e-4), Slot(5e-4, 5.127067343726621e-04))
+    timeline = LlmTimeline((slots,) * 4, points, points, 5.127067343726621e-04, False)
+    encoder = EncoderPipelines(((0, 1, 2, 3),), 1, ((),) * 4, ((),) * 4, message_s=4e-5)
+    assert schedule_bubbles(timeline, encoder).owner == (0,) * 4

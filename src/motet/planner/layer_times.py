@@ -8,7 +8,7 @@ functions that take a problem raise `ValueError`.
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from motet.costs.cost_model import ZERO, LayerCost
@@ -67,8 +67,40 @@ def layer_times(
     return problem.remembered(("times", name, tp, dp, cp, packed, frozen_aware, lightest, sequence_parallel), compute)
 
 
+def bounding_times(
+    problem: PlanningProblem,
+    name: str,
+    tp: int = 1,
+    num_replicas: int = 1,
+    *,
+    cp: int = 1,
+    alone: bool = True,
+    lightest: bool = False,
+    sequence_parallel: bool = False,
+) -> list[LayerTime]:
+    """For each layer, the mean over the microbatches, or less where it is not known how the batch is cut into them:
+    then what no cut undercuts. `alone`: each replica has a share of the batch to itself. `lightest`: no microbatch
+    takes less."""
+    if alone and problem.cuts_evenly:
+        return layer_times(
+            problem, name, tp, num_replicas, cp=cp, lightest=lightest, sequence_parallel=sequence_parallel
+        )
+    if lightest:
+        return least_times(problem, name, tp, cp=cp, sequence_parallel=sequence_parallel)
+    num_microbatches = num_replicas * problem.num_microbatches
+    total = least_total_times(problem, name, tp, num_replicas, cp=cp, alone=alone, sequence_parallel=sequence_parallel)
+    return [LayerTime(*(seconds / num_microbatches for seconds in astuple(time))) for time in total]
+
+
 def least_total_times(
-    problem: PlanningProblem, name: str, tp: int = 1, num_replicas: int = 1, *, cp: int = 1, alone: bool = False
+    problem: PlanningProblem,
+    name: str,
+    tp: int = 1,
+    num_replicas: int = 1,
+    *,
+    cp: int = 1,
+    alone: bool = False,
+    sequence_parallel: bool = False,
 ) -> list[LayerTime]:
     """For each layer: at least what all microbatches together take, however the batch is cut into them.
 
@@ -91,22 +123,28 @@ def least_total_times(
             )
             for gradients, members in _kinds(problem, name, loads)
         ]
-        return _times(problem, name, tp, cp, total)
+        return _times(problem, name, tp, cp, total, sequence_parallel=sequence_parallel)
 
-    return problem.remembered(("least total", name, tp, num_replicas, cp, is_known), compute)
+    return problem.remembered(("least total", name, tp, num_replicas, cp, is_known, sequence_parallel), compute)
 
 
 def least_times(
-    problem: PlanningProblem, name: str, tp: int = 1, num_samples: int = 1, *, cp: int = 1
+    problem: PlanningProblem,
+    name: str,
+    tp: int = 1,
+    num_samples: int = 1,
+    *,
+    cp: int = 1,
+    sequence_parallel: bool = False,
 ) -> list[LayerTime]:
     """For each layer: at least what a microbatch of so many samples takes."""
 
     def compute() -> list[LayerTime]:
         lightest = [_lightest(*kind) for kind in _kinds(problem, name, sample_loads(problem, name))]
         several = [work._replace(load=Load(*(num_samples * x for x in work.load))) for work in lightest]
-        return _times(problem, name, tp, cp, several)
+        return _times(problem, name, tp, cp, several, sequence_parallel=sequence_parallel)
 
-    return problem.remembered(("least", name, tp, num_samples, cp), compute)
+    return problem.remembered(("least", name, tp, num_samples, cp, sequence_parallel), compute)
 
 
 def _kinds(

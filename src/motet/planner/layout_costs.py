@@ -2,9 +2,9 @@
 
 `bound_s` is a lower bound on the layout's iteration under *any* schedule: a group of ranks cannot begin before what its
 first layers need has been computed (head), then has all of its own work to do, and after its last action others still
-have theirs (tail). Heads and tails are those of the lightest microbatch; work is exact, because costs are linear in the
-loads. Messages, reductions and what context-parallel groups exchange are taken to cost nothing; memory is not looked
-at.
+have theirs (tail). Heads and tails are those of the lightest microbatch; work is exact where the batch is cut evenly,
+because costs are linear in the loads, and else what no cut undercuts. Messages, reductions and what context-parallel
+groups exchange are taken to cost nothing; memory is not looked at.
 `needed_bytes` is an estimate: parameters, and what 1F1B keeps of typical microbatches.
 """
 
@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from motet.costs.memory import RESERVE
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
-from motet.planner.layer_times import LayerTime, layer_times
+from motet.planner.layer_times import LayerTime, bounding_times
 from motet.planner.layout import Chunk, Layout
 from motet.planner.microbatch_loads import typical_load
 from motet.planner.problem import PlanningProblem
@@ -42,7 +42,7 @@ class LayoutCosts:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self._sums: dict[tuple[str, int, int, int, bool], _Sums] = {}
+        self._sums: dict[tuple[str, int, int, int, bool, bool], _Sums] = {}
         self._entries = {
             name: [(edge.source, min(edge.layers)) for edge in problem.edges if edge.target == name]
             for name in problem.modules
@@ -72,15 +72,20 @@ class LayoutCosts:
     def sums(self, chunk: Chunk, layout: Layout) -> _Sums:
         name = chunk.module
         tp, cp, sequence_parallel = layout.tp(name, chunk.group), layout.cp(name), layout.sequence_parallel
-        key = (name, tp, cp, layout.num_replicas(name), sequence_parallel and tp > 1)
+        num_replicas = layout.num_replicas(name)
+        key = (name, tp, cp, num_replicas, num_replicas == layout.dp, sequence_parallel and tp > 1)
         if key not in self._sums:
             self._sums[key] = self.problem.remembered(("layout sums", *key), lambda: self._sum_layers(*key))
         return self._sums[key]
 
-    def _sum_layers(self, name: str, tp: int, cp: int, dp: int, sequence_parallel: bool) -> _Sums:
+    def _sum_layers(self, name: str, tp: int, cp: int, dp: int, alone: bool, sequence_parallel: bool) -> _Sums:
         problem, module = self.problem, self.problem.modules[name]
-        times = layer_times(problem, name, tp, dp, cp=cp, sequence_parallel=sequence_parallel)
-        lightest = layer_times(problem, name, tp, dp, cp=cp, lightest=True, sequence_parallel=sequence_parallel)
+        times, lightest = (
+            bounding_times(
+                problem, name, tp, dp, cp=cp, alone=alone, lightest=lightest, sequence_parallel=sequence_parallel
+            )
+            for lightest in (False, True)
+        )
         load = typical_load(problem, name, dp, cp=cp)
         static = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=cp * dp)
         saved = saved_bytes_of_layers(problem, name, load, tp_size=tp, sequence_parallel=sequence_parallel)

@@ -237,7 +237,7 @@ class _Scheduler:
             lanes = [_Lane(self.bubbles[place], lead_s) for place in places]
             limit = self.num_microbatches if num_each is None else num_each[i]
             ends: list[float] = []
-            while len(ends) < limit and (not ends or ends[-1] <= self.points[-1]):
+            while len(ends) < limit and (not ends or ends[-1] <= self.points[-1] + _EPSILON):
                 ends.append(self._forward(lanes, lead_s)[-1].end_s)
             result.append(ends)
         return result

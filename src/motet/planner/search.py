@@ -16,7 +16,7 @@ from motet.planner.bound_and_simulate import best_layout, rank
 from motet.planner.degrees import cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
-from motet.planner.layer_times import layer_times
+from motet.planner.layer_times import bounding_times, layer_times
 from motet.planner.layout import Chunk, Layout, layout_of_degrees
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.partition import fewest_stages, stage_costs
@@ -74,7 +74,7 @@ class _Cutoff:
 
     def _slowest_s(self, name: str, degrees: Degrees, runs: "Runs") -> float:
         if (name, degrees) not in self._stage_s:
-            times = layer_times(self._problem, name, degrees.tp, degrees.dp, cp=degrees.cp)
+            times = bounding_times(self._problem, name, degrees.tp, degrees.dp, cp=degrees.cp)
             slowest = max(stage_costs([time.total_s for time in times], runs(name, degrees)))
             self._stage_s[name, degrees] = self._problem.num_microbatches * slowest + self._problem.program_s
         return self._stage_s[name, degrees]
@@ -173,8 +173,8 @@ def _replicated(
 
 def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
     """Of the busiest stage: its part of the sink, and a forward of every encoder."""
-    times = [time.total_s for time in layer_times(problem, problem.sinks[0], tp, dp)]
-    encoders = sum(time.forward_s for name in problem.sources for time in layer_times(problem, name, tp, dp))
+    times = [time.total_s for time in bounding_times(problem, problem.sinks[0], tp, dp)]
+    encoders = sum(time.forward_s for name in problem.sources for time in bounding_times(problem, name, tp, dp))
     return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise([0, *accumulate(cut)])))))
 
 

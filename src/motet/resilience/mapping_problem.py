@@ -86,6 +86,9 @@ def _sums(values: Sequence[float]) -> Floats:
 
 
 def _rounded(seconds: Floats) -> Floats:
-    """To 40 of a float's 53 bits, of the largest."""
-    unit = 2.0 ** (np.ceil(np.log2(seconds.max())) - 40)
+    """To 40 of a float's 53 bits, of the largest. All are 0 if no sample has the module's modality."""
+    largest = seconds.max()
+    if largest == 0:
+        return seconds
+    unit = 2.0 ** (np.ceil(np.log2(largest)) - 40)
     return np.round(seconds / unit) * unit
