@@ -54,9 +54,9 @@ def drawn_chain(num_layers: int, weight: float, seed: int, *, memory: bool = Fal
     )
 
 
-def with_context(num_layers: int, seed: int, *, memory: bool = False) -> ChainCosts:
+def with_context(num_layers: int, weight: float, seed: int, *, memory: bool = False) -> ChainCosts:
     """The same where stages choose among ten groups: tensor x context parallelism on up to 8 devices."""
-    one, *others = (drawn_chain(num_layers, 1.0, seed, memory=memory, cp=cp) for cp in SIZES)
+    one, *others = (drawn_chain(num_layers, weight, seed, memory=memory, cp=cp) for cp in SIZES)
     return replace(one, others=tuple(others))
 
 
@@ -97,8 +97,16 @@ def others(report: Report, num_runs: int) -> None:
 
     def with_choice(problem: MappingProblem, seed: int) -> MappingProblem:
         llm = problem.modules["llm"]
-        chain = with_context(len(llm.layers), seed, memory=llm.static_bytes is not None)
+        chain = with_context(len(llm.layers), 1.0, seed, memory=llm.static_bytes is not None)
         return replace(problem, modules={**problem.modules, "llm": chain})
+
+    def with_choice_everywhere(num_layers: int) -> MappingProblem:
+        modules = {
+            "vision": with_context(27, 0.2, 2),
+            "audio": with_context(32, 0.1, 3),
+            "llm": with_context(num_layers, 1.0, 4),
+        }
+        return MappingProblem(modules=modules, devices_per_node=8, num_microbatches=96)
 
     cases = [
         ("chain of 96 unequal layers, 24 x 8", chain(96), 24, 3.0),
@@ -110,6 +118,7 @@ def others(report: Report, num_runs: int) -> None:
         ("chain of 96, 24 x 8, each stage with tensor x context parallelism", with_choice(chain(96), 1), 24, 3.0),
         ("the same where memory decides what fits", with_choice(chain(96, device_bytes=1.5), 1), 24, None),
         ("two encoders and 96 layers, 32 x 8, the same choice", with_choice(with_encoders(96), 4), 32, 10.0),
+        ("the same, and the encoders' stages choose too", with_choice_everywhere(96), 32, 10.0),
     ]
     rows = []
     for what, problem, num_nodes, goal in cases:

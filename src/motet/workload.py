@@ -150,6 +150,11 @@ class ModuleWorkload:
         """Whether a transformer block runs among these layers."""
         return any(layer.part == "block" and layer.runs for layer in self.layers[slice(*layers)])
 
+    def is_shared(self, layer: LayerShape) -> bool:
+        """Whether the ranks of a context-parallel group share a layer's tokens. Before and behind an encoder's blocks
+        each of them computes all."""
+        return not self.encodes_items or layer.part == "block"
+
     @property
     def encodes_items(self) -> bool:
         """Encoders and towers: items (images, clips, texts) are sequences of their own."""

@@ -192,6 +192,10 @@ def test_files_that_are_no_run_files(
             "parallel={planner: oobleck, limits: {fully_sharded: true}}",
             "parallel.limits.fully_sharded: ranks that share tokens .*, but parallel.limits.cp allows 1 alone; give",
         ),
+        (
+            "parallel={planner: auto, limits: {modules: {vision: {cp: [1, 2]}}}}",
+            "limits.modules.vision.cp: is read by planner oobleck, but parallel.planner is auto; leave it out, or give",
+        ),
         ("parallel={planner: oobleck, limits: {dp: [2]}}", "parallel.limits.dp: planner oobleck looks for the number"),
         ("parallel={planner: fsdp, limits: {tp: [2]}}", "tp of vision is 2, but planner fsdp does not cut it; allow 1"),
         ("parallel={planner: disttrain, limits: {dp: [3]}}", "dp is 3, but disttrain deals out the global batch of"),
@@ -287,6 +291,16 @@ def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], run_file: P
     deeper = ["--set", "model.language_model.values.num_hidden_layers=4"]
     arguments = ["simulate", run_file, "--plan", plan_file, *deeper]
     expect_mistake(capsys, arguments, "language_model.num_layers: is 5, but the model has 6")
+
+
+def test_encoders_that_cannot_share_tokens(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    nodes = ["--set", "cluster={num_devices: 8, num_nodes: 4}"]
+    shared = ["--set", "parallel={planner: oobleck, limits: {modules: {vision: {cp: [2]}}}}"]
+    short = r"limits: of vision's tp \[1\] and cp \[2\] no two make a stage .* leaves each rank some tokens"
+    expect_mistake(capsys, ["plan", run_file, *nodes, *shared], short)
+    pixtral = ["--set", "model.encoders.vision.config=PixtralVisionConfig"]
+    refused = r"limits.modules.vision.cp: is \[2\], but ranks cannot share the tokens of a pixtral; leave it out"
+    expect_mistake(capsys, ["plan", run_file, *nodes, *shared, *pixtral], refused)
 
 
 def test_planner_auto_tells_the_cause(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:

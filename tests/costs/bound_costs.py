@@ -146,3 +146,18 @@ def unlike_stages(*cp_sizes: int) -> Plan:
         for i, (first, cp) in enumerate(zip(firsts, cp_sizes, strict=True))
     )
     return replace(plan, modules={"text": replace(plan.modules["text"], replicas=(Replica(stages=stages),))})
+
+
+def cut_encoder(*cp_sizes: int) -> Plan:
+    """Embedding, two blocks, head and projector, each on ranks of its own; behind them the language model."""
+    plan = small_plan(vision_trainable=((0, 5),), text_trainable=((0, 4),))
+    firsts = [sum(cp_sizes[:i]) for i in range(6)]
+    stages = tuple(
+        Stage(layers=(i, i + 1), ranks=tuple(range(first, first + cp)), cp_size=cp)
+        for i, (first, cp) in enumerate(zip(firsts, cp_sizes, strict=False))
+    )
+    modules = {
+        "vision": replace(plan.modules["vision"], replicas=(Replica(stages=stages),)),
+        "text": replace(plan.modules["text"], replicas=(Replica(stages=(stage_on((0, 4), firsts[-1]),)),)),
+    }
+    return replace(plan, modules=modules)

@@ -10,8 +10,10 @@ from bound_costs import (
     SAMPLES,
     TABLE,
     TEXT,
+    VISION,
     bind,
     costs_of,
+    cut_encoder,
     cut_plan,
     seconds,
     small_plan,
@@ -167,6 +169,37 @@ def test_where_tokens_are_shared_out_otherwise_they_are_gathered():
         assert costs.compute_s(action) == pytest.approx(alone + gather)
         assert costs.group_communication_s(action) == pytest.approx(gather)
         assert costs.group_communication_s(other) == 0
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 1, 2, 1)])
+def test_ranks_of_an_encoder_share_the_tokens_of_its_blocks(sizes):
+    """What stands before and behind them each rank computes for all, and the head's gather what the blocks made."""
+    table = analytic_table({"vision": VISION, "text": TEXT}, cpu_cluster(16))
+    shared, one = (bind(cut_encoder(*cp), table=table, cluster=cpu_cluster(16)) for cp in (sizes, (1, 1, 1, 1, 1)))
+    link, tokens = LINKS["loopback"], 144 * 64 * 4
+    gather = link.latency_s + tokens / 2 / link.bytes_per_s
+    keys = link.latency_s + 2 * tokens / 2 / link.bytes_per_s
+    layers = table.of("vision", 1).layers
+    for i, cp in enumerate(sizes):
+        is_block, cell = i in (1, 2), Cell("vision", 0, i, 0)
+        num_shares = cp if is_block else 1
+        # Of what enters the head its ranks have their shares.
+        saved = one.saved_bytes(cell, False) / num_shares - (i == 3) * tokens / 2
+        assert shared.saved_bytes(cell, False) == pytest.approx(saved)
+        for kind, cost in ((Kind.FORWARD, layers[i].forward), (Kind.INPUT, layers[i].input_gradient)):
+            if kind is Kind.INPUT and i == 0:
+                continue
+            action = Compute(kind, cell)
+            expected = (one.compute_s(action) - cost.constant) / num_shares + cost.constant + keys * (num_shares - 1)
+            # The second block is not shared in the second case: its neighbours gather, too.
+            changes = sizes[2] == 1 and (i, kind) in ((1, Kind.FORWARD), (3, Kind.INPUT))
+            expected += gather * ((i == 3) + changes)
+            assert shared.compute_s(action) == pytest.approx(expected)
+    messages = [
+        shared.message_bytes(Message(Cell("vision", 0, i, 0), Cell("vision", 0, i + 1, 0), False, 0, 1))
+        for i in range(4)
+    ]
+    assert messages == [tokens // 2, tokens // sizes[2], tokens // 2, tokens]
 
 
 def test_fully_sharded_ranks_gather_parameters_and_update_a_share():

@@ -1,12 +1,12 @@
 """Pipelines from templates as a planner's plan: complete, on nodes of their own, ready for reconfiguration."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_problem import sample, small_problem, with_memory
+from small_problem import VISION, sample, small_problem, with_memory
 
+from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.plan import ContextOptions, Replica, Stage
 from motet.planner import PLANNERS, make_plan
@@ -109,45 +109,58 @@ def test_what_cannot_be_planned_is_said() -> None:
         check_cover(range(3, 5), 8, 1)
 
 
-def shared(problem: PlanningProblem, *sizes: int, fully: bool = False, **options: object) -> PlanningProblem:
-    """Context parallelism is allowed in the language model's stages; `fully`: FSDP."""
-    llm = problem.modules["language_model"]
-    llm = replace(llm, cp_sizes=(1, *sizes), may_be_sharded=fully, context=ContextOptions(block_size=16), **options)
-    return replace(problem, modules={**problem.modules, "language_model": llm})
+def shared(
+    problem: PlanningProblem, *sizes: int, name: str = "language_model", fully: bool = False, **options: object
+) -> PlanningProblem:
+    """Context parallelism is allowed in the module's stages; `fully`: FSDP."""
+    module = problem.modules[name]
+    context = ContextOptions(block_size=16)
+    module = replace(module, cp_sizes=(1, *sizes), may_be_sharded=fully, context=context, **options)
+    return replace(problem, modules={**problem.modules, name: module})
 
 
 def with_tp(problem: PlanningProblem, *sizes: int) -> PlanningProblem:
     return replace(problem, modules={name: replace(m, tp_sizes=sizes) for name, m in problem.modules.items()})
 
 
-def chains_of(problem: PlanningProblem, *, fully: bool = False) -> dict[int, ChainCosts]:
-    """The language model's, by context-parallel size."""
+def chains_of(
+    problem: PlanningProblem, name: str = "language_model", fully: tuple[str, ...] = ()
+) -> dict[int, ChainCosts]:
+    """By context-parallel size."""
     *_, together = mapping_problems(problem, fully_sharded=fully)
-    return {chain.cp_size: chain for chain in together.modules["language_model"].all}
+    return {chain.cp_size: chain for chain in together.modules[name].all}
 
 
-def check_costs(problem: PlanningProblem, chains: Mapping[int, ChainCosts], template: Template, *, fully: bool) -> None:
-    """Against those of two such pipelines' simulation: seconds and memory of each of the language model's stages."""
-    sharded = ("language_model",) if fully else ()
-    pair = Templates(failures=1, devices_per_node=4, by_nodes={2: template}, fully_sharded=sharded)
+def check_costs(problem: PlanningProblem, template: Template, *names: str, fully: tuple[str, ...] = ()) -> None:
+    """Those of these modules' stages against two such pipelines' simulation: seconds and memory."""
+    pair = Templates(failures=1, devices_per_node=4, by_nodes={2: template}, fully_sharded=fully)
     plan = plan_of(problem, pair, (2, 2))
-    assert plan.modules["language_model"].fully_sharded == fully
+    assert {name for name, module in plan.modules.items() if module.fully_sharded} == set(fully)
     costs = evaluate(problem, plan).costs
-    stages = template.replicas["language_model"].stages
-    for number, stage in enumerate(stages):
-        chain, size = chains[stage.cp_size], len(stage.ranks)
-        # Of both pipelines, as the templates' costs are means over all microbatches.
-        cells = [cell for cell in costs.routes.cells if (cell.module, cell.stage) == ("language_model", number)]
-        actions = [Compute(kind, cell) for cell in cells for kind in (Kind.FORWARD, Kind.BACKWARD)]
-        mean = sum(map(costs.compute_s, actions)) / len(cells)
-        around = stages[max(0, number - 1) : number + 2]
-        gathers = stage.cp_size > 1 and {other.cp_size for other in around} != {stage.cp_size}
-        # What gathering tokens for unlike neighbours takes is not in it.
-        exact = sum(chain.seconds[size][slice(*stage.layers)])
-        assert exact <= mean * (1 + 1e-9) if gathers else exact == pytest.approx(mean)
-        static = sum((chain.static_bytes or {})[size][slice(*stage.layers)])
-        fixed = (chain.fixed_bytes or {size: 0})[size]
-        assert static + fixed == pytest.approx(costs.static_bytes(stage.ranks[0]), rel=1e-3)
+    for name in names:
+        chains, stages = chains_of(problem, name, fully), template.replicas[name].stages
+        for number, stage in enumerate(stages):
+            chain, size = chains[stage.cp_size], len(stage.ranks)
+            # Of both pipelines, as the templates' costs are means over all microbatches.
+            cells = [cell for cell in costs.routes.cells if (cell.module, cell.stage) == (name, number)]
+            actions = [Compute(kind, cell) for cell in cells for kind in (Kind.FORWARD, Kind.BACKWARD)]
+            mean = sum(map(costs.compute_s, actions)) / len(cells)
+            around = stages[max(0, number - 1) : number + 2]
+            gathers = stage.cp_size > 1 and {other.cp_size for other in around} != {stage.cp_size}
+            # What gathering tokens for unlike neighbours takes is not in it.
+            exact = sum(chain.seconds[size][slice(*stage.layers)])
+            assert exact <= mean * (1 + 1e-9) if gathers else exact == pytest.approx(mean)
+            static = sum((chain.static_bytes or {})[size][slice(*stage.layers)])
+            # A block that is gathered.
+            has_block = problem.modules[name].workload.has_block(stage.layers)
+            fixed = (chain.fixed_bytes or {size: 0})[size] * has_block
+            assert static + fixed == pytest.approx(costs.static_bytes(stage.ranks[0]), rel=1e-3)
+            saved = sum((chain.saved_bytes or {})[size][slice(*stage.layers)])
+            of_cells = [costs.saved_bytes(cell, False) for cell in cells]
+            # The input of the stage is not in it.
+            assert saved <= np.mean(of_cells) * (1 + 1e-3)
+            if stage.layers[0] == 0:
+                assert saved == pytest.approx(np.mean(of_cells), rel=1e-3)
 
 
 @pytest.mark.parametrize("recompute", [(), ("language_model",)])
@@ -159,8 +172,9 @@ def test_costs_of_stages_that_share_tokens_are_those_of_the_simulation(
 ) -> None:
     four = with_tp(on_nodes(4, 4, encoders=("vision",), frozen=(), recompute=recompute), 1, 2)
     four = shared(four, cp, fully=fully)
-    *_, mapping = mapping_problems(four, fully_sharded=fully)
-    chain = chains_of(four, fully=fully)[cp]
+    sharded = ("language_model",) if fully else ()
+    *_, mapping = mapping_problems(four, fully_sharded=sharded)
+    chain = chains_of(four, fully=sharded)[cp]
     assert set(chain.seconds) == {tp * cp for tp in tp_sizes}
     for tp in tp_sizes:
         alone = replace(chain, seconds={tp * cp: chain.seconds[tp * cp]})
@@ -171,24 +185,53 @@ def test_costs_of_stages_that_share_tokens_are_those_of_the_simulation(
         assert {(stage.tp_size, stage.cp_size) for stage in stages} == {(tp, cp)}
         used = [rank for replica in template.replicas.values() for stage in replica.stages for rank in stage.ranks]
         assert sorted(used) == list(range(8))
-        check_costs(four, {cp: chain}, template, fully=fully)
+        check_costs(four, template, "language_model", fully=sharded)
+
+
+def chain_of(num_layers: int, *stages: tuple[int, int, int]) -> Replica:
+    """(first layer, first rank, cp) of each."""
+    ends = [*(first for first, _, _ in stages[1:]), num_layers]
+    return Replica(
+        stages=tuple(
+            Stage(layers=(first, end), ranks=tuple(range(rank, rank + cp)), cp_size=cp)
+            for (first, rank, cp), end in zip(stages, ends, strict=True)
+        )
+    )
 
 
 @pytest.mark.parametrize("fully", [False, True])
 def test_stages_of_one_template_may_share_tokens_otherwise(fully: bool) -> None:
     """Their costs are those of the simulation; those that share nothing pack samples as the others do."""
     four = with_tp(shared(on_nodes(4, 4, encoders=("vision",), frozen=()), 2, 4, fully=fully), 1, 2)
-    chains = chains_of(four, fully=fully)
-    layers = len(chains[1].layers)
-    vision = Replica(stages=(Stage(layers=(0, four.modules["vision"].workload.num_layers), ranks=(0,)),))
-    stages = (
-        Stage(layers=(0, 3), ranks=(1,)),
-        Stage(layers=(3, 5), ranks=(2, 3), cp_size=2),
-        Stage(layers=(5, 8), ranks=(4, 5), cp_size=2),
-        Stage(layers=(8, layers), ranks=(6, 7), tp_size=2),
-    )
-    template = Template(num_nodes=2, replicas={"vision": vision, "language_model": Replica(stages=stages)})
-    check_costs(four, chains, template, fully=fully)
+    num_layers = [module.workload.num_layers for module in four.modules.values()]
+    two = Stage(layers=(8, num_layers[1]), ranks=(6, 7), tp_size=2)
+    llm = chain_of(8, (0, 1, 1), (3, 2, 2), (5, 4, 2))
+    replicas = {"vision": chain_of(num_layers[0], (0, 0, 1)), "language_model": Replica(stages=(*llm.stages, two))}
+    template = Template(num_nodes=2, replicas=replicas)
+    check_costs(four, template, "vision", "language_model", fully=("language_model",) if fully else ())
+
+
+ENCODERS = [
+    ((0, 0, 2), (3, 2, 2), (8, 4, 2)),
+    ((0, 0, 2), (7, 2, 1), (8, 3, 3)),
+    ((0, 0, 1), (1, 1, 3), (6, 4, 2)),
+]
+
+
+@pytest.mark.parametrize("recompute", [(), ("vision",)])
+@pytest.mark.parametrize(
+    ("fully", "frozen"), [((), ()), ((), ("vision",)), (("vision",), ()), (("vision", "language_model"), ())]
+)
+def test_encoders_stages_may_share_tokens(
+    fully: tuple[str, ...], frozen: tuple[str, ...], recompute: tuple[str, ...]
+) -> None:
+    """All of them, some of them, before, in and behind the blocks: what they cost is what the simulation says."""
+    four = on_nodes(4, 4, encoders=("vision",), frozen=frozen, recompute=recompute)
+    four = shared(shared(four, 2, fully="language_model" in fully), 2, 3, name="vision", fully="vision" in fully)
+    num_layers = [module.workload.num_layers for module in four.modules.values()]
+    for vision in ENCODERS:
+        replicas = {"vision": chain_of(num_layers[0], *vision), "language_model": chain_of(num_layers[1], (0, 6, 2))}
+        check_costs(four, Template(num_nodes=2, replicas=replicas), "vision", "language_model", fully=fully)
 
 
 def test_templates_with_context_parallelism_are_no_slower() -> None:
@@ -253,6 +296,55 @@ def test_activations_fall_with_context_parallelism() -> None:
         make_templates(replace(tight, modules=shared(tight).modules))
     plan = oobleck(tight)
     assert {s.cp_size for r in plan.modules["language_model"].replicas for s in r.stages} <= {2, 4}
+    assert evaluate(tight, plan).fits
+
+
+def detailed_problem(num_nodes: int = 4, num_microbatches: int = 4, frozen: tuple[str, ...] = ()) -> PlanningProblem:
+    """Images of 4096 patches, of which few tokens are left: their attention is nearly all there is."""
+    problem = on_nodes(num_nodes, 4, encoders=("vision",), frozen=frozen, num_microbatches=num_microbatches)
+    layouts = {"vision": (Segment(4096, num_outputs=64, grid=(64, 64)),)}
+    text = (Segment(64, source="vision"), Segment(20))
+    samples = tuple(
+        Sample(str(i), {**layouts, "language_model": text}, {"language_model": 5}) for i in range(2 * num_microbatches)
+    )
+    vision = replace(problem.modules["vision"].workload, config={**VISION, "image_size": 512})
+    module = replace(problem.modules["vision"], workload=vision)
+    problem = replace(problem, samples=samples, modules={**problem.modules, "vision": module})
+    return with_tp(shared(problem, 2, 4, name="vision"), 1)
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",)])
+def test_long_items_are_shared(frozen: tuple[str, ...]) -> None:
+    """By the ranks of an encoder's stages, each by as many as is fastest."""
+    problem = detailed_problem(frozen=frozen)
+    templates = make_templates(problem)
+    sizes = {stage.cp_size for t in templates.by_nodes.values() for stage in t.replicas["vision"].stages}
+    assert max(sizes) > 1
+    assert all(s.cp_size == 1 for t in templates.by_nodes.values() for s in t.replicas["language_model"].stages)
+    plan = oobleck(problem)
+    alone = replace(problem, modules=shared(problem, name="vision").modules)
+    assert evaluate(problem, plan).iteration_time_s < evaluate(alone, oobleck(alone)).iteration_time_s
+    for left in (3, 2):
+        result = reconfigure(plan, templates, lost=[0])
+        assert result.plan is not None
+        plan = result.plan
+        assert evaluate(problem.with_num_devices(4 * left), plan).iteration_time_s > 0
+
+
+def test_what_is_saved_of_long_items_is_shared() -> None:
+    """Where one block's activations of a whole item are too many for a device, only sharing helps."""
+    problem = detailed_problem(10, num_microbatches=1)
+    saved = {cp: (chain.saved_bytes or {})[cp] for cp, chain in chains_of(problem, "vision").items()}
+    blocks = slice(1, -2)
+    for cp in (2, 4):
+        assert saved[cp][blocks] == pytest.approx([num_bytes / cp for num_bytes in saved[1][blocks]], rel=0.01)
+        assert saved[cp][0] == saved[1][0]
+        assert saved[cp][-2:] == saved[1][-2:]
+    tight = with_memory(problem, int(max(saved[1])))
+    with pytest.raises(UserError, match="finds no pipeline"):
+        make_templates(replace(tight, modules=shared(tight, name="vision").modules))
+    plan = oobleck(tight)
+    assert max(stage.cp_size for replica in plan.modules["vision"].replicas for stage in replica.stages) > 1
     assert evaluate(tight, plan).fits
 
 

@@ -170,7 +170,7 @@ def dag_s(times: Sequence[Sequence[float]], num_microbatches: int) -> float:
     return fill + (num_microbatches - 1) * pace - sum(pace - t for t in common[first:])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @example(4530156)  # The slowest stage is in one of two encoders.
 @given(st.integers(0, 2**32))
 def test_no_mapping_of_several_modules_is_faster(seed: int) -> None:
@@ -179,7 +179,7 @@ def test_no_mapping_of_several_modules_is_faster(seed: int) -> None:
     sizes = [s for s in (1, 2) if s <= size]
     names = random.choice([["vision", "llm"], ["vision", "audio", "llm"]])
     modules = {name: draw_costs(random, random.randint(1, 3), sizes) for name in names}
-    modules["llm"] = with_others(random, modules["llm"], [s for s in (1, 2, 4) if s <= size])
+    modules = {name: with_others(random, each, [s for s in (1, 2, 4) if s <= size]) for name, each in modules.items()}
     problem = MappingProblem(
         modules=modules,
         devices_per_node=size,
@@ -249,7 +249,7 @@ def test_no_chain_that_fits_is_faster(seed: int) -> None:
     assert all(fits(s.num_devices, s.cp_size, slice(*s.layers), len(stages) - i) for i, s in enumerate(stages))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_mapping_of_several_modules_that_fits_is_faster(seed: int) -> None:
     """Encoders must fit with as many microbatches in flight as there can be."""
@@ -262,8 +262,7 @@ def test_no_mapping_of_several_modules_that_fits_is_faster(seed: int) -> None:
         static = [random.uniform(0.5, 2) for _ in times.layers]
         saved = [random.choice([0, random.uniform(0, 0.5)]) for _ in times.layers]
         layer_bytes[name] = static, saved
-        if name == "llm":
-            times = with_others(random, times, range(1, size + 1))
+        times = with_others(random, times, range(1, size + 1))
         modules[name] = with_memory(times, static, saved, fixed=0.25)
     device_bytes = random.uniform(1, 6)
     num_microbatches = random.choice([2, 8])

@@ -53,6 +53,9 @@ class ModuleParallelConfig(Section):
 class ModuleLimitsConfig(Section):
     tp: Counts | None = None
     """Sizes of tensor-parallel groups; null: as for all modules."""
+    cp: Counts | None = None
+    """Sizes of context-parallel groups, of the language model or an encoder; an encoder's are for planner `oobleck`, or
+    templates for `train.failures`. null: of the language model `limits.cp`, of an encoder 1."""
     max_pp: Count | None = None
     """Most stages; null: as for all modules."""
 
@@ -70,8 +73,8 @@ class LimitsConfig(Section):
     several of an encoder, keep to it for the language model. null: powers of two that
     leave no microbatch empty, and their threefold unless `cluster.num_devices` is a power of two; on CPUs 1."""
     fully_sharded: bool = False
-    """Planner `oobleck`, or templates for `train.failures`, may give the language model's stages context parallelism of
-    the sizes in `cp` with shared parameters and without tensor parallelism (FSDP)."""
+    """Planner `oobleck`, or templates for `train.failures`, may give stages context parallelism of the sizes in `cp`
+    (the language model's) or `modules` with shared parameters and without tensor parallelism (FSDP)."""
     max_pp: Count | None = None
     """Most stages of a module; null: as many as it has layers."""
     modules: dict[str, ModuleLimitsConfig] = {}
@@ -83,7 +86,7 @@ class LimitsConfig(Section):
         of_modules = [
             f"modules.{name}.{key}"
             for name, module in self.modules.items()
-            for key in ("tp", "max_pp")
+            for key in ("tp", "cp", "max_pp")
             if getattr(module, key) is not None
         ]
         return [*own, *of_modules]

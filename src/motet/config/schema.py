@@ -18,7 +18,7 @@ from motet.config.data_section import (
 )
 from motet.config.model_section import ModelConfig
 from motet.config.parallel_section import ParallelConfig
-from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
+from motet.config.section import LANGUAGE_MODEL, Count, CountOrNever, Fraction, PositiveNumber, Section
 
 
 class DeviceConfig(Section):
@@ -212,11 +212,15 @@ class RunConfig(Section):
                     f"parallel.limits.{given[0]}: is not read by planner explicit, whose degrees stand in "
                     "parallel.explicit; leave it out, or give another planner"
                 )
-        elif limits.fully_sharded and planner != "oobleck" and not survives:
-            raise ValueError(
-                f"parallel.limits.fully_sharded: is read by planner oobleck, but parallel.planner is {planner}; leave "
-                "it out, or give planner: oobleck"
-            )
+        elif planner != "oobleck" and not survives:
+            of_encoders = [
+                f"modules.{name}.cp" for name, own in limits.modules.items() if own.cp and name != LANGUAGE_MODEL
+            ]
+            for key in [*(["fully_sharded"] if limits.fully_sharded else []), *of_encoders]:
+                raise ValueError(
+                    f"parallel.limits.{key}: is read by planner oobleck, but parallel.planner is {planner}; leave it "
+                    "out, or give planner: oobleck"
+                )
 
     def _shards_states_once(self) -> None:
         """Where nodes may fail, ZeRO-1 is motet's own, which can."""

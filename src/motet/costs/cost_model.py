@@ -15,7 +15,7 @@ the sequences (thesis 4.4.1). The parts of a backward, for a layer with
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,18 @@ class Quadratic(NamedTuple):
     def times(self, factor: float) -> "Quadratic":
         return Quadratic(*(factor * a for a in self))
 
+    def of_microbatch(self, cp_size: int) -> "Quadratic":
+        """A function of one rank's load (`Load.share`) as a function of the microbatch's."""
+        return Quadratic(self[0], *(a * share for a, share in zip(self[1:], _shares(cp_size), strict=True)))
+
+    def of_rank(self, cp_size: int) -> "Quadratic":
+        """A function of the microbatch's load as a function of one rank's."""
+        return Quadratic(self[0], *(a / share for a, share in zip(self[1:], _shares(cp_size), strict=True)))
+
+
+def _shares(cp_size: int) -> Load:
+    return Load(*[1.0] * len(Load._fields)).share(cp_size)
+
 
 ZERO = Quadratic()
 
@@ -63,6 +75,10 @@ class LayerCost:
         if input_gradient:
             return self.input_gradient.plus(self.weight_gradient) if weight_gradient else self.input_gradient
         return self.weight_gradient_alone if weight_gradient else ZERO
+
+    def of_rank(self, cp_size: int) -> "LayerCost":
+        """As functions of one rank's load, of a layer that each rank of a context-parallel group computes for all."""
+        return LayerCost(**{part.name: getattr(self, part.name).of_rank(cp_size) for part in fields(self)})
 
 
 NO_COST = LayerCost(

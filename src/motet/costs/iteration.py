@@ -24,7 +24,7 @@ from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
 from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions
 from motet.costs.rank_memory import RankMemory, holders_and_shares
-from motet.costs.stage_seconds import StageCosts, StageSeconds, of_microbatch
+from motet.costs.stage_seconds import StageCosts, StageSeconds
 from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
 from motet.schedule.action import Compute, Kind, Reduce
@@ -97,7 +97,7 @@ class IterationCosts:
         cells = self.cells
         terms = np.array(
             [
-                [of_microbatch(part, kind.num_shares) for part in (c.forward, c.input_half, c.weight_half)]
+                [part.of_microbatch(kind.num_shares) for part in (c.forward, c.input_half, c.weight_half)]
                 for kind in cells.kinds
                 for c in (costs_of(kind),)
             ]
@@ -205,8 +205,9 @@ class IterationCosts:
     def _boundary_bytes(self, kind: CellKind, load: Load, num_shares: int) -> int:
         """What a message from the stage to the next one of its module carries, of so many shares of the tokens one."""
         rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[1])
-        share = load.share(num_shares)
-        return round((share.tokens if rows == "tokens" else share.outputs) * width * self.memory.activation_bytes)
+        # What an encoder's head has made is whole on all ranks.
+        carried = load.share(num_shares).tokens if rows == "tokens" else load.outputs
+        return round(carried * width * self.memory.activation_bytes)
 
     def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
         """What a module hands on of these samples to another module."""

@@ -28,6 +28,7 @@ from motet.costs.memory import (
 )
 from motet.plan import LayerRange, ModulePlan
 from motet.schedule.routes import Cell
+from motet.workload import LayerShape
 
 
 class RankMemory:
@@ -54,13 +55,12 @@ class RankMemory:
         key = (kind_number, load_number)
         if key not in self._saved:
             kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
-            share = load.share(kind.num_shares)
             if kind.is_loss:
                 self._saved[key] = self._saved_loss(kind, load), 0
             elif kind.module in self.plan.recompute_features:
-                self._saved[key] = self._saved_input(kind, share), self._saved_half(kind, share)
+                self._saved[key] = self._saved_input(kind, load), self._saved_half(kind, load)
             else:
-                self._saved[key] = self._saved_whole(kind, share), self._saved_half(kind, share)
+                self._saved[key] = self._saved_whole(kind, load), self._saved_half(kind, load)
         return self._saved[key]
 
     def _saved_loss(self, kind: CellKind, load: Load) -> int:
@@ -71,7 +71,8 @@ class RankMemory:
     def _saved_input(self, kind: CellKind, load: Load) -> int:
         rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[0])
         has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
-        stage_input = (load.tokens if rows == "tokens" else load.outputs) * width if has_input else 0
+        carried = load.share(kind.num_shares).tokens if rows == "tokens" else load.outputs
+        stage_input = carried * width if has_input else 0
         return round(stage_input * self.options.activation_bytes)
 
     def _saved_whole(self, kind: CellKind, load: Load) -> int:
@@ -80,7 +81,7 @@ class RankMemory:
             count
             * saved_layer_bytes(
                 layer,
-                load,
+                self._load_on_rank(kind, layer, load),
                 input_gradient=needs.input_gradient,
                 weight_gradient=needs.weight_gradient,
                 recompute=kind.module in self.plan.recompute,
@@ -97,13 +98,17 @@ class RankMemory:
             count
             * half_saved_layer_bytes(
                 layer,
-                load,
+                self._load_on_rank(kind, layer, load),
                 weight_gradient=needs.weight_gradient,
                 tp_size=kind.stage.tp_size,
                 options=self.options,
             )
             for layer, needs, count in kind.different
         )
+
+    def _load_on_rank(self, kind: CellKind, layer: LayerShape, load: Load) -> Load:
+        """What a rank of the stage computes of the layer."""
+        return load.share(kind.num_shares) if self.cells.workload(kind.module).is_shared(layer) else load
 
     def static_bytes(self, rank: int) -> int:
         num_bytes = 0
@@ -121,7 +126,7 @@ class RankMemory:
         for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
             kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
             if kind.module in self.plan.recompute_features:
-                graph = self._saved_whole(kind, load.share(kind.num_shares))
+                graph = self._saved_whole(kind, load)
                 stages = [
                     s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
                 ]

@@ -1,7 +1,9 @@
 """Seconds of a stage, for one pattern of gradients, as functions of its ranks' load: sums over the layers' costs.
 
 Recomputation block by block runs a block's forward once more if the block has any gradient to compute; recomputed
-features run the whole stage's once more (DistMM 5.4). Of a contrastive loss the fullest member counts. The table knows
+features run the whole stage's once more (DistMM 5.4). Of a contrastive loss the fullest member counts. Context-parallel
+ranks share the work of all layers but those around an encoder's blocks, before which they take their own tokens and
+behind which they gather them. The table knows
 tensor parallelism within a node; what a group that lies on several exchanges more slowly is computed, and added.
 """
 
@@ -16,10 +18,9 @@ from motet.costs.contrastive import LossSeconds, loss_seconds
 from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.layer_gradients import LayerGradients
-from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Stage
-from motet.workload import LayerShape
+from motet.workload import LayerShape, ModuleWorkload
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class StageSeconds:
             if has_block:
                 input_half.append(costs.blocks_backward)
         for index, needs in zip(range(*stage.layers), gradients, strict=True):
-            layer = costs.layers[index]
+            layer = self._on_each_rank(kind, workload.layers[index], costs.layers[index])
             recomputed = needs.any and name in self.cells.plan.recompute and workload.has_block((index, index + 1))
             with_graph = needs.any and not recomputed and not reruns
             exchange = self._key_exchange(workload.layers[index], stage)
@@ -92,6 +93,11 @@ class StageSeconds:
         if reruns:
             input_half += [costs.stage_forward, costs.blocks_forward if has_block else ZERO]
         return StageCosts(total(forward), total(input_half), total(weight_half))
+
+    def _on_each_rank(self, kind: CellKind, layer: LayerShape, cost: LayerCost) -> LayerCost:
+        """As functions of one rank's load."""
+        is_shared = kind.stage.cp_size == 1 or self.cells.workload(kind.module).is_shared(layer)
+        return cost if is_shared else cost.of_rank(kind.stage.cp_size)
 
     def _loss_seconds(self, name: str, layer: LayerCost) -> LossSeconds:
         return loss_seconds(
@@ -163,20 +169,28 @@ class StageSeconds:
 
     def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
         """Seconds in which context-parallel ranks gather their outputs, where the next stage shares out the tokens
-        otherwise, and the gradients of their inputs, where the one before does. Functions of one rank's load."""
-        stage = kind.stage
-        if stage.cp_size == 1 or self.cells.plan.modules[kind.module].kind != "language_model":
+        otherwise, and the gradients of their inputs, where the one before does; and both for an encoder's head.
+        Functions of one rank's load."""
+        stage, workload = kind.stage, self.cells.workload(kind.module)
+        if stage.cp_size == 1:
             return ZERO, ZERO
         replicas = self.cells.plan.modules[kind.module].replicas
         chain = next(replica.stages for replica in replicas if stage in replica.stages)
-        place = chain.index(stage)
-        terms = collective_terms(self.cluster, "all_gather", stage.ranks[:: stage.tp_size])
-        _, width = self.cells.workload(kind.module).boundary(stage.layers[0] or stage.layers[1])
-        per_token = width * self.memory.activation_bytes * stage.cp_size / terms.bytes_per_s
-        gather = Quadratic(constant=terms.latency_s, per_token=per_token)
-        ahead = place + 1 < len(chain) and chain[place + 1].cp_size != stage.cp_size
-        behind = place > 0 and chain[place - 1].cp_size != stage.cp_size and kind.gradients[0].input_gradient
-        return gather if ahead else ZERO, gather if behind else ZERO
+        place, (first, last) = chain.index(stage), stage.layers
+        whole, of_gradients = [], []
+        if place + 1 < len(chain) and chain[place + 1].cp_size != stage.cp_size:
+            whole.append(last)
+        if place > 0 and chain[place - 1].cp_size != stage.cp_size and kind.gradients[0].input_gradient:
+            of_gradients.append(first)
+        for index in range(first, last):
+            if workload.encodes_items and workload.layers[index].part == "head":
+                whole.append(index)
+                of_gradients += [index] * kind.gradients[index - first].input_gradient
+        gathers = [
+            [token_gather(workload, border, stage, self.cluster, self.memory) for border in borders]
+            for borders in (whole, of_gradients)
+        ]
+        return total(gathers[0]), total(gathers[1])
 
     def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
         if not self.cells.plan.modules[module].fully_sharded:
@@ -196,6 +210,21 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
     return Quadratic(constant=terms.latency_s, per_token=per_token)
 
 
+def token_gather(
+    workload: ModuleWorkload, border: int, stage: Stage, cluster: Cluster, memory: MemoryOptions
+) -> Quadratic:
+    """Seconds in which context-parallel ranks gather what enters the layer `border`, where they share it; or in which
+    its gradients are brought together. A function of one rank's load."""
+    rows, width = workload.boundary(border)
+    if stage.cp_size == 1 or rows != "tokens":
+        return ZERO
+    terms = collective_terms(cluster, "all_gather", stage.ranks[:: stage.tp_size])
+    return Quadratic(
+        constant=terms.latency_s,
+        per_token=width * memory.activation_bytes * stage.cp_size / terms.bytes_per_s,
+    )
+
+
 def parameter_gather(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
     """Seconds until a rank of a fully sharded stage has a layer's parameters; or until their owners have the sums of
     its gradients."""
@@ -210,9 +239,3 @@ def is_gathered_in_backward(layer: LayerShape, needs: LayerGradients, of_stage: 
     """Whether a fully sharded stage's backward has all of the layer's parameters: of blocks that have a backward, and
     of what is in no block in every one."""
     return needs.any if layer.part == "block" else any(gradients.any for gradients in of_stage)
-
-
-def of_microbatch(cost: Quadratic, cp_size: int) -> Quadratic:
-    """A function of one rank's load (`Load.share`) as a function of the microbatch's."""
-    shares = Load(*[1.0] * len(Load._fields)).share(cp_size)
-    return Quadratic(cost.constant, *(value * share for value, share in zip(cost[1:], shares, strict=True)))

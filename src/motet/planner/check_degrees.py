@@ -30,8 +30,17 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
         )
 
 
+SHARED_BY_NONE = ("clip_text_model", "pixtral", "qwen2_5_vl_vision", "qwen2_audio_encoder", "siglip_text_model")
+"""Encoders whose tokens do not see their whole item and nothing else, or whose blocks know more than the tokens
+(`motet.models.encoders.EncoderFamily.has_full_attention`)."""
+
+
 def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> None:
     workload = problem.modules[name].workload
+    if workload.family in SHARED_BY_NONE:
+        raise UserError(
+            f"parallel: {name}.cp is {degrees.cp}, but ranks cannot share the tokens of a {workload.family}; give cp 1"
+        )
     samples_each = -(-len(problem.samples) // (problem.num_microbatches * degrees.dp))
     longest = samples_each * max(sample.num_tokens(name) for sample in problem.samples)
     block_size = degrees.context.block_size

@@ -27,8 +27,15 @@ def tp_sizes(problem: PlanningProblem, name: str) -> list[int]:
 
 def cp_sizes(problem: PlanningProblem, name: str, dp: int = 1) -> list[int]:
     """Of those allowed, the ones for which a replica's microbatches are long enough; of modules that enter others 1."""
-    if problem.modules[name].workload.kind != "language_model":
-        return [1]
+    return _fitting_cp_sizes(problem, name, dp) if problem.modules[name].workload.kind == "language_model" else [1]
+
+
+def template_cp_sizes(problem: PlanningProblem, name: str) -> list[int]:
+    """As `cp_sizes`, for templates, whose encoders may share tokens too."""
+    return _fitting_cp_sizes(problem, name, problem.failures + 1)
+
+
+def _fitting_cp_sizes(problem: PlanningProblem, name: str, dp: int) -> list[int]:
     fitting = []
     for size in problem.modules[name].cp_sizes:
         try:
@@ -41,11 +48,13 @@ def cp_sizes(problem: PlanningProblem, name: str, dp: int = 1) -> list[int]:
 
 def check_may_share_none(problem: PlanningProblem, planner: str) -> None:
     """Raises `UserError` if the user's limits leave a planner no plan without context parallelism."""
-    for module in problem.modules.values():
+    for name, module in problem.modules.items():
         if 1 not in module.cp_sizes:
+            is_last = module.workload.kind == "language_model"
             raise UserError(
-                f"parallel.limits.cp: is {list(module.cp_sizes)}, but planner {planner} chooses no context "
-                "parallelism; allow 1 too, or take planner auto"
+                f"parallel.limits.{'cp' if is_last else f'modules.{name}.cp'}: is {list(module.cp_sizes)}, but planner "
+                f"{planner} chooses no context parallelism; allow 1 too, or take planner "
+                f"{'auto' if is_last else 'oobleck'}"
             )
 
 

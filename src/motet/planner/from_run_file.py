@@ -26,6 +26,7 @@ from motet.data.sample import Sample
 from motet.errors import UserError, closest
 from motet.plan import CONTRASTIVE, DECODER, ContextOptions, Edge, LayerRange, Plan
 from motet.planner import make_plan
+from motet.planner.check_degrees import SHARED_BY_NONE
 from motet.planner.part_values import read_generator, read_part_values
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
@@ -56,8 +57,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     table = read_costs(config, workloads, cluster)
     measured_sizes = {size for sizes in table.modules.values() for size in sizes}
     is_measured = config.cluster.costs is not None
-    cp = _cp_sizes(config, samples)
-    if config.parallel.limits.fully_sharded and max(cp) == 1:
+    cp = {name: _cp_sizes(config, name, samples) for name in workloads}
+    if config.parallel.limits.fully_sharded and max(map(max, cp.values())) == 1:
         raise UserError(
             "parallel.limits.fully_sharded: ranks that share tokens share parameters, but parallel.limits.cp allows 1 "
             "alone; give larger sizes, or leave fully_sharded out"
@@ -70,8 +71,8 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
                 loss_weight=_loss_weight(config, name),
                 tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
                 max_stages=_max_stages(config, name),
-                cp_sizes=cp if name == LANGUAGE_MODEL else (1,),
-                may_be_sharded=name == LANGUAGE_MODEL and config.parallel.limits.fully_sharded,
+                cp_sizes=cp[name],
+                may_be_sharded=config.parallel.limits.fully_sharded,
                 context=_context(config, workload) if name == LANGUAGE_MODEL else ContextOptions(),
             )
             for name, workload in workloads.items()
@@ -99,8 +100,16 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
 
 def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> None:
     limited = [name for name, workload in workloads.items() if workload.kind != "loss"]
-    for name in config.parallel.limits.modules:
+    for name, own in config.parallel.limits.modules.items():
         if name in limited:
+            workload = workloads[name]
+            able = workload.kind in ("encoder", "language_model") and workload.family not in SHARED_BY_NONE
+            if not able and own.cp not in (None, (1,)):
+                kind = workload.family if workload.kind == "encoder" else workload.kind
+                raise UserError(
+                    f"parallel.limits.modules.{name}.cp: is {list(own.cp)}, but ranks cannot share the tokens of a "
+                    f"{kind}; leave it out"
+                )
             continue
         if name in workloads:
             raise UserError(
@@ -324,11 +333,12 @@ def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
     return own or limits.tp or _powers_of_two(config, within_node)
 
 
-def _cp_sizes(config: RunConfig, samples: Sequence[Sample]) -> tuple[int, ...]:
-    """Of the language model."""
-    given = config.parallel.limits.cp
-    if given or config.model.towers:
-        return given or (1,)
+def _cp_sizes(config: RunConfig, name: str, samples: Sequence[Sample]) -> tuple[int, ...]:
+    limits = config.parallel.limits
+    own = limits.modules[name].cp if name in limits.modules else None
+    given = limits.cp if name == LANGUAGE_MODEL or config.model.towers else None
+    if own or given or name != LANGUAGE_MODEL:
+        return own or given or (1,)
     longest = max((sample.num_tokens(LANGUAGE_MODEL) for sample in samples), default=0)
     within_node = config.cluster.num_devices // config.cluster.num_nodes
     return _powers_of_two(config, max(1, min(within_node, longest // MIN_SHARED_TOKENS)))

@@ -8,16 +8,17 @@
 The global batch is cut into `num_microbatches` (f + 1) microbatches, whatever the pipelines: fewer pipelines compute
 more of them each. It must have a sample for each.
 Deviations: the templates' N_b is `num_microbatches`, what a pipeline gets where there are f + 1 of them (the thesis
-plans with 4 S). Each of the language model's stages may have context parallelism, too, of its own size
-(`parallel.limits.cp`). FSDP inside a stage (thesis 2.6) is context parallelism with shared parameters
+plans with 4 S). Each stage may have context parallelism, too, of its own size (`parallel.limits.cp`; of encoders
+`parallel.limits.modules`). FSDP inside a stage (thesis 2.6) is context parallelism with shared parameters
 (`parallel.limits.fully_sharded`), without tensor parallelism; as a module is fully sharded in all its replicas or in
-none, all templates are made with it and all without, and those that need fewer nodes are taken, or else those whose
-pipelines are faster. Limits: encoders have tensor parallelism only. A template whose best mapping has more stages than
-the user allows counts as none, though another might have fewer.
+none, all templates are made for each set of modules that may be, and those that need fewer nodes are taken, or else
+those whose pipelines are faster. Limits: a template whose best mapping has more stages than the user allows counts as
+none, though another might have fewer.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from math import ceil, inf
 
 from motet.errors import UserError
@@ -106,8 +107,7 @@ def make_templates(problem: PlanningProblem) -> Templates:
     _check_modules(problem)
     made: list[Templates] = []
     errors: list[UserError] = []
-    llm = problem.modules[problem.sinks[0]]
-    for fully_sharded in (False, True) if llm.may_be_sharded and max(llm.cp_sizes) > 1 else (False,):
+    for fully_sharded in _sets_of_sharded(problem):
         try:
             made.append(_templates(problem, fully_sharded=fully_sharded))
         except UserError as error:
@@ -119,7 +119,13 @@ def make_templates(problem: PlanningProblem) -> Templates:
     return made[0] if len(made) == 1 else min(made, key=lambda templates: _estimate_s(problem, templates))
 
 
-def _templates(problem: PlanningProblem, *, fully_sharded: bool) -> Templates:
+def _sets_of_sharded(problem: PlanningProblem) -> list[tuple[str, ...]]:
+    """Of the modules that may share their parameters, all sets."""
+    able = [name for name, m in problem.modules.items() if m.may_be_sharded and max(m.cp_sizes) > 1]
+    return [chosen for number in range(len(able) + 1) for chosen in combinations(able, number)]
+
+
+def _templates(problem: PlanningProblem, *, fully_sharded: tuple[str, ...]) -> Templates:
     """Raises `UserError` if the cluster cannot hold f + 1 pipelines."""
     cluster, failures = problem.cluster, problem.failures
     choices = mapping_problems(problem, fully_sharded=fully_sharded)
@@ -148,7 +154,7 @@ def _templates(problem: PlanningProblem, *, fully_sharded: bool) -> Templates:
         devices_per_node=cluster.devices_per_node,
         by_nodes=found,
         layer_bytes={name: copied_bytes_of_layers(problem, name) for name in problem.modules},
-        fully_sharded=problem.sinks if fully_sharded else (),
+        fully_sharded=fully_sharded,
     )
 
 
@@ -161,7 +167,7 @@ def _estimate_s(problem: PlanningProblem, templates: Templates) -> float:
 
 def larger_templates(problem: PlanningProblem, templates: Templates) -> dict[int, Template]:
     """`templates`, and those of larger pipelines up to all nodes, for policies that keep no f + 1 pipelines."""
-    choices = mapping_problems(problem, fully_sharded=bool(templates.fully_sharded))
+    choices = mapping_problems(problem, fully_sharded=templates.fully_sharded)
     found = dict(templates.by_nodes)
     for n in range(templates.most_nodes + 1, problem.cluster.num_nodes + 1):
         best = _best_template(problem, choices, n)
@@ -185,9 +191,11 @@ def _best_template(problem: PlanningProblem, choices: Sequence[MappingProblem], 
 
 
 def _is_as_mapped(choice: MappingProblem, mapping: StageMapping) -> bool:
-    """A mapping that may share tokens has the costs of packed samples, which are padded if no stage does share them."""
-    may_share = any(costs.cp_size > 1 for each in choice.modules.values() for costs in each.all)
-    return not may_share or any(stage.cp_size > 1 for stage in mapping.stages)
+    """A mapping whose language model may share tokens has the costs of packed samples, which are padded if no stage
+    does share them."""
+    last = list(choice.modules)[-1]
+    may_share = any(costs.cp_size > 1 for costs in choice.modules[last].all)
+    return not may_share or any(stage.cp_size > 1 for stage in mapping.stages if stage.module == last)
 
 
 def _has_few_stages(problem: PlanningProblem, mapping: StageMapping) -> bool:

@@ -60,7 +60,7 @@ class ModuleProblem:
     tp_sizes: tuple[int, ...] = (1,)
     """That a planner may choose from."""
     cp_sizes: tuple[int, ...] = (1,)
-    """Those of a language model too; of other modules 1."""
+    """Those of a language model too; those of an encoder in templates alone; of other modules 1."""
     context: ContextOptions = DEFAULT_CONTEXT
     """How context-parallel groups that a planner chooses share tokens."""
     may_be_sharded: bool = False

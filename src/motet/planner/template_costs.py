@@ -3,27 +3,28 @@ of devices that a stage may have (`motet.planner.oobleck`, `motet.resilience.sta
 
 They are those of the simulation, for the mean of all microbatches. Under context parallelism each rank computes its
 share of the tokens, exchanges keys and values in the forward and in the backward, and saves the activations of its
-share. Parameters are whole on each rank of the context-parallel group, unless the stage is fully sharded: then each
+share; but before and behind an encoder's blocks each computes and saves all, and the head's gather what the blocks
+made. Parameters are whole on each rank of the context-parallel group, unless the stage is fully sharded: then each
 keeps a share, and all of them are gathered in the forward and in the backward.
 
-Samples are packed in all stages of a replica if tokens are shared out in one. Where they are padded otherwise, a stage
-without context parallelism costs one thing beside stages with it and another without: templates without any are
-mapped apart.
+A language model's samples are packed in all stages of a replica if tokens are shared out in one. Where they are padded
+otherwise, a stage without context parallelism costs one thing beside stages with it and another without: templates
+without any are mapped apart. An encoder's items stand apart in any case.
 
 Limits: what a stage or an action takes whatever its layers are is not in it, nor what gathering tokens takes between
 stages that share them out otherwise; a microbatch without images exchanges as much as one with them. Fully sharded
-stages have no tensor parallelism.
+stages have no tensor parallelism; what they gather counts as if each had a block, and a backward if the module has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from motet.costs.memory import RESERVE, gathered_bytes
-from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather
+from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.errors import UserError
 from motet.plan import Stage
 from motet.planner.check_degrees import check_degrees
-from motet.planner.degrees import cp_sizes, tp_sizes
+from motet.planner.degrees import template_cp_sizes, tp_sizes
 from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.layer_times import layer_times
 from motet.planner.microbatch_loads import typical_load
@@ -42,28 +43,36 @@ class Sharing:
     """They share the parameters too (FSDP)."""
 
 
-def mapping_problems(problem: PlanningProblem, *, fully_sharded: bool) -> list[MappingProblem]:
-    """Of their best mappings the better one makes the template. Where there are two, the first is for pipelines without
-    context parallelism, and the second for those with it. `fully_sharded`: the language model's ranks that share tokens
-    share its parameters.
+def mapping_problems(problem: PlanningProblem, *, fully_sharded: Collection[str]) -> list[MappingProblem]:
+    """Of their best mappings the better one makes the template. Where there are two, the first is for pipelines whose
+    language model has no context parallelism, and the second for those where it has. `fully_sharded`: modules of which
+    ranks that share tokens share the parameters.
 
     Raises `UserError` if the user's limits leave a module no group of devices within a node."""
     name = problem.sinks[0]
-    sizes = cp_sizes(problem, name, problem.failures + 1)
+    sizes = template_cp_sizes(problem, name)
     lists = [[Sharing()]] if 1 in sizes else []
     if any(cp > 1 for cp in sizes):
-        lists.append([Sharing(cp, is_packed=True, is_sharded=fully_sharded and cp > 1) for cp in sizes])
-    chains = [chain for allowed in lists if (chain := _language_model(problem, allowed)) is not None]
-    if not chains:
-        raise UserError(
-            f"parallel.limits: of {name}'s tp {list(problem.modules[name].tp_sizes)} and cp "
-            f"{list(problem.modules[name].cp_sizes)} no two make a stage within a node of "
-            f"{problem.cluster.devices_per_node} devices that leaves each rank some tokens; allow smaller ones"
+        lists.append([Sharing(cp, is_packed=True, is_sharded=name in fully_sharded and cp > 1) for cp in sizes])
+    chains = [chain for allowed in lists if (chain := _choice(problem, name, allowed)) is not None]
+    encoders = {
+        source: _choice(
+            problem,
+            source,
+            [Sharing(cp, is_sharded=source in fully_sharded and cp > 1) for cp in template_cp_sizes(problem, source)],
         )
-    encoders = {source: _encoder(problem, source) for source in problem.sources}
+        for source in problem.sources
+    }
+    for each, found in [*encoders.items(), (name, chains)]:
+        if not found:
+            raise UserError(
+                f"parallel.limits: of {each}'s tp {list(problem.modules[each].tp_sizes)} and cp "
+                f"{list(problem.modules[each].cp_sizes)} no two make a stage within a node of "
+                f"{problem.cluster.devices_per_node} devices that leaves each rank some tokens; allow smaller ones"
+            )
     return [
         MappingProblem(
-            modules={**encoders, name: chain},
+            modules={**{source: costs for source, costs in encoders.items() if costs is not None}, name: chain},
             devices_per_node=problem.cluster.devices_per_node,
             num_microbatches=problem.num_microbatches,
             device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
@@ -72,34 +81,39 @@ def mapping_problems(problem: PlanningProblem, *, fully_sharded: bool) -> list[M
     ]
 
 
-def _language_model(problem: PlanningProblem, allowed: Sequence[Sharing]) -> ChainCosts | None:
-    """Stages choose from these; None if none makes a group within a node."""
-    chains = [_chain_costs(problem, problem.sinks[0], sharing) for sharing in allowed]
+def _choice(problem: PlanningProblem, name: str, allowed: Sequence[Sharing]) -> ChainCosts | None:
+    """A module's stages choose from these; None if none makes a group within a node."""
+    chains = [_chain_costs(problem, name, sharing) for sharing in allowed]
     chains = [chain for chain in chains if chain.seconds]
     return replace(chains[0], others=tuple(chains[1:])) if chains else None
-
-
-def _encoder(problem: PlanningProblem, name: str) -> ChainCosts:
-    chain = _chain_costs(problem, name, Sharing())
-    if not chain.seconds:
-        raise UserError(f"parallel.limits: {name} has no tp size that fits into a node; allow 1")
-    return chain
 
 
 def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> ChainCosts:
     cp = sharing.cp_size
     tps = _tp_sizes(problem, name, sharing)
-    load = typical_load(problem, name, problem.failures + 1, cp=cp, packed=sharing.is_packed)
     return ChainCosts(
         seconds={tp * cp: _seconds(problem, name, tp, sharing) for tp in tps},
         static_bytes={tp * cp: _static_bytes(problem, name, tp, sharing) for tp in tps},
-        saved_bytes={
-            tp * cp: saved_bytes_of_layers(problem, name, load, tp_size=tp, fully_sharded=sharing.is_sharded)
-            for tp in tps
-        },
+        saved_bytes={tp * cp: _saved_bytes(problem, name, tp, sharing) for tp in tps},
         fixed_bytes={tp * cp: _gathered_blocks_bytes(problem, name, cp) for tp in tps} if sharing.is_sharded else None,
         cp_size=cp,
     )
+
+
+def _saved_bytes(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
+    """Of each layer, on each rank, for each microbatch in flight."""
+    workload, num_pipelines = problem.modules[name].workload, problem.failures + 1
+    whole, shared = (
+        saved_bytes_of_layers(
+            problem,
+            name,
+            typical_load(problem, name, num_pipelines, cp=cp, packed=sharing.is_packed),
+            tp_size=tp,
+            fully_sharded=sharing.is_sharded,
+        )
+        for cp in (1, sharing.cp_size)
+    )
+    return [(shared if workload.is_shared(layer) else whole)[i] for i, layer in enumerate(workload.layers)]
 
 
 def _tp_sizes(problem: PlanningProblem, name: str, sharing: Sharing) -> list[int]:
@@ -125,13 +139,17 @@ def _seconds(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> 
     if cp == 1:
         return [time.total_s for time in times]
     workload, gradients = problem.modules[name].workload, problem.gradients[name]
+    whole = layer_times(problem, name, tp, num_pipelines, packed=sharing.is_packed)
     load = typical_load(problem, name, num_pipelines, cp=cp)
     stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
     seconds = []
-    for index, (layer, needs, time) in enumerate(zip(workload.layers, gradients, times, strict=True)):
+    for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
         runs_again = needs.any and name in problem.recompute and workload.has_block((index, index + 1))
         keys_s = key_exchange(layer, stage, problem.cluster, problem.memory).seconds(load)
-        total_s = time.total_s + (1 + needs.any + runs_again) * keys_s
+        total_s = (times if workload.is_shared(layer) else whole)[index].total_s + (1 + needs.any + runs_again) * keys_s
+        if workload.encodes_items and layer.part == "head":
+            tokens_s = token_gather(workload, index, stage, problem.cluster, problem.memory).seconds(load)
+            total_s += (1 + needs.input_gradient) * tokens_s
         if sharing.is_sharded:
             num_sent = 1 + is_gathered_in_backward(layer, needs, gradients) + needs.weight_gradient
             total_s += num_sent * parameter_gather(layer, stage, problem.cluster, problem.memory).seconds(load)

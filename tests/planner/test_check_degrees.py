@@ -1,0 +1,8 @@
+"""What planners know of families without torch is what the families themselves say."""
+
+from motet.models.encoders import ENCODER_FAMILIES
+from motet.planner.check_degrees import SHARED_BY_NONE
+
+
+def test_encoders_whose_tokens_cannot_be_shared() -> None:
+    assert set(SHARED_BY_NONE) == {name for name, family in ENCODER_FAMILIES.items() if not family.has_full_attention}
