@@ -14,6 +14,7 @@ from tiny_run import write_tiny_run
 from motet.cli.main import COMMANDS, main
 from motet.cli.typical_batch import read_batch
 from motet.config import load_run_config
+from motet.costs.cost_model import CostTable
 from motet.planner.from_run_file import plan_for, planning_problem
 
 FORECAST_KEYS = {
@@ -156,6 +157,20 @@ def test_verify_that_fails_exits_with_1(
     monkeypatch.setitem(comparison.TOLERANCES, "float32", 0.0)
     assert main(["verify", str(run_file)]) == 1
     assert "NOT equal to one process" in capsys.readouterr().out
+
+
+def test_profile_in_float64(
+    capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a language model with cross-attention: encoder outputs enter it in the same dtype."""
+    profile_quickly(monkeypatch)
+    values = "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 64, "
+    values += "num_key_value_heads: 2, cross_attention_layers: [1], pad_token_id: 0, bos_token_id: 1, eos_token_id: 2"
+    model = f"model.language_model={{config: MllamaTextConfig, values: {{{values}}}}}"
+    overrides = [model, "model.merge=cross_attention", "train.dtype=float64", "cluster.num_devices=2"]
+    costs = run_file.with_name("costs.json")
+    run_json(capsys, "profile", run_file, "--out", costs, *(part for each in overrides for part in ("--set", each)))
+    assert CostTable.load(costs).modules.keys() == {"vision", "audio", "language_model"}
 
 
 @pytest.mark.slow

@@ -59,6 +59,8 @@ class ProfileOptions:
     max_seconds: float = 1.0
     """After which one run of layers under one pattern of gradients has enough repetitions, if it has 3."""
     tp_sizes: tuple[int, ...] = (1,)
+    parameter_dtype: torch.dtype = torch.float32
+    """Also of what travels between stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ def profile(
                 "worst_error": round(fit.worst_error, 4),
             }
     message, all_reduce = measure_links(device) if world_size() > 1 else (None, None)
-    constant_s, per_parameter_s = measure_optimizer(device)
+    constant_s, per_parameter_s = measure_optimizer(device, dtype=options.parameter_dtype)
     return CostTable(
         modules=costs,
         source="profiled",
@@ -158,7 +160,7 @@ def _profile_module(
             runs = []
             for microbatch in microbatches:
                 samples = [batch.samples[i] for i in microbatch.indices]
-                run = _Run(stage, module, microbatch, samples, layers, gradients, tp_size, device, autocast)
+                run = _Run(stage, module, microbatch, samples, layers, gradients, tp_size, options, device, autocast)
                 # Without a token from outside there is no input to have a gradient.
                 if run.has_input or gradients.weight_gradient or not gradients.any:
                     runs.append(run)
@@ -210,6 +212,7 @@ class _Run:
         layers: LayerRange,
         gradients: LayerGradients,
         tp_size: int,
+        options: ProfileOptions,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
@@ -221,10 +224,11 @@ class _Run:
         self.features: list[dict[str, Tensor]] = [{} for _ in samples]
         if stage.needs_features:
             self.features = [{k: v.to(device) for k, v in f.items()} for f in microbatch.features]
-        self.hidden = torch.randn(stage.input_shape(samples), device=device) if layers[0] else None
+        dtype = options.parameter_dtype
+        self.hidden = torch.randn(stage.input_shape(samples), device=device, dtype=dtype) if layers[0] else None
         enters = any(layers[0] <= layer < layers[1] for layer in module.entry_layers)
         self.incoming = {
-            source: torch.randn(sum(sample.num_outputs(source) for sample in samples), width, device=device)
+            source: torch.randn(sum(s.num_outputs(source) for s in samples), width, device=device, dtype=dtype)
             for source, width in module.sources.items()
             if enters and any(sample.has(source) for sample in samples)
         }

@@ -93,11 +93,15 @@ def measure_links(device: torch.device, repetitions: int = 15) -> tuple[LinkCost
     return fit_link(sizes, message_s), fit_link(sizes, sum_s)
 
 
-def measure_optimizer(device: torch.device, repetitions: int = 7) -> tuple[float, float]:
+def measure_optimizer(
+    device: torch.device, repetitions: int = 7, *, dtype: torch.dtype = torch.float32
+) -> tuple[float, float]:
     """(seconds of a step beside its parameters, seconds for each parameter) of AdamW, gradient norm included."""
     sizes, times = [], []
     for shape in OPTIMIZER_SHAPES:
-        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for _ in range(NUM_PARAMETER_TENSORS)]
+        parameters = [
+            torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for _ in range(NUM_PARAMETER_TENSORS)
+        ]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         optimizer = torch.optim.AdamW(parameters)

@@ -13,7 +13,7 @@ from motet.models.stage import StageModule
 from motet.plan import DECODER, LayerRange
 from motet.planner.from_run_file import edges_between, read_workloads
 from motet.planner.towers_from_run_file import tower_edges
-from motet.runtime.assembly import autocast_for, build_stage, pick_device
+from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_stage, pick_device
 from motet.runtime.tensor_parallel import TensorParallel
 
 
@@ -41,7 +41,11 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
         described,
         make_stage,
         batch,
-        options=ProfileOptions(tp_sizes=(tp_size,), microbatch_sizes=_sizes(config)),
+        options=ProfileOptions(
+            tp_sizes=(tp_size,),
+            microbatch_sizes=_sizes(config),
+            parameter_dtype=PARAMETER_DTYPES[config.train.dtype],
+        ),
         device=device,
         autocast=autocast_for(config, device),
         on_progress=_show if dist.get_rank() == 0 else lambda text: None,
