@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from reporting import REPORTS, Report
+from reporting import Report
 
 from motet.cli.typical_batch import read_problem
 from motet.config import load_run_config
@@ -190,4 +190,4 @@ def _far(chosen: Chosen) -> float:
 
 
 if __name__ == "__main__":
-    main().write(REPORTS)
+    main().write()

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from reporting import REPORTS, Report
+from reporting import Report
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PLAN_64 = (EXAMPLES / "plan_64_gpus.yaml").as_posix()
@@ -65,4 +65,4 @@ def main(argv: Sequence[str] | None = None) -> Report:
 
 
 if __name__ == "__main__":
-    main().write(REPORTS)
+    main().write()

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
-from reporting import REPORTS, Report
+from reporting import Report
 
 from motet.planner import make_plan
 from motet.planner.distmm import assignments
@@ -174,4 +173,4 @@ def main(arguments: Sequence[str] | None = None) -> Report:
 
 
 if __name__ == "__main__":
-    main().write(Path(REPORTS))
+    main().write()

@@ -12,12 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 from known_shares import random_distributions
-from reporting import REPORTS, Report
+from reporting import Report
 
 from motet.errors import UserError
 from motet.planner.profiling_size import num_trials, stable_profiling_size
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--runs", type=int, default=1000, help="in each family")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    report = Report("profiling_size", "Does b_min keep its promise?")
+    report = Report("profiling-size", "Does b_min keep its promise?")
     report.add(
         f"{options.runs} runs in each family, seed {options.seed}; confidence {1 - ALPHA:.0%}, error {P_ERROR:.0%}, so "
         f"k = {num_trials(ALPHA, P_ERROR)} for a single test. Sizes up to {LARGEST_SIZE}."
@@ -89,4 +88,4 @@ def main(arguments: Sequence[str] | None = None) -> Report:
 
 
 if __name__ == "__main__":
-    main().write(Path(REPORTS))
+    main().write()

@@ -13,9 +13,8 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from reporting import REPORTS, Report
+from reporting import Report
 
 from motet.data.assignment import contiguous_assignment
 from motet.data.sample import Sample, Segment
@@ -91,4 +90,4 @@ def main(arguments: Sequence[str] | None = None) -> Report:
 
 
 if __name__ == "__main__":
-    main().write(Path(REPORTS))
+    main().write()

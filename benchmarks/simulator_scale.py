@@ -16,12 +16,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from reporting import REPORTS, Report
+from reporting import Report
 
 from motet.arrays import Floats, Ints
 from motet.cluster import Cluster, cluster_from_dict
@@ -223,4 +222,4 @@ def main(arguments: Sequence[str] | None = None) -> Report:
 
 
 if __name__ == "__main__":
-    main().write(Path(REPORTS))
+    main().write()
