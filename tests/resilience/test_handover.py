@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 from interrupted_training import at, before_each_step, die, failures
 from unlike_pipelines import (
+    MadeTemplates,
     context_parallel_templates,
+    encoder_sharded_templates,
+    encoder_sharing_templates,
     sharded_templates,
     tensor_parallel_templates,
     undisturbed_unlike,
@@ -66,6 +69,31 @@ def test_stages_that_share_tokens_become_others(tmp_path: Path, sizes: tuple[int
     planned = reconfigure(plan, templates, lost=[rank // 3]).plan
     assert planned is not None
     assert 2 in {s.cp_size for replica in planned.modules["language_model"].replicas for s in replica.stages}
+    lose(config, templates, plan, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("templates_of", "sizes", "rank"),
+    [
+        (encoder_sharing_templates, (1, 2), 4),
+        (encoder_sharing_templates, (2, 2), 1),
+        (encoder_sharded_templates, (1, 2), 4),
+    ],
+)
+def test_encoders_that_share_tokens_become_others(
+    tmp_path: Path, templates_of: MadeTemplates, sizes: tuple[int, ...], rank: int
+) -> None:
+    """All of a pipeline's stages share them, or one does: from one kind of pipeline to the other."""
+    config = unlike_config(tmp_path, sum(sizes))
+    config, templates, plan = unlike_on_nodes_of_three(config, templates_of, sizes)
+    planned = reconfigure(plan, templates, lost=[rank // 3]).plan
+    assert planned is not None
+    shapes = [
+        {tuple(stage.cp_size for stage in replica.stages) for replica in each.modules["vision"].replicas}
+        for each in (plan, planned)
+    ]
+    assert shapes[0] != shapes[1]
     lose(config, templates, plan, rank)
 
 

@@ -88,6 +88,24 @@ def context_parallel_templates(num_vision_layers: int, num_layers: int) -> Templ
     return on_nodes_of_three(one, two)
 
 
+def encoder_sharing_templates(
+    num_vision_layers: int, num_layers: int, fully_sharded: tuple[str, ...] = ()
+) -> Templates:
+    """With one node the encoder's tokens are shared between two processes, with two nodes those of its second stage."""
+    one = {"vision": chain((0, num_vision_layers, (0, 1)), cp=2), "language_model": chain((0, num_layers, (2,)))}
+    first, second = chain((0, 2, (0,))), chain((2, num_vision_layers, (1, 2)), cp=2)
+    two = {
+        "vision": Replica(stages=(*first.stages, *second.stages)),
+        "language_model": chain((0, 2, (3,)), (2, num_layers, (4, 5))),
+    }
+    return on_nodes_of_three(one, two, fully_sharded=fully_sharded)
+
+
+def encoder_sharded_templates(num_vision_layers: int, num_layers: int) -> Templates:
+    """The same, and who shares the encoder's tokens shares its parameters."""
+    return encoder_sharing_templates(num_vision_layers, num_layers, ("vision",))
+
+
 def chain(*stages: tuple[int, int, tuple[int, ...]], cp: int = 1) -> Replica:
     """Of each stage the first layer, that after the last, and the ranks."""
     return Replica(
@@ -112,8 +130,9 @@ def unlike_on_nodes_of_three(
     cluster = config.cluster.model_copy(update={"num_devices": 3 * sum(sizes)})
     config = config.model_copy(update={"cluster": cluster})
     problem = read_problem(config)
-    llm = replace(problem.modules["language_model"], context=ContextOptions(block_size=4))
-    problem = replace(problem, modules={**problem.modules, "language_model": llm})
+    context = ContextOptions(block_size=4)
+    modules = {name: replace(module, context=context) for name, module in problem.modules.items()}
+    problem = replace(problem, modules=modules)
     templates = templates_of(*(module.workload.num_layers for module in problem.modules.values()))
     return config, templates, plan_of_sizes(problem, templates, sizes)
 
