@@ -34,6 +34,7 @@ class LossShare:
 
 
 def loss_share(plan: Plan, loss: str, workload: ModuleWorkload) -> LossShare:
+    """`loss`: the loss's module, `workload`: its own."""
     towers_of = _towers_of_members(plan, loss)
     num_members = {tower: sum(tower in held for held in towers_of) for held in towers_of for tower in held}
     opposite = _opposite(workload, tuple(num_members))

@@ -79,6 +79,7 @@ GPU_OVERHEAD_S, CPU_OVERHEAD_S = 3e-6, 20e-6
 
 
 def default_speeds(device: Device) -> Speeds:
+    """Those that are assumed until they are measured (`fit_speeds`)."""
     overhead_s = CPU_OVERHEAD_S if device.name == "cpu" else GPU_OVERHEAD_S
 
     def speed(limit: float) -> Speed:

@@ -115,6 +115,7 @@ def _plain_layouts(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -
 
 
 def open_examples(config: RunConfig) -> RunExamples:
+    """Raises `UserError` for files that are not there, or are no conversations."""
     data = config.data
     if isinstance(data, ConversationsConfig):
         check_processor_names(config, data)

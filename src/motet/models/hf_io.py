@@ -97,6 +97,7 @@ def describe_config(config: ModelConfig, placeholder_token_ids: Mapping[str, int
 
 
 def describe_module(model: MultimodalModule) -> ModelDescription:
+    """Of a model in memory, as `describe_config` of a run file's."""
     kind_of = {projector_class: kind for kind, projector_class in PROJECTORS.items()}
     encoders = {
         name: EncoderDescription(

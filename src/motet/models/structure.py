@@ -96,6 +96,7 @@ def _ranges(layers: Iterable[int]) -> tuple[LayerRange, ...]:
 
 
 def workload_of(module: ModalityModule, *, packing: bool = False) -> ModuleWorkload:
+    """Of the module with its projector, whose shape is read from its linears if it is the user's own."""
     workload = module_workload(module.module.config, packing=packing)
     if module.is_language_model:
         return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(module.module) else ())

@@ -161,6 +161,7 @@ def _chain(
 
 
 def spread(problem: PlanningProblem) -> Iterator[Layout]:
+    """Each module over all groups, a stage of it on each."""
     for groups in equal_groups(problem):
         if groups.number == 1 or any(most_stages(problem, name) < groups.number for name in problem.modules):
             continue

@@ -145,6 +145,7 @@ def _ways_to_share(towers: Sequence[str]) -> Iterator[Units]:
 
 
 def assigned_plan(problem: PlanningProblem, assignment: Assignment) -> Plan:
+    """Towers of a unit share their ranks. A decoder is a unit of its own."""
     layouts: dict[str, TowerLayout] = {}
     recomputed: list[str] = []
     for unit, (tp, pp, dp, per_batch, recomputes) in zip(assignment.units, assignment.layouts, strict=True):

@@ -188,6 +188,7 @@ def _component(problem: PlanningProblem, name: str, dp: int) -> Component:
 
 
 def resharding(problem: PlanningProblem, dp: int) -> Reshard:
+    """`dp`: the replicas that share the batch."""
     num_microbatches = dp * problem.num_microbatches
 
     def seconds(edge: Edge, shapes: Mapping[str, Shape]) -> float:

@@ -227,6 +227,9 @@ def edges_between(config: RunConfig, language_model: ModuleWorkload) -> tuple[Ed
 
 
 def describe_cluster(config: RunConfig) -> Cluster:
+    """What the run file leaves out is that of H100s over InfiniBand, or of CPU cores over Ethernet.
+
+    Raises `UserError` for devices and links that nobody knows, and a catalogue that cannot be read."""
     cluster, is_cpu = config.cluster, _is_cpu(config)
     values: dict[str, Any] = {
         "num_devices": cluster.num_devices,

@@ -49,6 +49,7 @@ def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> 
 
 
 def plan_of(solution: Solution) -> Plan:
+    """Encoders on the ranks of the language model, with replicas and stages of their own."""
     problem = solution.problem
     sink = problem.sinks[0]
     modules = {}

@@ -101,6 +101,7 @@ def solutions(problem: PlanningProblem) -> list[Solution]:
 
 
 def check_applies(problem: PlanningProblem) -> None:
+    """Raises `UserError` unless all encoders enter one module, and nothing else does."""
     if len(problem.sinks) != 1 or not problem.sources:
         raise UserError("parallel.planner: optimus needs encoders and one module that they enter; give another planner")
     for edge in problem.edges:

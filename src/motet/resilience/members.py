@@ -2,7 +2,7 @@
 
 All three get their iteration times from the same templates, so that only the policies differ. A grid of Varuna's has
 D equal pipelines of P nodes, the fastest for the nodes that are there; the rest is idle. Bamboo's grid is the same with
-slower iterations: each node computes its successor's forward too (`redundancy` times as long in all).
+slower iterations: each node computes its successor's forward too (`slowdown` times as long in all).
 """
 
 from collections import Counter, defaultdict

@@ -32,6 +32,7 @@ class LocalProgram:
 
 
 def local_program(program: Program, rank: int) -> LocalProgram:
+    """Alike for all who ask: tags are places in the whole program."""
     steps = program.projections[rank]
     routes = program.dependencies.routes
     messages = [step for step in steps if isinstance(step, Message)]

@@ -36,6 +36,7 @@ class Lanes:
 
 
 def lanes_of(schedule: Schedule, dependencies: Dependencies) -> Lanes:
+    """A lane for each list of actions; ranks whose lists are one object share it."""
     lane_of_list: dict[int, int] = {}
     lists: list[Ints] = []
     of_rank = []

@@ -50,6 +50,7 @@ class StepCosts:
 
 
 def step_costs(program: Program, costs: Costs, disturbances: Disturbances | None = None) -> StepCosts:
+    """In the program's order of actions, messages and reductions; asked for all at once where `costs` can."""
     dependencies = program.dependencies
     if isinstance(costs, ArrayCosts):
         compute_s = costs.compute_seconds(dependencies)[program.actions]

@@ -24,6 +24,7 @@ OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "pro
 
 
 def data_facts(config: RunConfig) -> dict[str, Any]:
+    """All keys that decide what a sample becomes, as JSON has them."""
     model = config.model
     parts: dict[str, PartConfig] = {**model.encoders, **model.towers}
     if model.language_model is not None:

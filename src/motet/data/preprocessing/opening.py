@@ -132,6 +132,7 @@ def _flight_module(name: str) -> Any:
 
 
 def check_address(address: str) -> None:
+    """Raises `UserError` unless it is grpc://host:port or grpc+tls://host:port."""
     try:
         parts = urlsplit(address)
         is_one = parts.scheme in ("grpc", "grpc+tls") and parts.hostname and parts.port and not parts.path.strip("/")

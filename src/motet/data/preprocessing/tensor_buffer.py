@@ -46,6 +46,7 @@ Allocate = Callable[[int], Tensor]
 
 
 def pack(samples: Sequence[Mapping[str, Tensor]], allocate: Allocate) -> TensorBuffer:
+    """Copies all tensors into one buffer, each at a multiple of `ALIGNMENT` bytes."""
     header: Header = []
     placed: list[tuple[int, Tensor]] = []
     end = 0

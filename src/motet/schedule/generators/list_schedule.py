@@ -14,7 +14,7 @@ limit alone; the most urgent one is let through. So no pipeline's order depends 
 Limits: greedy, hence not optimal; backwards are not split.
 
 Cells, actions and stages are numbers here (`motet.schedule.dependencies`), as are urgencies: an action's place when all
-are sorted by what is stated in `_urgencies`. *Units* are ranks that hold the same stages: they do all things together.
+are sorted by what `_set_urgencies` states. *Units* are ranks that hold the same stages: they do all things together.
 """
 
 import heapq
