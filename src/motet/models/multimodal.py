@@ -149,25 +149,9 @@ class MultimodalModule(nn.Module):
             )
         if merge is None:
             merge = "placeholder" if placeholder_token_ids else "prepend"
-        if merge not in MERGES:
-            raise UserError(f"merge: {merge!r} is not known; give one of {', '.join(MERGES)}")
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
-        if not language_model.is_language_model:
-            raise UserError(
-                f"language_model: {type(language_model.module).__name__} is not a causal language model of a supported "
-                "family"
-            )
-        if merge == "cross_attention" and not getattr(language_model.module.config, "cross_attention_layers", ()):
-            raise UserError(
-                f"merge: {type(language_model.module).__name__} has no cross-attention layers; "
-                "use placeholder or prepend"
-            )
-        if merge == "cross_attention" and preprocess_callback is not None:
-            raise UserError(
-                "preprocess_callback: with merge cross_attention no encoder output stands in the language model's "
-                "sequence; leave it out, or merge by placeholder or prepend"
-            )
+        _check_merge(merge, language_model, preprocess_callback)
         _check_placeholders(placeholder_token_ids or {}, encoders)
         self.encoders = nn.ModuleDict(
             {name: e if isinstance(e, ModalityModule) else ModalityModule(e) for name, e in encoders.items()}
@@ -249,6 +233,23 @@ class MultimodalModule(nn.Module):
             self.freeze_eval_parts()
         logits, loss = run_single_process(self, batch_from_dict(self, batch))
         return ModelOutput(logits=logits) if loss is None else ModelOutput(loss=loss, logits=logits)
+
+
+def _check_merge(merge: str, language_model: ModalityModule, preprocess_callback: PreprocessCallback | None) -> None:
+    name = type(language_model.module).__name__
+    if merge not in MERGES:
+        raise UserError(f"merge: {merge!r} is not known; give one of {', '.join(MERGES)}")
+    if not language_model.is_language_model:
+        raise UserError(f"language_model: {name} is not a causal language model of a supported family")
+    if merge != "cross_attention":
+        return
+    if not getattr(language_model.module.config, "cross_attention_layers", ()):
+        raise UserError(f"merge: {name} has no cross-attention layers; use placeholder or prepend")
+    if preprocess_callback is not None:
+        raise UserError(
+            "preprocess_callback: with merge cross_attention no encoder output stands in the language model's "
+            "sequence; leave it out, or merge by placeholder or prepend"
+        )
 
 
 def _check_placeholders(placeholder_token_ids: Mapping[str, int], encoders: Mapping[str, nn.Module]) -> None:

@@ -50,20 +50,9 @@ def plain_loss(
             for name, encoder in encoders.items()
             if sample.layouts.get(name)
         }
-        embeddings = language_model.get_input_embeddings()(ids)
-        extra: dict[str, Any] = {}
-        if merge == "cross_attention" and tokens:
-            states = torch.cat(list(tokens.values()))[None]
-            # Without a mask, transformers' attention would take the keys for a causal sequence.
-            everything = states.new_zeros(1, 1, len(ids), states.shape[1])
-            extra = {"cross_attention_states": states, "cross_attention_mask": everything}
-        elif merge == "prepend" and tokens:
-            front = torch.cat(list(tokens.values()))
-            embeddings = torch.cat([front.to(embeddings.dtype), embeddings[len(front) :]])
-        elif merge == "placeholder":
-            for name, outputs in tokens.items():
-                here = (ids == placeholder_token_ids[name]).nonzero().squeeze(-1)
-                embeddings = embeddings.index_put((here,), outputs.to(embeddings.dtype))
+        embeddings, extra = _merged(
+            language_model.get_input_embeddings()(ids), ids, tokens, merge, placeholder_token_ids
+        )
         if media_attention != "causal":
             items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
             segments = tuple(sample.layouts[language_model_name])
@@ -73,6 +62,25 @@ def plain_loss(
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
         num_tokens += int((labels[1:] != IGNORED_LABEL).sum())
     return total / num_tokens
+
+
+def _merged(
+    embeddings: Tensor, ids: Tensor, tokens: Mapping[str, Tensor], merge: str, placeholder_token_ids: Mapping[str, int]
+) -> tuple[Tensor, dict[str, Any]]:
+    """What the language model reads of a sample: [T, H], and further arguments. `tokens`: each encoder's outputs."""
+    if merge == "placeholder":
+        for name, outputs in tokens.items():
+            here = (ids == placeholder_token_ids[name]).nonzero().squeeze(-1)
+            embeddings = embeddings.index_put((here,), outputs.to(embeddings.dtype))
+        return embeddings, {}
+    if not tokens:
+        return embeddings, {}
+    media = torch.cat(list(tokens.values()))
+    if merge == "prepend":
+        return torch.cat([media.to(embeddings.dtype), embeddings[len(media) :]]), {}
+    # Without a mask, transformers' attention would take the keys for a causal sequence.
+    everything = media.new_zeros(1, 1, len(ids), len(media))
+    return embeddings, {"cross_attention_states": media[None], "cross_attention_mask": everything}
 
 
 def _items_of_tokens(

@@ -46,11 +46,7 @@ AUTOCAST_BYTES = {"bfloat16": 2}
 
 def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningProblem:
     """`samples`: a typical global batch. Raises `ValueError` naming the key of the run file that is wrong."""
-    if config.parallel.schedule not in GENERATORS:
-        near = closest(config.parallel.schedule.lower(), GENERATORS, "give one of")
-        raise UserError(f"parallel.schedule: {config.parallel.schedule!r} is not known; {near}")
-    if config.parallel.schedule in CONTRASTING and not config.model.towers:
-        raise UserError(f"parallel.schedule: {config.parallel.schedule} is for towers that a loss contrasts; give 1f1b")
+    _check_schedule(config)
     workloads = read_workloads(config)
     _check_limited_modules(config, workloads)
     cluster = describe_cluster(config)
@@ -96,6 +92,15 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         num_cores=shared_cores(config),
         failures=1 if config.train.failures is None else config.train.failures.tolerate,
     )
+
+
+def _check_schedule(config: RunConfig) -> None:
+    schedule = config.parallel.schedule
+    if schedule not in GENERATORS:
+        near = closest(schedule.lower(), GENERATORS, "give one of")
+        raise UserError(f"parallel.schedule: {schedule!r} is not known; {near}")
+    if schedule in CONTRASTING and not config.model.towers:
+        raise UserError(f"parallel.schedule: {schedule} is for towers that a loss contrasts; give 1f1b")
 
 
 def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWorkload]) -> None:

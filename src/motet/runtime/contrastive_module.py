@@ -250,6 +250,31 @@ def _plan(
     schedule: str,
     recompute_features: tuple[str, ...],
 ) -> Plan:
+    plan = tower_plan(
+        _planning_problem(model, specs, num_contrastive_batches, schedule),
+        {
+            name: TowerLayout(
+                degrees=Degrees(
+                    tp=spec.tp_size, pp=spec.pp_size, dp=spec.dp_size, layers_per_stage=spec.layers_per_stage
+                ),
+                per_batch=spec.num_microbatches,
+            )
+            for name, spec in specs.items()
+        },
+        recompute_features=recompute_features,
+    )
+    if plan.num_ranks != dist.get_world_size():
+        raise UserError(
+            f"tower_specs: take {plan.num_ranks} ranks, but {dist.get_world_size()} processes run; start "
+            f"{plan.num_ranks}, or change tp_size, pp_size and dp_size"
+        )
+    return plan
+
+
+def _planning_problem(
+    model: ContrastiveModule, specs: Mapping[str, TowerSpec], num_contrastive_batches: int, schedule: str
+) -> PlanningProblem:
+    """One typical sample stands for each contrastive batch: nothing is estimated, the layouts are given."""
     cluster = cpu_cluster(dist.get_world_size())
     towers = model.modality_modules()
     workloads = {name: as_tower(workload_of(tower)) for name, tower in towers.items()}
@@ -272,7 +297,7 @@ def _plan(
         layouts[DECODER] = (Segment(TYPICAL_CAPTION),)
         num_loss_tokens[DECODER] = TYPICAL_CAPTION - 1
     weights = {CONTRASTIVE: model.loss_weight, DECODER: model.caption_weight}
-    problem = PlanningProblem(
+    return PlanningProblem(
         modules={
             name: ModuleProblem(workload=workload, trainable=trained[name], loss_weight=weights.get(name, 0.0))
             for name, workload in workloads.items()
@@ -285,22 +310,3 @@ def _plan(
         schedule=schedule,
         contrastive_batch_size=1,
     )
-    plan = tower_plan(
-        problem,
-        {
-            name: TowerLayout(
-                degrees=Degrees(
-                    tp=spec.tp_size, pp=spec.pp_size, dp=spec.dp_size, layers_per_stage=spec.layers_per_stage
-                ),
-                per_batch=spec.num_microbatches,
-            )
-            for name, spec in specs.items()
-        },
-        recompute_features=recompute_features,
-    )
-    if plan.num_ranks != dist.get_world_size():
-        raise UserError(
-            f"tower_specs: take {plan.num_ranks} ranks, but {dist.get_world_size()} processes run; start "
-            f"{plan.num_ranks}, or change tp_size, pp_size and dp_size"
-        )
-    return plan
