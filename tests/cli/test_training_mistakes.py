@@ -1,9 +1,11 @@
 """Mistakes that show when training begins: in one line too, and no process is left behind."""
 
+import hashlib
 import json
 import os
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tiny_run import write_tiny_run
 from motet.cli.main import main
 from motet.config import load_run_config
 from motet.resilience.run_record import RunRecord, as_json
+from motet.runtime.checkpoint_folder import read_manifest
 
 EXPLICIT = "parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}"
 TWO_PIPELINES = (
@@ -149,11 +152,67 @@ def test_a_finished_run_is_not_resumed(capsys: pytest.CaptureFixture[str], run_f
     expect_refusal(capsys, run_file, overrides, "train.steps: is 2, but .* has finished 2 steps; give more")
 
 
-def test_a_checkpoint_of_another_model(capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path) -> None:
-    overrides = [f"train.resume={checkpoint}", "model.language_model.values.intermediate_size=96"]
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "language_model.values.intermediate_size=96",
+            "model.values.intermediate_size is 64 there and 96 here",
+        ),
+        ("language_model.values.rope_theta=500.0", "rope_parameters.rope_theta is 10000.0 there and 500.0 here"),
+        (
+            "language_model.values.num_attention_heads=2",
+            "model.values.num_attention_heads is 4 there and 2 here",
+        ),
+        ("encoders.vision.feature_layer=-2", "model.encoders.vision.feature_layer is null there and -2 here; resume"),
+        ("encoders.vision.values.hidden_act=relu", 'vision.values.hidden_act is "gelu_pytorch_tanh" there and "relu"'),
+        ("media_attention=own_item", 'model.media_attention is "causal" there and "own_item" here'),
+    ],
+)
+def test_a_checkpoint_of_another_model(
+    capsys: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path, override: str, message: str
+) -> None:
+    """Most of these have parameters of the same names and shapes."""
+    overrides = [f"train.resume={checkpoint}", f"model.{override}"]
+    expect_refusal(capsys, run_file, overrides, f"train.resume: .*step_00000002 is of another model: .*{message}")
+
+
+@pytest.fixture
+def old_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """As motet wrote them before they said what the model computes."""
+    copy = tmp_path / "step_00000002"
+    shutil.copytree(checkpoint, copy)
+    manifest = read_manifest(copy)
+    document = json.loads(replace(manifest, state=replace(manifest.state, model={})).to_json())
+    del document["state"]["model"], document["sha256"]
+    sha256 = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    (copy / "checkpoint.json").write_text(json.dumps({**document, "sha256": sha256}))
+    assert read_manifest(copy).state.model == {}
+    return copy
+
+
+def test_an_old_checkpoint_of_another_model(
+    capsys: pytest.CaptureFixture[str], run_file: Path, old_checkpoint: Path
+) -> None:
+    overrides = [f"train.resume={old_checkpoint}", "model.language_model.values.intermediate_size=96"]
     expect_refusal(
         capsys, run_file, overrides, "train.resume: .*step_00000002 is of another model: .*mlp.gate_proj.weight is"
     )
+
+
+def test_an_old_checkpoint_is_resumed(capsys: pytest.CaptureFixture[str], run_file: Path, old_checkpoint: Path) -> None:
+    overrides = [EXPLICIT, "cluster.num_devices=3", f"train.resume={old_checkpoint}", "train.steps=3"]
+    assert main(["train", str(run_file), *(part for override in overrides for part in ("--set", override))]) == 0
+
+
+def test_a_part_that_is_frozen_when_training_goes_on(
+    capfd: pytest.CaptureFixture[str], run_file: Path, checkpoint: Path
+) -> None:
+    """That is no mistake, but it is told."""
+    overrides = [EXPLICIT, "cluster.num_devices=3", f"train.resume={checkpoint}", "train.steps=3"]
+    overrides.append("model.encoders.vision.train={module: false, projector: true}")
+    assert main(["train", str(run_file), *(part for override in overrides for part in ("--set", override))]) == 0
+    assert "; model.encoders.vision.train.module was true and is false" in capfd.readouterr().err
 
 
 def test_a_checkpoint_cut_short(

@@ -39,6 +39,8 @@ class TrainingState:
     plan: str
     """The plan's JSON."""
     metrics: dict[str, float] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    """What it computes (`motet.runtime.checkpoint_model`); empty in old checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from motet.plan import Plan
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint import read_latest, read_training_state
 from motet.runtime.checkpoint_folder import TrainingState
+from motet.runtime.checkpoint_model import changes_of_training, computation_of
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.engine import Engine
 from motet.runtime.preflight import check_memory, try_links
@@ -94,7 +95,8 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
                 file=sys.stderr,
                 flush=True,
             )
-    return Trainer(engine, build_optimizer(config, engine.model), loader, held_out, train)
+    optimizer = build_optimizer(config, engine.model)
+    return Trainer(engine, optimizer, loader, held_out, train, computation_of(config))
 
 
 def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
@@ -132,6 +134,8 @@ def told_of(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str
     text = f"going on from {checkpoint}"
     if state.plan != trainer.engine.plan.to_json():
         text += ", which was written under another plan"
+    for change in changes_of_training(state.model, trainer.computation):
+        text += f"; {change}"
     if trainer.loader.has_changed_since(state.data):
         text += "; the data or what prepares them have changed since, so samples may come again or not at all"
     return text

@@ -24,6 +24,7 @@ from motet.errors import UserError
 from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
 from motet.runtime.checkpoint import checkpoint_bytes, load_checkpoint
 from motet.runtime.checkpoint_folder import TrainingState, check_free_space
+from motet.runtime.checkpoint_model import check_same_computation
 from motet.runtime.checkpoint_writer import CheckpointWriter
 from motet.runtime.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult
@@ -99,7 +100,11 @@ class Trainer:
         loader: Loader,
         held_out: Sequence[Batch] | None,
         settings: TrainConfig,
+        computation: Mapping[str, Any] | None = None,
     ) -> None:
+        """`computation`: what of the model a checkpoint has to share with it (`motet.runtime.checkpoint_model`); None:
+        only what shows in the parameters."""
+        self.computation = dict(computation or {})
         self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
         self.settings = settings
         loader.prepare = engine.prepare
@@ -129,6 +134,7 @@ class Trainer:
             raise UserError(
                 f"train.steps: is {self.settings.steps}, but {checkpoint} has finished {state.step} steps; give more"
             )
+        check_same_computation(checkpoint, state.model, self.computation)
         self.loader.load_state(state.data)
         load_checkpoint(checkpoint, self.engine.model, self.optimizer)
         self.summary.steps = self.summary.settled_steps = state.step
@@ -316,7 +322,8 @@ class Trainer:
 
     def _save(self) -> None:
         metrics = {} if math.isinf(self.summary.best_loss) else {"best_loss": self.summary.best_loss}
-        state = TrainingState(self.finished_steps, self.summary.data, self.engine.plan.to_json(), metrics)
+        plan = self.engine.plan.to_json()
+        state = TrainingState(self.finished_steps, self.summary.data, plan, metrics, self.computation)
         self._checkpoints.save(self.engine.model, self.optimizer, state, is_best=self._is_best)
 
     def _make_output(self) -> None:
