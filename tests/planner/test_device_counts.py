@@ -8,7 +8,7 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.memory import RESERVE
 from motet.errors import UserError
-from motet.planner import ON_ALL, PLANNERS, make_plan
+from motet.planner import ON_ALL, PLANNERS, make_plan, plan_of
 from motet.planner.auto import choose
 from motet.planner.bound_and_simulate import rank
 from motet.planner.device_counts import device_counts, on_best_count
@@ -101,7 +101,7 @@ def test_devices_are_left_over_where_nothing_fits_on_all():
 def test_where_nobody_finds_anything_all_devices_are_named():
     problem = with_degrees(small_problem(num_devices=3), (1,), (4,))
     with pytest.raises(UserError, match="on 3 devices"):
-        make_plan(problem, "megatron")
+        plan_of("megatron", problem)
 
 
 def test_devices_that_no_degrees_divide_are_left_over():

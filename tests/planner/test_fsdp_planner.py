@@ -16,7 +16,7 @@ def test_fsdp_is_a_replica_per_device_and_needs_as_many_samples():
     plan = make_plan(small_problem(num_devices=5, dp_sizes=(1, 5)), "fsdp")
     assert all(len(module.replicas) == 5 for module in plan.modules.values())
     with pytest.raises(ValueError, match="fsdp needs a sample for each of 17 devices"):
-        make_plan(small_problem(num_devices=17, dp_sizes=(17,)), "fsdp")
+        make_plan(small_problem(num_devices=17, dp_sizes=(1, 17)), "fsdp")
     with pytest.raises(ValueError, match="do not allow; allow 5"):
         make_plan(small_problem(num_devices=5), "fsdp")
 
