@@ -176,10 +176,8 @@ def main(arguments: list[str] | None = None) -> Report:
         show_balance(report, args.short, args.ranks, args.draws),
         show_balance(report, args.long, args.ranks, max(1, args.draws // 4)),
     )
-    report.add(
-        f"Goal: the largest load under lpt is at most {MOST_IMBALANCE} of the mean, in every draw: "
-        f"{'reached' if worst <= MOST_IMBALANCE else 'missed'}, {worst:.4f}."
-    )
+    most = f"the largest load under lpt is at most {MOST_IMBALANCE} of the mean, in every draw"
+    report.goal(most, worst <= MOST_IMBALANCE, f"{worst:.4f}")
     report.add("## Planning time")
     slowest = show_times(report, args.long, args.ranks, args.repetitions)
     report.table(

@@ -223,15 +223,14 @@ def main(arguments: list[str] | None = None) -> Report:
     measured = launch(measure_real, config, plans, args.batches, args.blocks, args.steps, num_processes=2)
     gain, _ = show(report, measured["blocks"], predicted)
     report.add(f"Loss and norm of the gradient of each batch: {measured['results']}.")
-    report.add(f"Goal: at least {GAIN}. {'Reached' if gain >= GAIN else 'Missed'}: {gain:.3f}.")
+    report.goal(f"at least {GAIN}", gain >= GAIN, f"{gain:.3f}")
 
     report.add(f"## {NUM_STAGES} stages, computation emulated")
     evaluations = evaluations_of(config, plans_of(config, batches, NUM_STAGES // 2), batches)
     blocks = launch(measure_emulated, evaluations, batches, args.blocks, args.steps, num_processes=NUM_STAGES)
     gain, foreseen = show(report, blocks, {name: predicted_s(each) for name, each in evaluations.items()})
     error = gain / foreseen - 1
-    verdict = "Reached" if abs(error) <= TOLERANCE else "Missed"
-    report.add(f"Goal: within {TOLERANCE:.0%} of the prediction. {verdict}: {error:+.1%}.")
+    report.goal(f"within {TOLERANCE:.0%} of the prediction", abs(error) <= TOLERANCE, f"{error:+.1%}")
     return report
 
 

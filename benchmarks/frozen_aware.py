@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> Report:
     measured = launch(measure_real, config, plans, batch, args.blocks, args.steps, num_processes=2)
     gain, _ = show(report, measured["blocks"], plans, predicted)
     report.add(f"Loss and norm of the gradient: {measured['results']}.")
-    report.add(f"Goal: at least {GAIN}. {'Reached' if gain.median >= GAIN else 'Missed'}: {gain.median:.3f}.")
+    report.goal(f"at least {GAIN}", gain.median >= GAIN, f"{gain.median:.3f}")
 
     report.add(f"## {NUM_RANKS} ranks, computation emulated")
     problem = problem_with(config, batch, args.costs, num_devices=NUM_RANKS, num_cores=None)
@@ -132,8 +132,7 @@ def main(arguments: list[str] | None = None) -> Report:
     blocks = measure_emulated(evaluations, batch, num_blocks=args.blocks, steps_per_block=args.steps)
     gain, foreseen = show(report, blocks, plans, {name: predicted_s(e) for name, e in evaluations.items()})
     error = gain.median / foreseen - 1
-    verdict = "Reached" if abs(error) <= TOLERANCE else "Missed"
-    report.add(f"Goal: within {TOLERANCE:.0%} of the prediction. {verdict}: {error:+.1%}.")
+    report.goal(f"within {TOLERANCE:.0%} of the prediction", abs(error) <= TOLERANCE, f"{error:+.1%}")
     return report
 
 

@@ -37,6 +37,21 @@ def plan_of(problem: PlanningProblem, replicas: Mapping[str, Sequence[Placed]], 
     )
 
 
+def language_model_plan(
+    bounds: Sequence[int], ranks: Sequence[int], *, num_microbatches: int, schedule: str = "1f1b"
+) -> Plan:
+    """A trainable language model alone. `bounds`: of its stages' layers; `ranks`: one for each stage."""
+    stages = tuple(Stage(layers=layers, ranks=(rank,)) for rank, layers in zip(ranks, pairwise(bounds), strict=True))
+    module = ModulePlan(
+        kind="language_model",
+        num_layers=bounds[-1],
+        replicas=(Replica(stages=stages),),
+        trainable=((0, bounds[-1]),),
+        loss_weight=1.0,
+    )
+    return Plan(modules={"language_model": module}, edges=(), num_microbatches=num_microbatches, schedule=schedule)
+
+
 def chain_plan(
     problem: PlanningProblem,
     *,

@@ -180,10 +180,9 @@ def main(arguments: list[str] | None = None) -> Report:
     ]
     report.table(columns, rows)
     median, worst = statistics.median(errors), max(errors)
-    report.add(
-        f"Error of the prediction: median {median:.1%}, worst {worst:.1%}. Goal: median at most {MEDIAN_LIMIT:.0%}, "
-        f"none over {WORST_LIMIT:.0%}. {'Reached' if median <= MEDIAN_LIMIT and worst <= WORST_LIMIT else 'Missed'}."
-    )
+    report.add(f"Error of the prediction: median {median:.1%}, worst {worst:.1%}.")
+    goal = f"median at most {MEDIAN_LIMIT:.0%}, none over {WORST_LIMIT:.0%}"
+    report.goal(goal, median <= MEDIAN_LIMIT and worst <= WORST_LIMIT)
     return report
 
 

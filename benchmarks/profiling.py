@@ -8,11 +8,11 @@ import torch.distributed as dist
 from workloads import SyntheticBatch
 
 from motet.cluster import cpu_cluster
-from motet.config import LANGUAGE_MODEL, RunConfig
+from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiler import ProfiledModule, ProfileOptions, profile
 from motet.models.stage import StageModule
-from motet.plan import LayerRange
+from motet.plan import LANGUAGE_MODEL, LayerRange
 from motet.planner.from_run_file import edges_between, planning_problem, read_workloads
 from motet.planner.problem import PlanningProblem
 from motet.runtime.assembly import build_stage

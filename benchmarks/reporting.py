@@ -25,6 +25,10 @@ class Report:
     def add(self, text: str) -> None:
         self._parts.append(text)
 
+    def goal(self, what: str, is_reached: bool, measured: str = "") -> None:
+        """`measured`: the figure that decides, where it does not stand before."""
+        self.add(f"Goal: {what}. {'Reached' if is_reached else 'Missed'}{measured and ': '}{measured}.")
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         lines = [columns, ["---"] * len(columns), *rows]
         self._parts.append("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))

@@ -16,17 +16,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from emulated import expectation
+from layouts import language_model_plan
 from measuring import measure_in_turn, ratio, seconds
 from reporting import Report
 from workloads import SyntheticBatch, llama_config
 
 from motet.config import RunConfig
-from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem
 from motet.runtime.assembly import build_engine
@@ -48,15 +48,7 @@ def plan_of(schedule: str, num_blocks: int, num_microbatches: int) -> Plan:
     ranks = SCHEDULES[schedule]
     num_layers = num_blocks + 2
     bounds = [0, *(1 + num_blocks * s // len(ranks) for s in range(1, len(ranks))), num_layers]
-    stages = tuple(Stage(layers=layers, ranks=(rank,)) for rank, layers in zip(ranks, pairwise(bounds), strict=True))
-    module = ModulePlan(
-        kind="language_model",
-        num_layers=num_layers,
-        replicas=(Replica(stages=stages),),
-        trainable=((0, num_layers),),
-        loss_weight=1.0,
-    )
-    return Plan(modules={NAME: module}, edges=(), num_microbatches=num_microbatches, schedule=schedule)
+    return language_model_plan(bounds, ranks, num_microbatches=num_microbatches, schedule=schedule)
 
 
 def busy_s(timeline: Timeline) -> float:
@@ -197,8 +189,7 @@ def main(arguments: list[str] | None = None) -> Report:
     report.add(f"Loss and norm of the gradient: {result['loss and norm']}.")
     for name in list(SCHEDULES)[1:]:
         measured = ratio(idle, name, "1f1b").median
-        verdict = "reached" if measured < 1 else "missed"
-        report.add(f"Goal: {name} is idle for less time than 1F1B. {verdict}: {measured:.3f} of its.")
+        report.goal(f"{name} is idle for less time than 1F1B", measured < 1, f"{measured:.3f} of its")
     return report
 
 

@@ -22,6 +22,9 @@ DEFAULT_ASSIGNMENT = "contiguous"
 
 ModuleKind = Literal["encoder", "language_model", "generator", "tower", "loss"]
 
+LANGUAGE_MODEL = "language_model"
+"""What the language model is called among the modules; encoders and towers have names of the user's."""
+
 CONTRASTIVE = "contrastive"
 """What the contrastive loss is called among the modules."""
 

@@ -124,7 +124,7 @@ def test_every_policy_is_compared(tmp_path):
     text = text_of(attention_distribution.main(sizes), tmp_path)
     for policy in attention_distribution.POLICIES:
         assert f" {policy} |" in text
-    assert re.search(r"in every draw: (reached|missed), 1\.\d+\.", text)
+    assert re.search(r"in every draw\. (Reached|Missed): 1\.\d+\.", text)
     assert len(re.findall(r"^\| packed documents, causal \|", text, flags=re.MULTILINE)) == 3
 
 

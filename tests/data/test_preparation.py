@@ -11,8 +11,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 from motet.data.conversations import ConversationExamples
 from motet.data.example import Example, Message
 from motet.data.preparation import Preparation
-from motet.data.sample import Segment
-from motet.data.sample_layout import IGNORED_LABEL
+from motet.data.sample import IGNORED_LABEL, Segment
 from motet.data.tokenizer import CHAT_TEMPLATE, word_level_tokenizer
 from motet.errors import UserError
 

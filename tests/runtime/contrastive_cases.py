@@ -13,11 +13,11 @@ from torch.nn import functional
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.data.sample import Sample, Segment
-from motet.models.contrastive import CONTRASTIVE, ContrastiveLoss, ContrastiveModule
+from motet.models.contrastive import ContrastiveLoss, ContrastiveModule
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
 from motet.models.multimodal import ModalityModule
 from motet.models.token_counts import encoder_segment
-from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
+from motet.plan import CONTRASTIVE, Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.engine import Engine
 from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
 

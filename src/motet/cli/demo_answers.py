@@ -6,12 +6,13 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from motet.config import LANGUAGE_MODEL, RunConfig
+from motet.config import RunConfig
 from motet.data.dial_a_digit import QUESTIONS, DialADigitExamples, Dialled
 from motet.data.example import Modality
 from motet.data.run_file import open_data
 from motet.data.scoring import Accuracy, accuracy
 from motet.models.generation import Prompt, generate_answers
+from motet.plan import LANGUAGE_MODEL
 
 MAX_NEW_TOKENS = 12
 """More than any answer has: a digit is a token, and a sum has at most three."""

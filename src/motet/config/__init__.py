@@ -20,10 +20,8 @@ from motet.config.model_section import (
 from motet.config.parallel_section import ModuleParallelConfig, ParallelConfig
 from motet.config.reading import load_catalogue, load_run_config, parse_strictly
 from motet.config.schema import CatalogueConfig, ClusterConfig, RunConfig, TrainConfig
-from motet.config.section import LANGUAGE_MODEL
 
 __all__ = [
-    "LANGUAGE_MODEL",
     "CatalogueConfig",
     "ClusterConfig",
     "ContrastiveConfig",

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from motet.config.section import LANGUAGE_MODEL, Count, CountOrNever, PositiveNumber, Section
-from motet.plan import CONTRASTIVE, DECODER
+from motet.config.section import Count, CountOrNever, PositiveNumber, Section
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
 
 
 class TrainableModule(Section):

@@ -18,7 +18,8 @@ from motet.config.data_section import (
 )
 from motet.config.model_section import ModelConfig
 from motet.config.parallel_section import ParallelConfig
-from motet.config.section import LANGUAGE_MODEL, Count, CountOrNever, Fraction, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
+from motet.plan import LANGUAGE_MODEL
 
 
 class DeviceConfig(Section):

@@ -4,9 +4,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LANGUAGE_MODEL = "language_model"
-"""The name of the language model among the modules; the encoders have names of the user's."""
-
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 CountOrNever = Annotated[int, Field(ge=0)]

@@ -6,14 +6,14 @@ and moving it. That is never less than the roofline (`motet.costs.speeds.kernel_
 where both take equally long; kernels come near neither peak there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 
 from motet.cluster import Cluster
 from motet.costs.collectives import collective_terms
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic, total
-from motet.costs.kernels import KernelShape, layer_kernels, total_flops
+from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels, total_flops
 from motet.costs.speeds import Speeds, default_speeds
 from motet.workload import LayerShape, ModuleWorkload
 
@@ -23,14 +23,19 @@ ELEMENT_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "
 
 def layer_flops(layer: LayerShape) -> LayerCost:
     """Like a layer's cost, but in FLOPs instead of seconds."""
-    kernels = layer_kernels(layer)
-    forward = total_flops(kernels.forward)
+    return _cost_of(layer, layer_kernels(layer), total_flops)
+
+
+def _cost_of(
+    layer: LayerShape, kernels: LayerKernels, total_of: Callable[[Iterable[KernelShape]], Quadratic]
+) -> LayerCost:
+    forward = total_of(kernels.forward)
     return LayerCost(
         forward=forward,
         forward_without_graph=forward,
-        input_gradient=Quadratic() if layer.part == "embed" else total_flops(kernels.input_gradient),
-        weight_gradient=total_flops(kernels.weight_gradient),
-        weight_gradient_alone=total_flops(kernels.weight_gradient_alone),
+        input_gradient=Quadratic() if layer.part == "embed" else total_of(kernels.input_gradient),
+        weight_gradient=total_of(kernels.weight_gradient),
+        weight_gradient_alone=total_of(kernels.weight_gradient_alone),
     )
 
 
@@ -73,14 +78,7 @@ class AnalyticCosts:
         def seconds(shapes: Iterable[KernelShape]) -> Quadratic:
             return total(self.kernel(shape, tp_size=tp_size) for shape in shapes)
 
-        forward = seconds(kernels.forward)
-        return LayerCost(
-            forward=forward,
-            forward_without_graph=forward,
-            input_gradient=Quadratic() if layer.part == "embed" else seconds(kernels.input_gradient),
-            weight_gradient=seconds(kernels.weight_gradient),
-            weight_gradient_alone=seconds(kernels.weight_gradient_alone),
-        )
+        return _cost_of(layer, kernels, seconds)
 
 
 def analytic_table(

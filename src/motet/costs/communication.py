@@ -10,7 +10,7 @@ from motet.costs.collectives import collective_terms
 from motet.costs.cost_model import CostTable, LinkCost
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are summed in flat buckets of this size; each pays the latency."""
+"""Gradients are summed in flat buckets of this size (a larger parameter has one of its own); each pays the latency."""
 
 
 def message_seconds(table: CostTable, cluster: Cluster, sender: int, receiver: int, num_bytes: float) -> float:

@@ -4,12 +4,12 @@ on."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from motet.config import LANGUAGE_MODEL, DescribedConfig, RunConfig
+from motet.config import DescribedConfig, RunConfig
 from motet.config.data_section import DescribedImagesConfig, DescribedSoundsConfig
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.models.token_counts import config_value, encoder_segment, grid_of, reads_text
-from motet.plan import CONTRASTIVE, DECODER
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
 from motet.schedule.batch_sync import pairs_of
 from motet.workload import ModuleWorkload
 

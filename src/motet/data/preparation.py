@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.config import LANGUAGE_MODEL
 from motet.data.encoder_input import EncoderInput
 from motet.data.example import Example
 from motet.data.sample_layout import SampleLayouts
 from motet.errors import UserError
+from motet.plan import LANGUAGE_MODEL
 
 
 @dataclass(frozen=True, eq=False)

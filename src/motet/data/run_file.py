@@ -10,7 +10,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from motet.config import (
-    LANGUAGE_MODEL,
     ConversationsConfig,
     DescribedConfig,
     DialADigitConfig,
@@ -38,7 +37,7 @@ from motet.data.tower_layouts import CaptionLayout, TextLayout
 from motet.data.tower_preparation import TowerPreparation
 from motet.errors import UserError
 from motet.models.token_counts import modality_of, reads_text
-from motet.plan import DECODER
+from motet.plan import DECODER, LANGUAGE_MODEL
 from motet.planner.from_run_file import read_workloads
 from motet.workload import ModuleWorkload
 

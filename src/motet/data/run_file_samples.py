@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from motet.config import (
-    LANGUAGE_MODEL,
     ConversationsConfig,
     DescribedConfig,
     DialADigitConfig,
@@ -38,6 +37,7 @@ from motet.data.tokenizer import plain_word_level_tokenizer
 from motet.data.tower_layouts import TowerLayouts
 from motet.errors import UserError
 from motet.models.token_counts import modality_of
+from motet.plan import LANGUAGE_MODEL
 from motet.planner.from_run_file import read_workloads
 from motet.workload import ModuleWorkload
 

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+IGNORED_LABEL = -100
+"""Of tokens without a loss, as in transformers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

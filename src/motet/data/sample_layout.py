@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
-from motet.config import LANGUAGE_MODEL
 from motet.data.chat import check_tokenizer, tokenize_conversation, tokenize_prompt
 from motet.data.encoder_layout import EncoderLayout
 from motet.data.example import PLACEHOLDERS, Example, Message
-from motet.data.sample import Sample, Segment
+from motet.data.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
-
-IGNORED_LABEL = -100
+from motet.plan import LANGUAGE_MODEL
 
 EncoderLayouts = Mapping[str, tuple[Segment, ...]]
 """By encoder, one segment for each image or clip."""

@@ -12,7 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from motet.models.language_models import IGNORED_LABEL, CausalPaths, is_tied, next_labels, num_causal_layers
+from motet.data.sample import IGNORED_LABEL
+from motet.models.language_models import CausalPaths, is_tied, next_labels, num_causal_layers
 from motet.models.merge import SequenceLayout
 from motet.models.stage import keep_frozen_in_eval_mode
 from motet.plan import LayerRange

@@ -28,16 +28,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motet.data.sample import Sample, Segment
+from motet.data.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
 from motet.models.dict_items import TEXT_KEYS, Items, described, read_items, tensors_of_encoders
 from motet.models.projector import PROJECTORS
+from motet.plan import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from motet.models.multimodal import ModalityModule, MultimodalModule
-
-LANGUAGE_MODEL = "language_model"
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from motet.attention.rules import rule_of_family
-from motet.config import LANGUAGE_MODEL, ModelConfig
+from motet.config import ModelConfig
 from motet.errors import UserError
 from motet.models.encoders import ENCODER_FAMILIES
 from motet.models.export_readme import export_readme
@@ -45,6 +45,7 @@ from motet.models.materialize import read_part_config
 from motet.models.multimodal import Merge, ModalityModule, MultimodalModule
 from motet.models.projector import PROJECTORS
 from motet.models.token_counts import FeatureSelect
+from motet.plan import LANGUAGE_MODEL
 
 MANIFEST = "motet.json"
 OWN_PROJECTOR = "own"

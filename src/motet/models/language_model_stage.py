@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from motet.attention.context_parallel import ContextParallel
 from motet.attention.layout import Document
 from motet.attention.shares import Rows, rule_of_text, tokens_of_members
-from motet.data.sample import Sample
+from motet.data.sample import IGNORED_LABEL, Sample
 from motet.errors import UserError
 from motet.models.causal_stage import CausalStage, labels_of, token_ids
 from motet.models.context_sequence import (
@@ -32,7 +32,6 @@ from motet.models.context_sequence import (
     set_attention,
 )
 from motet.models.language_models import (
-    IGNORED_LABEL,
     LANGUAGE_MODEL_PATHS,
     base_model,
     cross_attention_layers,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED_LABEL = -100
+from motet.data.sample import IGNORED_LABEL
 
 LANGUAGE_MODELS: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

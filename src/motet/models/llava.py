@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PretrainedConfig
 
-from motet.config import LANGUAGE_MODEL
 from motet.errors import UserError
 from motet.models.families import model_class_of
 from motet.models.hf_io import (
@@ -32,6 +31,7 @@ from motet.models.hf_weights import MAX_SHARD_SIZE, RenamedTensors, save_part
 from motet.models.multimodal import ModalityModule, MultimodalModule
 from motet.models.projector import MlpProjector
 from motet.models.token_counts import FeatureSelect, token_counts
+from motet.plan import LANGUAGE_MODEL
 
 HAS_CLASS_TOKEN = {"clip_vision_model": True, "dinov2": True, "siglip_vision_model": False, "pixtral": False}
 """By family of vision encoder that LLaVA runs as motet does."""

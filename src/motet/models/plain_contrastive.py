@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from motet.data.batch import Batch
+from motet.data.sample import IGNORED_LABEL
 
 
 def plain_contrastive_loss(
@@ -61,8 +62,10 @@ def plain_caption_loss(tower: Any, decoder: Any, batch: Batch, *, reads: str, na
         text = batch.features(name, i)
         logits = decoder(input_ids=text["input_ids"][None], encoder_hidden_states=states, use_cache=False).logits[0]
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        total = total + functional.cross_entropy(wide[:-1], text["labels"][1:], ignore_index=-100, reduction="sum")
-        count += int((text["labels"][1:] != -100).sum())
+        total = total + functional.cross_entropy(
+            wide[:-1], text["labels"][1:], ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+        count += int((text["labels"][1:] != IGNORED_LABEL).sum())
     return torch.as_tensor(total) / max(1, count)
 
 

@@ -14,10 +14,8 @@ from torch.nn.functional import cross_entropy
 from motet.attention.layout import Document
 from motet.attention.own_masks import OwnRule, mask_of_documents, rule_named
 from motet.data.batch import Batch
-from motet.data.sample import Sample, Segment
+from motet.data.sample import IGNORED_LABEL, Sample, Segment
 from motet.models.plain import plain_encoder_output
-
-IGNORED_LABEL = -100
 
 
 def plain_loss(

@@ -14,11 +14,9 @@ from motet.models.language_models import cross_attention_layers, is_tied, num_la
 from motet.models.multimodal import ModalityModule, MultimodalModule
 from motet.models.projector import PROJECTORS, projected_size
 from motet.models.token_counts import encoder_segment
-from motet.plan import DECODER, Edge, LayerRange
+from motet.plan import DECODER, LANGUAGE_MODEL, Edge, LayerRange
 from motet.workload import LayerShape, Linear, ModuleWorkload, module_workload, with_projector
 from motet.workload_decoders import decoder_workload
-
-LANGUAGE_MODEL = "language_model"
 
 TYPICAL_TEXT_TOKENS = 256
 """Of the sample that stages are balanced for, beside what encoders put into its sequence; half of them carry loss."""

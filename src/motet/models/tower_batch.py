@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motet.data.sample import Sample, Segment
+from motet.data.sample import IGNORED_LABEL, Sample, Segment
 from motet.data.tower_layouts import LEGACY_END
 from motet.errors import UserError
-from motet.models.dict_batch import IGNORED_LABEL, DictBatch, columns_of, texts_of
+from motet.models.dict_batch import DictBatch, columns_of, texts_of
 from motet.models.dict_items import described
 from motet.models.encoders import family_of
 from motet.models.token_counts import encoder_segment, grid_of, reads_text

@@ -8,7 +8,6 @@ from typing import Any
 from motet.attention.rules import MEDIA_ATTENTION
 from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
-    LANGUAGE_MODEL,
     CatalogueConfig,
     ModuleParallelConfig,
     PartConfig,
@@ -24,7 +23,7 @@ from motet.data.assignment import BatchAssignment
 from motet.data.assignments import assign
 from motet.data.sample import Sample
 from motet.errors import UserError, closest
-from motet.plan import CONTRASTIVE, DECODER, ContextOptions, Edge, LayerRange, Plan
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, ContextOptions, Edge, LayerRange, Plan
 from motet.planner import make_plan
 from motet.planner.check_degrees import SHARED_BY_NONE
 from motet.planner.part_values import read_generator, read_part_values

@@ -279,21 +279,7 @@ def _best_combination(
     problem: OrchestrationProblem, num_microbatches: int, rows: Mapping[str, _Rows], limit: float
 ) -> Orchestration | None:
     """The best of at most `limit` seconds."""
-    by_role: dict[Role, _Rows] = {}
-    # Reductions shorter than what some module needs in any case make no difference, and so keep no row alive.
-    reduce_s = max(float(r.reduce_s.min()) for r in rows.values())
-    rows = {name: replace(r, reduce_s=np.maximum(r.reduce_s, reduce_s)) for name, r in rows.items()}
-    for role in ("encoder", "generator", "language_model"):
-        combined = NOTHING
-        for name, unit in problem.units.items():
-            if unit.role == role:
-                own = rows[name].undominated(counts_stages=role != "encoder")
-                combined = own if combined is NOTHING else combined.beside(own)
-                combined = combined.take(combined.devices <= problem.num_devices)
-                if combined.degrees.keys() != own.degrees.keys():
-                    combined = combined.undominated(counts_stages=role != "encoder")
-        by_role[role] = combined
-    encoders, generators, backbone = (by_role[role] for role in ("encoder", "generator", "language_model"))
+    encoders, generators, backbone = _by_role(problem, rows)
     if not (len(encoders) and len(generators) and len(backbone)):
         return None
     around = _around(encoders, generators)
@@ -324,6 +310,26 @@ def _best_combination(
     }
     degrees = {name: UnitDegrees(*(int(size) for size in chosen[name])) for name in problem.units}
     return Orchestration(degrees=degrees, num_microbatches=num_microbatches, iteration_s=best[0])
+
+
+def _by_role(problem: OrchestrationProblem, rows: Mapping[str, _Rows]) -> tuple[_Rows, _Rows, _Rows]:
+    """What all encoders together may take, all generators, and the language model: rows that nothing dominates."""
+    # Reductions shorter than what some module needs in any case make no difference, and so keep no row alive.
+    reduce_s = max(float(r.reduce_s.min()) for r in rows.values())
+    rows = {name: replace(r, reduce_s=np.maximum(r.reduce_s, reduce_s)) for name, r in rows.items()}
+
+    def combined(role: Role) -> _Rows:
+        together = NOTHING
+        for name, unit in problem.units.items():
+            if unit.role == role:
+                own = rows[name].undominated(counts_stages=role != "encoder")
+                together = own if together is NOTHING else together.beside(own)
+                together = together.take(together.devices <= problem.num_devices)
+                if together.degrees.keys() != own.degrees.keys():
+                    together = together.undominated(counts_stages=role != "encoder")
+        return together
+
+    return combined("encoder"), combined("generator"), combined("language_model")
 
 
 def _around(encoders: _Rows, generators: _Rows) -> _Rows:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from motet.attention.rules import rule_of_family
-from motet.config import LANGUAGE_MODEL, DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
+from motet.config import DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.models.caption_decoder import CaptionDecoderStage
 from motet.models.contrastive_stage import ContrastiveStage
 from motet.models.encoder_stage import EncoderStage, num_encoder_layers
@@ -19,7 +19,7 @@ from motet.models.materialize import layer_seed, materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stage import StageModule
 from motet.models.stored_towers import initial_loss, read_projection
-from motet.plan import CONTRASTIVE, DECODER, LayerRange, ModulePlan, Plan, Stage
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, LayerRange, ModulePlan, Plan, Stage
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs, read_workloads
 from motet.planner.towers_from_run_file import feature_width
 from motet.runtime.engine import Engine

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.costs.communication import BUCKET_BYTES
 from motet.runtime.deadline import Deadline
 from motet.runtime.mesh import ReduceGroup
-
-BUCKET_BYTES = 25 * 2**20
-"""A larger parameter has a bucket of its own."""
 
 Copies = tuple[nn.Parameter, ...]
 """The local copies of one parameter: one, or those of a module that this rank holds several times."""

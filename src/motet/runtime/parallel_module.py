@@ -34,13 +34,12 @@ from motet.models.encoder_stage import EncoderStage
 from motet.models.language_model_stage import LanguageModelStage
 from motet.models.multimodal import ModalityModule, MultimodalModule
 from motet.models.structure import (
-    LANGUAGE_MODEL,
     ModuleStructure,
     module_edges,
     module_structures,
     typical_sample,
 )
-from motet.plan import ContextOptions, ModulePlan, Plan, Stage
+from motet.plan import LANGUAGE_MODEL, ContextOptions, ModulePlan, Plan, Stage
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.runtime.engine import Engine

@@ -5,12 +5,12 @@ import sys
 
 import torch.distributed as dist
 
-from motet.config import LANGUAGE_MODEL, RunConfig
+from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiler import ProfiledModule, ProfileOptions, profile
 from motet.data.batch import Batch
 from motet.models.stage import StageModule
-from motet.plan import DECODER, LayerRange
+from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange
 from motet.planner.from_run_file import edges_between, read_workloads
 from motet.planner.towers_from_run_file import tower_edges
 from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_stage, pick_device

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.config import LANGUAGE_MODEL
 from motet.data.batch import Batch
 from motet.models.multimodal import ModalityModule
 from motet.models.plain_multimodal import plain_loss
+from motet.plan import LANGUAGE_MODEL
 from motet.runtime.comparison import Comparison, LossAndGradients, References, compare
 from motet.runtime.engine import Engine
 from motet.runtime.float64 import float64_throughout

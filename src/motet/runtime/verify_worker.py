@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from motet.config import LANGUAGE_MODEL, RunConfig
+from motet.config import RunConfig
 from motet.data.batch import Batch
 from motet.data.loader import Loader
 from motet.data.preprocessing.producer import InProcess
@@ -18,7 +18,7 @@ from motet.models.families import model_class_of
 from motet.models.materialize import default_dtype, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.plain_contrastive import plain_caption_loss, plain_contrastive_loss
-from motet.plan import CONTRASTIVE, DECODER, Plan
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Plan
 from motet.planner.from_run_file import read_workloads
 from motet.planner.towers_from_run_file import feature_width
 from motet.runtime.assembly import (

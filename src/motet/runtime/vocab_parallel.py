@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
+from motet.data.sample import IGNORED_LABEL
 from motet.runtime.tensor_collectives import TensorParallel, all_reduce, copy_to_group, reduce_from_group
-
-IGNORED_LABEL = -100
 
 
 def shard_embedding(embedding: nn.Embedding, tp: TensorParallel) -> None:

@@ -6,8 +6,8 @@ are written; what the files hold, only servers know, and they are compared with 
 
 from typing import Any
 
-from motet.config import LANGUAGE_MODEL, PartConfig, RunConfig
-from motet.plan import DECODER
+from motet.config import PartConfig, RunConfig
+from motet.plan import DECODER, LANGUAGE_MODEL
 
 HOW_IT_IS_DONE = {
     "workers",
