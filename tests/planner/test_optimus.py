@@ -51,6 +51,31 @@ def test_every_schedule_is_valid(llm, encoder, frozen):
     assert len(plan.modules["vision"].replicas) == llm.dp * encoder.pipelines(llm)
 
 
+@pytest.mark.parametrize("llm", [LlmLayout(dp=4, pp=2, tp=1), LlmLayout(dp=4, pp=1, tp=2)])
+def test_states_that_several_replicas_keep_count(llm):
+    """Where nodes may fail, ZeRO-1 leaves each state with several replicas."""
+
+    def bytes_with(num_keepers: int) -> tuple[list[int], list[int], float]:
+        problem = problem_with(num_devices=8, frozen=(), dp_sizes=(4,))
+        problem = replace(problem, memory=replace(problem.memory, zero1=True, state_copies=num_keepers))
+        side = LlmSide(problem, llm)
+        solution = side.solve(EncoderLayout(pp=1, tp=1), side.timeline())
+        peaks = evaluate(problem, plan_of(solution)).result.peak_memory_bytes
+        return (
+            [need for need in solution.needed_bytes for _ in range(llm.tp)],
+            peaks[: llm.pp * llm.tp],
+            side._collectives()[0],
+        )
+
+    needed, peaks, gather_s = zip(*(bytes_with(n) for n in (1, 2, 4)), strict=True)
+    for more in (1, 2):
+        added = [a - b for a, b in zip(needed[more], needed[0], strict=True)]
+        assert added == pytest.approx([a - b for a, b in zip(peaks[more], peaks[0], strict=True)], abs=100)
+        assert min(added) > 1000
+    assert gather_s[1] == pytest.approx(gather_s[0] * 2 / 3)
+    assert gather_s[2] == 0 < gather_s[0]
+
+
 def test_every_sample_goes_through_its_pipeline_once():
     problem = problem_with(num_microbatches=4)
     solution = solutions(problem)[0]

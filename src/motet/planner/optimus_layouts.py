@@ -236,7 +236,11 @@ class LlmSide:
             for stages in self._stages_of_places()
         )
         seconds = self._all_reduce_s(self.layout.dp, self.layout.pp * self.layout.tp, most)
-        return (seconds / 2, seconds / 2) if self.problem.memory.zero1 else (0.0, seconds)
+        if not self.problem.memory.zero1:
+            return 0.0, seconds
+        # Of the replicas, those that keep a state need no new parameters, but the whole gradient.
+        lacking = (self.layout.dp - self.problem.memory.num_keepers(self.layout.dp)) / max(1, self.layout.dp - 1)
+        return lacking * seconds / 2, (1 - lacking / 2) * seconds
 
     def _encoder_reduction_s(self, encoder: EncoderLayout) -> float:
         seconds = 0.0
