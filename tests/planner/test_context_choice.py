@@ -1,11 +1,16 @@
 """Context parallelism as a degree that `auto` chooses, and what layouts with it cost."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
 from small_problem import sample, small_problem
 
+from motet.attention.backends import check_backend
+from motet.cli.typical_batch import read_samples
 from motet.cluster import cluster_from_dict
+from motet.config import RunConfig, parse_strictly
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
@@ -15,6 +20,7 @@ from motet.planner.auto import NOT_TRIED, choose
 from motet.planner.auto_layouts import own_layouts
 from motet.planner.degrees import cp_sizes
 from motet.planner.evaluate import evaluate
+from motet.planner.from_run_file import planning_problem
 from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.layout_costs import LayoutCosts
@@ -83,6 +89,20 @@ def test_the_limits_hold():
         make_plan(problem, "cornstarch")
     with pytest.raises(UserError, match=r"parallel.limits.cp: no layout on 8 devices .* of 16; allow 1 too"):
         choose(text_problem(words=8192, num_samples=8, allowed=(16,)))
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 128), (96, 128), (128, 128), (160, 64), (256, 64)])
+def test_blocks_are_such_that_kernels_take_the_heads(head_dim, block_size):
+    values = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": head_dim}
+    document = {
+        "model": {"language_model": {"config": "Gemma3TextConfig", "values": values}},
+        "data": {"kind": "described", "text_tokens": 8192, "num_train": 8},
+        "parallel": {"planner": "auto", "limits": {"cp": [1, 2]}},
+    }
+    config = parse_strictly(RunConfig, json.dumps(document), "run")
+    context = planning_problem(config, read_samples(config)).modules[LM].context
+    assert context.block_size == block_size
+    check_backend(torch.device("cuda"), "triton", block_size=block_size, head_dim=head_dim)
 
 
 def test_a_share_is_at_least_a_block():

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from motet.attention.blocks import most_block_tokens
 from motet.attention.kernels.device_mask import DeviceMask
 from motet.attention.reference import dense_attention
 from motet.errors import UserError
@@ -18,9 +19,6 @@ BackendName = Literal["auto", "triton", "flex", "dense"]
 
 MOST_HEAD_DIM = 256
 """Of kernels on a GPU."""
-MOST_BLOCK_ELEMENTS = 128 * 128
-"""Of a block, tokens x head dimension: what is held of one does not fit into a GPU's shared memory beyond
-(`benchmarks/attention_kernel_resources.py`)."""
 
 Saved = tuple[Tensor, ...]
 """What a forward leaves for its backward beside inputs and output."""
@@ -147,11 +145,11 @@ def check_backend(device: torch.device, name: BackendName, *, block_size: int, h
             f"parallel: heads of {head_dim} are too wide for kernels (at most {MOST_HEAD_DIM}); give context.backend: "
             "dense"
         )
-    dim = 1 << (head_dim - 1).bit_length()
-    if isinstance(backend, TritonBackend) and block_size * dim > MOST_BLOCK_ELEMENTS:
+    most = most_block_tokens(head_dim)
+    if isinstance(backend, TritonBackend) and block_size > most:
         raise UserError(
             f"parallel: context.block_size is {block_size}, too many tokens for kernels with heads of {head_dim}; give "
-            f"{MOST_BLOCK_ELEMENTS // dim}"
+            f"{most}"
         )
 
 

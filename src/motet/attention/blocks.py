@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from motet.attention.interval_mask import Bool, Int32, IntervalMask, UInt64
 
 BLOCK_SIZE = 128
+MOST_BLOCK_ELEMENTS = 128 * 128
+"""Of a block, tokens x head dimension: what is held of one does not fit into a GPU's shared memory beyond
+(`benchmarks/attention_kernel_resources.py`)."""
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Int64 = NDArray[np.int64]
 Integers = NDArray[np.integer]
@@ -31,6 +34,11 @@ _ROWS_AT_A_TIME = 256
 """Of a block map: 8 bytes a tile are needed while they are written."""
 _FEW = 16
 """Keys that are fewer than the tokens by this factor are searched for, instead of counting through all tokens."""
+
+
+def most_block_tokens(head_dim: int) -> int:
+    """Of a block for kernels on a GPU, which hold heads in powers of two."""
+    return MOST_BLOCK_ELEMENTS // (1 << (head_dim - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,13 +27,14 @@ from motet.plan import Plan
 from motet.planner.auto_layouts import PLANNER, knows_sequence_parallelism, own_layouts
 from motet.planner.auto_towers import search_towers
 from motet.planner.bound_and_simulate import best_layout, rank, within_memory
+from motet.planner.check_degrees import check_degrees
 from motet.planner.degrees import check_limits, cp_sizes
 from motet.planner.device_counts import device_counts
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
 from motet.planner.explicit import Placement
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import language_model
-from motet.planner.problem import PlanningProblem, TooSlowError
+from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -175,13 +176,20 @@ def _seconds(evaluation: Evaluation) -> float:
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
-    backbone = problem.modules[language_model(problem)]
+    name = language_model(problem)
+    backbone = problem.modules[name]
     if 1 not in backbone.cp_sizes and placement is not None:
         return (
             f"parallel.placement: who puts encoders {placement} chooses no context parallelism, but "
             f"parallel.limits.cp is {list(backbone.cp_sizes)}; allow 1 too, or leave placement out"
         )
     if 1 not in backbone.cp_sizes:
+        least = Degrees(cp=min(backbone.cp_sizes), dp=min(problem.dp_sizes), context=backbone.context)
+        try:
+            check_degrees(problem, name, least)
+        except UserError as error:
+            why, *_ = str(error).removeprefix("parallel: ").split(";")
+            return f"parallel.limits.cp: {why}; allow 1 too, or give longer samples or fewer microbatches"
         return (
             f"parallel.limits.cp: no layout on {problem.num_devices} devices has context parallelism of "
             f"{' or '.join(map(str, backbone.cp_sizes))}; allow 1 too, or smaller sizes"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from motet.attention.blocks import BLOCK_SIZE, most_block_tokens
 from motet.attention.rules import MEDIA_ATTENTION
 from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
@@ -153,7 +154,13 @@ def _media_attention(config: RunConfig, language_model: ModuleWorkload) -> str:
 
 
 def _context(config: RunConfig, language_model: ModuleWorkload) -> ContextOptions:
-    return ContextOptions(media_attention=_media_attention(config, language_model))
+    """Of planners that choose context parallelism: blocks are such that kernels can take its heads."""
+    widest = max(
+        (layer.attention.head_dim for layer in language_model.layers if layer.attention is not None), default=1
+    )
+    return ContextOptions(
+        block_size=min(BLOCK_SIZE, most_block_tokens(widest)), media_attention=_media_attention(config, language_model)
+    )
 
 
 def _degrees(given: ModuleParallelConfig, media: str) -> Degrees:
