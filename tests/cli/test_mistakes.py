@@ -172,7 +172,7 @@ def test_files_that_are_no_run_files(
         ),
         (
             "parallel={planner: auto, limits: {cp: [2]}}",
-            "parallel.limits.cp: language_model.cp is 2, but microbatches have about 60 tokens, too few for 2 blocks of 1",
+            "parallel.limits.cp: language_model.cp is 2, but microbatches have about 60 tokens, too few for 2 b",
         ),
         ("parallel.limits={tp: []}", r"parallel.limits.tp: is \[\]; give a list of at least 1"),
         ("parallel.limits={dp: []}", r"parallel.limits.dp: is \[\]; give a list of at least 1"),

@@ -155,9 +155,8 @@ def _media_attention(config: RunConfig, language_model: ModuleWorkload) -> str:
 
 def _context(config: RunConfig, language_model: ModuleWorkload) -> ContextOptions:
     """Of planners that choose context parallelism: blocks are such that kernels can take its heads."""
-    widest = max(
-        (layer.attention.head_dim for layer in language_model.layers if layer.attention is not None), default=1
-    )
+    attentions = (layer.attention for layer in language_model.layers if layer.attention is not None)
+    widest = max((attention.head_dim for attention in attentions), default=1)
     return ContextOptions(
         block_size=min(BLOCK_SIZE, most_block_tokens(widest)), media_attention=_media_attention(config, language_model)
     )
