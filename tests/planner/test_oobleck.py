@@ -1,11 +1,13 @@
 """Pipelines from templates as a planner's plan: complete, on nodes of their own, ready for reconfiguration."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from small_problem import VISION, sample, small_problem, with_memory
 
+from motet.costs.iteration import IterationCosts
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
 from motet.plan import ContextOptions, Replica, Stage
@@ -20,6 +22,8 @@ from motet.resilience.pipelines import Template, Templates, nodes_of_pipelines
 from motet.resilience.reconfigure import reconfigure
 from motet.resilience.stage_mapping import map_stages
 from motet.schedule.action import Compute, Kind
+from motet.schedule.lower import Message
+from motet.schedule.routes import Cell
 
 
 def on_nodes(num_nodes: int, devices_per_node: int = 1, *, failures: int = 1, **options: object) -> PlanningProblem:
@@ -161,6 +165,27 @@ def check_costs(problem: PlanningProblem, template: Template, *names: str, fully
             assert saved <= np.mean(of_cells) * (1 + 1e-3)
             if stage.layers[0] == 0:
                 assert saved == pytest.approx(np.mean(of_cells), rel=1e-3)
+            after = stages[number + 1] if number + 1 < len(stages) else template.replicas["language_model"].stages[0]
+            if name != "language_model" and number + 1 == len(stages):
+                # It goes to another node, as there are two.
+                check_messages(costs, chain, cells, stage.layers[1], 0, 4)
+            elif number + 1 < len(stages) and after.cp_size == stage.cp_size:
+                check_messages(costs, chain, cells, stage.layers[1], stage.ranks[-1], after.ranks[0])
+
+
+def check_messages(
+    costs: IterationCosts, chain: ChainCosts, cells: Sequence[Cell], border: int, sender: int, receiver: int
+) -> None:
+    """What the stage of these cells hands on, and gets back: the mean seconds in the simulation."""
+    assert chain.cut_s is not None
+    routes = [route for cell in cells for route in costs.routes.outgoing[cell]]
+    seconds = [
+        costs.message_s(Message(route.source, route.target, back, sender, receiver))
+        for route in routes
+        for back in (False, True)[: 1 + route.carries_gradient]
+    ]
+    expected = chain.cut_s[sender // 4 != receiver // 4][border]
+    assert expected == pytest.approx(sum(seconds) / len(cells), rel=1e-3)
 
 
 @pytest.mark.parametrize("recompute", [(), ("language_model",)])
@@ -248,7 +273,7 @@ def test_templates_that_share_no_tokens_pad_them() -> None:
     """Only stages that share tokens pack samples, so only beside one do stages without cost what packed ones do."""
     problem = on_nodes(6, 4, encoders=("vision",), frozen=())
     samples = tuple(sample(i, sound=False, words=40 if i % 2 else 400) for i in range(len(problem.samples)))
-    slow = replace(problem.cluster.within_node, latency_s=0.5)
+    slow = replace(problem.cluster.within_node, latency_s=0.01)
     problem = replace(problem, samples=samples, cluster=replace(problem.cluster, within_node=slow))
     plain, templates = make_templates(problem), make_templates(shared(problem, 2))
     without = [n for n, t in templates.by_nodes.items() if not t.replicas["language_model"].shares_context]

@@ -12,13 +12,15 @@ otherwise, a stage without context parallelism costs one thing beside stages wit
 without any are mapped apart. An encoder's items stand apart in any case.
 
 Limits: what a stage or an action takes whatever its layers are is not in it, nor what gathering tokens takes between
-stages that share them out otherwise; a microbatch without images exchanges as much as one with them. Fully sharded
-stages have no tensor parallelism; what they gather counts as if each had a block, and a backward if the module has one.
+stages that share them out otherwise: messages are those between equal groups. A microbatch without images exchanges as
+much as one with them. Fully sharded stages have no tensor parallelism; what they gather counts as if each had a block,
+and a backward if the module has one.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from motet.costs.communication import message_seconds
 from motet.costs.memory import RESERVE, gathered_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.errors import UserError
@@ -29,7 +31,7 @@ from motet.planner.layer_bytes import saved_bytes_of_layers, static_bytes_of_lay
 from motet.planner.layer_times import layer_times
 from motet.planner.microbatch_loads import typical_load
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.resilience.mapping_problem import ChainCosts, MappingProblem
+from motet.resilience.mapping_problem import ChainCosts, CutCosts, MappingProblem
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,27 @@ def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> Chain
         static_bytes={tp * cp: _static_bytes(problem, name, tp, sharing) for tp in tps},
         saved_bytes={tp * cp: _saved_bytes(problem, name, tp, sharing) for tp in tps},
         fixed_bytes={tp * cp: _gathered_blocks_bytes(problem, name, cp) for tp in tps} if sharing.is_sharded else None,
+        cut_s=_cut_seconds(problem, name, sharing),
         cp_size=cp,
     )
+
+
+def _cut_seconds(problem: PlanningProblem, name: str, sharing: Sharing) -> CutCosts:
+    """Of the messages from a stage to the next one, and back."""
+    workload, trainable = problem.modules[name].workload, problem.modules[name].trainable_layers
+    load = typical_load(problem, name, problem.failures + 1, cp=sharing.cp_size, packed=sharing.is_packed)
+    outputs = typical_load(problem, name, problem.failures + 1).outputs
+    cuts: tuple[list[float], list[float]] = ([0.0], [0.0])
+    for border in range(1, workload.num_layers + 1):
+        rows, width = workload.boundary(border)
+        num_bytes = (load.tokens if rows == "tokens" else outputs) * width * problem.memory.activation_bytes
+        comes_back = border < workload.num_layers and problem.gradients[name][border].input_gradient
+        comes_back = comes_back or (border == workload.num_layers and any(trainable))
+        is_end = border == workload.num_layers and name in problem.sinks
+        for cut, receiver in zip(cuts, (1, problem.cluster.devices_per_node), strict=True):
+            once_s = message_seconds(problem.table, problem.cluster, 0, receiver, num_bytes)
+            cut.append(0.0 if is_end else (1 + comes_back) * once_s)
+    return CutCosts(*cuts)
 
 
 def _saved_bytes(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:

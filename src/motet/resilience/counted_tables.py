@@ -24,6 +24,8 @@ class CountedTables:
     most_in_flight: int
     stages: dict[tuple[Group, int], StageCosts]
     """By group and number of layers."""
+    last_stages: dict[tuple[Group, int], StageCosts]
+    """Of those that are the last ones on their node."""
     after: list[Floats]
     slowest: list[Floats]
 
@@ -45,16 +47,19 @@ def counted_tables(
 ) -> CountedTables:
     """`limits`: of one interval. `most_in_flight`: the number of microbatches."""
     num_layers, high = segments.num_layers, float(limits.high[0])
-    stages = {
-        (group, length): segments.costs(group, length, limits)
-        for group in segments.by_group
-        if group.size <= devices_per_node
-        for length in range(1, segments.longest(group, high) + 1)
-    }
+    stages, last_stages = (
+        {
+            (group, length): segments.costs(group, length, limits, at_end=at_end)
+            for group in segments.by_group
+            if group.size <= devices_per_node
+            for length in range(1, segments.longest(group, high) + 1)
+        }
+        for at_end in (False, True)
+    )
     nothing = np.full((num_devices + 1, num_layers + 1), INFINITE)
     end = nothing.copy()
     end[-1, -1] = 0.0
-    tables = CountedTables(segments, devices_per_node, most_in_flight, stages, [end], [nothing])
+    tables = CountedTables(segments, devices_per_node, most_in_flight, stages, last_stages, [end], [nothing])
     largest = max((group.size for group, _ in stages), default=0)
     most_layers = max((length for _, length in stages), default=0)
     for number in range(1, min(num_devices, num_layers) + 1):
@@ -65,10 +70,11 @@ def counted_tables(
         for (group, length), costs in stages.items():
             fits = tables.fits(group, length, number)
             if fits.any():
+                last = last_stages[group, length]
                 window = _window(group.size, length, devices, layers, num_devices, num_layers)
-                _lower(after, costs.after, tables.after[-1], fits, window, devices_per_node)
-                _lower(slowest, costs.slowest, tables.after[-1], fits, window, devices_per_node)
-                _lower(slowest, costs.before, tables.slowest[-1], fits, window, devices_per_node)
+                _lower(after, costs.after, last.after, tables.after[-1], fits, window, devices_per_node)
+                _lower(slowest, costs.slowest, last.slowest, tables.after[-1], fits, window, devices_per_node)
+                _lower(slowest, costs.before, last.before, tables.slowest[-1], fits, window, devices_per_node)
         if not (np.isfinite(after).any() or np.isfinite(slowest).any()):
             break
         tables.after.append(after)
@@ -95,11 +101,16 @@ def _window(
     return _Window(size, length, a, max(a, a_end), u, max(u, u_end))
 
 
-def _lower(table: Floats, cost: Floats, rest: Floats, fits: Bools, window: _Window, devices_per_node: int) -> None:
-    """table[a, u] = min(itself, cost[u] + rest[a + size, u + length]) where the stage stays in its node"""
+def _lower(
+    table: Floats, cost: Floats, last_cost: Floats, rest: Floats, fits: Bools, window: _Window, devices_per_node: int
+) -> None:
+    """table[a, u] = min(itself, cost[u] + rest[a + size, u + length]) where the stage stays in its node; `last_cost`:
+    where it ends with it."""
     size, length, a, a_end, u, u_end = window
-    of_stages = np.where(fits, cost[0], INFINITE)[u:u_end]
-    lowered = of_stages[None] + rest[a + size : a_end + size, u + length : u_end + length]
+    behind = rest[a + size : a_end + size, u + length : u_end + length]
+    lowered = np.where(fits, cost[0], INFINITE)[u:u_end] + behind
+    ends = slice((-size - a) % devices_per_node, None, devices_per_node)
+    lowered[ends] = np.where(fits, last_cost[0], INFINITE)[u:u_end] + behind[ends]
     for offset in range(devices_per_node - size + 1, devices_per_node):
         lowered[(offset - a) % devices_per_node :: devices_per_node] = INFINITE
     here = table[a:a_end, u:u_end]
@@ -117,8 +128,10 @@ def trace_counted(tables: CountedTables, first: int, kind: Kind) -> list[tuple[i
         if kind == "slowest":
             options = [("before", tables.slowest, "slowest"), ("slowest", tables.after, "after")]
         found = []
-        for (group, length), costs in tables.stages.items():
+        for group, length in tables.stages:
             size = group.size
+            is_last = (a + size) % tables.devices_per_node == 0
+            costs = (tables.last_stages if is_last else tables.stages)[group, length]
             if a % tables.devices_per_node + size > tables.devices_per_node or u + length > tables.segments.num_layers:
                 continue
             if tables.fits(group, length, number)[u]:

@@ -3,11 +3,22 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from motet.arrays import Floats
 from motet.resilience.node_tables import Group, Segments
+
+
+class CutCosts(NamedTuple):
+    """By the layer before which a stage ends, and for the whole chain's end: seconds until what it has made of one
+    microbatch is where the next stage is, and until the gradients of it are back."""
+
+    within: Sequence[float]
+    """The next stage is on the same node."""
+    between: Sequence[float]
+    """It is on the next one. At the chain's end: the last module may be on another node, as there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +33,8 @@ class ChainCosts:
     """On each of so many devices, for each microbatch in flight."""
     fixed_bytes: Mapping[int, float] | None = None
     """On each of so many devices, whatever layers a stage has; None: nothing."""
+    cut_s: CutCosts | None = None
+    """None: nothing."""
     cp_size: int = 1
     others: tuple["ChainCosts", ...] = ()
     """The same layers' under other context-parallel sizes: each stage may choose."""
@@ -52,11 +65,11 @@ class MappingProblem:
 
 
 def segments_of(
-    problem: MappingProblem, costs: ChainCosts, least_in_flight: int, *, is_on_every_path: bool
+    problem: MappingProblem, costs: ChainCosts, least_in_flight: int, *, num_nodes: int, is_on_every_path: bool
 ) -> Segments:
     """The stages that fit with so many microbatches in flight."""
     num_layers = len(costs.layers)
-    by_group, in_flight = {}, {}
+    by_group, cut_s, in_flight = {}, {}, {}
     for group, of_group in costs.groups():
         # Rounded, so that runs of the same layers at other places take exactly as long.
         table = _rounded(_sums(of_group.seconds[group.size]))
@@ -64,7 +77,10 @@ def segments_of(
         in_flight[group] = in_flight_of(problem, of_group, group.size)
         table[in_flight[group] < least_in_flight] = inf
         by_group[group] = table
-    return Segments(num_layers, by_group, in_flight, is_on_every_path)
+        if of_group.cut_s is not None:
+            last_s = (of_group.cut_s.between if num_nodes > 1 else of_group.cut_s.within)[-1]
+            cut_s[group] = np.array([[*cut[:-1], last_s] for cut in of_group.cut_s])
+    return Segments(num_layers, by_group, in_flight, cut_s, is_on_every_path)
 
 
 def in_flight_of(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:

@@ -65,6 +65,9 @@ class Segments:
     """[u, v]: seconds of the layers [u, v) on such a group, forward and backward; infinite where they do not fit."""
     in_flight: Mapping[Group, Floats]
     """[u, v]: the microbatches that may be in flight for the stage to fit; infinite where nothing is kept of them."""
+    cut_s: Mapping[Group, Floats]
+    """[is the last one on its node, v]: seconds of the fill in which what a stage that ends before v has made, and its
+    gradients, are under way. Of the chain's end both say the same."""
     is_on_every_path: bool = True
     """Else T3 does not count its stages: they cost t wherever k* is."""
 
@@ -77,18 +80,21 @@ class Segments:
         lengths = (self.by_group[group] <= limit).sum(axis=1)
         return int(lengths.max())
 
-    def costs_of_size(self, size: int, length: int, limits: Limits) -> StageCosts:
+    def costs_of_size(self, size: int, length: int, limits: Limits, *, at_end: bool) -> StageCosts:
         """On the best of the groups of so many devices, which for the slowest stage is not always the fastest."""
-        of_groups = [self.costs(group, length, limits) for group in self.groups(size)]
+        of_groups = [self.costs(group, length, limits, at_end=at_end) for group in self.groups(size)]
         if len(of_groups) == 1:
             return of_groups[0]
         return StageCosts(*(np.minimum.reduce(kind) for kind in zip(*of_groups, strict=True)))
 
-    def costs(self, group: Group, length: int, limits: Limits) -> StageCosts:
+    def costs(self, group: Group, length: int, limits: Limits, *, at_end: bool) -> StageCosts:
+        """`at_end`: of stages that are the last ones on their node."""
         seconds = np.diagonal(self.by_group[group], length)[None]
         low, high = limits.low[:, None], limits.high[:, None]
         allowed = seconds <= high
         once = seconds + limits.per_stage * low
+        if group in self.cut_s:
+            once = once + self.cut_s[group][int(at_end), length:]
         twice = once + (seconds - low if self.is_on_every_path else 0.0)
         return StageCosts(
             np.where(allowed, once, INFINITE),
@@ -107,6 +113,8 @@ class NodeTables:
     limits: Limits
     stages: Mapping[int, list[StageCosts]]
     """By size; entry d - 1 is of stages with d layers."""
+    last_stages: Mapping[int, list[StageCosts]]
+    """Of those that are the last ones on their node."""
     before: list[Floats]
     after: list[Floats]
     slowest: list[Floats]
@@ -123,9 +131,15 @@ def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> No
     for group in segments.by_group:
         if group.size <= devices_per_node:
             longest[group.size] = max(longest.get(group.size, 0), segments.longest(group, highest))
-    stages = {
-        size: [segments.costs_of_size(size, d, limits) for d in range(1, end + 1)] for size, end in longest.items()
-    }
+
+    def of_all(*, at_end: bool) -> dict[int, list[StageCosts]]:
+        return {
+            size: [segments.costs_of_size(size, d, limits, at_end=at_end) for d in range(1, end + 1)]
+            for size, end in longest.items()
+        }
+
+    stages = of_all(at_end=False)
+    last_stages = of_all(at_end=True) if segments.cut_s else stages
     width = [0]
     for c in range(1, devices_per_node + 1):
         # So few devices may be fewer than any stage has.
@@ -141,7 +155,7 @@ def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> No
             if size > c:
                 continue
             rest = c - size
-            for length, cost in enumerate(costs, start=1):
+            for length, cost in enumerate(costs if rest else last_stages[size], start=1):
                 _lower(tables[0], length, cost.before, before[rest], width[rest])
                 _lower(tables[1], length, cost.after, after[rest], width[rest])
                 _lower(tables[2], length, cost.slowest, after[rest], width[rest])
@@ -150,7 +164,7 @@ def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> No
         before.append(tables[0])
         after.append(tables[1])
         slowest.append(tables[2])
-    return NodeTables(segments, limits, stages, before, after, slowest)
+    return NodeTables(segments, limits, stages, last_stages, before, after, slowest)
 
 
 def _lower(table: Floats, length: int, cost: Floats, rest: Floats, width: int) -> None:
@@ -312,23 +326,24 @@ def _trace_part(tables: NodeTables, part: int, kind: Kind, u: int, v: int) -> li
             "slowest": [("before", tables.slowest), ("slowest", tables.after)],
         }[kind]
         found = []
-        for size, costs in tables.stages.items():
+        for size in tables.stages:
+            costs = (tables.last_stages if size == part else tables.stages)[size]
             for length, cost in enumerate(costs[: v - u] if size <= part else [], start=1):
                 for stage_kind, rest in options:
                     total = getattr(cost, stage_kind)[0, u] + rest[part - size][0, u + length, v - u - length]
                     found.append((float(total), size, length, stage_kind))
         _, size, length, stage_kind = min(found)
-        stages.append((u, u + length, _best_group(tables, size, length, stage_kind, u)))
+        stages.append((u, u + length, _best_group(tables, size, length, stage_kind, u, at_end=size == part)))
         kind = "after" if stage_kind == "slowest" else kind
         u, part = u + length, part - size
     return stages
 
 
-def _best_group(tables: NodeTables, size: int, length: int, kind: Kind, u: int) -> Group:
+def _best_group(tables: NodeTables, size: int, length: int, kind: Kind, u: int, *, at_end: bool) -> Group:
     """For the stage of this size and length that begins at u."""
 
     def cost(group: Group) -> float:
-        of_kind: Floats = getattr(tables.segments.costs(group, length, tables.limits), kind)
+        of_kind: Floats = getattr(tables.segments.costs(group, length, tables.limits, at_end=at_end), kind)
         return float(of_kind[0, u])
 
     return min(tables.segments.groups(size), key=cost)

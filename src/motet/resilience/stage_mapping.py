@@ -15,6 +15,12 @@ Several modules: encoders on devices of their own, one module after the other in
 node may hold stages of two modules. T1 is then the longest path, and T3 counts the stages that lie on every path: those
 of the last module, which all others enter, and those of the encoder if there is only one.
 
+Messages between stages count in the fill, each way once, by where the cut lies: inside a node or at its end. In the
+further microbatches they are taken to travel while stages compute. 1F1B may wait for them, for up to a message and its
+answer in each microbatch where all stages are equally slow; how much depends on all stages that follow, which is no sum
+over stages (benchmarks/templates.py: how far that is from the simulation). What a stage gathers for another that shares
+out its tokens otherwise depends on both stages' groups, and costs nothing here.
+
 A stage may be on several kinds of groups of one size (tensor and context parallelism); each chooses by itself.
 
 `num_microbatches` None is the thesis' N_b = 4 S. It compares unequal amounts of work (fewer stages, fewer
@@ -23,8 +29,8 @@ formula does not hold; one more than there may be stages is assumed then.
 Memory: a stage keeps what it saves of as many microbatches as 1F1B has in flight there, one for each stage from it to
 the last. The best mapping without regard to that is taken if it fits; else stages are counted (`counted_tables`). An
 encoder's stages must fit with as many in flight as the pipeline can have stages.
-Limits: all devices are used, no stage spans nodes; messages between stages cost nothing; an encoder that enters at a
-later layer (cross-attention) counts as if it entered at the first.
+Limits: all devices are used, no stage spans nodes; an encoder that enters at a later layer (cross-attention) counts as
+if it entered at the first; what encoders hand to the last module goes to another node, if there are several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,6 +118,7 @@ class _Search:
                 problem,
                 costs,
                 1 if name == self.last else self._most_in_flight,
+                num_nodes=num_nodes,
                 is_on_every_path=name == self.last or len(self.encoders) == 1,
             )
             for name, costs in problem.modules.items()
@@ -283,8 +290,12 @@ class _Search:
     def _fill_s(self, stages: Sequence[MappedStage]) -> float:
         """The longest path."""
         sums = dict.fromkeys(self.problem.modules, 0.0)
-        for name, (u, v), _, size, cp_size in stages:
-            sums[name] += float(self.segments[name].by_group[Group(size, cp_size)][u, v])
+        for name, (u, v), first, size, cp_size in stages:
+            segments, group = self.segments[name], Group(size, cp_size)
+            sums[name] += float(segments.by_group[group][u, v])
+            if group in segments.cut_s:
+                is_last = (first + size) % self.problem.devices_per_node == 0
+                sums[name] += float(segments.cut_s[group][int(is_last), v])
         return max((sums[name] for name in self.encoders), default=0.0) + sums[self.last]
 
 
