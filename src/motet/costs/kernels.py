@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.costs.collectives import Collective
-from motet.costs.cost_model import Quadratic
+from motet.costs.cost_model import Quadratic, total
 from motet.costs.load import Load
 from motet.workload import Attention, LayerShape, Linear, Rows
 
@@ -97,11 +97,7 @@ def layer_kernels(
 
 
 def total_flops(kernels: Iterable[KernelShape]) -> Quadratic:
-    result = [0.0] * len(Quadratic._fields)
-    for kernel in kernels:
-        for term, value in enumerate(kernel.flops):
-            result[term] += value
-    return Quadratic(*result)
+    return total(kernel.flops for kernel in kernels)
 
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]

@@ -15,11 +15,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from motet.config import DecoderConfig, LanguageModelConfig, PartConfig, RunConfig
+from motet.config import PartConfig, RunConfig
 from motet.errors import UserError
-from motet.models.families import Kind
 from motet.models.materialize import read_part_config
-from motet.runtime.assembly import part_of, where_of
+from motet.runtime.assembly import kind_of, part_of, where_of
 
 Values = Mapping[str, Any]
 """By key, such as `model.encoders.vision.values.hidden_act`."""
@@ -42,14 +41,8 @@ def computation_of(config: RunConfig) -> dict[str, Any]:
     found = dict(_flat("model", config.model.model_dump(mode="json")))
     for name in config.model.module_names:
         part, where = part_of(config, name), where_of(config, name)
-        found.update(_flat(f"{where}.values", read_part_config(part, _kind_of(part), where=where).to_dict()))
+        found.update(_flat(f"{where}.values", read_part_config(part, kind_of(part), where=where).to_dict()))
     return dict(json.loads(json.dumps(found, default=str)))
-
-
-def _kind_of(part: PartConfig) -> Kind:
-    if isinstance(part, DecoderConfig):
-        return "decoder"
-    return "language_model" if isinstance(part, LanguageModelConfig) else "encoder"
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
