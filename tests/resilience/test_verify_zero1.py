@@ -12,7 +12,8 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from scenario import ScenarioBatch, check, check_drawn
+from one_process import check, check_drawn
+from scenario import ScenarioBatch
 from test_verify_unlike import THREE_TWO_TWO, TWO_BESIDE_ONE, Unlike, pipelines
 from test_verify_unlike import draw as draw_unlike
 

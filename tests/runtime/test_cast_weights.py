@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from distributed import run_distributed
-from scenario import FROZEN, Scenario, ScenarioBatch, check_drawn
+from one_process import check_drawn
+from scenario import FROZEN, Scenario, ScenarioBatch
 from tiny_language_models import tiny_language_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel

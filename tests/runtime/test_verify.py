@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from scenario import PLACEHOLDERS, Scenario, ScenarioBatch, verify
+from one_process import verify
+from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verify import collect_versions, run_references

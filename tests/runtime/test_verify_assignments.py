@@ -6,15 +6,13 @@ modalities.
 """
 
 import os
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
 
 import pytest
-from distributed import run_distributed
-from scenario import FROZEN, Scenario, verify
+from one_process import check_together
+from scenario import FROZEN, Scenario
 
 from motet.data.assignments import ASSIGNMENTS
 
@@ -90,44 +88,26 @@ def no_media(scenario: Scenario) -> bool:
     return scenario.items == "none" or (few and scenario.items != "mixed")
 
 
-def assert_equal_to_one_process(scenarios: Sequence[Scenario]) -> None:
-    by_size: dict[int, list[Scenario]] = defaultdict(list)
-    for scenario in scenarios:
-        by_size[scenario.num_ranks].append(scenario)
-    for num_ranks, group in sorted(by_size.items()):
-        run_distributed(verify_all, num_ranks, group, timeout=120 + 10 * len(group))
-
-
-def verify_all(rank: int, scenarios: Sequence[Scenario]) -> None:
-    for scenario in scenarios:
-        try:
-            comparison = verify(scenario)
-            assert comparison is None or comparison.passed, comparison and comparison.failures
-        except BaseException as error:
-            error.add_note(str(scenario))
-            raise
-
-
 @pytest.mark.slow
 def test_every_assignment_equals_one_process() -> None:
-    assert_equal_to_one_process(ALONE)
+    check_together(ALONE)
 
 
 @pytest.mark.slow
 def test_units_of_unequal_data_parallelism_equal_one_process() -> None:
-    assert_equal_to_one_process(UNITS)
+    check_together(UNITS)
 
 
 @pytest.mark.slow
 def test_some_drawn_combinations_equal_one_process() -> None:
     print(f"MOTET_FUZZ_SEED={SEED}")
-    assert_equal_to_one_process([drawn(i, SEED) for i in range(8)])
+    check_together([drawn(i, SEED) for i in range(8)])
 
 
 @pytest.mark.campaign
 def test_drawn_combinations_equal_one_process() -> None:
     print(f"MOTET_FUZZ_SEED={SEED}")
-    assert_equal_to_one_process([drawn(i, SEED) for i in range(220)])
+    check_together([drawn(i, SEED) for i in range(220)])
 
 
 def test_the_usual_draws_have_all_that_may_meet() -> None:

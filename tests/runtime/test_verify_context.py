@@ -11,7 +11,8 @@ import torch
 from attention import dense_masks
 from attention.dense_masks import dense
 from distributed import run_distributed
-from scenario import FROZEN, Scenario, ScenarioBatch, verify
+from one_process import check_together, verify
+from scenario import FROZEN, Scenario, ScenarioBatch
 
 from motet.attention import context_parallel
 from motet.attention.interval_mask import IntervalMask
@@ -122,16 +123,6 @@ UNLIKE_ENCODERS = [
 members hold none."""
 
 
-def check(scenarios: list[Scenario], dtype: str) -> None:
-    by_size: dict[int, list[Scenario]] = {}
-    for scenario in scenarios:
-        by_size.setdefault(scenario.num_ranks, []).append(replace(scenario, dtype=dtype))
-    for num_ranks, group in by_size.items():
-        comparisons = run_distributed(lambda rank, group=group: [verify(scenario) for scenario in group], num_ranks)[0]
-        for scenario, comparison in zip(group, comparisons, strict=True):
-            assert comparison.passed, f"{scenario}: {comparison.failures}"
-
-
 @pytest.mark.parametrize(
     "scenario",
     [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS],
@@ -141,14 +132,14 @@ def check(scenarios: list[Scenario], dtype: str) -> None:
     ),
 )
 def test_equals_one_process(scenario: Scenario) -> None:
-    check([scenario], "float64")
+    check_together([replace(scenario, dtype="float64")])
 
 
 @pytest.mark.parametrize(
     "options", [{"cp": 2}, {"cp": 2, "cp_method": "ulysses"}, {"media_attention": "own_item"}, {"encoder_cp": 2}]
 )
 def test_bfloat16(options: dict) -> None:
-    check([Scenario(placement="colocated", **options)], "bfloat16")
+    check_together([Scenario(placement="colocated", dtype="bfloat16", **options)])
 
 
 NO_TOKENS = [
@@ -254,4 +245,4 @@ def draw(seed: int) -> Scenario:
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 60))])
 def test_drawn_from_the_product(seed: int) -> None:
-    check([draw(seed)], "float32")
+    check_together([replace(draw(seed), dtype="float32")])

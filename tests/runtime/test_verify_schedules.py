@@ -3,12 +3,11 @@
 Stages are unequal, one encoder is frozen, and the last half of the samples has neither images nor sounds.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from distributed import run_distributed
-from scenario import Scenario, ScenarioBatch, verify
+from one_process import check_together
+from scenario import Scenario, ScenarioBatch
 from split_backwards import split_at_random
 
 from motet.data.assignment import contiguous_assignment
@@ -37,14 +36,6 @@ HALVES = [
     Scenario(llm="phi3", vision="qwen2_5_vl", dp=2, placement="replicated", packing=True, items="half"),
     Scenario(llm="llama", llm_pp=2, placement="colocated", frozen="all but projectors", num_microbatches=3),
 ]
-
-
-def assert_equal_to_one_process(scenarios: Sequence[Scenario], dtype: str) -> None:
-    """All scenarios have one number of ranks, so that processes start once."""
-    group = [replace(scenario, dtype=dtype) for scenario in scenarios]
-    comparisons = run_distributed(lambda rank: [verify(s) for s in group], group[0].num_ranks, timeout=300)[0]
-    for scenario, comparison in zip(group, comparisons, strict=True):
-        assert comparison.passed, f"{scenario}: {comparison.failures}"
 
 
 def test_every_schedule_is_another_one_on_its_plan() -> None:
@@ -77,14 +68,13 @@ def test_every_schedule_is_another_one_on_its_plan() -> None:
 def test_every_schedule_equals_one_process(dtype: str, first: int, step: int) -> None:
     scenarios = [replace(PLANS.get(name, CHAIN), schedule=name) for name in GENERATORS if name not in CONTRASTING]
     assert {scenario.num_ranks for scenario in scenarios} == {4}
-    assert_equal_to_one_process(scenarios[first::step], dtype)
+    check_together([replace(scenario, dtype=dtype) for scenario in scenarios[first::step]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_halves_equal_one_process(num_ranks: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_equal_one_process(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most backwards are cut in two, with their weight halves anywhere after."""
     cut = {name: split_at_random(generator, name) for name, generator in GENERATORS.items()}
     monkeypatch.setattr(program, "GENERATORS", cut)
-    assert_equal_to_one_process([scenario for scenario in HALVES if scenario.num_ranks == num_ranks], dtype)
+    check_together([replace(scenario, dtype=dtype) for scenario in HALVES])

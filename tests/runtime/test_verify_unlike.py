@@ -7,7 +7,8 @@ from functools import partial
 from random import Random
 
 import pytest
-from scenario import FROZEN, Scenario, check, check_drawn
+from one_process import check, check_drawn
+from scenario import FROZEN, Scenario
 
 from motet.config import RunConfig
 from motet.plan import Plan, Replica

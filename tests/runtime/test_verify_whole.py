@@ -9,8 +9,9 @@ import os
 from random import Random
 
 import pytest
+from one_process import check_together
 from scenario import FROZEN, Scenario
-from test_verify_assignments import LONGEST, assert_equal_to_one_process, no_media
+from test_verify_assignments import LONGEST, no_media
 
 from motet.data.assignments import ASSIGNMENTS
 from motet.schedule.generators import CONTRASTING, GENERATORS
@@ -96,13 +97,13 @@ def can_share_tokens(scenario: Scenario) -> bool:
 @pytest.mark.slow
 def test_some_of_the_whole_product_equal_one_process() -> None:
     print(f"MOTET_FUZZ_SEED={SEED}")
-    assert_equal_to_one_process([drawn(i, SEED) for i in range(12)])
+    check_together([drawn(i, SEED) for i in range(12)])
 
 
 @pytest.mark.campaign
 def test_the_whole_product_equals_one_process() -> None:
     print(f"MOTET_FUZZ_SEED={SEED}")
-    assert_equal_to_one_process([drawn(i, SEED) for i in range(200)])
+    check_together([drawn(i, SEED) for i in range(200)])
 
 
 def test_the_draws_have_all_that_may_meet() -> None:

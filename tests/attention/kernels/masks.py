@@ -6,12 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from motet.attention.blocks import tile_counts
+from motet.attention.distribution import distribute
 from motet.attention.interval_mask import IntervalMask
 from motet.attention.layout import Document, layout_of_documents, segments_from_spans
 from motet.attention.rules import AttentionRule, mask_of
 from motet.data.sample import Segment
 
-NUM_TOKENS = 150
+NUM_TOKENS, BLOCK = 150, 64
 MEDIA = segments_from_spans(NUM_TOKENS, [(10, 50, "vision", 0), (75, 95, "vision", 1), (95, 120, "audio", 0)])
 TEXT = (Segment(NUM_TOKENS),)
 
@@ -54,3 +56,12 @@ def attention_in_float64(query: Tensor, key: Tensor, value: Tensor, allowed: np.
     weights = torch.exp(scores - scores.amax(-1, keepdim=True)) * torch.from_numpy(allowed)[:, None]
     total = weights.sum(-1, keepdim=True)
     return torch.einsum("bhqk,bhkd->bhqd", weights / torch.where(total > 0, total, torch.ones(())), value)
+
+
+def order_of_blocks(order: str, mask: IntervalMask) -> list[int]:
+    """`lpt`: those of one rank after those of the other, as they come together in context parallelism."""
+    num_blocks = mask.num_tokens // BLOCK
+    if order == "lpt":
+        shares = distribute(tile_counts(mask, BLOCK).pairs, 2, num_tokens=mask.num_tokens, block_size=BLOCK)
+        return np.concatenate([shares.blocks_of(rank) for rank in range(2)]).tolist()
+    return list(range(num_blocks))[:: -1 if order == "reversed" else 1]

@@ -6,16 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from attention.kernels.masks import MASKS, attention_in_float64
+from attention.kernels.masks import BLOCK, MASKS, attention_in_float64, order_of_blocks
 from torch import Tensor
 
-from motet.attention.blocks import tile_counts
-from motet.attention.distribution import distribute
 from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
 from motet.attention.kernels.flash import flash_attention
-
-BLOCK = 64
 
 
 class Case(NamedTuple):
@@ -32,15 +28,6 @@ CASES = [
     for rest in [tuple(rest)]
 ]
 """All of them in `make campaigns`, three of each kind of mask in `make test`."""
-
-
-def order_of_blocks(order: str, mask: IntervalMask) -> list[int]:
-    """`lpt`: those of one rank after those of the other, as they come together in context parallelism."""
-    num_blocks = mask.num_tokens // BLOCK
-    if order == "lpt":
-        shares = distribute(tile_counts(mask, BLOCK).pairs, 2, num_tokens=mask.num_tokens, block_size=BLOCK)
-        return np.concatenate([shares.blocks_of(rank) for rank in range(2)]).tolist()
-    return list(range(num_blocks))[:: -1 if order == "reversed" else 1]
 
 
 def tensors(shape: tuple[int, int, int, int], kv_heads: int, seed: int = 0) -> list[Tensor]:

@@ -8,12 +8,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention.kernels.masks import MASKS, attention_in_float64
+from attention.kernels.masks import BLOCK, MASKS, attention_in_float64, order_of_blocks
 from torch import Tensor
 
 from motet.attention.backends import FlexBackend, TritonBackend
-from motet.attention.blocks import tile_counts
-from motet.attention.distribution import distribute
 from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.device_mask import device_mask
 from motet.attention.layout import Document, layout_of_documents
@@ -21,7 +19,6 @@ from motet.attention.rules import AttentionRule, mask_of
 from motet.data.sample import Segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BLOCK = 64
 RUNS = 1000
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -31,14 +28,6 @@ def tensors(heads: int, key_heads: int, length: int, dim: int, dtype: torch.dtyp
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, count, length, dim) for count in (heads, key_heads, key_heads, heads)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def blocks_in_order(order: str, mask: IntervalMask) -> list[int]:
-    count = mask.num_tokens // BLOCK
-    if order == "lpt":
-        shares = distribute(tile_counts(mask, BLOCK).pairs, 2, num_tokens=mask.num_tokens, block_size=BLOCK)
-        return np.concatenate([shares.blocks_of(rank) for rank in range(2)]).tolist()
-    return list(range(count))[:: -1 if order == "reversed" else 1]
 
 
 def check(backend: TritonBackend | FlexBackend, mask: IntervalMask, blocks: list[int], inputs: list[Tensor]) -> None:
@@ -63,7 +52,7 @@ def check(backend: TritonBackend | FlexBackend, mask: IntervalMask, blocks: list
 @pytest.mark.parametrize(("kind", "order", "group"), itertools.product(MASKS, ["identity", "reversed", "lpt"], [1, 4]))
 def test_equals_float64(kind: str, order: str, group: int, dtype: torch.dtype) -> None:
     mask = MASKS[kind].padded(192)
-    check(TritonBackend(), mask, blocks_in_order(order, mask), tensors(group, 1, 192, 64, dtype))
+    check(TritonBackend(), mask, order_of_blocks(order, mask), tensors(group, 1, 192, 64, dtype))
 
 
 @pytest.mark.parametrize("dim", [24, 72, 80, 96, 128, 256])
