@@ -12,7 +12,7 @@ from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees, TooSlowError
 from motet.planner.report import report, report_text
-from motet.planner.search import layouts_of, usable_counts
+from motet.planner.search import layouts_of, search, usable_counts
 
 
 @pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "distmm"])  # It takes towers alone.
@@ -200,3 +200,30 @@ def test_a_cutoff_leaves_out_only_what_is_too_slow(planner):
         with pytest.raises(TooSlowError) as raised:
             planner(problem.with_cutoff(share * best.iteration_time_s))
         assert share * best.iteration_time_s <= raised.value.at_least_s <= best.iteration_time_s
+
+
+def test_a_cutoff_knows_that_copies_whose_output_nobody_reads_keep_no_graph():
+    """Measured forwards take less without one."""
+    problem = small_problem(num_devices=2, encoders=("vision",), frozen=(), num_microbatches=16)
+    cheap = {
+        name: {
+            size: replace(
+                costs,
+                layers=tuple(replace(layer, forward_without_graph=layer.forward.times(0.3)) for layer in costs.layers),
+            )
+            for size, costs in sizes.items()
+        }
+        for name, sizes in problem.table.modules.items()
+    }
+    problem = replace(problem, table=replace(problem.table, modules=cheap))
+
+    def cut(problem, name, degrees):
+        """Little for the first stage, whose copy keeps a graph."""
+        num_layers = problem.modules[name].workload.num_layers
+        return (1, num_layers - 1) if degrees.pp == 2 else (num_layers,)
+
+    def plan(problem):
+        return search(problem, cut, planner="drawn", placements=("replicated",))
+
+    best = evaluate(problem, plan(problem))
+    assert plan(problem.with_cutoff(1.001 * best.iteration_time_s)) == best.plan

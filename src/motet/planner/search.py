@@ -172,10 +172,16 @@ def _replicated(
 
 
 def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
-    """Of the busiest stage: its part of the sink, and a forward of every encoder."""
+    """Of the busiest stage: its part of the sink, and a forward of every encoder; copies whose output nobody reads keep
+    no graph."""
+    frozen = problem.remembered("frozen", lambda: _frozen(problem))
     times = [time.total_s for time in bounding_times(problem, problem.sinks[0], tp, dp)]
-    encoders = sum(time.forward_s for name in problem.sources for time in bounding_times(problem, name, tp, dp))
+    encoders = sum(time.forward_s for name in problem.sources for time in bounding_times(frozen, name, tp, dp))
     return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise([0, *accumulate(cut)])))))
+
+
+def _frozen(problem: PlanningProblem) -> PlanningProblem:
+    return replace(problem, modules={name: replace(module, trainable=()) for name, module in problem.modules.items()})
 
 
 def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:

@@ -84,15 +84,17 @@ class SimulationResult:
         fixed = np.full(self.num_ranks, self.costs.fixed_s, dtype=float)
         busy = self.busy_s - fixed
         communication = self._group_communication_s()[rank_of]
+        # What is left of differences where there is nothing may be less than 0, by rounding.
+        gathered_s = self.iteration_time_s + self._first_s - times.end_s - self.costs.fixed_s
         return TimeShares(
             compute=busy - communication,
             optimizer=fixed,
             warm_up=first[lane_of] - self._first_s,
             cool_down=last_action_s - last[lane_of],
-            imbalance=last[lane_of] - first[lane_of] - busy,
+            imbalance=np.maximum(0.0, last[lane_of] - first[lane_of] - busy),
             tensor_parallel=communication,
             reduction=np.full(self.num_ranks, times.end_s - last_action_s),
-            gather=np.full(self.num_ranks, self.iteration_time_s + self._first_s - times.end_s - self.costs.fixed_s),
+            gather=np.full(self.num_ranks, max(0.0, gathered_s)),
         )
 
     def _group_communication_s(self) -> Floats:
