@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,15 @@ def run_blocked(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def plan_and_simulate(run_file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def planned_modules(folder: Path, run: Mapping[str, Any]) -> set[str]:
+    """Of a run that is planned, and simulated alike."""
+    run_file = folder / "run.yaml"
+    run_file.write_text(yaml.safe_dump(run))
     result = run_blocked("plan", run_file, "--json")
     assert result.returncode == 0, result.stderr
-    planned, simulated = result.stdout.splitlines()
-    return json.loads(planned), json.loads(simulated)
+    planned, simulated = map(json.loads, result.stdout.splitlines())
+    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+    return {stage["module"] for stage in planned["stages"]}
 
 
 def test_every_family_is_among_the_pairs() -> None:
@@ -92,10 +97,7 @@ def test_no_family_needs_torch(tmp_path: Path, encoder: str, language_model: str
         "parallel": {"num_microbatches": 2},
         "train": {"global_batch_size": 4},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
-    assert {stage["module"] for stage in planned["stages"]} == {"encoder", "language_model"}
-    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+    assert planned_modules(tmp_path, run) == {"encoder", "language_model"}
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -112,10 +114,7 @@ def test_no_tower_needs_torch(tmp_path: Path, text: str) -> None:
         "cluster": {"num_devices": 2},
         "train": {"global_batch_size": 4},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
-    assert {stage["module"] for stage in planned["stages"]} == {"image", "text", "contrastive"}
-    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+    assert planned_modules(tmp_path, run) == {"image", "text", "contrastive"}
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -134,10 +133,7 @@ def test_no_decoder_needs_torch(tmp_path: Path, decoder: str) -> None:
         "parallel": {"planner": "explicit", "explicit": {"image": {}, "text": {}, "decoder": {"pp": 2}}},
         "train": {"global_batch_size": 4},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    planned, simulated = plan_and_simulate(tmp_path / "run.yaml")
-    assert {stage["module"] for stage in planned["stages"]} == {"image", "text", "contrastive", "decoder"}
-    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+    assert planned_modules(tmp_path, run) == {"image", "text", "contrastive", "decoder"}
 
 
 def test_conversations_and_folders_need_no_torch(tmp_path: Path) -> None:
@@ -174,9 +170,7 @@ def test_conversations_and_folders_need_no_torch(tmp_path: Path) -> None:
         "parallel": {"num_microbatches": 2},
         "train": {"global_batch_size": 4},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    planned, _ = plan_and_simulate(tmp_path / "run.yaml")
-    assert {stage["module"] for stage in planned["stages"]} == {"vision", "audio", "language_model"}
+    assert planned_modules(tmp_path, run) == {"vision", "audio", "language_model"}
 
 
 def test_the_blocker_blocks() -> None:
