@@ -8,8 +8,10 @@ MAX_PORT = 65535
 
 
 def host_and_port(text: str) -> tuple[str, int] | None:
-    """Of HOST:PORT; None if it is none."""
+    """Of HOST:PORT; None if it is none. An IPv6 address may stand in brackets."""
     host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     if not host or not port.isdecimal() or int(port) > MAX_PORT:
         return None
     return host, int(port)
