@@ -67,5 +67,8 @@ def test_limits_on_context_parallelism(capsys: pytest.CaptureFixture[str], run_f
     expect_mistake(
         capsys, ["plan", run_file, *one, *placed], "parallel.placement: who puts encoders parallel chooses no"
     )
-    none = "parallel.limits.cp: no layout on 4 devices has context parallelism of 8; allow 1 too, or smaller sizes"
+    none = "parallel.limits.cp: language_model.cp is 8, but microbatches have about 240 tokens, too few for 8 blocks"
     expect_mistake(capsys, ["plan", run_file, *one, "--set", "parallel.limits={cp: [8]}"], none)
+    few = ("--set", "cluster.num_devices=1", "--set", "parallel.limits={cp: [2]}")
+    none = "parallel.limits.cp: no layout on 1 devices has context parallelism of 2; allow 1 too, or smaller sizes"
+    expect_mistake(capsys, ["plan", run_file, *one, *few], none)

@@ -12,6 +12,8 @@ from motet.cli.main import main
 CONTEXT = "parallel={planner: explicit, explicit: {vision: {}, audio: {}, language_model: {cp: 3, context: {%s}}}}"
 EXPLICIT = "parallel={planner: explicit, explicit: {vision: {%s}, audio: {%s}, language_model: {%s}}}"
 
+DESCRIBED = "data={kind: described, %s}"
+
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
@@ -212,6 +214,14 @@ def test_files_that_are_no_run_files(
         ("cluster.costs=/dev/null", "costs: /dev/null is no cost table"),
         # The data.
         ("train.global_batch_size=100", "train.global_batch_size: is 100, but there are 64 training samples"),
+        ("data.num_train=1000000000000", "data.num_train: is 1000000000000; give .* at least 1 and at most 100000000"),
+        (DESCRIBED % "text_tokens: 1000000000000", "data.text_tokens: is 1000000000000; .* and at most 100000000"),
+        (DESCRIBED % "images: {vision: {height: 8, width: 8, count: 1000000000}}", "data.images.vision.count: is 1000"),
+        (DESCRIBED % "sounds: {audio: {seconds: 1e300}}", "data.sounds.audio.seconds: is 1e[+]300; .* at most 100000"),
+        (
+            "parallel.num_microbatches=9",
+            "parallel.num_microbatches: is 9, but train.global_batch_size is 8, which leaves some empty; give at",
+        ),
         ("data.max_digits=12", "data.max_digits: is 12; give a whole number at least 1 and at most 8"),
         ("data={kind: conversation, files: a}", "data.kind: is 'conversation'; did you mean 'conversations'?"),
     ],

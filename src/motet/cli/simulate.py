@@ -3,7 +3,6 @@
 import argparse
 import re
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
 
 MOST_LANES = 64
 """Of more ranks, only those that differ are drawn and traced."""
+
+MOST_JITTER = 100
+MOST_STRAGGLING = 1_000_000
 
 HELP = "predict what an iteration of a plan takes, and draw its timeline"
 
@@ -188,8 +190,8 @@ def _disturbed(evaluation: "Evaluation", arguments: argparse.Namespace) -> "Eval
     from motet.simulator.simulate import simulate
     from motet.simulator.step_costs import Disturbances
 
-    if not 0 <= arguments.jitter < inf:
-        raise UserError(f"--jitter: is {arguments.jitter}; give a share of 0 or more, such as 0.05")
+    if not 0 <= arguments.jitter <= MOST_JITTER:
+        raise UserError(f"--jitter: is {arguments.jitter}; give a share of 0 to {MOST_JITTER}, such as 0.05")
     factors: dict[int, float] = {}
     for text in arguments.straggler:
         rank, factor = _straggler(text, evaluation.plan.num_ranks)
@@ -213,6 +215,8 @@ def _straggler(text: str, num_ranks: int) -> tuple[int, float]:
         number, times = int(rank), float(factor)
     except ValueError:
         raise UserError(f"--straggler: {text!r} is not RANK=FACTOR, such as 3=1.5") from None
-    if not 0 <= number < num_ranks or not 0 < times < inf:
-        raise UserError(f"--straggler: {text!r} needs a rank of 0..{num_ranks - 1} and a factor above 0")
+    if not 0 <= number < num_ranks or not 0 < times <= MOST_STRAGGLING:
+        raise UserError(
+            f"--straggler: {text!r} needs a rank of 0..{num_ranks - 1} and a factor above 0, at most {MOST_STRAGGLING}"
+        )
     return number, times

@@ -4,13 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
+from motet.config.section import CountOrNever, Fraction, PositiveNumber, Section
 
 
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+NumSamples = Annotated[int, Field(ge=1, le=100_000_000)]
+"""Of a task that makes its own: an epoch's order of them stands in memory."""
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
@@ -52,9 +54,9 @@ class DialADigitConfig(PreparedDataConfig):
     """Share of examples without a sound; with `no_image` at most 1."""
     sum_questions: Fraction = 0.2
     """Share of questions for the sum of all digits."""
-    num_train: Count = 100_000
+    num_train: NumSamples = 100_000
     """Examples in one epoch."""
-    num_held_out: Count = 1000
+    num_held_out: NumSamples = 1000
     """Examples in handwriting that is never trained on."""
 
     @model_validator(mode="after")
@@ -95,9 +97,9 @@ class SameDigitsConfig(PreparedDataConfig):
     """In one example."""
     max_digits: Annotated[int, Field(ge=1, le=8)] = 5
     """In one example."""
-    num_train: Count = 100_000
+    num_train: NumSamples = 100_000
     """Examples in one epoch."""
-    num_held_out: Count = 1024
+    num_held_out: NumSamples = 1024
     """Examples in handwriting that is never trained on."""
 
     @model_validator(mode="after")
@@ -126,23 +128,27 @@ class PairsConfig(PreparedDataConfig):
     """For each tower of images or sounds, hub id or folder of its processor; not given: beside the tower."""
 
 
+Pixels = Annotated[int, Field(ge=1, le=100_000)]
+NumItems = Annotated[int, Field(ge=1, le=10_000)]
+
+
 class DescribedImagesConfig(Section):
     """Images of one size in every sample."""
 
-    height: Count
+    height: Pixels
     """In pixels, as the encoder's processor returns them."""
-    width: Count
+    width: Pixels
     """In pixels."""
-    count: Count = 1
+    count: NumItems = 1
     """In one sample."""
 
 
 class DescribedSoundsConfig(Section):
     """Clips of one length in every sample."""
 
-    seconds: PositiveNumber
+    seconds: Annotated[float, Field(gt=0, le=100_000)]
     """Of one clip."""
-    count: Count = 1
+    count: NumItems = 1
     """In one sample."""
 
 
@@ -150,7 +156,7 @@ class DescribedConfig(Section):
     """Samples by their sizes alone: to plan and to simulate without data. They cannot be trained on."""
 
     kind: Literal["described"]
-    text_tokens: Count = 1024
+    text_tokens: Annotated[int, Field(ge=1, le=100_000_000)] = 1024
     """Of each sample; all carry loss. Of a text tower: its sequence."""
     images: dict[str, DescribedImagesConfig] = {}
     """By encoder."""
@@ -158,5 +164,5 @@ class DescribedConfig(Section):
     """By encoder."""
     generated: dict[str, DescribedImagesConfig] = {}
     """By generator: the images that it makes, in pixels; it works on latents of an eighth of each side."""
-    num_train: Count = 1_000_000
+    num_train: NumSamples = 1_000_000
     """Samples in one epoch."""

@@ -272,5 +272,5 @@ def _describe_one(schema: Schema, root: Schema) -> str:
         return f"a mapping with the keys {', '.join(keys)}" if keys else "a mapping"
     words = {"integer": "a whole number", "number": "a number", "string": "a text", "boolean": "true or false"}
     bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    limits = [f"{word} {schema[bound]:g}" for bound, word in bounds.items() if bound in schema]
+    limits = [f"{word} {schema[bound]:.12g}" for bound, word in bounds.items() if bound in schema]
     return " ".join([words.get(str(kind), str(kind)), " and ".join(limits)]).strip()

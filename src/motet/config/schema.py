@@ -196,10 +196,19 @@ class RunConfig(Section):
                 f"data.kind: {self.data.kind} has no images to generate; models with generators can be planned and "
                 "simulated only, so give described"
             )
+        self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
         self._check_towers()
         return self
+
+    def _check_num_microbatches(self) -> None:
+        number, size = self.parallel.num_microbatches, self.train.global_batch_size
+        if number > size and not (self.model.towers and self.parallel.planner != "explicit"):
+            raise ValueError(
+                f"parallel.num_microbatches: is {number}, but train.global_batch_size is {size}, which leaves some "
+                f"empty; give at most {size}"
+            )
 
     def _check_limits(self) -> None:
         """Refuses those that nobody reads."""
