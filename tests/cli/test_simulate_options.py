@@ -92,7 +92,7 @@ def test_of_many_ranks_those_that_differ_are_traced_and_drawn(run_file: Path, tm
         (["--straggler", "1=inf"], "a factor above 0"),
         (["--jitter", "-1"], "--jitter: is -1.0; give a share of 0 to 100"),
         (["--jitter", "nan"], "--jitter: is nan; give a share of 0 to 100"),
-        (["--jitter", "1e300"], "--jitter: is 1e.300; give a share of 0 to 100"),
+        (["--jitter", "1e300"], "--jitter: is 1e+300; give a share of 0 to 100"),
         (["--straggler", "1=1e300"], "a factor above 0, at most 1000000"),
         (["--picture", "timeline.xyz"], "--picture timeline.xyz: is no picture that can be drawn; give .png or .svg"),
         (["--memory-picture", "memory.json"], "--memory-picture memory.json: is no picture"),
