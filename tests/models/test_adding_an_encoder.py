@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny_encoders
-from scenario import Scenario, check
+from one_process import check
+from scenario import Scenario
 from tiny_encoders import VIT
 from transformers import ViTConfig, ViTModel
 
