@@ -63,6 +63,7 @@ PURE = (
     "motet.resilience.microbatches",
     "motet.resilience.sizes",
     "motet.resilience.holdings",
+    "motet.resilience.kept_states",
     "motet.resilience.reconfigure",
     "motet.resilience.node_tables",
     "motet.resilience.mapping_problem",

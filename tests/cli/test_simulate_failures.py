@@ -47,6 +47,14 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: P
     assert "redundant" in out
 
 
+def test_states_that_few_keep(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
+    """With ZeRO-1 one loss at a time takes none along, also where the run file says nothing of failures."""
+    options = ["--failures", "60s", "--duration", "200s", "--set", "parallel.zero1=true"]
+    document = forecast(capsys, run_file, *options)
+    assert document["num_changes"] >= 2
+    assert document["policies"]["templates"]["num_restarts"] == 0
+
+
 def test_below_the_guarantee(capsys: pytest.CaptureFixture[str], run_file: Path, tmp_path: Path) -> None:
     """Three nodes make one pipeline: training goes on, unless the run file says that it is to stop."""
     trace = tmp_path / "trace.csv"

@@ -1,6 +1,7 @@
 """Replays whose outcome can be computed by hand, and what must hold of any."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -127,6 +128,30 @@ def test_below_the_guarantee_training_goes_on_unless_it_is_to_stop() -> None:
     # It has saved when it stopped: only the iteration in progress is lost.
     assert stopped.seconds["training"] == pytest.approx(2000 - 1000 - 2 * 8 - stopped.seconds["redone"])
     assert 0 < stopped.seconds["redone"] < 500 / 2
+
+
+def test_states_that_a_lost_node_kept_are_copied_to_others() -> None:
+    """With ZeRO-1, though all three pipelines hold every layer; without it nothing has to move."""
+    templates = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=1, devices_per_node=1)
+    plan = plan_of(templates, [1, 1, 1])
+    lengths = {name: module.num_layers for name, module in plan.modules.items()}
+    layer_bytes = {name: [9.0] * length for name, length in lengths.items()}
+    state_bytes = {name: [[6.0]] * length for name, length in lengths.items()}
+    pauses = []
+    for states in (None, state_bytes):
+        sized = replace(templates, layer_bytes=layer_bytes, state_bytes=states, state_copies=2)
+        times = replace(TIMES, bytes_per_s=1.0)
+        members = TemplateMembers(plan, sized, lambda n: [1] * n, 64, times, 3)
+        members.change((), nodes(3), warned=False)
+        kept = members.kept
+        pauses.append(members.change(("n2",), (), warned=False).pause_s - TIMES.rebuild_s - TIMES.detect_s)
+        assert (members.kept is None) == (kept is None) == (states is None)
+    assert pauses[0] == 0
+    assert kept is not None
+    # The two that are left keep everything; each lacks what the lost node kept together with the other one.
+    lacking = [sum((rank,) not in keepers for keepers in kept.values()) * 6.0 for rank in (0, 1)]
+    assert min(lacking) > 0
+    assert pauses[1] == max(lacking)
 
 
 def test_warned_nodes_hand_over_and_are_gone() -> None:

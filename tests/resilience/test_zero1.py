@@ -36,8 +36,10 @@ from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.oobleck import make_templates
 from motet.planner.oobleck import plan_of as plan_of_sizes
+from motet.resilience.kept_states import first_keepers
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.pipelines import Templates
+from motet.resilience.reconfigure import reconfigure
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.executor import Executor
 from motet.runtime.launch import WorkerFailedError
@@ -109,6 +111,11 @@ def test_a_lost_node_takes_no_state_along(tmp_path: Path) -> None:
     assert layer_bytes is not None
     moments = sum(map(sum, layer_bytes.values())) * 2 / 3
     assert 0.5 < failure["moved_bytes"] / moments < 0.85
+    # That is what the plan says, which knows layers' parameters by their sizes alone.
+    plan, templates = three_pipelines(config)
+    planned = reconfigure(plan, templates, lost=[1], kept=first_keepers(plan, templates))
+    assert {copy.what for copy in planned.copies} == {"states"}
+    assert sum(copy.num_bytes for copy in planned.copies) == pytest.approx(failure["moved_bytes"], rel=0.1)
 
 
 @contextmanager

@@ -42,6 +42,20 @@ def copied_bytes_of_layers(problem: PlanningProblem, name: str) -> list[int]:
     ]
 
 
+def state_bytes_of_parameters(problem: PlanningProblem, name: str) -> list[list[int]]:
+    """What of that are optimizer states: of each layer's linears and words, and of the rest. Words that are tied to the
+    head count as the embedding's."""
+    module, memory = problem.modules[name], problem.memory
+    tied = {head: module.workload.layers[words].vocabulary for words, head in module.workload.tied}
+    result = []
+    for index, layer in enumerate(module.workload.layers):
+        linears = [linear for linear in layer.linears if linear.out_features != tied.get(index)]
+        sizes = [linear.num_parameters for linear in linears]
+        sizes += [layer.vocabulary * layer.hidden_size, layer.other_parameters]
+        result.append([size * memory.state_bytes for size in sizes if size and module.is_trainable(index)])
+    return result
+
+
 def gradient_bytes_of_layers(problem: PlanningProblem, name: str, *, tp_size: int) -> list[int]:
     """What replicas sum."""
     module = problem.modules[name]

@@ -27,7 +27,7 @@ from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
-from motet.planner.layer_bytes import copied_bytes_of_layers
+from motet.planner.layer_bytes import copied_bytes_of_layers, state_bytes_of_parameters
 from motet.planner.problem import PlanningProblem
 from motet.planner.template_costs import mapping_problems
 from motet.resilience.combinations import (
@@ -154,6 +154,10 @@ def _templates(problem: PlanningProblem, *, fully_sharded: tuple[str, ...]) -> T
         devices_per_node=cluster.devices_per_node,
         by_nodes=found,
         layer_bytes={name: copied_bytes_of_layers(problem, name) for name in problem.modules},
+        state_bytes={name: state_bytes_of_parameters(problem, name) for name in problem.modules}
+        if problem.memory.zero1
+        else None,
+        state_copies=failures + 1,
         fully_sharded=fully_sharded,
     )
 

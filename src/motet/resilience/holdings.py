@@ -15,10 +15,10 @@ the best order is not looked for.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -32,6 +32,10 @@ LayerBytes = Mapping[str, Sequence[float]]
 needs one builds it with its parameters."""
 
 
+StateBytes = Mapping[str, Sequence[Sequence[float]]]
+"""By module and layer, of each of its parameters' states; nothing of what is frozen."""
+
+
 class Part(NamedTuple):
     """[first / of, last / of) of what tensor parallelism cuts."""
 
@@ -40,10 +44,15 @@ class Part(NamedTuple):
     of: int = 1
 
 
+What = Literal["all", "values", "states"]
+"""Parameters, and optimizer states where they are trainable; or, with ZeRO-1, either of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Parameters, and optimizer state where they are trainable, from one rank to another."""
+    """Of layers, from one rank to another."""
 
+    what: What = "all"
     module: str
     layers: LayerRange
     source: int
@@ -70,17 +79,22 @@ class Holdings:
 
     def of_stage(self, name: str, module: ModulePlan, stage: Stage, place: int) -> list[Unit]:
         """What the rank at this place of the stage's group holds. Modules that repeat another are their own."""
+        owner, units = module.data_module(name), self.units_of(module, stage, place)
+        return [Unit(owner, layer, u) for layer in self.layers_of(module, stage) for u in units]
+
+    def units_of(self, module: ModulePlan, stage: Stage, place: int) -> range:
+        """Of each of the stage's layers, on the rank at this place."""
         num_shares = _num_shares(module, stage)
         size = self.units_per_layer // num_shares
         # Shares of a tensor-parallel shard lie one after the other.
         member, shard = divmod(place, stage.tp_size)
         share = shard * (num_shares // stage.tp_size) + member if module.fully_sharded else shard
-        owner = module.data_module(name)
-        units = range(share * size, (share + 1) * size)
+        return range(share * size, (share + 1) * size)
+
+    def layers_of(self, module: ModulePlan, stage: Stage) -> set[int]:
+        """Whoever has a head that is tied to the words has these."""
         layers = set(range(*stage.layers))
-        # Whoever has a head that is tied to the words has these.
-        layers |= {words for words, head in module.tied if head in layers}
-        return [Unit(owner, layer, u) for layer in layers for u in units]
+        return layers | {words for words, head in module.tied if head in layers}
 
     def weights(self, plan: Plan, layer_bytes: LayerBytes | None) -> dict[Unit, float]:
         """Bytes of every unit. `layer_bytes`: None if all layers are equal."""
@@ -137,6 +151,25 @@ def missing_layers(held: Iterable[frozenset[Unit]], needed: Iterable[frozenset[U
     return sorted({(unit.module, unit.layer) for unit in lacking})
 
 
+class State(NamedTuple):
+    """The optimizer's, of one parameter, where not all who hold the parameter keep it (ZeRO-1)."""
+
+    module: str
+    layer: int
+    number: int
+    """Among the layer's parameters."""
+
+
+HeldStates = Mapping[int, Mapping[State, Ranges]]
+"""By rank, the units of each state."""
+
+
+class StatesToCopy(NamedTuple):
+    held: HeldStates
+    needed: HeldStates
+    unit_bytes: Mapping[State, float]
+
+
 def copies(
     held: Sequence[frozenset[Unit]],
     needed: Sequence[frozenset[Unit]],
@@ -144,26 +177,33 @@ def copies(
     *,
     units_per_layer: int,
     devices_per_node: int,
+    states: StatesToCopy | None = None,
 ) -> tuple[Copy, ...]:
-    """What each rank lacks, from ranks that hold it. `held`, `needed`: by rank; somebody holds every unit needed."""
+    """What each rank lacks, from ranks that hold it. `held`, `needed`: by rank; somebody holds every unit needed.
+    `states`: None: whoever holds a layer has its states, and `weights` are of both; else of parameters alone."""
+    kept = StatesToCopy({}, {}, {}) if states is None else states
     made, missing = copies_of_ranges(
-        {rank: _ranges(units) for rank, units in enumerate(held)},
-        {rank: _ranges(units) for rank, units in enumerate(needed)},
-        {(unit.module, unit.layer): num_bytes for unit, num_bytes in weights.items()},
+        {rank: {**_ranges(units), **kept.held.get(rank, {})} for rank, units in enumerate(held)},
+        {rank: {**_ranges(units), **kept.needed.get(rank, {})} for rank, units in enumerate(needed)},
+        {**{(unit.module, unit.layer): num_bytes for unit, num_bytes in weights.items()}, **kept.unit_bytes},
         devices_per_node=devices_per_node,
     )
     assert not missing, missing
-    single = []
+    total: dict[tuple[What, str, int, int, Part, int], float] = defaultdict(float)
     for copy in made:
         if copy.source == copy.target:
             continue
-        module, layer = copy.name
+        module, layer, *number = copy.name
+        what: What = "all" if states is None else "states" if number else "values"
         part = _part(copy.start, copy.start + copy.length, units_per_layer)
-        single.append((module, copy.source, copy.target, part, layer, copy.num_bytes))
-    return tuple(_joined(sorted(single)))
+        total[what, module, copy.source, copy.target, part, layer] += copy.num_bytes
+    return tuple(_joined([(*key, num_bytes) for key, num_bytes in sorted(total.items())]))
 
 
-def _ranges(units: frozenset[Unit]) -> dict[tuple[str, int], Ranges]:
+_Name = tuple[str, int] | State
+
+
+def _ranges(units: frozenset[Unit]) -> dict[_Name, Ranges]:
     """Of each layer, the runs of units."""
     shares: dict[tuple[str, int], list[int]] = defaultdict(list)
     for unit in sorted(units):
@@ -183,30 +223,26 @@ def _part(first: int, last: int, of: int) -> Part:
     return Part(first // divisor, last // divisor, of // divisor)
 
 
-def _joined(single: Sequence[tuple[str, int, int, Part, int, float]]) -> list[Copy]:
-    """Consecutive layers between the same ranks become one copy. `single`: (module, source, target, part, layer, bytes)
-    of each, sorted."""
+def _joined(single: Sequence[tuple[What, str, int, int, Part, int, float]]) -> list[Copy]:
+    """Consecutive layers between the same ranks become one copy. `single`: (what, module, source, target, part, layer,
+    bytes) of each, sorted."""
     result: list[Copy] = []
-    for module, source, target, part, layer, num_bytes in single:
-        last = result[-1] if result else None
-        new = Copy(
-            module=module, layers=(layer, layer + 1), source=source, target=target, part=part, num_bytes=num_bytes
-        )
-        if last is not None and (last.module, last.source, last.target, last.part, last.layers[1]) == (
-            module,
-            source,
-            target,
-            part,
-            layer,
-        ):
-            result[-1] = Copy(
+    between = None
+    for what, module, source, target, part, layer, num_bytes in single:
+        if result and between == (what, module, source, target, part) and result[-1].layers[1] == layer:
+            last = result[-1]
+            result[-1] = replace(last, layers=(last.layers[0], layer + 1), num_bytes=last.num_bytes + num_bytes)
+            continue
+        between = what, module, source, target, part
+        result.append(
+            Copy(
+                what=what,
                 module=module,
-                layers=(last.layers[0], layer + 1),
+                layers=(layer, layer + 1),
                 source=source,
                 target=target,
                 part=part,
-                num_bytes=last.num_bytes + num_bytes,
+                num_bytes=num_bytes,
             )
-        else:
-            result.append(new)
+        )
     return result

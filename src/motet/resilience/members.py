@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from motet.plan import Plan
 from motet.resilience.holdings import Copy
+from motet.resilience.kept_states import KeptStates, first_keepers
 from motet.resilience.microbatches import iteration_s, min_max_counts
 from motet.resilience.pipelines import Template, Templates, build_plan, nodes_of_pipelines
 from motet.resilience.reconfigure import reconfigure_below
@@ -58,6 +59,8 @@ class TemplateMembers:
     save_s: float = 0.0
     """Checkpoints are written beside the training."""
     plan: Plan | None = None
+    kept: KeptStates | None = None
+    """With ZeRO-1, which ranks keep which of the optimizer's states."""
     order: list[str] = field(default_factory=list)
     """Nodes, by their place in the plan."""
     waiting: list[str] = field(default_factory=list)
@@ -79,6 +82,7 @@ class TemplateMembers:
             lost=() if warned else places,
             leaving=places if warned else (),
             num_joined=len(taken),
+            kept=self.kept,
         )
         restore = result.outcome == "restore" or (result.plan is None and not warned)
         if result.plan is None or (too_few and self.stops_below_guarantee):
@@ -87,7 +91,7 @@ class TemplateMembers:
         for step in result.steps:
             self.steps[step.kind] = self.steps.get(step.kind, 0) + 1
         used = len(taken) - result.num_spares
-        size, self.plan = self.templates.devices_per_node, result.plan
+        size, self.plan, self.kept = self.templates.devices_per_node, result.plan, result.kept
         here = [self.order[rank // size] for rank in result.old_ranks[::size] if rank is not None]
         placed = result.plan.num_ranks // size - used
         left_out = [node for node in here[placed:] if node in stay]
@@ -112,6 +116,7 @@ class TemplateMembers:
         sizes = self.combine(len(self.order))
         chosen = [self.templates.by_nodes[n] for n in sizes]
         self.plan = build_plan(self.like, self.templates, sizes, min_max_counts(chosen, self.num_microbatches))
+        self.kept = first_keepers(self.plan, self.templates)
         return self._running(self.times.start_s + self.times.load_s, from_checkpoint=True)
 
     def _running(self, pause_s: float, *, from_checkpoint: bool = False, goes_on: bool = False) -> Membership:

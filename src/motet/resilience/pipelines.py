@@ -11,7 +11,7 @@ from functools import cached_property
 
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
-from motet.resilience.holdings import LayerBytes
+from motet.resilience.holdings import LayerBytes, StateBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,10 @@ class Templates:
     by_nodes: Mapping[int, Template]
     layer_bytes: LayerBytes | None = None
     """For plans that move the fewest bytes; None: all layers are equal."""
+    state_bytes: StateBytes | None = None
+    """What of `layer_bytes` are optimizer states, if not all pipelines keep them (ZeRO-1); None: all do."""
+    state_copies: int = 1
+    """Pipelines that keep each of them, then."""
     fully_sharded: tuple[str, ...] = ()
     """Modules of which context-parallel ranks share the parameters."""
 

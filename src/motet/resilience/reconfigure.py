@@ -6,6 +6,11 @@ fewest bytes move. The global batch stays what it was, and so do its microbatche
 
 Below (f + 1) n0 nodes the guarantee cannot be kept: save and stop, or go on with fewer failures to survive. Where
 nobody holds some layer any more, the last checkpoint must be loaded.
+
+With ZeRO-1 (`Templates.state_bytes`) f + 1 pipelines keep the optimizer's state of each parameter. Which, a recovery
+decides by what is really there (`motet.resilience.zero1`); whoever is told here what was kept is told what will be, and
+copies are then of parameters and of states apart. Places are the same with and without, as all layers have states in
+proportion.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +18,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.plan import Plan
-from motet.resilience.holdings import Copy, Holdings, LayerBytes, Node, Unit, best_places, copies, missing_layers
+from motet.resilience.holdings import Copy, Holdings, Node, Unit, best_places, copies, missing_layers
+from motet.resilience.kept_states import (
+    KeptStates,
+    held_states,
+    lost_states,
+    next_keepers,
+    states_to_copy,
+    without_states,
+)
 from motet.resilience.microbatches import iteration_s, min_max_counts
 from motet.resilience.pipelines import Templates, build_plan, nodes_of_pipelines, with_ranks
 from motet.resilience.sizes import Step, new_sizes
@@ -39,6 +52,8 @@ class Reconfiguration:
     num_spares: int = 0
     """Of the joined nodes, the last so many wait: no combination of templates takes them. Where all do, and that is not
     enough, survivors are left out."""
+    kept: KeptStates | None = None
+    """Under `plan`; None unless it was told what was kept."""
 
 
 def reconfigure(
@@ -48,9 +63,11 @@ def reconfigure(
     lost: Collection[int] = (),
     leaving: Collection[int] = (),
     num_joined: int = 0,
+    kept: KeptStates | None = None,
 ) -> Reconfiguration:
     """`lost`, `leaving`: numbers of nodes; those that leave have no part any more, but hand over what they hold.
-    `num_joined`: nodes that are new, with nothing on them.
+    `num_joined`: nodes that are new, with nothing on them. `kept`: optimizer states under `plan`; None: whoever holds a
+    layer has its states.
 
     Survivors keep their order and nodes that join come after them, so the new ranks have no gaps. A failure during
     the recovery from another is reconfigured from the same plan with all nodes lost since.
@@ -59,7 +76,7 @@ def reconfigure(
     before = nodes_of_pipelines(plan, size)
     out = {*lost, *leaving}
     surviving = [node for node in range(-(-plan.num_ranks // size)) if node not in out]
-    missing = _missing(plan, {*surviving, *leaving}, size)
+    missing = _missing(plan, {*surviving, *leaving}, size, kept)
     if len(surviving) + num_joined < templates.least_total:
         return _stopped(templates, len(surviving) + num_joined, missing)
 
@@ -77,8 +94,8 @@ def reconfigure(
     draft = build_plan(plan, templates, [t.num_nodes for t in chosen], min_max_counts(chosen, total))
     num_spares = min(spares, num_joined)
     nodes: list[int | None] = [*surviving, *[None] * (num_joined - num_spares)]
-    new_plan, old_ranks, copies = _place(
-        plan, draft, nodes, sorted(leaving), size, templates.layer_bytes, copy=not missing
+    new_plan, old_ranks, copies, new_kept = _place(
+        plan, draft, nodes, sorted(leaving), templates, kept, copy=not missing
     )
     return Reconfiguration(
         outcome="restore" if missing else "continue",
@@ -88,6 +105,7 @@ def reconfigure(
         copies=copies,
         steps=tuple(steps),
         num_spares=num_spares,
+        kept=new_kept,
     )
 
 
@@ -98,26 +116,35 @@ def reconfigure_below(
     lost: Collection[int] = (),
     leaving: Collection[int] = (),
     num_joined: int = 0,
+    kept: KeptStates | None = None,
 ) -> tuple[Reconfiguration, str | None]:
     """As `reconfigure`, but where too few nodes are left to survive all `templates.failures`, for as many as can be
     survived; and the line that says that they are too few, None if they are not."""
-    first = found = reconfigure(plan, templates, lost=lost, leaving=leaving, num_joined=num_joined)
+    first = found = reconfigure(plan, templates, lost=lost, leaving=leaving, num_joined=num_joined, kept=kept)
     for failures in range(templates.failures - 1, -1, -1):
         if found.plan is None:
             fewer = replace(templates, failures=failures)
-            found = reconfigure(plan, fewer, lost=lost, leaving=leaving, num_joined=num_joined)
+            found = reconfigure(plan, fewer, lost=lost, leaving=leaving, num_joined=num_joined, kept=kept)
     if found.plan is None:
         return first, first.message
     return found, None if found is first else first.message
 
 
-def _missing(plan: Plan, surviving: Collection[int], size: int) -> list[tuple[str, int]]:
-    """Layers of which no surviving node holds some share."""
-    held = Holdings([plan]).by_rank(plan)
-    return missing_layers([units for rank, units in enumerate(held) if rank // size in surviving], held)
+def _missing(plan: Plan, surviving: Collection[int], size: int, kept: KeptStates | None) -> list[str]:
+    """Layers of which no surviving node holds some share, or whose states none keeps."""
+    holdings = Holdings([plan])
+    held = holdings.by_rank(plan)
+    layers = missing_layers([units for rank, units in enumerate(held) if rank // size in surviving], held)
+    told = [f"layer {layer} of {module}" for module, layer in layers]
+    if kept is None:
+        return told
+    left = {rank: of_rank for rank, of_rank in held_states(plan, holdings, kept).items() if rank // size in surviving}
+    lost = {(state.module, state.layer): None for state in lost_states(kept, left, holdings)}
+    states = [(module, layer) for module, layer in lost if (module, layer) not in layers]
+    return [*told, *(f"the optimizer's state of layer {layer} of {module}" for module, layer in states)]
 
 
-def _stopped(templates: Templates, num_nodes: int, missing: Sequence[tuple[str, int]]) -> Reconfiguration:
+def _stopped(templates: Templates, num_nodes: int, missing: Sequence[str]) -> Reconfiguration:
     text = (
         f"{num_nodes} nodes are left, but {templates.failures + 1} pipelines of at least {templates.fewest_nodes} "
         f"(to survive {templates.failures} failures) need {templates.least_total}"
@@ -135,16 +162,16 @@ def _stopped(templates: Templates, num_nodes: int, missing: Sequence[tuple[str, 
     )
 
 
-def _message(plan: Plan, missing: Sequence[tuple[str, int]], steps: Sequence[Step], num_pipelines: int) -> str:
+def _message(plan: Plan, missing: Sequence[str], steps: Sequence[Step], num_pipelines: int) -> str:
     done = "; ".join(map(str, steps)) or "nothing changes"
     if missing:
         return f"nobody holds {_listed(missing)} any more; loading the last checkpoint into {num_pipelines} pipelines"
     return f"{done}; {num_pipelines} pipelines"
 
 
-def _listed(layers: Sequence[tuple[str, int]]) -> str:
-    shown = ", ".join(f"layer {layer} of {module}" for module, layer in layers[:3])
-    return shown if len(layers) <= 3 else f"{shown} and {len(layers) - 3} more"
+def _listed(missing: Sequence[str]) -> str:
+    shown = ", ".join(missing[:3])
+    return shown if len(missing) <= 3 else f"{shown} and {len(missing) - 3} more"
 
 
 def _estimate_s(templates: Templates, sizes: Sequence[int], total: int) -> float:
@@ -159,14 +186,15 @@ def _place(
     draft: Plan,
     nodes: Sequence[int | None],
     leaving: Sequence[int],
-    size: int,
-    layer_bytes: LayerBytes | None,
+    templates: Templates,
+    kept: KeptStates | None,
     *,
     copy: bool,
-) -> tuple[Plan, tuple[int | None, ...], tuple[Copy, ...]]:
-    """The draft on those of `nodes` that hold most of what they need, the old ranks, and what ranks lack."""
-    holdings = Holdings([old, draft])
-    weights = holdings.weights(draft, layer_bytes)
+) -> tuple[Plan, tuple[int | None, ...], tuple[Copy, ...], KeptStates | None]:
+    """The draft on those of `nodes` that hold most of what they need, the old ranks, what ranks lack, and who keeps
+    which states."""
+    holdings, size = Holdings([old, draft]), templates.devices_per_node
+    weights = holdings.weights(draft, templates.layer_bytes)
     held_before = [*holdings.by_rank(old), *[frozenset[Unit]()] * size]
     nothing: Node = (frozenset(),) * size
     everyone = [*nodes, *leaving]
@@ -181,11 +209,18 @@ def _place(
     plan = with_ranks(draft, rank_of)
     in_order = [everyone[i] for i in order]
     old_ranks = tuple(None if node is None else node * size + device for node in in_order for device in range(size))
+    states, new_kept = None, None
+    if kept is not None and templates.state_bytes is not None:
+        of_old = held_states(old, holdings, kept)
+        held_now = {new: of_old[rank] for new, rank in enumerate(old_ranks) if rank is not None and rank in of_old}
+        new_kept = next_keepers(plan, holdings, templates, held=held_now if copy else None)
+        states = states_to_copy(plan, holdings, templates.state_bytes, new_kept, held_now)
+        weights = without_states(weights, holdings, templates.state_bytes)
     if not copy:
-        return plan, old_ranks, ()
+        return plan, old_ranks, (), new_kept
     held, needed = [units for i in order for units in of_nodes[i]], holdings.by_rank(plan)
-    made = copies(held, needed, weights, units_per_layer=holdings.units_per_layer, devices_per_node=size)
-    return plan, old_ranks, made
+    made = copies(held, needed, weights, units_per_layer=holdings.units_per_layer, devices_per_node=size, states=states)
+    return plan, old_ranks, made, new_kept
 
 
 def _by_node(of_ranks: Sequence[frozenset[Unit]], size: int) -> list[Node]:
