@@ -43,6 +43,14 @@ def test_smaller_microbatches_are_named_with_their_number():
     assert any(line.startswith("parallel.num_microbatches: ") for line in remedies(evaluation))
 
 
+def test_where_only_all_changes_together_suffice_they_are_named():
+    evaluation = too_large(small_problem(frozen=(), num_microbatches=1, num_devices=6, dp_sizes=(2,)), 0.2)
+    (line,) = remedies(evaluation)
+    assert line.startswith(
+        "parallel.zero1: true with parallel.recompute of all modules and parallel.num_microbatches: 4 fits: "
+    )
+
+
 def test_where_nothing_suffices_that_is_said():
     (line,) = remedies(too_large(small_problem(), 0.01))
     assert "do not suffice" in line

@@ -42,24 +42,36 @@ def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
         tried.append((f"parallel.recompute: [{names}]", evaluate(recomputing, replace(plan, recompute=recompute))))
     if plan.loss_module is not None:
         tried += _recomputed_features(evaluation)
-    factor = 2
-    replicas = max(len(module.replicas) for module in plan.modules.values())
-    while (
-        plan.loss_module is None
-        and factor <= MAX_FACTOR
-        and factor * plan.num_microbatches * replicas <= len(problem.samples)
-    ):
-        number = factor * plan.num_microbatches
+    for number in _more_microbatches(evaluation):
         smaller = evaluate(replace(problem, num_microbatches=number), replace(plan, num_microbatches=number))
         tried.append((f"parallel.num_microbatches: {number}", smaller))
         if smaller.fits:
             break
-        factor *= 2
     yield from tried
-    if not any(changed.fits for _, changed in tried):
-        both = replace(recomputing, memory=replace(problem.memory, zero1=True))
-        together = evaluate(both, replace(plan, recompute=recompute))
-        yield "parallel.zero1: true with parallel.recompute of all modules", together
+    if any(changed.fits for _, changed in tried):
+        return
+    both = replace(recomputing, memory=replace(problem.memory, zero1=True))
+    what = "parallel.zero1: true with parallel.recompute of all modules"
+    together = evaluate(both, replace(plan, recompute=recompute))
+    yield what, together
+    for number in _more_microbatches(evaluation):
+        if together.fits:
+            return
+        changed = replace(plan, recompute=recompute, num_microbatches=number)
+        together = evaluate(replace(both, num_microbatches=number), changed)
+        yield f"{what} and parallel.num_microbatches: {number}", together
+
+
+def _more_microbatches(evaluation: Evaluation) -> Iterator[int]:
+    """Numbers of them for which there are samples enough. For towers, which hold all of a contrastive batch, none."""
+    problem, plan = evaluation.problem, evaluation.plan
+    replicas = max(len(module.replicas) for module in plan.modules.values())
+    factor = 2
+    while plan.loss_module is None and factor <= MAX_FACTOR:
+        if factor * plan.num_microbatches * replicas > len(problem.samples):
+            return
+        yield factor * plan.num_microbatches
+        factor *= 2
 
 
 def _recomputed_features(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
