@@ -11,6 +11,8 @@ from motet.errors import UserError
 from motet.workload import Attention, LayerShape, Linear, ModuleWorkload
 from motet.workload_defaults import DEFAULTS
 
+MOST_LAYERS, MOST_OF_A_SIZE = 10_000, 10**8
+
 
 class Reader:
     """Values of a configuration, with the family's defaults."""
@@ -23,6 +25,9 @@ class Reader:
         value = self.values.get(key)
         if not _is_count(value):
             raise UserError(f"model: {self.family}: {key} is {value!r}; give a whole number of at least 1")
+        most = MOST_LAYERS if "layer" in key or key == "depth" else MOST_OF_A_SIZE
+        if value > most:
+            raise UserError(f"model: {self.family}: {key} is {value}; give at most {most}")
         return value
 
     def flag(self, key: str) -> bool:

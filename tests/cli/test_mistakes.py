@@ -86,6 +86,13 @@ def test_files_that_are_no_run_files(
             "model.language_model.values.num_hidden_layers=0",
             "model.language_model: llama: num_hidden_layers is 0; give a whole number of at least 1",
         ),
+        (
+            "model.language_model.values.num_hidden_layers=1000000000",
+            "num_hidden_layers is 1000000000; give at most 10000",
+        ),
+        ("model.language_model.values.hidden_size=1" + "0" * 30, "hidden_size is 10*; give at most 100000000"),
+        (EXPLICIT % ("dp: 1000000000", "", ""), "vision.dp: is 1000000000; give a whole number .* at most 131072"),
+        ("parallel.limits={tp: [1" + "0" * 20 + "]}", r"parallel.limits.tp\[0\]: is 10*; give .* at most 131072"),
         ("model.language_model.values.num_attention_heads=true", "num_attention_heads is True; give a whole number"),
         ("model.language_model.values.num_hidden_layer=2", "num_hidden_layer: .* did you mean 'num_hidden_layers'"),
         ("model.language_model.values.num_key_value_heads=3", "num_key_value_heads is 3, which does not divide"),

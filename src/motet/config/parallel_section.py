@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from motet.config.section import Count, Counts, Section
+from motet.config.section import Count, Degree, Degrees, Section
 
 
 class ContextConfig(Section):
@@ -20,13 +20,13 @@ class ContextConfig(Section):
 
 
 class ModuleParallelConfig(Section):
-    tp: Count = 1
+    tp: Degree = 1
     """Size of the tensor-parallel groups."""
-    cp: Count = 1
+    cp: Degree = 1
     """Size of the context-parallel groups, which share the tokens of each microbatch; its samples are packed then."""
-    pp: Count = 1
+    pp: Degree = 1
     """Number of stages."""
-    dp: Count = 1
+    dp: Degree = 1
     """Number of replicas."""
     num_microbatches: Count | None = None
     """Of a tower: of each replica's share of a contrastive batch; null: `parallel.num_microbatches`."""
@@ -51,9 +51,9 @@ class ModuleParallelConfig(Section):
 
 
 class ModuleLimitsConfig(Section):
-    tp: Counts | None = None
+    tp: Degrees | None = None
     """Sizes of tensor-parallel groups; null: as for all modules."""
-    cp: Counts | None = None
+    cp: Degrees | None = None
     """Sizes of context-parallel groups, of the language model or an encoder; an encoder's are for planner `oobleck`, or
     templates for `train.failures`. null: of the language model `limits.cp`, of an encoder 1."""
     max_pp: Count | None = None
@@ -61,14 +61,14 @@ class ModuleLimitsConfig(Section):
 
 
 class LimitsConfig(Section):
-    tp: Counts | None = None
+    tp: Degrees | None = None
     """Sizes of tensor-parallel groups; those that do not divide a module's heads are left out there. null: powers of
     two within a node, on CPUs 1; of profiled costs, those that were profiled."""
-    cp: Counts | None = None
+    cp: Degrees | None = None
     """Sizes of the language model's context-parallel groups, from which `auto` and `oobleck` choose; the other
     planners choose 1. null: powers of two within a node that leave each member at least 4096 tokens of a microbatch,
     on CPUs 1."""
-    dp: Counts | None = None
+    dp: Degrees | None = None
     """Numbers of replicas; planners `optimus` and `megatron_extra_stages`, which give a replica of the language model
     several of an encoder, keep to it for the language model. null: powers of two that
     leave no microbatch empty, and their threefold unless `cluster.num_devices` is a power of two; on CPUs 1."""

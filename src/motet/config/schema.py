@@ -18,7 +18,7 @@ from motet.config.data_section import (
 )
 from motet.config.model_section import ModelConfig
 from motet.config.parallel_section import ParallelConfig
-from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, Degree, Fraction, PositiveNumber, Section
 from motet.plan import LANGUAGE_MODEL
 
 
@@ -62,7 +62,7 @@ class CatalogueConfig(Section):
 class ClusterConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """What the processes compute on."""
-    num_devices: Annotated[int, Field(ge=1, le=131_072)] = 1
+    num_devices: Degree = 1
     """In all, one process each."""
     num_nodes: Count = 1
     """Machines; each has the same number of devices."""

@@ -5,7 +5,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
-Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
+Degree = Annotated[int, Field(ge=1, le=131_072)]
+"""Of parallelism; also a number of devices."""
+Degrees = Annotated[tuple[Degree, ...], Field(min_length=1)]
 CountOrNever = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
