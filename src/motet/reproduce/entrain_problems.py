@@ -79,7 +79,7 @@ def problem(model: str, *, num_devices: int = 16, num_samples: int = 128, seed: 
         },
         edges=(Edge(source="vision", target="language_model"),),
         cluster=cluster,
-        table=analytic_table(workloads, cluster, dtype="bfloat16", tp_sizes=(1, 2)),
+        table=analytic_table(workloads, cluster, dtype="bfloat16", dtype_bytes=2, tp_sizes=(1, 2)),
         samples=tuple(
             _sample(i, (1, int(rows), int(columns)), int(count))
             for i, ((rows, columns), count) in enumerate(zip(sides, words, strict=True))

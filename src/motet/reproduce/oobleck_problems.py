@@ -54,7 +54,7 @@ def problem(model: Model) -> PlanningProblem:
         },
         edges=(),
         cluster=replace(cluster, device=replace(cluster.device, memory_bytes=DEVICE_BYTES)),
-        table=analytic_table({"language_model": workload}, cluster, dtype="bfloat16", tp_sizes=(1,)),
+        table=analytic_table({"language_model": workload}, cluster, dtype="bfloat16", dtype_bytes=2, tp_sizes=(1,)),
         samples=tuple(
             Sample(str(i), {"language_model": (Segment(length),)}, {"language_model": length})
             for i in range(model.global_batch)
