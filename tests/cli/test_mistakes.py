@@ -105,6 +105,7 @@ def test_files_that_are_no_run_files(
         ("model.encoders.vision.values.patch_size=100", "patch_size is 100 x 100, more than image_size 48 x 48"),
         ("model.encoders.vision.values.image_size=[1, 2, 3]", r"image_size is \[1, 2, 3\]; give a whole number"),
         ("model.encoders.vision.feature_layer=-9", "model.encoders.vision.feature_layer: -9 is not within -3 to 2"),
+        ("model.placeholder_tokens={vision: ''}", "placeholder_tokens.vision: is empty; give a token of the tokenizer"),
         ("model.placeholder_tokens={vision: <picture>}", "placeholder_tokens.vision: .*does not know '<picture>'"),
         ("model.encoders.audio.values.max_source_positions=26", "max_source_positions: 26 does not divide"),
         # The layout.

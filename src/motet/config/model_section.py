@@ -216,9 +216,11 @@ class ModelConfig(Section):
         for name in self.generators:
             if name in (*self.encoders, LANGUAGE_MODEL):
                 raise ValueError(f"generators.{name}: is the name of another module; give the generator another one")
-        for name in self.placeholder_tokens:
+        for name, token in self.placeholder_tokens.items():
             if name not in self.encoders:
                 raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
+            if not token:
+                raise ValueError(f"placeholder_tokens.{name}: is empty; give a token of the tokenizer, or leave it out")
         parts: list[EncoderConfig | TowerConfig] = [*self.encoders.values(), *self.towers.values()]
         trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
         models = [part for part in (self.language_model, self.decoder, *self.generators.values()) if part is not None]
