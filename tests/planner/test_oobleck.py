@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from small_problem import VISION, sample, small_problem, with_memory
 
+from motet.costs.analytic import analytic_table
 from motet.costs.iteration import IterationCosts
 from motet.data.sample import Sample, Segment
 from motet.errors import UserError
@@ -24,6 +25,7 @@ from motet.resilience.stage_mapping import map_stages
 from motet.schedule.action import Compute, Kind
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell
+from motet.workload import module_workload, with_projector
 
 
 def on_nodes(num_nodes: int, devices_per_node: int = 1, *, failures: int = 1, **options: object) -> PlanningProblem:
@@ -389,19 +391,28 @@ def test_limits_on_context_parallelism() -> None:
         oobleck(replace(problem, modules={**problem.modules, "language_model": llm}))
 
 
-def test_what_does_not_fit_one_by_one_is_shared() -> None:
+def with_large_encoder(problem: PlanningProblem) -> PlanningProblem:
+    """Its two blocks have more parameters than all of the language model's."""
+    large = module_workload({**VISION, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2})
+    workload = with_projector(large, "mlp", 128)
+    vision = replace(problem.modules["vision"], workload=workload, trainable=((0, workload.num_layers),))
+    modules = {**problem.modules, "vision": vision}
+    table = analytic_table({name: m.workload for name, m in modules.items()}, problem.cluster, tp_sizes=(1, 2, 4))
+    return replace(problem, modules=modules, table=table)
+
+
+@pytest.mark.parametrize(("name", "most"), [("vision", 1e8), ("language_model", 3e7)])
+def test_what_does_not_fit_one_by_one_is_shared(name: str, most: float) -> None:
     """Where tensor parallelism is not allowed, only shared parameters fit into little memory."""
     problem = on_nodes(4, 4, encoders=("vision",), frozen=())
-    problem = shared(with_tp(problem, 1), 4, fully=True)
-    for memory in np.geomspace(3e7, 3e6, 24):
+    problem = shared(with_tp(with_large_encoder(problem) if name == "vision" else problem, 1), 4, name=name, fully=True)
+    for memory in np.geomspace(most, most / 10, 24):
         tight = with_memory(problem, int(memory))
         try:
             templates = make_templates(tight)
         except UserError:
             continue
-        if templates.fully_sharded and any(
-            t.replicas["language_model"].shares_context for t in templates.by_nodes.values()
-        ):
+        if templates.fully_sharded and any(t.replicas[name].shares_context for t in templates.by_nodes.values()):
             assert evaluate(tight, oobleck(tight)).fits
             return
     pytest.fail("sharing was never chosen")

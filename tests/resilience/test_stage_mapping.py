@@ -342,3 +342,20 @@ def test_memory_of_several_modules() -> None:
 
     assert cut(0.0) == [("vision", 2), ("llm", 2), ("llm", 2), ("llm", 2)]
     assert cut(1.0) == [("vision", 2), ("llm", 1), ("llm", 2), ("llm", 3)]
+
+
+def test_where_an_encoder_hands_its_outputs_to() -> None:
+    """To the same node, if there is only one."""
+
+    def chain(*cut: float) -> ChainCosts:
+        return ChainCosts(seconds={1: [1.0]}, cut_s=CutCosts([0.0, cut[0]], [0.0, cut[1]]))
+
+    def fill_s(num_nodes: int, size: int) -> float:
+        modules = {"vision": chain(0.1, 0.5), "llm": chain(0.0, 0.0)}
+        problem = MappingProblem(modules=modules, devices_per_node=size, num_microbatches=8)
+        found = map_stages(problem, num_nodes)
+        assert found is not None
+        return found.fill_s
+
+    assert fill_s(1, 2) == pytest.approx(2.1)
+    assert fill_s(2, 1) == pytest.approx(2.5)

@@ -22,6 +22,7 @@ from interrupted_training import (
 from training import stored_tensors
 from unlike_pipelines import (
     MadeTemplates,
+    encoder_sharing_templates,
     sharded_templates,
     tensor_parallel_templates,
     train_and_join,
@@ -180,9 +181,9 @@ def test_some_had_updated_what_they_keep_and_others_had_not(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("templates_of", [tensor_parallel_templates, sharded_templates])
+@pytest.mark.parametrize("templates_of", [tensor_parallel_templates, sharded_templates, encoder_sharing_templates])
 def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: MadeTemplates) -> None:
-    """Two pipelines of one node and one of two, with tensor parallelism or shared parameters in some stages."""
+    """Two pipelines of one node and one of two, with tensor parallelism, shared parameters or shared items in some."""
     config = sharing(unlike_config(tmp_path, 4))
     config, templates, plan = unlike_on_nodes_of_three(config, templates_of, (1, 1, 2))
     result = train_and_check(config, plan, templates, at(2, 1, die))

@@ -19,7 +19,6 @@ from motet.config.data_section import (
 from motet.config.model_section import ModelConfig
 from motet.config.parallel_section import ParallelConfig
 from motet.config.section import Count, CountOrNever, Degree, Fraction, PositiveNumber, Section
-from motet.plan import LANGUAGE_MODEL
 
 
 class DeviceConfig(Section):
@@ -224,7 +223,7 @@ class RunConfig(Section):
                 )
         elif planner != "oobleck" and not survives:
             of_encoders = [
-                f"modules.{name}.cp" for name, own in limits.modules.items() if own.cp and name != LANGUAGE_MODEL
+                f"modules.{name}.cp" for name, own in limits.modules.items() if own.cp and name in self.model.encoders
             ]
             for key in [*(["fully_sharded"] if limits.fully_sharded else []), *of_encoders]:
                 raise ValueError(
