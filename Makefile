@@ -24,7 +24,7 @@ campaigns: $(READY)  ## Whole products and many draws of what `make test` sample
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not campaign" --hypothesis-profile draws
 
 chaos: $(READY)  ## Kills processes of trainings at random moments, 200 times (MOTET_CHAOS_TRIALS), and looks at what is left.
-	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py tests/resilience/test_cut_link.py
+	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py tests/resilience/test_lost_machine.py tests/resilience/test_cut_link.py
 
 checks: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

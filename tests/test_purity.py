@@ -83,13 +83,16 @@ PURE = (
     "motet.resilience.state_keepers",
     "motet.resilience.senders",
     "motet.resilience.failure_log",
+    "motet.resilience.gathering",
     "motet.resilience.membership",
     "motet.resilience.reunion",
     "motet.resilience.run_record",
     "motet.resilience.stragglers",
     "motet.resilience.succession",
+    "motet.resilience.votes",
     "motet.resilience.watchdog",
     "motet.resilience.watched_process",
+    "motet.resilience.whereabouts",
 )
 """Modules, and packages with all that they hold."""
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from motet.resilience.agent import NodeAgent
-from motet.resilience.membership import FAILURE, OPEN, OVER, Change, Membership, StoreLostError, key_of
+from motet.resilience.membership import FAILURE, OPEN, OVER, Address, Change, Membership, StoreLostError, key_of
 from motet.resilience.reunion import REUNION_S, Successor
 from motet.resilience.run_record import KEY
 from motet.resilience.watched_process import WatchedProcess
@@ -84,7 +84,9 @@ class FullStore(dict[str, str]):
     def __init__(self, values: Mapping[str, str] | None = None) -> None:
         super().__init__({KEY: "a run", OPEN: "2", **(values or {})})
 
-    def connect(self) -> None:
+    address = ("here", 1)
+
+    def connect(self, address: Address | None = None) -> None:
         pass
 
     def check(self, keys: list[str]) -> bool:
@@ -275,7 +277,7 @@ def test_a_store_of_another_training_is_left() -> None:
 
 def test_without_a_store_it_ends_in_the_end() -> None:
     class NoStore(FullStore):
-        def connect(self) -> None:
+        def connect(self, address: Address | None = None) -> None:
             raise StoreLostError("nobody listens")
 
     why = NodeAgent(0, NoStore(), (), lambda m, _: m, 1.0, 0.1).run()  # type: ignore[arg-type]
@@ -292,7 +294,7 @@ def test_who_is_in_no_membership_gets_another_number(node: int, is_kept: bool) -
 
 def test_who_has_no_part_yet_can_be_ended_without_a_store() -> None:
     class NoStore(FullStore):
-        def connect(self) -> None:
+        def connect(self, address: Address | None = None) -> None:
             raise StoreLostError("nobody listens")
 
     agent = NodeAgent(None, NoStore(), (), lambda m, _: m, 1.0, PATIENCE_S)  # type: ignore[arg-type]

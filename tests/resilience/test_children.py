@@ -40,9 +40,10 @@ def test_stopped_children_end_with_the_block() -> None:
 
 def start_family(told: Connection) -> None:
     """Tells the numbers of a child and a grandchild."""
-    # Both are ignored in what is started in the background, or by nohup.
+    # Some are ignored in what is started in the background, or by nohup, or are an agent's that ran here before.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def grow_up() -> None:
         with Children() as grandchildren:

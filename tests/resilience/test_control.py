@@ -19,7 +19,9 @@ LONG_S = 3600.0
 
 
 def call(generation: int, *, is_urgent: bool = True) -> Call:
-    return Call(Membership(generation=generation, nodes=(0,), num_known=1, plan="", is_urgent=is_urgent), 0)
+    return Call(
+        Membership(generation=generation, nodes=(0,), num_known=1, plan="", is_urgent=is_urgent), 0, ("127.0.0.1", 1)
+    )
 
 
 def with_line(test: Callable[[Control, Connection], Any]) -> Any:

@@ -22,8 +22,9 @@ from motet.errors import UserError
 from motet.resilience import launch_nodes
 from motet.resilience import store as store_module
 from motet.resilience.agent import NodeAgent
+from motet.resilience.keeper import End
 from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
-from motet.resilience.membership import OPEN
+from motet.resilience.membership import OPEN, Membership
 from motet.resilience.run_record import RunRecord, as_json
 from motet.runtime.launch import WorkerFailedError
 
@@ -65,6 +66,26 @@ def test_a_store_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
         pytest.raises(NodesLostError, match="dies whenever it is started"),
     ):
         train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=("127.0.0.1", 0))
+
+
+@pytest.mark.parametrize(
+    ("moves", "stop", "is_settled", "starts_anew"),
+    [
+        (False, None, True, True),
+        (True, None, True, False),
+        (True, "no pipeline is left that is whole", False, False),
+        (True, "no pipeline is left that is whole", True, True),
+    ],
+)
+def test_nodes_start_anew_where_none_can_have_gone_on(
+    moves: bool, stop: str | None, is_settled: bool, starts_anew: bool
+) -> None:
+    """Whoever listens hears nothing any more: the others may have gone on with another store."""
+    last = Membership(generation=2, nodes=(), num_known=2, plan="", stop=stop)
+    with pytest.raises(WorkerFailedError) as caught:
+        launch_nodes._outcome(End(None, None, last, (), is_settled), 60.0, moves=moves)
+    assert isinstance(caught.value, NodesLostError) == starts_anew
+    assert (stop if starts_anew and stop else "lost" if starts_anew else "another machine") in str(caught.value)
 
 
 @pytest.fixture

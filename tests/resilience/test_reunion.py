@@ -19,7 +19,16 @@ import pytest
 from motet.resilience import agent as agent_module
 from motet.resilience import reunion as reunion_module
 from motet.resilience.agent import NodeAgent
-from motet.resilience.membership import FIRST_GENERATION, OPEN, Change, Membership, StoreLostError, back_key, key_of
+from motet.resilience.membership import (
+    FIRST_GENERATION,
+    OPEN,
+    Address,
+    Change,
+    Membership,
+    StoreLostError,
+    back_key,
+    key_of,
+)
 from motet.resilience.run_record import KEY
 
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
@@ -75,7 +84,9 @@ class Client:
         self._cluster, self._node = cluster, node
         self._connected: dict[str, str] | None = None
 
-    def connect(self) -> None:
+    address = ("here", 1)
+
+    def connect(self, address: Address | None = None) -> None:
         self._connected = self._cluster.store
         self._values()
 

@@ -143,7 +143,7 @@ def train_and_join(config: RunConfig, plan: Plan, templates: Templates) -> dict[
     original = TrainingProcess._join_world
 
     def join(self: TrainingProcess, call: Call) -> None:
-        addresses.put(self._store_address)
+        addresses.put(call.store)
         original(self, call)
 
     def joiner() -> None:

@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,8 @@ class Kill:
     lost."""
     store: Literal["", "SIGKILL", "SIGSTOP"] = ""
     """What the process that has the store gets at the moment when that comes to the node, or a moment before."""
+    machine: Literal["", "SIGKILL", "SIGSTOP"] = ""
+    """What all processes on the store's machine get (machines.py)."""
 
 
 class Board:
@@ -124,6 +127,12 @@ class Victim:
                 self.board.fire(i)
                 if kill.store:
                     os.kill(self.board.store_pid, signal.Signals[kill.store])
+                if kill.machine:
+                    to_machine = os.getpgid(self.board.store_pid), signal.Signals[kill.machine]
+                    if kill.how == "none":
+                        threading.Timer(kill.delay_s, os.killpg, to_machine).start()
+                    else:
+                        os.killpg(*to_machine)
                 if kill.how == "none":
                     continue
                 if kill.how in ("agent", "warning"):

@@ -31,11 +31,10 @@ from motet.resilience.membership import (
     Kind,
     Membership,
     StoreLostError,
-    back_key,
+    call_s,
     done_key,
     left_key,
     logged_key,
-    next_membership,
     propose,
     register,
     registered,
@@ -44,6 +43,7 @@ from motet.resilience.membership import (
 )
 from motet.resilience.reunion import ConnectedStore, LeftBehindError, Reunion, Successor
 from motet.resilience.watched_process import WatchedProcess, end, finish, hear, loss_of, tell
+from motet.resilience.whereabouts import Standby, Whereabouts
 
 POLL_S = 0.02
 SEEN_END = "seen_end"
@@ -63,6 +63,10 @@ class NodeAgent:
     detect_s: float
     store_patience_s: float
     """For how long the store may be away."""
+    tolerate: int = 1
+    """Nodes that may be lost at once."""
+    standby: Standby | None = None
+    """The process here that would keep the store if its machine is lost."""
     is_warned: bool = False
     """This machine is about to be taken away."""
     _failure: str | None = None
@@ -72,6 +76,12 @@ class NodeAgent:
     """The newest generation in which it has handed over what it held, to leave."""
     _met_in: int = 0
     """The newest generation whose ranks have met: it needs the store no more."""
+    _uncalled: list[Membership] = field(default_factory=list)
+    """Memberships of which the processes are not told yet: others might have gone on elsewhere."""
+    _doubts_since: float | None = None
+    """By `time.monotonic()`: there are some."""
+    _asked_at: float = 0.0
+    """By `time.monotonic()`: whether others have gone on."""
     _why: str | None = None
     """Its part is over."""
     _unanswered: tuple[int, list[tuple[Kind, int]]] | None = None
@@ -81,7 +91,10 @@ class NodeAgent:
     _reunion: Reunion = field(init=False)
 
     def __post_init__(self) -> None:
-        self._reunion = Reunion(self.store, self.successor, self._silence_s, self.store_patience_s)
+        whereabouts = Whereabouts(self.standby, call_s(self.detect_s))
+        self._reunion = Reunion(
+            self.store, self.successor, self._silence_s, self.store_patience_s, self.tolerate, whereabouts
+        )
 
     @property
     def membership(self) -> Membership | None:
@@ -116,6 +129,11 @@ class NodeAgent:
         if self._was_in and not is_in:
             # Before its processes are heard: what failed in them has failed because they are out.
             self._why = self._why_out()
+            if self._reunion.may_end:
+                return True
+            finish(self.processes)
+            self.processes = ()
+        if self._is_left_in_doubt(now):
             return True
         self._hear()
         how = self._own_loss(now)
@@ -124,6 +142,8 @@ class NodeAgent:
         if not is_in and (how is not None or self.is_warned):
             self._why = self._why_out()
             return True
+        if self._was_in and not is_in:
+            return False
         silent = [] if self.node is None else self._exchange_beats(self.node, now)
         if not self._reunion.is_open:
             if not self._reunion.opens(self.node, now):
@@ -133,14 +153,33 @@ class NodeAgent:
             self._propose_what_follows(self.node, how, silent)
         elif all(watched.is_ready for watched in self.processes):
             self.node = register(self.store)
-            self.store.set(back_key(self.node), "")
+            self._reunion.come(self.node)
         return False
+
+    def _is_left_in_doubt(self, now: float) -> bool:
+        """Whether all is over here, as too few nodes are left to know that the others have not gone on elsewhere."""
+        if not self._uncalled:
+            if self._doubts_since is not None:
+                self._doubts_since = None
+                tell(self.processes, STORE_BACK)
+            return False
+        if self._doubts_since is None:
+            self._doubts_since = self._asked_at = now
+            tell(self.processes, STORE_AWAY)
+        if now - self._asked_at > call_s(self.detect_s):
+            self._asked_at = now
+            if self._reunion.others_went_on():
+                return self._is_left_behind("the others went on without it, with another store")
+        if now - self._doubts_since <= self.store_patience_s:
+            return False
+        return self._is_left_behind("too few nodes are left to know that the others have not gone on elsewhere")
 
     def _go_on_without_store(self) -> bool:
         """Whether it was away for too long, and all is over here."""
         now = time.monotonic()
         if self._reunion.away_since is None:
-            self._reunion.lose_store(now)
+            self._reunion.lose_store(now, waited_s=now - self._last_round)
+            self._doubts_since = None
             tell(self.processes, STORE_AWAY)
         self._hear()
         if self._own_loss(now) is not None:
@@ -158,11 +197,15 @@ class NodeAgent:
         try:
             self.node = self._reunion.come_back(self.node)
         except LeftBehindError as error:
-            end(self.processes)
-            self._why = f"node {self.node} was lost: {error}"
-            return True
+            return self._is_left_behind(str(error))
+        self._uncalled = [membership for membership in self._uncalled if membership in self._reunion.known]
         self._beats = Beats(self.store, self._silence_s)
         return False
+
+    def _is_left_behind(self, why: str) -> bool:
+        end(self.processes)
+        self._why = f"node {self.node} was lost: {why}"
+        return True
 
     def warn(self, *_: object) -> None:
         """The handler of SIGTERM."""
@@ -195,13 +238,18 @@ class NodeAgent:
 
     def _take_over_newer(self, node: int) -> bool:
         """Passes newer memberships on to the processes. Whether this node has a part in the newest."""
-        while (newer := next_membership(self.store, self.membership.generation if self.membership else 0)) is not None:
-            self._reunion.known.append(newer)
+        for newer in self._reunion.read_newer():
             for change in newer.changes:
                 if (change.kind, change.node) == ("lost", node):
                     self._failure = self._failure or change.how
             self._was_in = self._was_in or node in newer.everyone
-            self._call(node, newer)
+            self._uncalled.append(newer)
+        self._reunion.tell_read(node)
+        if self._uncalled and self._reunion.may_train():
+            for membership in self._uncalled:
+                self._call(node, membership)
+            self._reunion.called_in = self._uncalled[-1].generation
+            self._uncalled.clear()
         return self.membership is not None and node in self.membership.everyone
 
     def _call(self, node: int, membership: Membership) -> None:
@@ -210,7 +258,8 @@ class NodeAgent:
         first = len(self.processes) * membership.everyone.index(node)
         for watched in self.processes:
             watched.is_done = False
-        tell(self.processes, *(Call(membership, first + place) for place in range(len(self.processes))))
+        calls = (Call(membership, first + place, self.store.address) for place in range(len(self.processes)))
+        tell(self.processes, *calls)
 
     def _hear(self) -> None:
         for watched, word, more in hear(self.processes):
@@ -234,6 +283,7 @@ class NodeAgent:
             return
         elif word == "left":
             self._left_in = self.membership.generation
+            self._reunion.is_out = True
             self._reunion.say(left_key(self._left_in, self.node), "")
         elif word == "done":
             watched.is_done = True
@@ -243,6 +293,7 @@ class NodeAgent:
     def _own_loss(self, now: float) -> str | None:
         """How this node was lost, if it was."""
         self._failure = self._failure or loss_of(self.processes, self._silence_s, now)
+        self._reunion.is_out = self._reunion.is_out or self._failure is not None
         return self._failure
 
     def _propose_what_follows(self, node: int, how: str | None, silent: Sequence[int]) -> None:
@@ -290,11 +341,11 @@ class NodeAgent:
             if other in membership.everyone  # Another agent may have taken it out a moment ago.
         ]
         if how is not None:
-            changes.append(Change("lost", node, how, at))
+            changes.append(Change("lost", node, how, at, is_certain=True))
         elif self._left_in == membership.generation and self._all_have_left(membership):
             # All at once: whoever left before the others would be waited for under the next membership.
             told = "it has handed over what it held"
-            changes += [Change("left", each, told, at) for each in membership.leaving]
+            changes += [Change("left", each, told, at, is_certain=True) for each in membership.leaving]
         elif self.is_warned and node in membership.nodes and membership.stop is None:
             changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
         if self._reunion.lost_in == membership.generation > self._met_in:

@@ -83,6 +83,11 @@ class Control:
             return None if self._finished else self._next()
 
     @property
+    def is_over(self) -> bool:
+        """Whether what this process works under is, as something has died."""
+        return self._finished or self._newest_urgent > self._generation
+
+    @property
     def is_finished(self) -> bool:
         return self._finished
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from motet.resilience.membership import FIRST_GENERATION, Change, Membership
@@ -42,7 +42,7 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
         return
     line = {
         "generation": membership.generation,
-        "changes": [asdict(change) for change in recovery.changes],
+        "changes": _told(recovery.changes),
         "done": _what_was_done(recovery),
         "nodes": membership.nodes,
         "num_ranks": recovery.num_ranks,
@@ -55,19 +55,23 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
 
 def write_end(output: Path, changes: Sequence[Change], done: str) -> None:
     """Appends a line: all nodes have ended, or are ended. `changes`: those that no line tells of yet."""
-    _append(output, {"changes": [asdict(change) for change in changes], "done": done})
+    _append(output, {"changes": _told(changes), "done": done})
 
 
-def write_store_end(output: Path, how: str) -> None:
+def write_store_end(output: Path, how: str, done: str) -> None:
     """Appends a line: the store was lost, and another one has taken its place."""
     lost = {"kind": "store", "node": None, "how": how, "noticed_at": time.time()}
-    _append(output, {"changes": [lost], "done": "it was started again, at the same address"})
+    _append(output, {"changes": [lost], "done": done})
 
 
 def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int) -> None:
     """Appends a line. `step`: the last one that was finished."""
     slow = {"kind": "slow", "node": node, "how": str(straggler), "noticed_at": time.time()}
     _append(output, {"changes": [slow], "done": "nothing", "step": step})
+
+
+def _told(changes: Sequence[Change]) -> list[dict[str, object]]:
+    return [{"kind": c.kind, "node": c.node, "how": c.how, "noticed_at": c.noticed_at} for c in changes]
 
 
 def _append(output: Path, line: Mapping[str, object]) -> None:

@@ -5,7 +5,8 @@ again into the next one, and the agents do the same (reunion.py); nobody propose
 goes on meanwhile: it needs the store for new memberships alone. A store that is stopped has its port still; so it is
 killed first.
 
-Limits: if the keeper itself is lost, on one machine all ends with it; on several nothing can be agreed on any more.
+If the keeper itself is lost, on one machine all ends with it; on several another machine has the next one
+(standby.py).
 """
 
 import sys
@@ -20,6 +21,7 @@ from motet.errors import UserError
 from motet.resilience.agent import SEEN_END
 from motet.resilience.children import Children
 from motet.resilience.failure_log import write_store_end
+from motet.resilience.gathering import MOVES, TERM, Gathered, term_text
 from motet.resilience.membership import (
     FAILURE,
     FIRST_GENERATION,
@@ -30,6 +32,7 @@ from motet.resilience.membership import (
     Membership,
     Store,
     StoreLostError,
+    call_s,
     done_key,
     ended_key,
     logged_key,
@@ -37,10 +40,12 @@ from motet.resilience.membership import (
     propose,
     registered,
     result_key,
+    settled_key,
     unlogged_changes,
 )
 from motet.resilience.run_record import RunRecord
-from motet.resilience.store import StoreClient, StoreProcess, call_s
+from motet.resilience.store import StoreClient, StoreProcess
+from motet.resilience.votes import FIRST_TERM, Term, is_read_by_enough
 from motet.resilience.watched_process import FINISH_S, how_it_ended
 
 POLL_S = 0.1
@@ -65,6 +70,8 @@ class End:
     last: Membership
     unlogged: tuple[Change, ...]
     """Of which the failure log does not tell."""
+    is_settled: bool
+    """No node can have gone on elsewhere from an older membership than the last."""
 
 
 @dataclass
@@ -80,12 +87,20 @@ class Keeper:
     silence_s: float
     """If all nodes are silent for so long, they are lost; longer than they go on without a store."""
     output: Path
+    tolerate: int = 1
+    """Nodes that may be lost at once."""
+    moves: bool = False
+    """If this process or its machine is lost, nodes go on with a store on another machine."""
+    term: Term = FIRST_TERM
+    """Of this store."""
     agents: Sequence[BaseProcess] = ()
     """Of the first nodes, if they are children of this process. Those that have ended are not waited for."""
     _history: list[Membership] = field(default_factory=list)
     """All memberships."""
     _written: dict[str, str] = field(default_factory=dict)
     """What else the next store has to begin with."""
+    _settled: int = FIRST_GENERATION
+    """The newest generation that enough nodes have read."""
     _end: End | None = None
     _deadline: float = 0.0
     """For all agents to have seen the end."""
@@ -99,6 +114,17 @@ class Keeper:
         if not awaits_nodes:
             self._history.append(self._first())
         self.process.start(self.children)
+
+    @property
+    def has_begun(self) -> bool:
+        """All nodes of the first membership have come."""
+        return bool(self._history)
+
+    def attend_from(self, found: Gathered) -> End:
+        """`attend`, where the store has gathered nodes that lost another one."""
+        self._history, self._settled = list(found.line), found.settled
+        self._written[settled_key(found.settled)] = ""
+        return self.attend()
 
     def attend(self) -> End:
         """Until all is over and all agents know it, or all nodes are lost. Raises `StoreDiesError`."""
@@ -132,7 +158,7 @@ class Keeper:
             self.process.start(self.children)
         except UserError as error:  # Somebody else listens there now.
             raise StoreDiesError(str(error)) from None
-        write_store_end(self.output, how)
+        write_store_end(self.output, how, "it was started again, at the same address")
 
     def _first(self, number: int = 0) -> Membership:
         """`number`: of its first node."""
@@ -142,12 +168,15 @@ class Keeper:
     def _write_again(self, store: Store) -> None:
         for membership in self._history:
             propose(store, membership)
+        if self.moves:
+            store.set(MOVES, "")
+            store.set(TERM, term_text(self.term))
         for key, value in self._written.items():
             store.set(key, value)
         if not self._history:
             store.set(OPEN, str(self._num_lost * NUMBERS_APART))
         elif not self._num_lost:
-            store.set(OPEN, str(self.num_nodes))
+            store.set(OPEN, str(self._history[-1].num_known))
         self.run.write(store)  # Last: nobody looks for anything else before this is there.
         self._beats = Beats(store, self.silence_s)
 
@@ -180,6 +209,8 @@ class Keeper:
             propose(store, self._first(first))
         while self._history and (newer := next_membership(store, self._history[-1].generation)) is not None:
             self._history.append(newer)
+        if self._history:
+            self._settle(store)
         for node, agent in enumerate(self.agents):
             if ended_key(node) not in self._written and not agent.is_alive():
                 self._write(store, ended_key(node), "")
@@ -188,6 +219,15 @@ class Keeper:
             if key in self._written or not store.check([key]):
                 break
             self._written[key] = ""
+
+    def _settle(self, store: Store) -> None:
+        """What this process has seen survives the store."""
+        newest = self._history[-1].generation
+        if not self.moves or self._settled == newest:
+            return
+        if is_read_by_enough(store, self._history, self._settled, self.tolerate):
+            self._settled = newest
+            self._write(store, settled_key(newest), "")
 
     def _seen_end(self, store: Store) -> End | None:
         if not self._history:
@@ -205,4 +245,5 @@ class Keeper:
 
     def _ended(self, store: Store, *, result: str | None = None, failure: str | None = None) -> End:
         last = self._history[-1]
-        return End(result, failure, last, unlogged_changes(store, last.generation))
+        is_settled = not self.moves or self._settled == last.generation
+        return End(result, failure, last, unlogged_changes(store, last.generation), is_settled)

@@ -37,13 +37,15 @@ from motet.resilience.agent import NodeAgent
 from motet.resilience.children import Children
 from motet.resilience.control import Control
 from motet.resilience.failure_log import write_end
+from motet.resilience.gathering import MOVES
 from motet.resilience.interfaces import interface_towards
 from motet.resilience.keeper import End, Keeper, StoreDiesError
-from motet.resilience.membership import Change, Membership, StoreLostError
+from motet.resilience.membership import Address, Change, Membership, StoreLostError, call_s
 from motet.resilience.pipelines import Templates
 from motet.resilience.recover import StoppedError, TooFewNodesError, TrainingProcess
 from motet.resilience.run_record import RunRecord, as_json, first_difference
-from motet.resilience.store import StoreClient, StoreNotStartedError, StoreProcess, call_s
+from motet.resilience.standby import StandbyProcess
+from motet.resilience.store import StoreClient, StoreNotStartedError, StoreProcess
 from motet.resilience.succession import Succession
 from motet.resilience.watched_process import WatchedProcess, how_it_ended
 from motet.runtime.launch import WorkerFailedError
@@ -72,12 +74,12 @@ def train_on_nodes(
     with StoreProcess(listen or (LOOPBACK, 0)) as process:
 
         def train(run: RunRecord) -> dict[str, Any]:
-            with _keeper(config, run, plan, num_nodes, process) as keeper:
+            with _keeper(config, run, plan, num_nodes, process, moves=listen is not None) as keeper:
                 if listen is None:
                     _begin_here(keeper, config, node_size, succession)
                 else:
                     _begin_elsewhere(keeper)
-                return _outcome(keeper.attend(), keeper)
+                return _outcome(keeper.attend(), keeper.silence_s, keeper.agents, moves=keeper.moves)
 
         return _with_restarts(config, train)
 
@@ -118,21 +120,47 @@ def join_training(
     host, port = store_address
     try:
         with socket.create_connection(store_address, timeout=10) as connection:
-            interface = interface_towards(connection)
+            here, interface = connection.getsockname()[0], interface_towards(connection)
     except (OSError, UnicodeError):  # The latter where no host can have this name.
         raise UserError(f"--join: nobody answers at {host}:{port}; is the training still running?") from None
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    _check_run_file(config, store_address)
+    moves = _check_run_file(config, store_address)
     succession = Succession(
         node_size, make_templates(), stops_below_guarantee=config.train.failures.stop_below_guarantee
     )
-    if why := run_agent(config, store_address, None, node_size, succession):
+    with Children() as children:
+        standby = StandbyProcess(children, here, config) if moves else None
+        why = run_agent(config, store_address, None, node_size, succession, standby)
+        if standby is not None:
+            _keep_on(standby, config)
+    if why:
         raise WorkerFailedError(why)
 
 
-def _check_run_file(config: RunConfig, store_address: tuple[str, int]) -> None:
-    """Raises `UserError` unless it is that of the run which has the store."""
+def _keep_on(standby: StandbyProcess, config: RunConfig) -> None:
+    """If this machine has the store: until the training is over, whatever became of its own node.
+
+    Raises `UserError` or `WorkerFailedError` if it could not go on."""
+    end = standby.wait()
+    if end is None:
+        return
+    if isinstance(end, str):
+        raise WorkerFailedError(f"the store could not be kept: {end}; {ELSEWHERE}")
+    assert config.train.failures is not None
+    try:
+        result = _outcome(end, config.train.failures.store_patience_s, moves=True)
+    except NodesLostError as error:
+        told = f"{error}: not started anew, as the machine is lost that would"
+        write_end(Path(config.train.output), error.changes, told)
+        raise
+    saved = f"its last checkpoint is {result['checkpoint']}" if result["checkpoint"] else "it wrote no checkpoint"
+    print(f"motet: the training is over, after {len(result['losses'])} steps; {saved}", file=sys.stderr, flush=True)
+
+
+def _check_run_file(config: RunConfig, store_address: Address) -> bool:
+    """Whether its store may move to another machine. Raises `UserError` unless it is that of the run which has the
+    store."""
     assert config.train.failures is not None
     address = ":".join(map(str, store_address))
     patience_s = 2 * call_s(config.train.failures.detect_s)
@@ -145,11 +173,12 @@ def _check_run_file(config: RunConfig, store_address: tuple[str, int]) -> None:
     with StoreClient(store_address, patience_s, on_late=end) as store:
         try:
             store.connect()
-            run = RunRecord.read(store)
+            run, moves = RunRecord.read(store), store.check([MOVES])
         except (StoreLostError, ValueError, TypeError):
             raise UserError(mistake) from None
     if difference := first_difference(config, run):
         raise UserError(f"{difference}, in the training at {address}; give the run file of that training")
+    return moves
 
 
 def _begin_here(keeper: Keeper, config: RunConfig, node_size: int, succession: Succession) -> None:
@@ -169,7 +198,10 @@ def _begin_elsewhere(keeper: Keeper) -> None:
 
 
 @contextmanager
-def _keeper(config: RunConfig, run: RunRecord, plan: Plan, num_nodes: int, process: StoreProcess) -> Iterator[Keeper]:
+def _keeper(
+    config: RunConfig, run: RunRecord, plan: Plan, num_nodes: int, process: StoreProcess, *, moves: bool
+) -> Iterator[Keeper]:
+    """`moves`: nodes are on other machines, and go on if this one is lost."""
     failures = config.train.failures
     assert failures is not None
     with Children() as children:
@@ -183,10 +215,14 @@ def _keeper(config: RunConfig, run: RunRecord, plan: Plan, num_nodes: int, proce
             # An agent may have begun to wait for an answer when it is out of patience.
             silence_s=failures.store_patience_s + 4 * call_s(failures.detect_s),
             output=Path(config.train.output),
+            tolerate=failures.tolerate,
+            moves=moves,
         )
         try:
             yield keeper
         except (StoreNotStartedError, StoreDiesError) as error:
+            if moves and keeper.has_begun:
+                raise WorkerFailedError(f"{error}; {ELSEWHERE}") from None
             raise NodesLostError(str(error)) from None
 
 
@@ -194,7 +230,10 @@ KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": Sto
 FAILURES = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
 
 
-def _outcome(end: End, keeper: Keeper) -> dict[str, Any]:
+ELSEWHERE = "if enough nodes are left, they go on with a store on another machine"
+
+
+def _outcome(end: End, silence_s: float, agents: Sequence[BaseProcess] = (), *, moves: bool) -> dict[str, Any]:
     if end.failure is not None:
         failure = json.loads(end.failure)
         if failure["kind"] in FAILURES:
@@ -203,7 +242,10 @@ def _outcome(end: End, keeper: Keeper) -> dict[str, Any]:
     if end.result is not None:
         result: dict[str, Any] = json.loads(end.result)
         return result
-    lost = _lost_unseen(end.last, keeper.agents, f"its agent was silent for {keeper.silence_s:g} s")
+    if moves and not (end.is_settled and end.last.stop):
+        # To start anew might be to train twice.
+        raise WorkerFailedError(f"no node has given a sign of life for {silence_s:g} s; {ELSEWHERE}")
+    lost = _lost_unseen(end.last, agents, f"its agent was silent for {silence_s:g} s")
     raise NodesLostError(end.last.stop or "all nodes were lost", (*end.unlogged, *lost))
 
 
@@ -215,30 +257,43 @@ def _lost_unseen(last: Membership, agents: Sequence[BaseProcess], silent: str) -
 
 
 def run_agent(
-    config: RunConfig, store_address: tuple[str, int], node: int | None, node_size: int, succession: Succession
+    config: RunConfig,
+    store_address: Address,
+    node: int | None,
+    node_size: int,
+    succession: Succession,
+    standby: StandbyProcess | None = None,
 ) -> str | None:
-    """The process of a node's agent. `node`: its number; None: it joins a training that is under way.
+    """The process of a node's agent. `node`: its number; None: it joins a training that is under way. `standby`: where
+    the store may move to this machine.
 
     Returns why its part is over, if the node was lost or the training failed."""
     failures = config.train.failures
     assert failures is not None
     with Children() as children:
-        processes = _start_processes(children, config, store_address, node_size)
+        processes = _start_processes(children, config, node_size)
         with StoreClient(store_address, 2 * call_s(failures.detect_s)) as store:
-            agent = NodeAgent(node, store, processes, succession, failures.detect_s, failures.store_patience_s)
+            agent = NodeAgent(
+                node,
+                store,
+                processes,
+                succession,
+                failures.detect_s,
+                failures.store_patience_s,
+                tolerate=failures.tolerate,
+                standby=standby,
+            )
             signal.signal(signal.SIGTERM, agent.warn)
             return agent.run()
 
 
-def _start_processes(
-    children: Children, config: RunConfig, store_address: tuple[str, int], node_size: int
-) -> list[WatchedProcess]:
+def _start_processes(children: Children, config: RunConfig, node_size: int) -> list[WatchedProcess]:
     """Those that train on this node."""
     processes: list[WatchedProcess] = []
     for place in range(node_size):
         mine, theirs = multiprocessing.Pipe()
         ends = [*(other.pipe for other in processes), mine]
-        process = children.start(_run_process, config, store_address, place, node_size, theirs, ends)
+        process = children.start(_run_process, config, place, node_size, theirs, ends)
         theirs.close()
         processes.append(WatchedProcess(process, mine))
     return processes
@@ -246,7 +301,6 @@ def _start_processes(
 
 def _run_process(
     config: RunConfig,
-    store_address: tuple[str, int],
     place: int,
     node_size: int,
     pipe: Connection,
@@ -260,7 +314,7 @@ def _run_process(
     torch.set_num_threads(max(1, available_cores() // node_size))
     control = Control(pipe)
     try:
-        TrainingProcess(config, control, store_address, node_size).run()
+        TrainingProcess(config, control, node_size).run()
     except BaseException as error:
         kind = next((name for name, known in KINDS.items() if isinstance(error, known)), "failure")
         message = str(error) if kind != "failure" else f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -32,6 +32,10 @@ Kind = Literal["start", "lost", "left", "joined", "leaving", "again"]
 """again: the store was lost before all had met under this membership, which needs it; they meet anew."""
 
 
+Address = tuple[str, int]
+"""Host and port."""
+
+
 class StoreLostError(RuntimeError):
     """It does not answer any more. Another one may take its place."""
 
@@ -60,6 +64,8 @@ class Change:
     """Of a lost node: what died and how, in words."""
     noticed_at: float
     """Seconds since the epoch, by the clock of the node that noticed."""
+    is_certain: bool = False
+    """The node itself said that it is out: it takes no part in anything any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +169,21 @@ def logged_key(generation: int) -> str:
     return f"logged/{generation}"
 
 
+def standby_key(node: int) -> str:
+    """HOST:PORT at which another store is to be looked for, on that node's machine, if this one is lost."""
+    return f"standby/{node}"
+
+
+def read_key(generation: int, node: int) -> str:
+    """There if that node's agent has read that membership."""
+    return f"read/{generation}/{node}"
+
+
+def settled_key(generation: int) -> str:
+    """There if whoever keeps the store has seen that enough nodes have read that membership (votes.py)."""
+    return f"settled/{generation}"
+
+
 def unlogged_changes(store: Store, generation: int) -> tuple[Change, ...]:
     """All changes of which the failure log does not tell yet, up to those of `generation`; that of a recovery that was
     interrupted by the next failure too."""
@@ -180,12 +201,20 @@ def silence_s(detect_s: float) -> float:
     return max(detect_s - 3 * BEAT_S, detect_s / 2)
 
 
+def call_s(detect_s: float) -> float:
+    """For whoever keeps the store to wait for an answer; then its process is killed. A client waits for twice as long,
+    so that it sees the end of a store that is stopped, and does not try to reach it again."""
+    return max(5.0, 2 * detect_s)
+
+
 @dataclass(frozen=True)
 class Call:
     """What the agent tells one training process: a membership, and the process's rank in it."""
 
     membership: Membership
     rank: int
+    store: Address
+    """Where the ranks find each other."""
     heard_at: float = 0.0
     """When that process heard of it, by its `time.monotonic()`."""
 

@@ -36,7 +36,7 @@ from motet.plan import Plan
 from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
 from motet.resilience.handover import Described, Holding, describe, hand_over, plan_handover, tensors_of
-from motet.resilience.membership import Call, Membership, unlogged_changes
+from motet.resilience.membership import Call, Membership, call_s, unlogged_changes
 from motet.resilience.run_record import RunRecord, earlier_checkpoints
 from motet.resilience.store import is_listening
 from motet.resilience.stragglers import StragglerWatch
@@ -53,8 +53,9 @@ from motet.runtime.trainer import NonFiniteError, Trainer, TrainingSummary
 
 T = TypeVar("T")
 
-PATIENCE_S = 10.0
-"""After a connection broke, for the membership that explains it, beside the time in which a silent node is noticed."""
+PATIENCE_S = 5.0
+"""After a connection broke, for the membership that explains it, beside the time for which an agent may wait for the
+store's answer."""
 LEAVING_S = 60.0
 """Beside the time of a step, for a process to leave a membership that is over: it may be loading a checkpoint."""
 RETRY_S = 0.05
@@ -84,10 +85,10 @@ class _Report:
 
 
 class TrainingProcess:
-    """`store`: host and port. `node_size`: processes of a node."""
+    """`node_size`: processes of a node."""
 
-    def __init__(self, config: RunConfig, control: Control, store: tuple[str, int], node_size: int) -> None:
-        self._config, self._control, self._store_address = config, control, store
+    def __init__(self, config: RunConfig, control: Control, node_size: int) -> None:
+        self._config, self._control = config, control
         self._node_size = node_size
         assert config.train.failures is not None
         self._detect_s = config.train.failures.detect_s
@@ -124,7 +125,7 @@ class TrainingProcess:
                 time.sleep(RENDEZVOUS_S)  # The agent ends this node.
                 raise
             except (Exception, CheckpointException) as error:
-                call = self._control.newer(PATIENCE_S + 2 * self._detect_s)
+                call = self._control.newer(PATIENCE_S + 3 * call_s(self._detect_s))
                 if call is None and not self._control.is_finished:
                     raise
                 print(f"motet: generation {membership.generation} ended here: {error}", file=sys.stderr, flush=True)
@@ -174,9 +175,11 @@ class TrainingProcess:
 
     def _join_world(self, call: Call) -> None:
         deadline = time.monotonic() + RENDEZVOUS_S
-        while not is_listening(self._store_address) and time.monotonic() < deadline:
+        while not is_listening(call.store) and time.monotonic() < deadline:
+            if self._control.is_over:  # The next one may be met elsewhere.
+                raise ConnectionError("there is no store any more")
             time.sleep(RETRY_S)
-        host, port = self._store_address
+        host, port = call.store
         store = self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         self._run_record = RunRecord.read(store)
         dist.init_process_group(

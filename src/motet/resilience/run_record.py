@@ -53,7 +53,11 @@ class RunRecord:
     @staticmethod
     def read(store: Store) -> "RunRecord":
         """Waits for it as long as the store does."""
-        return RunRecord(**json.loads(store.get(KEY)))
+        return RunRecord.from_json(store.get(KEY))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "RunRecord":
+        return RunRecord(**json.loads(text))
 
 
 def earlier_checkpoints(output: Path, run: str) -> tuple[Stamp, ...] | None:

@@ -23,24 +23,20 @@ from motet.addresses import free_address
 from motet.errors import UserError
 from motet.resilience.children import Children
 from motet.resilience.connections import Connections
-from motet.resilience.membership import StoreLostError
+from motet.resilience.membership import Address, StoreLostError
 from motet.resilience.watchdog import Watchdog
 
 T = TypeVar("T")
 
 START_S = 10.0
 """For the store's process to listen."""
+CONNECT_S = 2.5
+"""For a store to accept a client."""
 PROBE_S = 0.5
 """For somebody to answer at all."""
 
 
-def call_s(detect_s: float) -> float:
-    """For whoever keeps the store to wait for an answer; then its process is killed. A client waits for twice as long,
-    so that it sees the end of a store that is stopped, and does not try to reach it again."""
-    return max(5.0, 2 * detect_s)
-
-
-def is_listening(address: tuple[str, int], timeout_s: float = PROBE_S) -> bool:
+def is_listening(address: Address, timeout_s: float = PROBE_S) -> bool:
     """Whether anybody does. torch's client would try again and again, and tell of it."""
     try:
         with socket.create_connection(address, timeout=timeout_s) as connection:
@@ -55,10 +51,8 @@ class StoreClient:
     `on_late`: what makes a call fail that has taken so long; None: this process's connections are shut, but for those
     that there were when this object was made."""
 
-    def __init__(
-        self, address: tuple[str, int], patience_s: float, on_late: Callable[[], object] | None = None
-    ) -> None:
-        self._address, self._patience_s = address, patience_s
+    def __init__(self, address: Address, patience_s: float, on_late: Callable[[], object] | None = None) -> None:
+        self.address, self._patience_s = address, patience_s
         connections = Connections()
         self._watchdog = Watchdog(patience_s, on_late or (lambda: connections.end_waits(num_ranks=0)))
         self._store: dist.Store | None = None
@@ -71,13 +65,16 @@ class StoreClient:
         self._watchdog.__exit__(kind, error, None)
         self._store = None
 
-    def connect(self) -> None:
-        """To the store that is there now, which may be another one than before."""
-        self._store = None
-        if not is_listening(self._address):
-            raise StoreLostError(f"nobody listens at {':'.join(map(str, self._address))}")
-        timeout = timedelta(seconds=self._patience_s)
-        self._store = self._try(lambda: dist.TCPStore(*self._address, is_master=False, timeout=timeout))
+    def connect(self, address: Address | None = None) -> None:
+        """To the store that is there now, which may be another one than before. `address`: None: where it was."""
+        self._store, self.address = None, address or self.address
+        if not is_listening(self.address):
+            raise StoreLostError(f"nobody listens at {':'.join(map(str, self.address))}")
+        # If it ends at this moment, torch's client waits twice as long for another one to listen there.
+        to_connect = timedelta(seconds=max(CONNECT_S, self._patience_s / 4))
+        store = self._try(lambda: dist.TCPStore(*self.address, is_master=False, timeout=to_connect))
+        store.set_timeout(timedelta(seconds=self._patience_s))
+        self._store = store
 
     def set(self, key: str, value: str) -> None:
         self._call(lambda store: store.set(key, value))
