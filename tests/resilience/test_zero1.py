@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from interrupted_training import (
+    STEPS,
     all_at,
     at,
     before_each_step,
     die,
     failures,
 )
-from training import stored_tensors
+from training import plan_of, run_config, stored_tensors, train
 from unlike_pipelines import (
     MadeTemplates,
     encoder_sharing_templates,
@@ -189,6 +190,38 @@ def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: Made
     result = train_and_check(config, plan, templates, at(2, 1, die))
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 9
+
+
+@pytest.mark.slow
+def test_given_layouts_whose_modules_are_fully_sharded(tmp_path: Path) -> None:
+    """Three pipelines, of which two are lost one after the other: losses and all that the last checkpoint holds are
+    those of one pipeline with nothing shared."""
+
+    def config_of(output: Path, layout: dict[str, Any], **overrides: Any) -> RunConfig:
+        told = {"train__steps": STEPS, "train__dtype": "float64", "train__checkpoint_every": STEPS}
+        more = {"train__global_batch_size": 12, "parallel__packing": True}
+        return run_config(output, layout, **told, **more, **overrides)
+
+    shared = {"cp": 2, "fully_sharded": True, "context": {"block_size": 4}}
+    layout = {"vision": {"dp": 3}, "audio": {"dp": 3}, "language_model": {"dp": 3, **shared}}
+    failing = {"train__failures": {"tolerate": 1, "detect_s": 10}, "parallel__zero1": True}
+    config = config_of(tmp_path / "shared", layout, **failing)
+    plan = plan_of(config)
+    first, second = at(2, 0, die), at(4, 1, die)
+
+    def lose_two(trainer: Trainer) -> None:
+        first(trainer)
+        second(trainer)
+
+    number = multiprocessing.get_context("fork").Value("i", 0)
+    with before_each_step(lose_two), checked(number):
+        result = train_on_nodes(config, plan, None, num_nodes=3, node_size=3)
+    assert number.value == 3
+    assert result["losses"] == pytest.approx(train(config_of(tmp_path / "whole", {}))[0]["losses"], rel=1e-10)
+    left, right = (stored_tensors(tmp_path / name / "checkpoints" / f"step_{STEPS:08}") for name in ("shared", "whole"))
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.slow
