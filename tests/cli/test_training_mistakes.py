@@ -177,6 +177,13 @@ def test_a_checkpoint_of_another_model(
     expect_refusal(capsys, run_file, overrides, f"train.resume: .*step_00000002 is of another model: .*{message}")
 
 
+def test_a_rule_of_attention_by_another_name_is_the_same(run_file: Path, checkpoint: Path) -> None:
+    """Llama's own is `causal`."""
+    overrides = [EXPLICIT, "cluster.num_devices=3", f"train.resume={checkpoint}", "train.steps=3"]
+    overrides += ["model.media_attention=family"]
+    assert main(["train", str(run_file), *(part for override in overrides for part in ("--set", override))]) == 0
+
+
 @pytest.fixture
 def old_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
     """As motet wrote them before they said what the model computes."""

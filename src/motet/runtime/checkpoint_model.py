@@ -5,7 +5,7 @@ positions. So a checkpoint holds the run file's `model` and the whole transforme
 key. What another value of a key may do is one of three:
 
 * nothing, or nothing any more: where weights come from, how they were drawn, names and versions; these are left out;
-* train otherwise: frozen parts, weights of losses, dropout; this is told;
+* train otherwise: frozen parts, weights of losses, dropout, the tokens in whose places items stand; this is told;
 * compute something else: all others; this is refused.
 
 Limits: keys that only one side has, as other versions of motet and transformers do, are not compared.
@@ -18,7 +18,8 @@ from typing import Any
 from motet.config import PartConfig, RunConfig
 from motet.errors import UserError
 from motet.models.materialize import read_part_config
-from motet.runtime.assembly import kind_of, part_of, where_of
+from motet.plan import LANGUAGE_MODEL
+from motet.runtime.assembly import kind_of, media_attention_of, part_of, where_of
 
 Values = Mapping[str, Any]
 """By key, such as `model.encoders.vision.values.hidden_act`."""
@@ -32,7 +33,7 @@ SHOWN_BY_PARAMETERS = {"tie_word_embeddings", "max_position_embeddings", "width"
 OF_TOKENS = {"bos_token_id", "eos_token_id"}
 LEFT_OUT = frozenset(NAMES | OF_OTHER_USES | OF_DRAWING | SHOWN_BY_PARAMETERS | OF_TOKENS | OF_PARTS)
 """Keys, at any depth."""
-TRAINING = frozenset({"train", "loss_weight", "max_logit_scale"})
+TRAINING = frozenset({"train", "loss_weight", "max_logit_scale", "placeholder_tokens"})
 """Words of keys that say how the model is trained."""
 
 
@@ -41,7 +42,10 @@ def computation_of(config: RunConfig) -> dict[str, Any]:
     found = dict(_flat("model", config.model.model_dump(mode="json")))
     for name in config.model.module_names:
         part, where = part_of(config, name), where_of(config, name)
-        found.update(_flat(f"{where}.values", read_part_config(part, kind_of(part), where=where).to_dict()))
+        transformers_config = read_part_config(part, kind_of(part), where=where)
+        found.update(_flat(f"{where}.values", transformers_config.to_dict()))
+        if name == LANGUAGE_MODEL:
+            found["model.media_attention"] = media_attention_of(config, transformers_config.model_type)
     return dict(json.loads(json.dumps(found, default=str)))
 
 
