@@ -36,7 +36,7 @@ from motet.plan import Plan
 from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
 from motet.resilience.handover import Described, Holding, describe, hand_over, plan_handover, tensors_of
-from motet.resilience.membership import Call, Membership, call_s, unlogged_changes
+from motet.resilience.membership import Address, Call, Membership, call_s, unlogged_changes
 from motet.resilience.run_record import RunRecord, earlier_checkpoints
 from motet.resilience.store import is_listening
 from motet.resilience.stragglers import StragglerWatch
@@ -58,6 +58,8 @@ PATIENCE_S = 5.0
 store's answer."""
 LEAVING_S = 60.0
 """Beside the time of a step, for a process to leave a membership that is over: it may be loading a checkpoint."""
+CONNECT_S = 5.0
+"""For the store to accept a client."""
 RETRY_S = 0.05
 """Between two looks for the store."""
 RENDEZVOUS_S = 120.0
@@ -174,13 +176,7 @@ class TrainingProcess:
         trainer.after_step = after_step
 
     def _join_world(self, call: Call) -> None:
-        deadline = time.monotonic() + RENDEZVOUS_S
-        while not is_listening(call.store) and time.monotonic() < deadline:
-            if self._control.is_over:  # The next one may be met elsewhere.
-                raise ConnectionError("there is no store any more")
-            time.sleep(RETRY_S)
-        host, port = call.store
-        store = self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
+        store = self._store = self._connected_store(call.store)
         self._run_record = RunRecord.read(store)
         dist.init_process_group(
             "gloo",
@@ -190,6 +186,19 @@ class TrainingProcess:
             # Who hangs in the world before is taken out in time for the others to hear of it here.
             timeout=timedelta(seconds=RENDEZVOUS_S + self._step_timeout_s),
         )
+
+    def _connected_store(self, address: Address) -> dist.TCPStore:
+        """Waits for it, unless what it is for is over: the next store may be elsewhere."""
+        deadline = time.monotonic() + RENDEZVOUS_S
+        while time.monotonic() < deadline and not self._control.is_over:
+            if is_listening(address):
+                # If it ends at this moment, torch's client waits twice as long for another one, and nothing ends that.
+                with contextlib.suppress(dist.DistError):
+                    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+                    store.set_timeout(timedelta(seconds=RENDEZVOUS_S))
+                    return store
+            time.sleep(RETRY_S)
+        raise ConnectionError("there is no store any more")
 
     def _num_ranks(self, membership: Membership) -> int:
         return len(membership.everyone) * self._node_size
