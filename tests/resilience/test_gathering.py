@@ -1,6 +1,7 @@
 """What nodes that have lost their store tell a new one, and what is made of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from test_moving_store import Local
@@ -92,3 +93,34 @@ def test_two_histories_of_one_store_do_not_mix() -> None:
     vote(store, Vote(0, A, 2, 1), [FIRST, SECOND])
     with pytest.raises(OtherLineError, match="another membership 2 is known"):
         vote(store, Vote(1, A, 2, 1), [FIRST, membership(2, 1, 2, 4)])
+
+
+def test_numbers_that_are_given_twice() -> None:
+    """Node 9 joined in the first store, and is in no membership that went on; in the second another node 9 joined."""
+    store, tried = Local({}), replace(membership(2, 0, 1, 2, 3, 9, note="tried"), num_known=10)
+    second, third = SECOND, replace(membership(3, 0, 1, 9), num_known=10)
+    vote(store, Vote(0, B, 3, 3), [FIRST, second, third])
+    vote(store, Vote(9, A, 2, 1), [FIRST, tried])
+    found = gathered(store, 1)
+    assert found is not None
+    assert (found.nodes, found.line) == ({0}, (FIRST, second, third))
+    assert not may_go_on(found, 1)
+    vote(store, Vote(9, A, 1, 1), [FIRST])
+    assert gathered(store, 1) == found
+    vote(store, Vote(9, B, 3, 3), [FIRST, second, third])
+    again = gathered(store, 1)
+    assert again is not None
+    assert again.nodes == {0, 9}
+    assert may_go_on(again, 1)
+
+
+def test_who_has_the_number_of_another_has_read_for_himself_alone() -> None:
+    """That it does not know what the other one may have read is no reason to drop it."""
+    store, third = Local({}), replace(membership(3, 0, 1, 9), num_known=10)
+    fourth = replace(membership(4, 0, 9), num_known=10)
+    vote(store, Vote(0, B, 4, 3), [FIRST, SECOND, third, fourth])
+    vote(store, Vote(1, B, 3, 3), [FIRST, SECOND, third])
+    vote(store, Vote(9, A, 1, 1), [FIRST])
+    found = gathered(store, 1)
+    assert found is not None
+    assert found.line[-1] == fourth

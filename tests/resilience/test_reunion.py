@@ -29,7 +29,9 @@ from motet.resilience.membership import (
     back_key,
     key_of,
 )
+from motet.resilience.reunion import Reunion
 from motet.resilience.run_record import KEY
+from motet.resilience.whereabouts import Whereabouts
 
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 NUM_NODES = 4
@@ -147,6 +149,19 @@ def test_who_comes_back_last_brings_a_newer_membership() -> None:
             agent.is_over()
     assert agent.membership == newer
     assert cluster.store[OPEN] == str(NUM_NODES + 1)
+
+
+def test_a_store_that_is_started_again_while_others_are_asked_is_told_what_is_known() -> None:
+    """Nothing is proposed in it before."""
+    cluster = Cluster()
+    client = Client(cluster, 0)
+    reunion = Reunion(client, successor, DETECT_S, PATIENCE_S, 1, Whereabouts(None, DETECT_S))
+    with counted_time(cluster):
+        assert reunion.come_back(0) == 0
+        assert not reunion.others_went_on(0)
+        cluster.store = {KEY: "a run", key_of(1): FIRST.to_json()}
+        with pytest.raises(StoreLostError, match="another one has taken its place"):
+            reunion.others_went_on(0)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -57,3 +57,11 @@ def test_who_does_not_answer_is_left_out_for_a_while(clock: SimpleNamespace, som
     assert nodes(somewhere, GRACE_S + 0.1) == [3]
     clock.s += SILENT_GRACES * GRACE_S
     assert nodes(somewhere, GRACE_S + 0.1)[:2] == [None, 2]
+
+
+def test_where_there_is_no_other_place_the_store_is_asked_for_nevertheless(
+    clock: SimpleNamespace, somewhere: Whereabouts
+) -> None:
+    """As on one machine: it may be started again at any moment."""
+    somewhere.note_silent(BEFORE, 2 * GRACE_S)
+    assert nodes(somewhere, GRACE_S + 0.1, ()) == [None]

@@ -133,7 +133,7 @@ class NodeAgent:
                 return True
             finish(self.processes)
             self.processes = ()
-        if self._is_left_in_doubt(now):
+        if self.node is not None and self._is_left_in_doubt(self.node, now):
             return True
         self._hear()
         how = self._own_loss(now)
@@ -156,7 +156,7 @@ class NodeAgent:
             self._reunion.come(self.node)
         return False
 
-    def _is_left_in_doubt(self, now: float) -> bool:
+    def _is_left_in_doubt(self, node: int, now: float) -> bool:
         """Whether all is over here, as too few nodes are left to know that the others have not gone on elsewhere."""
         if not self._uncalled:
             if self._doubts_since is not None:
@@ -168,7 +168,7 @@ class NodeAgent:
             tell(self.processes, STORE_AWAY)
         if now - self._asked_at > call_s(self.detect_s):
             self._asked_at = now
-            if self._reunion.others_went_on():
+            if self._reunion.others_went_on(node):
                 return self._is_left_behind("the others went on without it, with another store")
         if now - self._doubts_since <= self.store_patience_s:
             return False

@@ -41,6 +41,7 @@ class Gathered:
     """From the first on."""
     settled: int
     nodes: frozenset[int]
+    """That have come, and have their numbers in this line."""
 
     @property
     def tail(self) -> tuple[Membership, ...]:
@@ -75,17 +76,27 @@ def gathered(store: Store, tolerate: int) -> Gathered | None:
     term, newest = max((each.line, each.generation) for each in votes)
     line = [_known(store, term, generation) for generation in range(FIRST_GENERATION, newest + 1)]
     settled = max(each.settled for each in votes if each.line == term)
+    nodes = frozenset(each.node for each in votes if _has_number(store, each, line))
     while len(line) > 1 and line[-1].generation > settled:
         knowing = [each for each in votes if each.generation >= line[-1].generation]
         have = {each.node for each in knowing if _known(store, each.line, line[-1].generation) == line[-1]}
-        if may_be_valid(line[-2], {each.node for each in votes} - have, tolerate):
+        if may_be_valid(line[-2], nodes - have, tolerate):
             break
         line.pop()  # Somebody proposed it who did not reach the others.
-    return Gathered(tuple(line), settled, frozenset(each.node for each in votes))
+    return Gathered(tuple(line), settled, nodes)
 
 
 def may_go_on(found: Gathered, tolerate: int) -> bool:
     return may_open(found.tail, found.nodes, tolerate)
+
+
+def _has_number(store: Store, own: Vote, line: Sequence[Membership]) -> bool:
+    """Whether it is the node that has its number in that line. A number that no membership of a lost store knew is
+    given again by the next: two nodes may come with it, and must not be taken for one another."""
+    first = next((membership for membership in line if own.node < membership.num_known), None)
+    if first is None or own.generation < first.generation:
+        return False
+    return _known(store, own.line, first.generation) == first
 
 
 def _line_key(line: Term, generation: int) -> str:

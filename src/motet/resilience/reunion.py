@@ -277,21 +277,24 @@ class Reunion:
         """Whether under the newest membership: nobody can have gone on elsewhere from an older one."""
         return not self.moves or is_read_by_enough(self.store, self.known, self._settled, self.tolerate)
 
-    def others_went_on(self) -> bool:
+    def others_went_on(self, node: int) -> bool:
         """With another store than this one."""
+        went_on = any(self._is_newer(address) for address in self.whereabouts.others())
+        self.store.connect(self._address)
+        if not went_on and not self.store.check([back_key(node)]):
+            raise StoreLostError("meanwhile another one has taken its place")  # It has to be told what is known.
+        return went_on
+
+    def _is_newer(self, address: Address) -> bool:
+        """Whether an open store of a later term is there."""
+        began = time.monotonic()
         try:
-            for address in self.whereabouts.others():
-                began = time.monotonic()
-                try:
-                    self.store.connect(address)
-                    is_newer = self.store.get(KEY) == self._run and term_of(self.store) > self._term
-                    if is_newer and self.store.check([OPEN]):
-                        return True
-                except StoreLostError:
-                    self.whereabouts.note_silent(address, time.monotonic() - began)
-        finally:
-            self.store.connect(self._address)
-        return False
+            self.store.connect(address)
+            is_newer = self.store.get(KEY) == self._run and term_of(self.store) > self._term
+            return is_newer and self.store.check([OPEN])
+        except StoreLostError:
+            self.whereabouts.note_silent(address, time.monotonic() - began)
+            return False
 
     def _has_number(self, node: int) -> bool:
         """Whether that is its number still; a new store gives those again that are in no membership."""

@@ -77,7 +77,7 @@ class Whereabouts:
         only once it is its turn.
 
         `nodes`: of the newest membership. `away_s`: for how long there has been no store."""
-        if not self._is_silent(before):
+        if not nodes or not self._is_silent(before):  # Without nodes there is nobody else to ask.
             yield None, before
         if away_s <= self.grace_s:
             return
