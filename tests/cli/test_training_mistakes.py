@@ -17,6 +17,7 @@ from motet.cli.main import main
 from motet.config import load_run_config
 from motet.resilience.run_record import RunRecord, as_json
 from motet.runtime.checkpoint_folder import read_manifest
+from motet.runtime.checkpoint_model import changes_of_training, check_same_computation
 
 EXPLICIT = "parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}"
 TWO_PIPELINES = (
@@ -182,6 +183,13 @@ def test_a_rule_of_attention_by_another_name_is_the_same(run_file: Path, checkpo
     overrides = [EXPLICIT, "cluster.num_devices=3", f"train.resume={checkpoint}", "train.steps=3"]
     overrides += ["model.media_attention=family"]
     assert main(["train", str(run_file), *(part for override in overrides for part in ("--set", override))]) == 0
+
+
+def test_another_placeholder_is_told_and_not_refused() -> None:
+    """What stands there is replaced by the encoder's outputs."""
+    saved, now = ({"model.placeholder_tokens.vision": token} for token in ("<image>", "<|image|>"))
+    check_same_computation("step_00000002", saved, now)
+    assert changes_of_training(saved, now) == ['model.placeholder_tokens.vision was "<image>" and is "<|image|>"']
 
 
 @pytest.fixture
