@@ -17,6 +17,11 @@ def host_and_port(text: str) -> tuple[str, int] | None:
     return host, int(port)
 
 
+def address_text(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"{host}:{port}"
+
+
 def free_address(host: str, port: int) -> tuple[str, int]:
     """With a free port for port 0.
 

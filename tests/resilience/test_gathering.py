@@ -10,7 +10,7 @@ from motet.resilience.gathering import OtherLineError, Vote, gathered, may_go_on
 from motet.resilience.membership import Membership
 from motet.resilience.votes import FIRST_TERM
 
-A, B = FIRST_TERM, (1, 3)
+A, B = FIRST_TERM, (1, 3, "10.0.0.3:40003")
 
 
 def membership(generation: int, *nodes: int, note: str = "") -> Membership:
@@ -26,7 +26,7 @@ def test_terms_are_in_order() -> None:
     assert term_of(store) == FIRST_TERM
     store.set("term", term_text(B))
     assert term_of(store) == B > FIRST_TERM
-    assert json.loads(term_text(B)) == [1, 3]
+    assert json.loads(term_text(B)) == [1, 3, "10.0.0.3:40003"]
 
 
 def test_enough_have_to_come() -> None:

@@ -8,6 +8,8 @@ import pytest
 from test_moving_store import Local
 
 from motet.resilience import whereabouts as whereabouts_module
+from motet.resilience.membership import Address
+from motet.resilience.votes import FIRST_TERM, Term
 from motet.resilience.whereabouts import SILENT_GRACES, TURN_S, Whereabouts
 
 GRACE_S = 5.0
@@ -65,3 +67,25 @@ def test_where_there_is_no_other_place_the_store_is_asked_for_nevertheless(
     """As on one machine: it may be started again at any moment."""
     somewhere.note_silent(BEFORE, 2 * GRACE_S)
     assert nodes(somewhere, GRACE_S + 0.1, ()) == [None]
+
+
+def test_two_machines_whose_nodes_have_the_same_number_open_stores_of_different_terms() -> None:
+    """A node that a lost membership took in, and the one that got its number after that."""
+
+    class Standby:
+        is_free = True
+
+        def __init__(self, address: Address) -> None:
+            self.address = address
+
+        def begin(self, term: Term, run: bytes) -> None:
+            begun.append(term)
+            self.is_free = False
+
+    begun: list[Term] = []
+    for port in (40001, 40002):
+        found = Whereabouts(Standby(("10.0.0.9", port)), GRACE_S)
+        found.open_here(9, FIRST_TERM, b"a run")
+        found.open_here(9, FIRST_TERM, b"a run")  # It is busy.
+    first, second = begun
+    assert FIRST_TERM < first < second

@@ -55,8 +55,8 @@ def term_text(term: Term) -> str:
 def term_of(store: Store) -> Term:
     if not store.check([TERM]):
         return FIRST_TERM
-    number, node = json.loads(store.get(TERM))
-    return number, node
+    number, node, address = json.loads(store.get(TERM))
+    return number, node, address
 
 
 def vote(store: Store, own: Vote, known: Sequence[Membership]) -> None:

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from motet.addresses import address_text
 from motet.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
@@ -162,7 +163,7 @@ def _check_run_file(config: RunConfig, store_address: Address) -> bool:
     """Whether its store may move to another machine. Raises `UserError` unless it is that of the run which has the
     store."""
     assert config.train.failures is not None
-    address = ":".join(map(str, store_address))
+    address = address_text(store_address)
     patience_s = 2 * call_s(config.train.failures.detect_s)
     mistake = f"--join: what answers at {address} is no training that a node can join"
 

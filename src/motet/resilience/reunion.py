@@ -176,10 +176,9 @@ class Reunion:
         nodes = self.newest.everyone if self.moves and not self.is_out and self.newest is not None else ()
         before = self._address or self.store.address
         for whose, address in self.whereabouts.places(nodes, before, now - self.away_since):
-            own = self.whereabouts.own
-            if whose is not None and whose == node and own is not None and own.is_free:
+            if whose is not None and whose == node:
                 assert self._run is not None
-                own.begin((self._term[0] + 1, whose), self._run)
+                self.whereabouts.open_here(whose, self._term, self._run)
             began = time.monotonic()
             try:
                 if self._is_there(address, is_elsewhere=whose is not None):

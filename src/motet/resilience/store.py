@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from motet.addresses import free_address
+from motet.addresses import address_text, free_address
 from motet.errors import UserError
 from motet.resilience.children import Children
 from motet.resilience.connections import Connections
@@ -69,7 +69,7 @@ class StoreClient:
         """To the store that is there now, which may be another one than before. `address`: None: where it was."""
         self._store, self.address = None, address or self.address
         if not is_listening(self.address):
-            raise StoreLostError(f"nobody listens at {':'.join(map(str, self.address))}")
+            raise StoreLostError(f"nobody listens at {address_text(self.address)}")
         # If it ends at this moment, torch's client waits twice as long for another one to listen there.
         to_connect = timedelta(seconds=max(CONNECT_S, self._patience_s / 4))
         store = self._try(lambda: dist.TCPStore(*self.address, is_master=False, timeout=to_connect))

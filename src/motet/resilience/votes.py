@@ -12,9 +12,10 @@ from collections.abc import Collection, Sequence
 
 from motet.resilience.membership import Membership, Store, read_key
 
-Term = tuple[int, int]
-"""Which store it is: a later one of the same training is greater. Its round, and the node on whose machine it is."""
-FIRST_TERM: Term = (0, -1)
+Term = tuple[int, int, str]
+"""Which store it is: a later one of the same training is greater. Its round, the node on whose machine it is, and where
+it is there: a number of a node may be given twice."""
+FIRST_TERM: Term = (0, -1, "")
 """Of the store with which the training began."""
 
 

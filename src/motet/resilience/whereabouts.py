@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from motet.addresses import address_text
 from motet.resilience.membership import Address, Store, standby_key
 from motet.resilience.votes import Term
 
@@ -54,7 +55,12 @@ class Whereabouts:
 
     def tell(self, store: Store, node: int) -> None:
         if self.own is not None:
-            store.set(standby_key(node), ":".join(map(str, self.own.address)))
+            store.set(standby_key(node), address_text(self.own.address))
+
+    def open_here(self, node: int, after: Term, run: bytes) -> None:
+        """Has this machine's standby open a store of a later term, unless it is busy."""
+        if self.own is not None and self.own.is_free:
+            self.own.begin((after[0] + 1, node, address_text(self.own.address)), run)
 
     def note_silent(self, address: Address, waited_s: float) -> None:
         """`waited_s`: for an answer, in vain. Where nobody listens that is told at once."""
