@@ -81,6 +81,7 @@ def serving(open_one: Callable[[], Any]) -> Iterator[str]:
     receiver, sender = context.Pipe(duplex=False)
 
     def serve() -> None:
+        torch.set_num_threads(1)  # A pool of threads does not survive the fork: two threads might mend it at once.
         server = open_one()
         sender.send(server.address)
         server.serve_until_signalled()
@@ -98,8 +99,14 @@ def in_process_of_its_own(work: Callable[[], Any]) -> Any:
     """gRPC must not have begun in a process that forks."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(work()))
+
+    def run() -> None:
+        torch.set_num_threads(1)  # As above.
+        sender.send(work())
+
+    process = context.Process(target=run)
     process.start()
+    sender.close()  # If the process fails, this is the end of the pipe, and not a wait for good.
     result = receiver.recv()
     process.join()
     return result

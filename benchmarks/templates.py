@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
     others(report, arguments.runs)
     combinations(report)
     counts(report, arguments.problems)
-    messages(report, arguments.problems // 5)
+    messages(report, max(1, arguments.problems // 5))
     return report
 
 

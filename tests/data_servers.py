@@ -100,6 +100,7 @@ class ServerProcess:
 
 def _serve(config: RunConfig, port: int, token: str, tls: tuple[bytes, bytes] | None, sender: Any) -> None:
     os.environ[TOKEN_VARIABLE] = token
+    torch.set_num_threads(1)  # A pool of threads does not survive the fork: two threads might mend it at once.
     server = open_server(config, host="127.0.0.1", port=port, tls=tls)
     sender.send(server.address)
     server.serve_until_signalled()

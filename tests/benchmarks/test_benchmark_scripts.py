@@ -190,7 +190,7 @@ def test_deferral_and_random_order_compute_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_batches_travel_every_way(tmp_path):
-    tiny = ["--megabytes", "0.4", "--batches", "20", "--batch-size", "2", "--steps", "2", "--slack", "0.1"]
+    tiny = ["--megabytes", "0.4", "--batches", "20", "--batch-size", "4", "--steps", "2", "--slack", "0.1"]
     text = text_of(data_service.main(tiny), tmp_path)
     rates = re.findall(r"^\| .* \| ([\d.]+) \| [\d.]+ \.\. [\d.]+ \|$", text, flags=re.MULTILINE)
     assert len(rates) == 4
