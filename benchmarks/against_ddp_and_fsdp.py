@@ -17,15 +17,15 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from layouts import chain_plan, describe
-from measuring import measure_in_turn, ratio, seconds
-from reporting import Report
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SyntheticBatch, vlm_config
 
-from motet.cluster import cpu_cluster
+from benchmarks.layouts import chain_plan, describe
+from benchmarks.measuring import measure_in_turn, ratio, seconds
+from benchmarks.reporting import Report
+from benchmarks.workloads import SyntheticBatch, vlm_config
+from motet.cluster.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem

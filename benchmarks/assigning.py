@@ -18,11 +18,11 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from reporting import Report
-from thesis_batches import NUM_REPLICAS, NUM_SAMPLES, Batch, planned, simulated
 
-from motet.data.assignment import BatchAssignment
-from motet.data.assignments import ASSIGNMENTS, assign
+from benchmarks.reporting import Report
+from benchmarks.thesis_batches import NUM_REPLICAS, NUM_SAMPLES, Batch, planned, simulated
+from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.policies import ASSIGNMENTS, assign
 
 SIZES = ((NUM_SAMPLES, NUM_REPLICAS), (8192, 64))
 WIDTH = 192

@@ -16,14 +16,14 @@ import heapq
 from collections.abc import Callable
 
 import numpy as np
-from attention_samples import packed_documents, text_and_images
-from measuring import Spread
-from reporting import Report
 
-from motet.attention.blocks import block_map, row_pairs, tile_counts
-from motet.attention.distribution import POLICIES, Distribution, TileCost, distribute
-from motet.attention.layout import Document, TokenLayout, layout_of_documents
-from motet.attention.rules import AttentionRule, mask_of
+from benchmarks.attention_samples import packed_documents, text_and_images
+from benchmarks.measuring import Spread
+from benchmarks.reporting import Report
+from motet.attention.masks.distribution import POLICIES, Distribution, TileCost, distribute
+from motet.attention.masks.rules import AttentionRule, mask_of
+from motet.attention.masks.tile_counts import block_map, row_pairs, tile_counts
+from motet.attention.masks.token_layout import Document, TokenLayout, layout_of_documents
 
 COST = TileCost(full_s=1.0e-6, partial_s=1.2e-6)
 """Only the ratio matters here: a partial tile costs more, for its mask."""

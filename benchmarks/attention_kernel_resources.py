@@ -18,10 +18,10 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # Read when Triton is imported: interpreted kernels cannot be compiled.
 
 import triton
-from reporting import Report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.reporting import Report
 from motet.attention.kernels import triton_kernels
 from motet.attention.kernels.flash import settings_of
 

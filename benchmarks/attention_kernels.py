@@ -24,20 +24,20 @@ if not Path("/dev/nvidiactl").exists():
 
 import numpy as np
 import torch
-from attention_samples import packed_documents, text_and_images
-from reporting import Report
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from motet.attention.blocks import row_pairs
-from motet.attention.context_parallel import MOST_TILES_OF_A_TASK
-from motet.attention.flex import flex, flex_mask
-from motet.attention.interval_mask import IntervalMask
+from benchmarks.attention_samples import packed_documents, text_and_images
+from benchmarks.reporting import Report
+from motet.assignment.sample import Segment
 from motet.attention.kernels import flash
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
-from motet.attention.layout import Document, layout_of_documents
-from motet.attention.rules import AttentionRule, mask_of
-from motet.data.sample import Segment
+from motet.attention.kernels.flex import flex, flex_mask
+from motet.attention.masks.interval_mask import IntervalMask
+from motet.attention.masks.rules import AttentionRule, mask_of
+from motet.attention.masks.tile_counts import row_pairs
+from motet.attention.masks.token_layout import Document, layout_of_documents
+from motet.parallel.context_attention import MOST_TILES_OF_A_TASK
 
 CAUSAL = "causal"
 DENSE = "torch, dense causal"

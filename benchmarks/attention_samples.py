@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from motet.attention.layout import Document
-from motet.data.sample import Segment
+from motet.assignment.sample import Segment
+from motet.attention.masks.token_layout import Document
 
 IMAGE_TOKENS = 256
 

@@ -16,23 +16,23 @@ from functools import partial
 from statistics import mean, median
 
 import numpy as np
-from greedy_ratios import worst_ratios
-from reporting import Report
-from thesis_batches import NUM_MICROBATCHES, NUM_REPLICAS, Batch, Works, planned, simulated
-from uneven_data import DATA_SETS, SEED
 
-from motet.costs.sample_work import SampleWork
-from motet.data.assignment import BatchAssignment
-from motet.data.assignment_baselines import dip_like_assignment, random_assignment
-from motet.data.assignment_disttrain import reordered_assignment
-from motet.data.assignment_entrain import (
+from benchmarks.greedy_ratios import worst_ratios
+from benchmarks.reporting import Report
+from benchmarks.thesis_batches import NUM_MICROBATCHES, NUM_REPLICAS, Batch, Works, planned, simulated
+from benchmarks.uneven_data import DATA_SETS, SEED
+from motet.assignment.baselines import dip_like_assignment, random_assignment
+from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.disttrain import reordered_assignment
+from motet.assignment.entrain import (
     ReplicaRule,
     by_encoder_then_llm,
     deferring_assignment,
     evenly_on_both,
     plan_deferrals,
 )
-from motet.data.assignments import assign
+from motet.assignment.policies import assign
+from motet.costs.sample_work import SampleWork
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 
 

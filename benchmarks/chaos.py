@@ -1,12 +1,12 @@
 """What `make chaos` did: how many processes were lost how and in which phase, and what came of it.
 
     MOTET_CHAOS_LOG=chaos.jsonl make chaos        # 200 trials; may be split by MOTET_CHAOS_FIRST and MOTET_CHAOS_TRIALS
-    python benchmarks/chaos.py chaos.jsonl
+    python -m benchmarks.chaos chaos.jsonl
 
 How soon losses are noticed is seen with the usual `detect_s`, on a quiet machine:
 
     MOTET_CHAOS_DETECT_S=1 MOTET_CHAOS_TRIALS=40 MOTET_CHAOS_LOG=detection.jsonl make chaos
-    python benchmarks/chaos.py --name detection detection.jsonl
+    python -m benchmarks.chaos --name detection detection.jsonl
 
 A trial whose outcome was not as it must be ends `make chaos`, so it is not in the file.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from reporting import Report
+from benchmarks.reporting import Report
 
 HOW = {
     "process": "SIGKILL of a process",

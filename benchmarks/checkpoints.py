@@ -17,19 +17,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from layouts import chain_plan
-from measuring import Spread, measure_in_turn, seconds
-from reporting import Report
-from workloads import SyntheticBatch, vlm_config
 
-from motet.cluster import cpu_cluster
+from benchmarks.layouts import chain_plan
+from benchmarks.measuring import Spread, measure_in_turn, seconds
+from benchmarks.reporting import Report
+from benchmarks.workloads import SyntheticBatch, vlm_config
+from motet.cluster.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem
 from motet.runtime.assembly import build_engine, build_optimizer
-from motet.runtime.checkpoint import checkpoint_bytes
-from motet.runtime.checkpoint_folder import TrainingState
-from motet.runtime.checkpoint_writer import CheckpointWriter
+from motet.runtime.checkpoint.checkpoint import checkpoint_bytes
+from motet.runtime.checkpoint.folder import TrainingState
+from motet.runtime.checkpoint.writer import CheckpointWriter
 from motet.runtime.launch import launch
 
 LIMIT = 0.05

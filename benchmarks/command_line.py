@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from reporting import Report
+from benchmarks.reporting import Report
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PLAN_64 = (EXAMPLES / "plan_64_gpus.yaml").as_posix()

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from reporting import Report
 from torch import Tensor, nn
 
-from motet.attention.context_parallel import ContextParallel
-from motet.models.contrastive_loss import BLOCK_BYTES
-from motet.models.contrastive_stage import ContrastiveStage
+from benchmarks.reporting import Report
+from motet.models.stages.contrastive import ContrastiveStage
+from motet.models.stages.contrastive_loss import BLOCK_BYTES
+from motet.parallel.context_attention import ContextParallel
 from motet.schedule.batch_sync import Shares
 
 GIB = 2**30

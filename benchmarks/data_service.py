@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import Report
 from torch.utils.data import DataLoader
 
+from benchmarks.reporting import Report
+from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig, load_run_config
 from motet.data.loader import Loader
-from motet.data.preprocessing.access import TOKEN_VARIABLE
-from motet.data.preprocessing.local import LocalProducer
-from motet.data.preprocessing.opening import agreed_digest, open_producers, open_server
-from motet.data.preprocessing.preparer import Preparer
-from motet.data.preprocessing.producer import InProcess, Producer
-from motet.data.preprocessing.workers import Workers
-from motet.data.run_file import open_data
-from motet.data.sample import Sample, Segment
+from motet.data.run_file.datasets import open_data
+from motet.data.service.access import TOKEN_VARIABLE
+from motet.data.service.local import LocalProducer
+from motet.data.service.opening import agreed_digest, open_producers, open_server
+from motet.data.service.preparer import Preparer
+from motet.data.service.producer import InProcess, Producer
+from motet.data.service.workers import Workers
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "demo.yaml"
 SAMPLES_PER_BATCH = 4
@@ -131,7 +131,7 @@ def fetch_features(producer: Producer, i: int) -> object:
 
 
 def open_blob_server(workers: int, num_bytes: int) -> Any:
-    from motet.data.preprocessing.service import DataServer
+    from motet.data.service.server import DataServer
 
     dataset = Blobs(num_bytes // SAMPLES_PER_BATCH)
     pool = Workers(Preparer({"train": dataset}), workers)
@@ -141,7 +141,7 @@ def open_blob_server(workers: int, num_bytes: int) -> Any:
 
 def by_flight(workers: int, num_bytes: int, number: int) -> list[float]:
     def ask(address: str) -> list[float]:
-        from motet.data.preprocessing.client import Connection, RemoteProducer, Servers
+        from motet.data.service.client import Connection, RemoteProducer, Servers
 
         connection = Connection(address, os.environ[TOKEN_VARIABLE], 60.0, None)
         producer = RemoteProducer(Servers([connection], agreed_digest({}), 60.0), "train", 10**6, "", may_skip=False)

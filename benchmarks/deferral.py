@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated import expectation
-from measuring import Blocks, measure_in_turn, ratio, seconds
-from profiling import measure_costs
-from reporting import REPORTS, Report
 
-from motet.cluster import cpu_cluster
+from benchmarks.emulated import expectation
+from benchmarks.measuring import Blocks, measure_in_turn, ratio, seconds
+from benchmarks.profiling import measure_costs
+from benchmarks.reporting import REPORTS, Report
+from motet.cluster.cluster import cpu_cluster
 from motet.config import RunConfig
-from motet.costs.profiler import ProfileOptions
-from motet.data.batch import Batch
+from motet.costs.profiling.profiler import ProfileOptions
 from motet.data.loader import Loader
-from motet.data.preprocessing.producer import InProcess
-from motet.data.run_file import open_data
+from motet.data.run_file.datasets import open_data
+from motet.data.service.producer import InProcess
+from motet.models.batch import Batch
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import explicit_plan

@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from emulated import expectation
-from measuring import measure_in_turn, ratio, seconds
-from reporting import Report
 from torch import Tensor
 
+from benchmarks.emulated import expectation
+from benchmarks.measuring import measure_in_turn, ratio, seconds
+from benchmarks.reporting import Report
+from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
-from motet.data.sample import Sample, Segment
 from motet.plan import CONTRASTIVE
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import plan_for, planning_problem

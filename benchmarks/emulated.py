@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from measuring import measure_in_turn
 
+from benchmarks.measuring import measure_in_turn
 from motet.costs.iteration import IterationCosts
-from motet.data.batch import Batch
+from motet.models.batch import Batch
 from motet.planner.evaluate import Evaluation
 from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine, Expect

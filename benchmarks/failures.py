@@ -12,11 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Sequence
 from pathlib import Path
 
-from reporting import Report
-
-from motet.reproduce.oobleck import NUM_AWAY, Evaluation, is_in_order, spot_throughputs
-from motet.reproduce.oobleck_published import NUM_NODES, SPOT_PERIODS_S
-from motet.resilience.failures import Change, draw_changes, read_trace
+from benchmarks.reporting import Report
+from motet.planner.failures.traces import Change, draw_changes, read_trace
+from papers.oobleck.published import NUM_NODES, SPOT_PERIODS_S
+from papers.oobleck.tables import NUM_AWAY, Evaluation, is_in_order, spot_throughputs
 
 HOURS = 12
 

@@ -14,18 +14,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from emulated import measure_emulated, predicted_s
-from layouts import chain_plan, describe, modality_parallel_plan
-from measuring import Spread, measure_in_turn, ratio, seconds
-from profiling import measure_costs, problem_with
-from reporting import REPORTS, Report
-from workloads import SyntheticBatch, vlm_config
 
+from benchmarks.emulated import measure_emulated, predicted_s
+from benchmarks.layouts import chain_plan, describe, modality_parallel_plan
+from benchmarks.measuring import Spread, measure_in_turn, ratio, seconds
+from benchmarks.profiling import measure_costs, problem_with
+from benchmarks.reporting import REPORTS, Report
+from benchmarks.workloads import SyntheticBatch, vlm_config
 from motet.config import RunConfig
-from motet.costs.profiler import ProfileOptions
+from motet.costs.profiling.profiler import ProfileOptions
 from motet.plan import Plan
+from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.evaluate import evaluate
-from motet.planner.layer_times import layer_times
 from motet.planner.problem import PlanningProblem
 from motet.runtime.assembly import build_engine
 from motet.runtime.launch import launch

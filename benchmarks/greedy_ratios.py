@@ -5,9 +5,9 @@ from itertools import permutations, product
 
 import numpy as np
 
-from motet.arrays import Floats
-from motet.data.assignment_disttrain import balanced_groups, reordered
-from motet.data.assignment_entrain import by_encoder_then_llm, defer, evenly_on_both, stratified_microbatches
+from motet.assignment.disttrain import balanced_groups, reordered
+from motet.assignment.entrain import by_encoder_then_llm, defer, evenly_on_both, stratified_microbatches
+from motet.ragged_arrays import Floats
 
 Ratio = Callable[[np.random.Generator], float]
 

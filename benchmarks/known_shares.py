@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from scipy.stats import beta, binom
 
-from motet.planner.profiling_size import proportional_allocation
+from motet.planner.entrain.profiling_size import proportional_allocation
 
 Allocation = tuple[int, ...]
 

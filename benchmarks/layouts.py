@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
+from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.explicit import explicit_plan
-from motet.planner.layer_times import layer_times
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 

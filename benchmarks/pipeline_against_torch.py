@@ -15,15 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from layouts import language_model_plan
-from measuring import measure_in_turn, ratio, seconds
-from reporting import Report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from workloads import SyntheticBatch, llama_config
 
+from benchmarks.layouts import language_model_plan
+from benchmarks.measuring import measure_in_turn, ratio, seconds
+from benchmarks.reporting import Report
+from benchmarks.workloads import SyntheticBatch, llama_config
 from motet.config import RunConfig
-from motet.models.language_model_stage import LanguageModelStage
+from motet.models.stages.language_model import LanguageModelStage
 from motet.plan import Plan
 from motet.runtime.assembly import build_engine, build_module
 from motet.runtime.launch import launch

@@ -16,19 +16,19 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-from reporting import Report
 
-from motet.planner import make_plan
-from motet.planner.distmm import assignments
-from motet.planner.disttrain import orchestrated_plan, orchestration_problem
+from benchmarks.reporting import Report
+from motet.planner.distmm.planner import assignments
+from motet.planner.disttrain.orchestration import orchestrate
+from motet.planner.disttrain.planner import orchestrated_plan, orchestration_problem
 from motet.planner.evaluate import evaluate
-from motet.planner.orchestration import orchestrate
 from motet.planner.partition import partition
-from motet.reproduce.distmm_models import problem as distmm_problem
-from motet.reproduce.disttrain_models import mllm
-from motet.reproduce.disttrain_problems import problem as disttrain_problem
-from motet.reproduce.optimus_model import fit_bubble_width, fit_constants, optimus, optimus_llm, strong_scaling
-from motet.reproduce.optimus_problems import problems
+from motet.planner.registry import make_plan
+from papers.distmm.models import problem as distmm_problem
+from papers.disttrain.models import mllm
+from papers.disttrain.problems import problem as disttrain_problem
+from papers.optimus.model import fit_bubble_width, fit_constants, optimus, optimus_llm, strong_scaling
+from papers.optimus.problems import problems
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from emulated import measure_emulated, predicted_s
-from layouts import chain_plan, describe, plan_of
-from measuring import measure_in_turn, seconds
-from profiling import measure_costs, problem_with
-from reporting import REPORTS, Report
-from workloads import SyntheticBatch, vlm_config
 
+from benchmarks.emulated import measure_emulated, predicted_s
+from benchmarks.layouts import chain_plan, describe, plan_of
+from benchmarks.measuring import measure_in_turn, seconds
+from benchmarks.profiling import measure_costs, problem_with
+from benchmarks.reporting import REPORTS, Report
+from benchmarks.workloads import SyntheticBatch, vlm_config
 from motet.config import RunConfig
-from motet.costs.profiler import ProfileOptions
+from motet.costs.profiling.profiler import ProfileOptions
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import explicit_plan

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from workloads import SyntheticBatch
 
-from motet.cluster import cpu_cluster
+from benchmarks.workloads import SyntheticBatch
+from motet.cluster.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
-from motet.costs.profiler import ProfiledModule, ProfileOptions, profile
-from motet.models.stage import StageModule
+from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
+from motet.models.stages.stage import StageModule
+from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import LANGUAGE_MODEL, LayerRange
 from motet.planner.from_run_file import edges_between, planning_problem, read_workloads
 from motet.planner.problem import PlanningProblem
 from motet.runtime.assembly import build_stage
 from motet.runtime.launch import launch
-from motet.runtime.tensor_parallel import TensorParallel
 
 
 def measure_costs(config: RunConfig, batch: SyntheticBatch, options: ProfileOptions) -> CostTable:

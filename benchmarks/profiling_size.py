@@ -15,11 +15,11 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-from known_shares import random_distributions
-from reporting import Report
 
+from benchmarks.known_shares import random_distributions
+from benchmarks.reporting import Report
 from motet.errors import UserError
-from motet.planner.profiling_size import num_trials, stable_profiling_size
+from motet.planner.entrain.profiling_size import num_trials, stable_profiling_size
 
 ALPHA = P_ERROR = 0.05
 LARGEST_SIZE = 2**13

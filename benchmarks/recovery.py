@@ -25,7 +25,8 @@ from random import Random
 from statistics import median
 
 import yaml
-from reporting import Report
+
+from benchmarks.reporting import Report
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "demo.yaml"
 NUM_NODES, NODE_SIZE = 3, 2

@@ -14,16 +14,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reporting import Report
-
-from motet.data.assignment import contiguous_assignment
-from motet.data.sample import Sample, Segment
+from benchmarks.reporting import Report
+from motet.assignment.batch_assignment import contiguous_assignment
+from motet.assignment.sample import Sample, Segment
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.evaluate import evaluate
-from motet.planner.optimus import optimus
-from motet.reproduce.optimus_problems import problems
+from motet.planner.optimus.planner import optimus
 from motet.schedule.generators import GENERATORS
 from motet.schedule.routes import derive_routes
+from papers.optimus.problems import problems
 
 COLOCATED = ("1f1b", "dip", "bubble_filling", "zero_bubble_h1")
 PLACED = {

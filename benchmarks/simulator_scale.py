@@ -20,26 +20,26 @@ from dataclasses import dataclass
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from reporting import Report
 
-from motet.arrays import Floats, Ints
-from motet.cluster import Cluster, cluster_from_dict
+from benchmarks.reporting import Report
+from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
+from motet.assignment.sample import Sample, Segment, kinds_of_samples
+from motet.cluster.cluster import Cluster, cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
-from motet.data.assignment import BatchAssignment, contiguous_assignment
-from motet.data.sample import Sample, Segment, kinds_of_samples
 from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.ragged_arrays import Floats, Ints
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import lower
 from motet.schedule.routes import Routes, derive_routes
 from motet.schedule.validate import check_complete, liveness
-from motet.simulator.alike import Folding, fold
+from motet.shapes.module_shape import ModuleWorkload, module_workload
 from motet.simulator.costs import Costs, UniformCosts
+from motet.simulator.replica_folding import Folding, fold
 from motet.simulator.simulate import SimulationResult, simulate
-from motet.workload import ModuleWorkload, module_workload
 
 NUM_TOKENS = 2048
 NUM_BLOCKS = 96

@@ -17,24 +17,24 @@ from random import Random
 from statistics import median
 
 import numpy as np
-from reporting import Report
 
-from motet.cluster import cpu_cluster
+from benchmarks.reporting import Report
+from motet.assignment.sample import Sample, Segment
+from motet.cluster.cluster import cpu_cluster
+from motet.cluster.device import Link
 from motet.costs.analytic import analytic_table
-from motet.data.sample import Sample, Segment
-from motet.device import Link
 from motet.plan import Edge
 from motet.planner.evaluate import evaluate
-from motet.planner.oobleck import make_templates, plan_of
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.reproduce.oobleck_model import planning_problem
-from motet.reproduce.oobleck_published import PLANNED_LAYERS, PLANNING_S
-from motet.resilience.combinations import best_combination, num_combinations, template_sizes
-from motet.resilience.mapping_problem import ChainCosts, CutCosts, MappingProblem
-from motet.resilience.microbatches import iteration_s, least_variance_counts, min_max_counts
-from motet.resilience.pipelines import Template
-from motet.resilience.stage_mapping import map_stages
-from motet.workload import module_workload, with_projector
+from motet.planner.templates.combinations import best_combination, num_combinations, template_sizes
+from motet.planner.templates.mapping_problem import ChainCosts, CutCosts, MappingProblem
+from motet.planner.templates.microbatches import iteration_s, least_variance_counts, min_max_counts
+from motet.planner.templates.pipelines import Template
+from motet.planner.templates.planner import make_templates, plan_of
+from motet.planner.templates.stage_mapping import map_stages
+from motet.shapes.module_shape import module_workload, with_projector
+from papers.oobleck.published import PLANNED_LAYERS, PLANNING_S
+from papers.oobleck.replay_model import planning_problem
 
 SIZES = (1, 2, 4, 8)
 

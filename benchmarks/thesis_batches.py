@@ -3,21 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from uneven_data import draw
-
+from benchmarks.uneven_data import draw
+from motet.assignment.batch_assignment import BatchAssignment
 from motet.costs.iteration import IterationCosts
 from motet.costs.sample_work import SampleWork, sample_work
-from motet.data.assignment import BatchAssignment
 from motet.plan import Plan, Replica
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.reproduce.entrain_problems import VISION, problem
 from motet.schedule.generators import SPLIT_BACKWARDS
 from motet.schedule.program import make_program
 from motet.schedule.routes import derive_routes
+from motet.shapes.module_shape import ModuleWorkload
 from motet.simulator.lower_bound import lower_bound_s
 from motet.simulator.simulate import simulate
-from motet.workload import ModuleWorkload
+from papers.entrain.problems import VISION, problem
 
 Works = dict[str, SampleWork]
 NUM_SAMPLES, NUM_REPLICAS, NUM_STAGES, TP, NUM_MICROBATCHES = 512, 4, 8, 2, 32

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from reporting import Report
+from benchmarks.reporting import Report
 
 EXAMPLE = Path(__file__).parents[1] / "examples/three_towers.py"
 LEAST_SHARE, MOST_S = 0.9, 300.0

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.data.processor_sizes import image_rule
-from motet.data.sample import Sample, Segment
-from motet.models.token_counts import encoder_segment
+from motet.assignment.sample import Sample, Segment
+from motet.data.preparation.processor_sizes import image_rule
+from motet.families.token_counts import encoder_segment
 
 SEED = 20261122
 PATCH = 14

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
-from motet.data.sample import Sample, Segment
+from motet.families.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
-from motet.models.token_counts import encoder_segment
 
 IMAGE_TOKEN = 3
 VOCABULARY = 512

@@ -19,12 +19,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from emulated import expectation
-from layouts import language_model_plan
-from measuring import measure_in_turn, ratio, seconds
-from reporting import Report
-from workloads import SyntheticBatch, llama_config
 
+from benchmarks.emulated import expectation
+from benchmarks.layouts import language_model_plan
+from benchmarks.measuring import measure_in_turn, ratio, seconds
+from benchmarks.reporting import Report
+from benchmarks.workloads import SyntheticBatch, llama_config
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate

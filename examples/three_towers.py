@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
+from motet.assignment.sample import Sample
 from motet.config import load_run_config
 from motet.data.dataset import Dataset
-from motet.data.run_file import open_data
-from motet.data.sample import Sample
-from motet.models.towers_io import load_towers
+from motet.data.run_file.datasets import open_data
+from motet.models.hub.export_towers import load_towers
 
 RUN_FILE = Path(__file__).with_suffix(".yaml")
 CANDIDATES = 64

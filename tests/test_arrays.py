@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.arrays import Rows, ranges, rows_of, stacked, starts_of
+from motet.ragged_arrays import Rows, ranges, rows_of, stacked, starts_of
 
 TABLE = st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6)
 

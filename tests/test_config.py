@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from checkout import ROOT
 
 from motet.config import RunConfig, load_run_config
 from motet.config.describe import describe
@@ -85,7 +86,7 @@ def test_every_field_says_what_it_means() -> None:
 
 
 def test_the_page_of_the_run_file_is_up_to_date() -> None:
-    page = Path(__file__).parents[1] / "docs" / "run-file.md"
+    page = ROOT / "docs" / "run-file.md"
     assert page.read_text() == describe(), "python -m motet.config.describe > docs/run-file.md"
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from motet.cli.main import build_parser
 from motet.config import load_run_config
 
-ROOT = Path(__file__).parents[1]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 

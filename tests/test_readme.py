@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from checkout import ROOT
 from distributed import run_distributed
 
 from motet.config import load_run_config
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 

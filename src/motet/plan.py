@@ -62,7 +62,7 @@ class ContextOptions:
     block_size: int = 128
     """Tokens that stay together."""
     policy: str = "lpt"
-    """Who gets which block: a key of `motet.attention.distribution.POLICIES`."""
+    """Who gets which block: a key of `motet.attention.masks.distribution.POLICIES`."""
     method: Literal["all_gather", "ulysses"] = "all_gather"
     """Keys and values come to the queries, or tokens are traded for heads."""
     backend: Literal["auto", "triton", "flex", "dense"] = "auto"
@@ -124,7 +124,7 @@ class Plan:
     schedule: str = "1f1b"
     """A key of `motet.schedule.generators.GENERATORS`."""
     assignment: str = DEFAULT_ASSIGNMENT
-    """How every global batch is cut: a key of `motet.data.assignments.ASSIGNMENTS`."""
+    """How every global batch is cut: a key of `motet.assignment.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
     """Most tokens of a packed sequence: language-model microbatches of more are cut; None: no limit."""
     planner: str = "explicit"

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # numpy takes a while, and the command line reads this file for its help.
-    from motet.arrays import Floats, Ints
+    from motet.ragged_arrays import Floats, Ints
 
 SPAN_KINDS = {
     "F": "forward",

@@ -1,11 +1,12 @@
 """The program in docs/attention.md runs."""
 
 import re
-from pathlib import Path
 
-from motet.data.sample import Sample, Segment
+from checkout import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs" / "attention.md"
+from motet.assignment.sample import Sample, Segment
+
+DOCS = ROOT / "docs" / "attention.md"
 
 
 def test_the_program_runs() -> None:

@@ -2,26 +2,28 @@
 
 import re
 
-import against_ddp_and_fsdp
-import assigning
-import attention_distribution
-import attention_kernels
-import attention_policies
-import balanced_data
-import command_line
-import data_service
-import deferral
-import frozen_aware
-import pipeline_against_torch
-import prediction
 import pytest
-import schedules
-import simulator_scale
-import zero_bubble
-from measuring import Spread, ratio, seconds
-from reporting import Report
 
-from motet.costs import profiler_links
+from benchmarks import (
+    against_ddp_and_fsdp,
+    assigning,
+    attention_distribution,
+    attention_kernels,
+    attention_policies,
+    balanced_data,
+    command_line,
+    data_service,
+    deferral,
+    frozen_aware,
+    pipeline_against_torch,
+    prediction,
+    schedules,
+    simulator_scale,
+    zero_bubble,
+)
+from benchmarks.measuring import Spread, ratio, seconds
+from benchmarks.reporting import Report
+from motet.costs.profiling import links as profiler_links
 from motet.runtime import launch
 
 TINY = ["--blocks", "1", "--steps", "1", "--layers", "2", "--width", "64"]

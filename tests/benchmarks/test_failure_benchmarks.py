@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import failures
 import pytest
-import templates
+
+from benchmarks import failures, templates
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Every search of the benchmark can be run; what it takes is the benchmark's business."""
 
-import planners
 import pytest
+
+from benchmarks import planners
 
 
 @pytest.mark.parametrize("name", ["partition", "disttrain-112", "entrain"])

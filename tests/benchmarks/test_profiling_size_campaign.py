@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from known_shares import GammaWork, HugeSamples, SomeWithImages
-from profiling_size import campaign
+
+from benchmarks.known_shares import GammaWork, HugeSamples, SomeWithImages
+from benchmarks.profiling_size import campaign
 
 
 @pytest.mark.parametrize(

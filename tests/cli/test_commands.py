@@ -152,7 +152,7 @@ def test_verify_compares_every_parameter(capsys: pytest.CaptureFixture[str], run
 def test_verify_that_fails_exits_with_1(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from motet.runtime import comparison
+    from motet.runtime.verification import comparison
 
     monkeypatch.setitem(comparison.TOLERANCES, "float32", 0.0)
     assert main(["verify", str(run_file)]) == 1

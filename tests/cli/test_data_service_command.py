@@ -18,7 +18,7 @@ from tiny_run import write_tiny_run
 
 from motet.cli.main import main
 from motet.config import load_run_config
-from motet.data.preprocessing.access import TOKEN_VARIABLE
+from motet.data.service.access import TOKEN_VARIABLE
 
 LAYOUT = [
     "--set=parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}",
@@ -204,7 +204,7 @@ def test_without_a_token_nothing_is_served(
 
 
 def test_without_pyarrow(capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("motet.data.preprocessing.")]:
+    for module in [name for name in sys.modules if name.startswith("motet.data.service.")]:
         if module.endswith((".service", ".client")):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

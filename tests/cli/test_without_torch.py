@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
+from checkout import ROOT
 from PIL import Image
 from tiny_configs import AUDIO, DINO, TEXT, VISION
 from transformers import WhisperFeatureExtractor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from motet.data.tokenizer import word_level_tokenizer
-from motet.planner.part_values import MODEL_TYPES
+from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.families.hf_config import MODEL_TYPES
 
 SCRIPT = """
 import sys
@@ -174,14 +175,14 @@ def test_conversations_and_folders_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_blocker_blocks() -> None:
-    result = run_blocked("profile", Path(__file__).parents[2] / "examples" / "tiny.yaml")
+    result = run_blocked("profile", ROOT / "examples" / "tiny.yaml")
     assert result.returncode == 1
     assert "is blocked" in result.stderr
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     """As in `motet plan RUN.yaml | head -1`."""
-    tiny = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+    tiny = ROOT / "examples" / "tiny.yaml"
     command = [sys.executable, "-m", "motet.cli.main", "plan", str(tiny)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

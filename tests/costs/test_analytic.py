@@ -7,14 +7,14 @@ import torch
 from tiny_configs import EVERY_MODEL
 from torch.utils.flop_counter import FlopCounterMode
 
-from motet.cluster import LINKS, cpu_cluster
+from motet.cluster.cluster import LINKS, cpu_cluster
 from motet.costs.analytic import AnalyticCosts, analytic_table, layer_flops
-from motet.costs.collectives import collective_seconds
+from motet.costs.communication import collective_seconds
+from motet.costs.kernel_speeds import Speed, Speeds, kernel_seconds
 from motet.costs.kernels import layer_kernels
 from motet.costs.load import Load
-from motet.costs.speeds import Speed, Speeds, kernel_seconds
-from motet.models.projector import build_projector
-from motet.workload import module_workload, projector_layer
+from motet.models.stages.projector import build_projector
+from motet.shapes.module_shape import module_workload, projector_layer
 
 TOKENS = 128
 

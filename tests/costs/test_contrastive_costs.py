@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from plans import contrastive, replica
 from tiny_configs import EVERY_MODEL
 
-from motet.catalogue import DEVICES, LINKS
-from motet.cluster import Cluster
+from motet.assignment.batch_assignment import contiguous_assignment
+from motet.assignment.sample import Sample, Segment
+from motet.cluster.catalogue import DEVICES, LINKS
+from motet.cluster.cluster import Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.contrastive import loss_share
 from motet.costs.iteration import IterationCosts
-from motet.data.assignment import contiguous_assignment
-from motet.data.sample import Sample, Segment
 from motet.plan import Plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program
 from motet.schedule.routes import Cell, derive_routes
+from motet.shapes.module_shape import as_tower, contrastive_loss, module_workload, with_projector
 from motet.simulator.simulate import simulate
-from motet.workload import as_tower, contrastive_loss, module_workload, with_projector
 
 NAMES = ("image", "text", "audio")
 CLUSTER = Cluster(

@@ -1,13 +1,13 @@
 """docs/costs.md shows the catalogue as it is, and its example is a cluster."""
 
-from pathlib import Path
+from checkout import ROOT
 
-from motet.catalogue import DEVICES, LINKS
+from motet.cluster.catalogue import DEVICES, LINKS
 from motet.config import ClusterConfig
 from motet.config.reading import read_yaml
 from motet.costs.describe import describe
 
-PAGE = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
+PAGE = (ROOT / "docs" / "costs.md").read_text()
 
 
 def test_the_page_is_up_to_date():

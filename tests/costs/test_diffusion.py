@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from motet.costs.analytic import layer_flops
 from motet.costs.load import Load
 from motet.errors import UserError
-from motet.workload_diffusion import generator_workload
+from motet.shapes.diffusion import generator_workload
 
 UNET = {
     "_class_name": "UNet2DConditionModel",

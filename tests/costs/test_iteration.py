@@ -21,11 +21,11 @@ from bound_costs import (
     unlike_stages,
 )
 
-from motet.cluster import LINKS, cpu_cluster
+from motet.cluster.cluster import LINKS, cpu_cluster
+from motet.cluster.device import Link
 from motet.costs.analytic import analytic_table
 from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions
-from motet.device import Link
 from motet.plan import Edge, Replica
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Dependencies

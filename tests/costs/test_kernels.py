@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.costs.kernels import layer_kernels, total_flops
 from motet.costs.load import Load
-from motet.workload import LayerShape, Linear, module_workload, projector_layer
+from motet.shapes.module_shape import LayerShape, Linear, module_workload, projector_layer
 
 LOADS = st.builds(
     Load,
@@ -43,7 +43,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("projector", ["linear", "mlp"])
 def test_products_and_their_bytes_are_those_that_torch_computes(projector):
-    from motet.models.projector import build_projector
+    from motet.models.stages.projector import build_projector
 
     built, given = build_projector(projector, 24, 40), torch.randn(64, 24, requires_grad=True)
     kernels = layer_kernels(projector_layer(projector, 24, 40), element_bytes=4)

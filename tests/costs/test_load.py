@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_configs import EVERY_MODEL
 
+from motet.assignment.sample import Sample, Segment
 from motet.costs.load import Load, microbatch_load, sample_loads
-from motet.data.sample import Sample, Segment
-from motet.workload import module_workload
+from motet.shapes.module_shape import module_workload
 
 WORKLOADS = {name: module_workload(EVERY_MODEL[name][0]) for name in ("siglip", "llama", "mllama")}
 

@@ -8,14 +8,14 @@ import torch
 from bound_costs import TEXT
 from tiny_configs import EVERY_MODEL
 
+from motet.assignment.sample import Sample, Segment
 from motet.costs.load import microbatch_load
 from motet.costs.memory import MemoryOptions, cast_weight_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
-from motet.data.sample import Sample, Segment
-from motet.models.encoder_stage import EncoderStage
-from motet.models.language_model_stage import LanguageModelStage
-from motet.runtime.cast_weights import CastWeights
-from motet.runtime.split_backward import make_splittable
-from motet.workload import module_workload
+from motet.models.stages.encoder import EncoderStage
+from motet.models.stages.language_model import LanguageModelStage
+from motet.parallel.cast_weights import CastWeights
+from motet.parallel.split_backward import make_splittable
+from motet.shapes.module_shape import module_workload
 
 OPTIONS = {"float32": MemoryOptions(), "bfloat16": MemoryOptions(autocast_bytes=2)}
 

@@ -3,14 +3,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.assignment.batch_assignment import BatchAssignment
 from motet.costs.iteration import IterationCosts
 from motet.costs.sample_work import sample_work
-from motet.data.assignment import BatchAssignment
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees
-from motet.reproduce.entrain_problems import problem
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, derive_routes
+from papers.entrain.problems import problem
 
 
 @pytest.mark.parametrize("recompute", [(), ("vision",)])

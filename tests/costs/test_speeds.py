@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster import DEVICES
+from motet.cluster.cluster import DEVICES
+from motet.costs.kernel_speeds import KernelTime, Speed, Speeds, default_speeds, fit_speeds, kernel_seconds
 from motet.costs.kernels import Kernel
-from motet.costs.speeds import KernelTime, Speed, Speeds, default_speeds, fit_speeds, kernel_seconds
 from motet.errors import UserError
 
 H100 = DEVICES["h100"]

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 import motet.data.dataset
+from motet.assignment.sample import Sample
+from motet.data.conversation.example import Example
 from motet.data.dataset import ExampleDataset
-from motet.data.dial_a_digit import DialADigit, DialADigitExamples
-from motet.data.example import Example
-from motet.data.sample import Sample
+from motet.data.tasks.dial_a_digit import DialADigit, DialADigitExamples
 
 
 class Counting:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from motet.assignment.sample import Sample, Segment
 from motet.data.loader import Loader, held_out_batches
-from motet.data.preprocessing.producer import InProcess
-from motet.data.sample import Sample, Segment
+from motet.data.service.producer import InProcess
 from motet.errors import UserError
 
 

@@ -9,11 +9,11 @@ import re
 import runpy
 import tempfile
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def losses(script: str, num_processes: int) -> list[list[float]]:

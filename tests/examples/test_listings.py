@@ -5,14 +5,14 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from checkout import ROOT
 from distributed import run_distributed
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def assert_learnt(said: str) -> None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from motet.cli.main import main
 from motet.config import load_run_config
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
 def test_there_are_some() -> None:

@@ -1,25 +1,27 @@
 """docs/adding-a-model-family.md is true: with the lines that it gives, and nothing else, SmolLM3 runs in every cut."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from distributed import run_distributed
 from test_language_model_stage import SAMPLES, assert_alike, features_of, incoming_of, run_in_stages, run_plainly
 from tiny_language_models import SIZES, TINY, tiny_language_model
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from motet import workload_families
 from motet.config import LanguageModelConfig
-from motet.models import families, language_models, shards
-from motet.models.language_model_stage import LanguageModelStage
+from motet.families import classes as families
+from motet.families import language_models
+from motet.models.float64 import float64_throughout
 from motet.models.materialize import materialize
-from motet.runtime.float64 import float64_throughout
-from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
-from motet.workload import module_workload
+from motet.models.stages.language_model import LanguageModelStage
+from motet.parallel import tensor_plans as shards
+from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.shapes import families as workload_families
+from motet.shapes.module_shape import module_workload
 
-GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-model-family.md"
+GUIDE = ROOT / "docs" / "adding-a-model-family.md"
 SETTINGS = {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}
 
 

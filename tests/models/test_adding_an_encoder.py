@@ -7,20 +7,23 @@ from pathlib import Path
 
 import pytest
 import tiny_encoders
+from checkout import ROOT
 from one_process import check
 from scenario import Scenario
 from tiny_encoders import VIT
 from transformers import ViTConfig, ViTModel
 
-from motet import workload_families
 from motet.config import load_run_config
-from motet.data import processor_sizes
-from motet.models import encoders, families, shards, token_counts
-from motet.planner import part_values
+from motet.data.preparation import processor_sizes
+from motet.families import classes as families
+from motet.families import encoders, token_counts
+from motet.families import hf_config as part_values
+from motet.parallel import tensor_plans as shards
 from motet.planner.from_run_file import read_workloads
-from motet.workload import module_workload
+from motet.shapes import families as workload_families
+from motet.shapes.module_shape import module_workload
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "adding-an-encoder.md").read_text()
+GUIDE = (ROOT / "docs" / "adding-an-encoder.md").read_text()
 TABLES = {
     "ENCODER_FAMILIES": (encoders, encoders.ENCODER_FAMILIES),
     "_COUNTERS": (token_counts, token_counts._COUNTERS),

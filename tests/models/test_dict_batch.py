@@ -12,7 +12,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from motet import ModalityModule, MultimodalModule
-from motet.data.sample import Segment
+from motet.assignment.sample import Segment
 from motet.models.dict_batch import DictBatch, batch_from_dict
 
 LLM = "language_model"

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from motet import ModalityModule, MultimodalModule
-from motet.models.projector import build_projector
-from motet.runtime.float64 import float64_throughout
+from motet.models.float64 import float64_throughout
+from motet.models.stages.projector import build_projector
 
 MIXED = [(1, 1), (0, 1), (2, 0), (0, 0), (1, 2)]
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_problem import small_problem
 
-from motet.planner import make_plan
 from motet.planner.baselines import shares
+from motet.planner.registry import make_plan
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 40))

@@ -1,6 +1,6 @@
 """What planners know of families without torch is what the families themselves say."""
 
-from motet.models.encoders import ENCODER_FAMILIES
+from motet.families.encoders import ENCODER_FAMILIES
 from motet.planner.check_degrees import SHARED_BY_NONE
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from motet.cli.typical_batch import read_problem
 from motet.config import load_run_config
-from motet.planner import make_plan
-from motet.planner.auto_towers import search_towers
-from motet.planner.distmm_units import Partition, unit_choices
+from motet.planner.auto.towers import search_towers
+from motet.planner.distmm.towers import TowerLayout, tower_plan
+from motet.planner.distmm.units import Partition, unit_choices
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.planner.towers import TowerLayout, tower_plan
+from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell
 

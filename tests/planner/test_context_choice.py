@@ -7,24 +7,24 @@ import pytest
 import torch
 from small_problem import sample, small_problem
 
-from motet.attention.backends import check_backend
+from motet.attention.kernels.backends import check_backend
 from motet.cli.typical_batch import read_samples
-from motet.cluster import cluster_from_dict
+from motet.cluster.cluster import cluster_from_dict
 from motet.config import RunConfig, parse_strictly
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
 from motet.plan import ContextOptions
-from motet.planner import PLANNERS, make_plan
-from motet.planner.auto import NOT_TRIED, choose
-from motet.planner.auto_layouts import own_layouts
+from motet.planner.auto.layouts import own_layouts
+from motet.planner.auto.planner import NOT_TRIED, choose
+from motet.planner.cost_estimates.layer_times import layer_times
+from motet.planner.cost_estimates.layout_costs import LayoutCosts
+from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.degrees import cp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
-from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, layout_plan
-from motet.planner.layout_costs import LayoutCosts
-from motet.planner.lower_bound import problem_lower_bound_s
+from motet.planner.registry import PLANNERS, make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
 

@@ -8,13 +8,13 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.memory import RESERVE
 from motet.errors import UserError
-from motet.planner import ON_ALL, PLANNERS, make_plan, plan_of
-from motet.planner.auto import choose
+from motet.planner.auto.planner import choose
 from motet.planner.bound_and_simulate import rank
+from motet.planner.cost_estimates.layer_times import least_total_times
 from motet.planner.device_counts import device_counts, on_best_count
 from motet.planner.evaluate import evaluate
-from motet.planner.layer_times import least_total_times
 from motet.planner.problem import TooSlowError
+from motet.planner.registry import ON_ALL, PLANNERS, make_plan, plan_of
 
 
 def with_degrees(problem, tp, dp):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from small_problem import sample, small_problem
 
-from motet.planner import PLANNERS, Degrees, make_plan
 from motet.planner.evaluate import evaluate, under_schedule
-from motet.planner.report import report_evaluation
-from motet.reproduce.optimus_problems import problems
+from motet.planner.registry import PLANNERS, Degrees, make_plan
+from motet.report.plan_report import report_evaluation
 from motet.schedule.generators import GENERATORS
+from papers.optimus.problems import problems
 
 
 def four_pipelines(**options):

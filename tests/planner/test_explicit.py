@@ -7,10 +7,10 @@ from small_problem import small_problem
 
 from motet.errors import UserError
 from motet.plan import ContextOptions, Edge, Plan
-from motet.planner import make_plan
 from motet.planner.evaluate import check_same_model, evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees
+from motet.planner.registry import make_plan
 
 ONE = Degrees()
 SHARED_BY_TWO = Degrees(cp=2, context=ContextOptions(block_size=4))

@@ -6,10 +6,10 @@ import pytest
 from small_problem import small_problem, with_memory
 
 from motet.costs.memory import RESERVE
-from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
 from motet.planner.fsdp import fsdp_iteration_s, fsdp_memory_bytes, fully_sharded
-from motet.planner.report import report_evaluation, report_text
+from motet.planner.registry import make_plan
+from motet.report.plan_report import report_evaluation, report_text
 
 
 def test_fsdp_is_a_replica_per_device_and_needs_as_many_samples():

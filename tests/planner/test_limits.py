@@ -2,9 +2,9 @@
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import sample, small_problem
@@ -13,9 +13,9 @@ from motet.cli.typical_batch import read_problem
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
-from motet.planner import PLANNERS, make_plan
 from motet.planner.degrees import check_within_limits
 from motet.planner.evaluate import evaluate
+from motet.planner.registry import PLANNERS, make_plan
 
 SIZES = st.sampled_from([(1,), (2,), (1, 2)])
 STAGES = st.sampled_from([1, 2, 3, None])
@@ -147,6 +147,6 @@ def test_no_sample_has_some_modality(planner, missing):
     ("num_devices", "expected"), [(8, (1, 2, 4, 8)), (9, (1, 2, 3, 4, 6, 8)), (7, (1, 2, 3, 4, 6)), (2, (1, 2))]
 )
 def test_numbers_of_replicas_where_the_user_sets_no_limit(num_devices, expected):
-    llava = Path(__file__).parents[2] / "examples" / "layout" / "llava_8_gpus.yaml"
+    llava = ROOT / "examples" / "layout" / "llava_8_gpus.yaml"
     config = load_run_config(llava, [f"cluster.num_devices={num_devices}"])
     assert read_problem(config).dp_sizes == expected

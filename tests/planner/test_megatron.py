@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem
 
-from motet.planner import make_plan
+from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import uniform_degrees
 from motet.planner.evaluate import evaluate
-from motet.planner.layer_times import layer_times
 from motet.planner.layout import layout_plan
 from motet.planner.megatron import balanced_chains
 from motet.planner.partition import stage_costs
+from motet.planner.registry import make_plan
 
 
 def with_tp(problem, *sizes):

@@ -10,21 +10,21 @@ import small_problem as small
 from brute_force import best_time_s
 from small_problem import small_problem, with_memory
 
+from motet.assignment.policies import ASSIGNMENTS
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
-from motet.data.assignments import ASSIGNMENTS
 from motet.plan import ContextOptions, Edge
-from motet.planner import make_plan
+from motet.planner.cost_estimates.layer_times import layer_times
+from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
-from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, layout_plan
-from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
-from motet.reproduce.entrain_problems import problem as entrain_problem
+from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
-from motet.workload import module_workload, with_projector
+from motet.shapes.module_shape import module_workload, with_projector
+from papers.entrain.problems import problem as entrain_problem
 
 
 def tiny_problem(rng, *, num_devices, num_microbatches, dp_sizes=(1,), shapes=(1, 1)):

@@ -6,10 +6,10 @@ import pytest
 from small_problem import small_problem, with_memory
 
 from motet.costs.memory import MemoryOptions
-from motet.planner import make_plan
 from motet.planner.evaluate import evaluate
-from motet.planner.remedies import remedies
-from motet.planner.report import report, report_text
+from motet.planner.memory_suggestions import remedies
+from motet.planner.registry import make_plan
+from motet.report.plan_report import report, report_text
 
 
 def too_large(problem, share):

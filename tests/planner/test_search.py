@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem, with_memory
 
-from motet.planner import PLANNERS, make_plan
 from motet.planner.cornstarch import cornstarch, frozen_aware_cut
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees, TooSlowError
-from motet.planner.report import report, report_text
+from motet.planner.registry import PLANNERS, make_plan
 from motet.planner.search import layouts_of, search, usable_counts
+from motet.report.plan_report import report, report_text
 
 
 @pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "distmm"])  # It takes towers alone.

@@ -11,9 +11,9 @@ import pytest
 
 from motet.resilience.agent import NodeAgent
 from motet.resilience.membership import FAILURE, OPEN, OVER, Address, Change, Membership, StoreLostError, key_of
-from motet.resilience.reunion import REUNION_S, Successor
-from motet.resilience.run_record import KEY
-from motet.resilience.watched_process import WatchedProcess
+from motet.resilience.node_process import WatchedProcess
+from motet.resilience.store.run_record import KEY
+from motet.resilience.store.store_failover import REUNION_S, Successor
 
 PATIENCE_S = 1e6
 

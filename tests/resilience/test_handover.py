@@ -20,11 +20,11 @@ from unlike_pipelines import (
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan
-from motet.planner.oobleck import make_templates
-from motet.planner.oobleck import plan_of as plan_of_sizes
+from motet.planner.reconfiguration.reconfigure import reconfigure
+from motet.planner.templates.pipelines import Templates
+from motet.planner.templates.planner import make_templates
+from motet.planner.templates.planner import plan_of as plan_of_sizes
 from motet.resilience.launch_nodes import train_on_nodes
-from motet.resilience.pipelines import Templates
-from motet.resilience.reconfigure import reconfigure
 
 
 def lose(config: RunConfig, templates: Templates, plan: Plan, rank: int) -> dict[str, Any]:

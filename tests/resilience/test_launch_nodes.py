@@ -20,12 +20,12 @@ from training import plan_of
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.resilience import launch_nodes
-from motet.resilience import store as store_module
 from motet.resilience.agent import NodeAgent
-from motet.resilience.keeper import End
 from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
 from motet.resilience.membership import OPEN, Membership
-from motet.resilience.run_record import RunRecord, as_json
+from motet.resilience.store import store as store_module
+from motet.resilience.store.keeper import End
+from motet.resilience.store.run_record import RunRecord, as_json
 from motet.runtime.launch import WorkerFailedError
 
 

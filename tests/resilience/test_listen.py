@@ -17,7 +17,7 @@ from motet.config import RunConfig
 from motet.errors import UserError
 from motet.resilience.interfaces import interface_towards
 from motet.resilience.launch_nodes import join_training, train_on_nodes
-from motet.resilience.store import StoreProcess
+from motet.resilience.store.store import StoreProcess
 
 
 def train_elsewhere(config: RunConfig) -> tuple[dict[str, Any], list[int | None]]:

@@ -15,12 +15,13 @@ from ledger import applied_ids, recorded
 from test_listen import train_elsewhere
 
 from motet.config import RunConfig
-from motet.resilience import agent, keeper
-from motet.resilience import store as store_module
+from motet.resilience import agent
 from motet.resilience.agent import NodeAgent
 from motet.resilience.membership import Call
+from motet.resilience.node_process import WatchedProcess
 from motet.resilience.recover import TrainingProcess
-from motet.resilience.watched_process import WatchedProcess
+from motet.resilience.store import keeper
+from motet.resilience.store import store as store_module
 
 
 @contextmanager

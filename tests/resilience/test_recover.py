@@ -28,13 +28,13 @@ from training import plan_of
 from unlike_pipelines import train_and_join, undisturbed_unlike, unlike_config
 
 from motet.cli.typical_batch import read_problem
-from motet.planner.oobleck import make_templates
-from motet.planner.oobleck import plan_of as plan_of_sizes
+from motet.planner.templates.planner import make_templates
+from motet.planner.templates.planner import plan_of as plan_of_sizes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import leave_world
 from motet.runtime.executor import Executor
 from motet.runtime.launch import WorkerFailedError
-from motet.runtime.trainer import Trainer
+from motet.runtime.training.trainer import Trainer
 
 
 def test_survivors_go_on_and_lose_nothing(tmp_path: Path) -> None:

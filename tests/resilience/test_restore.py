@@ -15,11 +15,11 @@ from interrupted_training import undisturbed as alike_losses
 
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
-from motet.planner.oobleck import plan_of as plan_of_sizes
+from motet.planner.templates.planner import plan_of as plan_of_sizes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
-from motet.resilience.store import StoreProcess
-from motet.runtime.trainer import Trainer
+from motet.resilience.store.store import StoreProcess
+from motet.runtime.training.trainer import Trainer
 
 UNLIKE: Layout = "unlike"
 

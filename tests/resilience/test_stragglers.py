@@ -13,7 +13,7 @@ from motet.plan import Plan, Replica, Stage
 from motet.resilience import stragglers
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.stragglers import StragglerWatch, action_s, find_stragglers
-from motet.runtime.trainer import Trainer
+from motet.runtime.training.trainer import Trainer
 from motet.timeline import Span
 
 

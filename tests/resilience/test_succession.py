@@ -5,11 +5,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from drawn_templates import draw_templates
+from drawn_templates import plan_of as plan_of_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted_training import config_of
-from resilience.drawn_templates import draw_templates
-from resilience.drawn_templates import plan_of as plan_of_sizes
 from training import plan_of
 
 from motet.plan import Plan

@@ -19,8 +19,8 @@ from distributed import run_distributed
 
 from motet.resilience.children import PR_SET_PDEATHSIG
 from motet.resilience.connections import Connections
+from motet.resilience.interruptible_wait import Waits
 from motet.resilience.recover import leave_world
-from motet.resilience.waits import Waits
 
 NEVER = timedelta(minutes=5)
 """Longer than the test may take."""
@@ -175,7 +175,7 @@ def waiting(waits: Waits, work: FakeWork, failure: Exception | None = None) -> F
 @pytest.fixture
 def waits() -> Iterator[Waits]:
     waits = Waits()
-    with waits.can_be_called_off(FakeWork), mock.patch("motet.resilience.waits.GRACE_S", 0.0):
+    with waits.can_be_called_off(FakeWork), mock.patch("motet.resilience.interruptible_wait.GRACE_S", 0.0):
         yield waits
 
 

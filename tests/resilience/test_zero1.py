@@ -36,18 +36,18 @@ from victims import check_replicas, num_keepers
 from motet.cli.typical_batch import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan
-from motet.planner.oobleck import make_templates
-from motet.planner.oobleck import plan_of as plan_of_sizes
-from motet.resilience.kept_states import first_keepers
+from motet.planner.reconfiguration.optimizer_state import first_keepers
+from motet.planner.reconfiguration.reconfigure import reconfigure
+from motet.planner.templates.pipelines import Templates
+from motet.planner.templates.planner import make_templates
+from motet.planner.templates.planner import plan_of as plan_of_sizes
 from motet.resilience.launch_nodes import train_on_nodes
-from motet.resilience.pipelines import Templates
-from motet.resilience.reconfigure import reconfigure
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.executor import Executor
 from motet.runtime.launch import WorkerFailedError
-from motet.runtime.optimizer import Optimizer
-from motet.runtime.train_worker import train_worker
-from motet.runtime.trainer import Trainer
+from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.trainer import Trainer
+from motet.runtime.training.worker import train_worker
 
 
 def sharing(config: RunConfig, **parallel: Any) -> RunConfig:

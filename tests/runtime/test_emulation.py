@@ -6,12 +6,13 @@ import pytest
 import torch
 from distributed import run_distributed
 
-from motet.cluster import cpu_cluster
+from motet.assignment.sample import Sample, Segment
+from motet.cluster.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
-from motet.data.sample import Sample, Segment
+from motet.families.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
-from motet.models.token_counts import encoder_segment
+from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem
@@ -19,7 +20,6 @@ from motet.runtime import emulation
 from motet.runtime.assembly import build_stage
 from motet.runtime.emulation import EmulatedStage, Sleeper, emulated_stage_maker
 from motet.runtime.engine import Engine
-from motet.runtime.tensor_parallel import TensorParallel
 from motet.schedule.action import parse_action
 
 NUM_MICROBATCHES = 3

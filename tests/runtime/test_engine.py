@@ -5,7 +5,7 @@ import torch
 from distributed import run_distributed
 from toy_model import ToyBatch, reference, toy_stage_maker
 
-from motet.data.sample import Sample, Segment
+from motet.assignment.sample import Sample, Segment
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.engine import Engine
 

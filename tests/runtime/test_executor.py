@@ -17,13 +17,13 @@ from torch import Tensor
 from toy_model import ToyBatch, ToyStage, reference
 from waiting import wait_until
 
-from motet.data.sample import Sample, Segment
+from motet.assignment.sample import Sample, Segment
+from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime import engine as engine_module
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, interrupted_after
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import StageMaker
-from motet.runtime.tensor_parallel import TensorParallel
 
 TIMEOUT_S = 3.0
 """Of a step that does not end; one that does takes milliseconds."""

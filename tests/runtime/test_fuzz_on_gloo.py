@@ -19,7 +19,7 @@ from drawing import Limits, Problem, draw_problem
 from split_backwards import split_at_random
 from toy_model import ToyBatch, reference, toy_stage_maker
 
-from motet.data.assignment import contiguous_assignment
+from motet.assignment.batch_assignment import contiguous_assignment
 from motet.runtime.engine import Engine
 from motet.schedule import program
 from motet.schedule.generators import GENERATORS

@@ -13,12 +13,12 @@ from training import plan_of, run_config
 
 from motet.cli.main import main
 from motet.errors import UserError
+from motet.parallel.mesh import build_mesh
 from motet.plan import Edge, Plan
 from motet.runtime import preflight
 from motet.runtime.deadline import StepFailedError
-from motet.runtime.mesh import build_mesh
 from motet.runtime.preflight import check_memory, device_memory_bytes, plan_links, try_links
-from motet.runtime.train_worker import train_worker
+from motet.runtime.training.worker import train_worker
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, lower

@@ -4,7 +4,7 @@ from random import Random
 from drawing import Limits, draw_problem
 from plans import chain, language_model, module, replica, routes_of, samples, vision_audio_llm
 
-from motet.data.assignment import contiguous_assignment
+from motet.assignment.batch_assignment import contiguous_assignment
 from motet.plan import Edge, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import (

@@ -3,7 +3,7 @@
 import pytest
 from plans import contrastive, replica, samples
 
-from motet.data.assignment import contiguous_assignment
+from motet.assignment.batch_assignment import contiguous_assignment
 from motet.errors import UserError
 from motet.schedule.batch_sync import num_comparisons, pairs_of, samples_of_ranks, shares, whole
 from motet.schedule.routes import Cell, Routes, derive_routes

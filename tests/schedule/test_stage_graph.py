@@ -1,6 +1,6 @@
 from plans import chain, language_model, module, replica, routes_of, samples, vision_audio_llm
 
-from motet.data.assignment import BatchAssignment
+from motet.assignment.batch_assignment import BatchAssignment
 from motet.plan import Edge, Plan
 from motet.schedule.routes import derive_routes
 from motet.schedule.stage_graph import (

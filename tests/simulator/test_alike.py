@@ -8,8 +8,8 @@ from drawing import Limits, Problem, draw_problem
 from plans import chain, language_model, module, replica, samples
 from random_costs import RandomCosts
 
-from motet.data.assignment import BatchAssignment, contiguous_assignment
-from motet.data.sample import kinds_of_samples
+from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
+from motet.assignment.sample import kinds_of_samples
 from motet.plan import Edge, Plan, Replica
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import Dependencies
@@ -18,8 +18,8 @@ from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message, lower
 from motet.schedule.program import make_program, make_schedule
 from motet.schedule.routes import Cell, Routes, derive_routes
-from motet.simulator.alike import Folding, copy_schedule, fold
 from motet.simulator.costs import UniformCosts
+from motet.simulator.replica_folding import Folding, copy_schedule, fold
 from motet.simulator.simulate import simulate
 from motet.simulator.step_costs import Disturbances
 from motet.timeline import BUSY_KINDS, Timeline

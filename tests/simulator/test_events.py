@@ -2,7 +2,7 @@
 
 import pytest
 
-from motet.simulator.events import SharedCards, _Transfers
+from motet.simulator.event_loop import SharedCards, _Transfers
 
 
 def rates_asked(monkeypatch, num_pairs):

@@ -9,15 +9,15 @@ from plans import chain, language_model, module, replica, routes_of, samples, vi
 from random_costs import RandomCosts
 from reference_simulator import reference_times
 
-from motet.arrays import Floats, Ints
 from motet.plan import Edge, Plan
+from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind
 from motet.schedule.dependencies import Dependencies, Gradient
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, Program, lower
 from motet.schedule.schedule import Schedule
 from motet.simulator.costs import UniformCosts
-from motet.simulator.events import SharedCards
+from motet.simulator.event_loop import SharedCards
 from motet.simulator.simulate import SimulationResult, simulate
 from motet.simulator.step_costs import Disturbances
 from motet.timeline import Span

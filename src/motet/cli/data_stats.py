@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from motet.planner.data_stats import DataStats
+    from motet.report.data_stats import DataStats
 
     Values = NDArray[np.float64]
 
@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option}: is {getattr(arguments, option)}; give at least 1")
     from motet.cli.typical_batch import read_problem, read_samples
-    from motet.planner.data_stats import data_stats
     from motet.planner.from_run_file import plan_for
+    from motet.report.data_stats import data_stats
 
     picture = picture_file(arguments.picture, "--picture") if arguments.picture else None
     problem = read_problem(config)
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     result = as_json(stats)
     print(as_text(result))
     if picture:
-        from motet.plots.data_stats import save_data_stats
+        from motet.report.data_picture import save_data_stats
 
         save_data_stats(stats, picture)
     return result

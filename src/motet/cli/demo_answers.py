@@ -7,11 +7,11 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from motet.config import RunConfig
-from motet.data.dial_a_digit import QUESTIONS, DialADigitExamples, Dialled
-from motet.data.example import Modality
-from motet.data.run_file import open_data
-from motet.data.scoring import Accuracy, accuracy
-from motet.models.generation import Prompt, generate_answers
+from motet.data.conversation.example import Modality
+from motet.data.run_file.datasets import open_data
+from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigitExamples, Dialled
+from motet.data.tasks.scoring import Accuracy, accuracy
+from motet.models.hub.generation import Prompt, generate_answers
 from motet.plan import LANGUAGE_MODEL
 
 MAX_NEW_TOKENS = 12

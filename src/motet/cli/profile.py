@@ -40,7 +40,7 @@ def _calibrate(config: "RunConfig", path: Path) -> dict[str, Any]:
 
     import torch
 
-    from motet.costs.profiler_kernels import measure_speeds
+    from motet.costs.profiling.kernels import measure_speeds
     from motet.planner.from_run_file import describe_cluster
 
     torch.set_num_threads(1)

@@ -32,7 +32,7 @@ def _port(text: str) -> int:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tls = _read_tls(arguments)
     config = load_config(arguments)
-    from motet.data.preprocessing.opening import open_server
+    from motet.data.service.opening import open_server
 
     server = open_server(config, host=arguments.host, port=arguments.port, tls=tls)
     sizes = " and ".join(f"{number} {split.replace('_', '-')}" for split, number in server.sizes.items())

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.cli.typical_batch import read_problem
     from motet.errors import UserError
     from motet.planner.from_run_file import plan_for
-    from motet.planner.report import report_text
+    from motet.report.plan_report import report_text
 
     if arguments.join is not None and arguments.listen is not None:
         raise UserError("--listen: does not go with --join: one process listens, and each node joins it")
@@ -81,7 +81,7 @@ def train(
     Raises `UserError` before any process is started if the plan is not one of the model, or does not fit."""
     from motet.errors import UserError
     from motet.planner.evaluate import evaluate
-    from motet.planner.report import report_evaluation, report_measured
+    from motet.report.plan_report import report_evaluation, report_measured
 
     evaluation = evaluate(problem, plan)
     if not evaluation.fits:
@@ -116,7 +116,7 @@ def export(config: "RunConfig", checkpoint: str | None) -> str | None:
     if checkpoint is None:
         return None
     from motet.cli.export import export_checkpoint
-    from motet.data.run_file import open_preparation
+    from motet.data.run_file.datasets import open_preparation
 
     return str(export_checkpoint(config, open_preparation(config), checkpoint))
 
@@ -132,8 +132,8 @@ def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: 
     if plan.num_ranks < config.cluster.num_devices and not started_by_torchrun():
         print(f"the plan runs on {plan.num_ranks} of {config.cluster.num_devices} devices", file=sys.stderr)
     # Imported before the processes are forked, so that none has to.
-    from motet.runtime.train_worker import train_worker
-    from motet.runtime.verify_worker import verify_worker
+    from motet.runtime.training.worker import train_worker
+    from motet.runtime.verification.worker import verify_worker
 
     result = launch(
         train_worker if what == "train" else verify_worker,
@@ -207,8 +207,8 @@ def join(config: "RunConfig", address: str) -> None:
 
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:
-    from motet.plots.timeline import save_timelines
-    from motet.plots.trace import save_trace
+    from motet.report.chrome_trace import save_trace
+    from motet.report.timeline_picture import save_timelines
 
     output = Path(config.train.output)
     save_timelines(timelines, output / "timeline.png")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from motet.errors import UserError
 
 if TYPE_CHECKING:
+    from motet.assignment.sample import Sample
     from motet.config import RunConfig
     from motet.data.loader import LoadedBatch
-    from motet.data.sample import Sample
-    from motet.data.sample_layout import SampleSource
+    from motet.data.preparation.sample_layout import SampleSource
     from motet.planner.problem import PlanningProblem
 
 MANY_SAMPLES = 200_000
@@ -18,8 +18,8 @@ MANY_SAMPLES = 200_000
 def read_batch(config: "RunConfig") -> "LoadedBatch":
     """With its tensors. Raises `UserError` naming the key or file that is wrong."""
     from motet.data.loader import Loader
-    from motet.data.preprocessing.producer import InProcess
-    from motet.data.run_file import open_data
+    from motet.data.run_file.datasets import open_data
+    from motet.data.service.producer import InProcess
 
     train = open_data(config).train
     _check_size(config, len(train))
@@ -29,7 +29,7 @@ def read_batch(config: "RunConfig") -> "LoadedBatch":
 def read_samples(config: "RunConfig", most: int | None = None) -> "tuple[Sample, ...]":
     """The metadata of the same batch, without torch; or of the first epoch's samples up to `most`. Of data servers, if
     there are any."""
-    from motet.data.run_file_samples import open_samples
+    from motet.data.run_file.samples import open_samples
 
     if getattr(config.data, "servers", ()):
         return _samples_of_servers(config, most)
@@ -77,8 +77,8 @@ def _samples_of_servers(config: "RunConfig", most: int | None) -> "tuple[Sample,
 
 
 def _ask_servers(config: "RunConfig", most: int | None) -> "tuple[Sample, ...]":
-    from motet.data.preprocessing.opening import open_producers
-    from motet.data.sample import Sample
+    from motet.assignment.sample import Sample
+    from motet.data.service.opening import open_producers
 
     producer = open_producers(config).train
     prepared = producer.samples(_first_indices(config, len(producer), most))

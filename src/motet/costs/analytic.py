@@ -2,20 +2,20 @@
 
 The costs of a table are linear in the sums of a load; a roofline is not. What stands in for it is the larger of the two
 for every sum by itself: a matrix product takes the time to read its weights, and for each row the longer of computing
-and moving it. That is never less than the roofline (`motet.costs.speeds.kernel_seconds`) and at most twice as much,
-where both take equally long; kernels come near neither peak there.
+and moving it. That is never less than the roofline (`motet.costs.kernel_speeds.kernel_seconds`) and at most twice as
+much, where both take equally long; kernels come near neither peak there.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 
-from motet.cluster import Cluster
-from motet.costs.collectives import collective_terms
+from motet.cluster.cluster import Cluster
+from motet.costs.communication import collective_terms
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic, total
+from motet.costs.kernel_speeds import Speeds, default_speeds
 from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels, total_flops
-from motet.costs.speeds import Speeds, default_speeds
-from motet.workload import LayerShape, ModuleWorkload
+from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 ELEMENT_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Of the operands of kernels, by the dtype of the computation."""

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Floats, Ints
+from motet.assignment.sample import Sample, kinds_of_samples
 from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import LayerCost, total
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load, microbatch_load
-from motet.data.sample import Sample, kinds_of_samples
 from motet.plan import LayerRange, Stage
+from motet.ragged_arrays import Floats, Ints
 from motet.schedule.routes import Cell, Routes
-from motet.workload import LayerShape, ModuleWorkload
+from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 
 class CellKind(NamedTuple):

@@ -1,79 +1,91 @@
-"""How long messages, reductions and resharding take: from the cluster's links, or fitted to measurements."""
+"""How long collectives over a group of ranks take, by algorithm and topology.
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+Every collective is latency + bytes / bandwidth, bytes being those of one rank's whole tensor (the result of an
+all-gather, the argument of a reduce-scatter). Two algorithms are known and the quicker one counts, as NCCL chooses:
 
-import numpy as np
+* ring: n - 1 steps (twice that for an all-reduce), each with an n-th of the bytes over the slowest link of the ring;
+* hierarchical: within the nodes, and between them in as many rings at once as a node has ranks of the group, each with
+  its share of the bytes (a two-dimensional ring: Mikami et al. 2018).
 
-from motet.cluster import Cluster
-from motet.costs.collectives import collective_terms
-from motet.costs.cost_model import CostTable, LinkCost
+While one group communicates, so do its sisters on the same nodes (there is one group for each tensor-parallel rank, and
+so on): network cards are shared by all devices of a node.
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are summed in flat buckets of this size (a larger parameter has one of its own); each pays the latency."""
+Limits: no reduction in switches, no trees for small messages, groups that fill their nodes unequally count as rings.
+"""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-def message_seconds(table: CostTable, cluster: Cluster, sender: int, receiver: int, num_bytes: float) -> float:
-    """Measured links stand for all of the cluster's."""
-    if table.message is not None:
-        return table.message.seconds(num_bytes)
-    return cluster.link(sender, receiver).seconds(num_bytes)
+from motet.cluster.cluster import Cluster
 
-
-def all_reduce_seconds(table: CostTable, cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
-    """Over these ranks, bucket by bucket.
-
-    A measured all-reduce is one of two ranks: 2 steps, with half of the bytes each; of more ranks, a ring of them."""
-    num_ranks = len(ranks)
-    if num_ranks < 2 or not num_bytes:
-        return 0.0
-    num_buckets = max(1, -(-int(num_bytes) // BUCKET_BYTES))
-    if table.all_reduce is not None:
-        num_steps = 2 * (num_ranks - 1)
-        volume = num_bytes * num_steps / num_ranks
-        return num_buckets * num_steps * table.all_reduce.latency_s / 2 + volume / table.all_reduce.bytes_per_s
-    terms = collective_terms(cluster, "all_reduce", ranks, min(num_bytes, BUCKET_BYTES))
-    return num_buckets * terms.latency_s + num_bytes / terms.bytes_per_s
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 
-def resharding_seconds(cluster: Cluster, transfers: Iterable[tuple[int, int, float]]) -> float:
-    """Of (sender, receiver, bytes) that all begin together, as between modules with unlike groups.
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """latency + bytes / bandwidth."""
 
-    What takes longest counts: what one device sends or receives over its own link, or what the network cards of one
-    node send or receive. Bytes that stay on their rank are free."""
-    inside: dict[tuple[str, int], float] = defaultdict(float)
-    outside: dict[tuple[str, int], float] = defaultdict(float)
-    nodes: dict[tuple[str, int], float] = defaultdict(float)
-    latency_s = 0.0
-    for sender, receiver, num_bytes in transfers:
-        if sender == receiver or not num_bytes:
-            continue
-        link = cluster.link(sender, receiver)
-        latency_s = max(latency_s, link.latency_s)
-        crosses = cluster.node(sender) != cluster.node(receiver)
-        for way, rank in (("out", sender), ("in", receiver)):
-            (outside if crosses else inside)[way, rank] += num_bytes
-            if crosses:
-                nodes[way, cluster.node(rank)] += num_bytes
-    within, between = cluster.within_node.bytes_per_s, cluster.between_nodes.bytes_per_s
-    return latency_s + max(
-        [
-            *(num_bytes / within for num_bytes in inside.values()),
-            *(num_bytes / between for num_bytes in outside.values()),
-            *(num_bytes / (between * cluster.num_nics) for num_bytes in nodes.values()),
-            0.0,
-        ]
-    )
+    latency_s: float
+    bytes_per_s: float
+    algorithm: Literal["none", "ring", "hierarchical"]
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
 
 
-def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
-    """Least squares of the relative error, with neither latency nor bandwidth below zero.
+NOTHING = Terms(0.0, float("inf"), "none")
 
-    Raises `ValueError` with fewer than two different sizes."""
-    from scipy.optimize import nnls
 
-    if len(set(num_bytes)) < 2:
-        raise ValueError("a link needs measurements of at least two sizes")
-    sizes, times = np.asarray(num_bytes, dtype=float), np.asarray(seconds, dtype=float)
-    (latency_s, s_per_byte), _ = nnls(np.stack([1 / times, sizes / times], axis=1), np.ones(len(times)))
-    return LinkCost(latency_s=float(latency_s), bytes_per_s=1 / max(float(s_per_byte), 1e-15))
+def collective_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int], num_bytes: float = 1e8) -> Terms:
+    """Of the quicker algorithm for tensors of about so many bytes."""
+    members = tuple(dict.fromkeys(ranks))
+    if len(members) < 2:
+        return NOTHING
+    choices = [ring_terms(cluster, collective, members)]
+    hierarchical = hierarchical_terms(cluster, collective, members)
+    if hierarchical is not None:
+        choices.append(hierarchical)
+    return min(choices, key=lambda terms: terms.seconds(num_bytes))
+
+
+def collective_seconds(cluster: Cluster, collective: Collective, ranks: Sequence[int], num_bytes: float) -> float:
+    """`num_bytes`: of one rank's whole tensor."""
+    return collective_terms(cluster, collective, ranks, num_bytes).seconds(num_bytes) if num_bytes else 0.0
+
+
+def ring_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms:
+    """A ring enters and leaves each node once, through one network card, which the sister groups share."""
+    per_node = Counter(cluster.node(rank) for rank in ranks)
+    if len(per_node) == 1:
+        link = cluster.within_node
+        return _ring(collective, len(ranks), link.latency_s, link.bytes_per_s)
+    num_sisters = max(1, cluster.devices_per_node // max(per_node.values()))
+    outside = cluster.between_nodes.bytes_per_s * min(1.0, cluster.num_nics / num_sisters)
+    slowest = min(outside, cluster.within_node.bytes_per_s) if max(per_node.values()) > 1 else outside
+    return _ring(collective, len(ranks), cluster.between_nodes.latency_s, slowest)
+
+
+def hierarchical_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms | None:
+    """None where the group has one rank on each node, or lies within one, or fills its nodes unequally."""
+    per_node = Counter(cluster.node(rank) for rank in ranks)
+    counts = set(per_node.values())
+    if len(per_node) == 1 or len(counts) != 1 or counts == {1} or collective in ("all_to_all", "broadcast"):
+        return None
+    (num_inside,) = counts
+    inside = _ring(collective, num_inside, cluster.within_node.latency_s, cluster.within_node.bytes_per_s)
+    # All devices of a node send at once, each an own share of the tensor.
+    outside = _ring(collective, len(per_node), cluster.between_nodes.latency_s, cluster.network_bytes_per_s)
+    s_per_byte = 1 / inside.bytes_per_s + 1 / outside.bytes_per_s / num_inside
+    return Terms(inside.latency_s + outside.latency_s, 1 / s_per_byte, "hierarchical")
+
+
+def _ring(collective: Collective, num_ranks: int, latency_s: float, bytes_per_s: float) -> Terms:
+    steps = num_ranks - 1
+    if collective == "broadcast":
+        # Cut into pieces, the tensor passes every link once.
+        return Terms(steps * latency_s, bytes_per_s, "ring")
+    rounds = 2 if collective == "all_reduce" else 1
+    share = rounds * steps / num_ranks
+    return Terms(rounds * steps * latency_s, bytes_per_s / share, "ring")

@@ -12,11 +12,11 @@ are counted as if they had it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from motet.cluster import Cluster
-from motet.costs.collectives import collective_terms
+from motet.cluster.cluster import Cluster
+from motet.costs.communication import collective_terms
 from motet.costs.cost_model import LayerCost, Quadratic
 from motet.plan import Plan
-from motet.workload import ModuleWorkload
+from motet.shapes.module_shape import ModuleWorkload
 
 LOG_SUM_EXP_BYTES = 4
 

@@ -14,25 +14,25 @@ from math import lcm
 
 import numpy as np
 
-from motet.arrays import Floats, Ints
-from motet.cluster import Cluster
+from motet.assignment.sample import Sample
+from motet.cluster.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
-from motet.costs.collectives import collective_seconds
-from motet.costs.communication import all_reduce_seconds, message_seconds
+from motet.costs.communication import collective_seconds
+from motet.costs.communication_part import all_reduce_seconds, message_seconds
 from motet.costs.cost_model import CostTable, Quadratic
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
 from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions
 from motet.costs.rank_memory import RankMemory, holders_and_shares
 from motet.costs.stage_seconds import StageCosts, StageSeconds
-from motet.data.sample import Sample
 from motet.plan import LayerRange, Stage
+from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Routes
-from motet.workload import ModuleWorkload
+from motet.shapes.module_shape import ModuleWorkload
 
 
 class IterationCosts:

@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from motet.costs.collectives import Collective
+from motet.costs.communication import Collective
 from motet.costs.cost_model import Quadratic, total
 from motet.costs.load import Load
-from motet.workload import Attention, LayerShape, Linear, Rows
+from motet.shapes.module_shape import Attention, LayerShape, Linear, Rows
 
 KernelKind = Literal["gemm", "convolution", "attention", "norm", "elementwise", "communication"]
 

@@ -6,10 +6,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from motet.arrays import Floats
-from motet.data.sample import Sample
-from motet.models.token_counts import token_counts
-from motet.workload import ModuleWorkload
+from motet.assignment.sample import Sample
+from motet.families.token_counts import token_counts
+from motet.ragged_arrays import Floats
+from motet.shapes.module_shape import ModuleWorkload
 
 
 class Load(NamedTuple):

@@ -7,7 +7,7 @@ recomputation a block saves its input alone. With sequence parallelism what norm
 group, but not the linears' inputs: each rank gathers them.
 
 Under autocast, norms and what is between layers stay in float32; all else is in bfloat16. There each linear makes its
-own copy of its input; of each weight there is one copy for all microbatches (`motet.runtime.cast_weights`), but of
+own copy of its input; of each weight there is one copy for all microbatches (`motet.parallel.cast_weights`), but of
 convolutions and in fully sharded stages one for each.
 
 Limits: temporary memory inside an action and the allocator's fragmentation are not counted; `RESERVE` stands for them.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from motet.costs.load import Load
-from motet.workload import LayerShape, Linear
+from motet.shapes.module_shape import LayerShape, Linear
 
 ADAMW_STATES = 2
 """Moments for each parameter, of its own precision."""
@@ -42,7 +42,8 @@ class MemoryOptions:
     zero1: bool = False
     """What the optimizer keeps is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
-    """With `zero1`: so many of them keep the same; several where nodes may fail (`motet.resilience.zero1`)."""
+    """With `zero1`: so many of them keep the same; several where nodes may fail
+    (`motet.resilience.optimizer_state`)."""
     optimizer_bytes: int | None = None
     """Of what the optimizer keeps for each parameter; None: its moments. In half precision also a float32 parameter."""
 

@@ -13,7 +13,6 @@ from functools import cached_property
 
 import numpy as np
 
-from motet.arrays import Ints
 from motet.costs.cells import CellKind, Cells
 from motet.costs.contrastive import loss_saved_bytes, loss_share
 from motet.costs.layer_gradients import LayerGradients, gradients_of_plan
@@ -27,8 +26,9 @@ from motet.costs.memory import (
     static_layer_bytes,
 )
 from motet.plan import LayerRange, ModulePlan
+from motet.ragged_arrays import Ints
 from motet.schedule.routes import Cell
-from motet.workload import LayerShape
+from motet.shapes.module_shape import LayerShape
 
 
 class RankMemory:

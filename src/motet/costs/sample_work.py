@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.arrays import Floats
+from motet.assignment.sample import Sample
 from motet.costs.cost_model import CostTable, Quadratic
 from motet.costs.layer_gradients import gradients_of_plan
 from motet.costs.load import sample_loads
-from motet.data.sample import Sample
 from motet.plan import Plan
-from motet.workload import ModuleWorkload
+from motet.ragged_arrays import Floats
+from motet.shapes.module_shape import ModuleWorkload
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from motet.cluster import Cluster
+from motet.cluster.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
-from motet.costs.collectives import collective_terms
+from motet.costs.communication import collective_terms
 from motet.costs.contrastive import LossSeconds, loss_seconds
 from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.memory import MemoryOptions
 from motet.plan import Stage
-from motet.workload import LayerShape, ModuleWorkload
+from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from motet.data.example import ExampleSource
-from motet.data.preparation import Preparation
-from motet.data.sample import Sample
-from motet.data.tool_fingerprint import tool_fingerprint
-from motet.data.tower_preparation import TowerPreparation
+from motet.assignment.sample import Sample
+from motet.data.conversation.example import ExampleSource
+from motet.data.preparation.preparation_part import Preparation
+from motet.data.preparation.tool_fingerprint import tool_fingerprint
+from motet.data.preparation.tower_preparation import TowerPreparation
 
 NUM_SAMPLES_KEPT = 65_536
 FEATURE_BYTES_KEPT = 256 * 2**20

@@ -1,7 +1,7 @@
 """From a data set to global batches, in an order that is a pure function of the seed and the epoch.
 
 Every rank has the same loader and draws the same batches: metadata of all samples, tensors only of those that its
-stages read. This is the one definition of the order: whoever prepares samples (motet.data.preprocessing) is asked for
+stages read. This is the one definition of the order: whoever prepares samples (motet.data.service) is asked for
 positions in the data set and knows nothing of seeds, epochs or batches.
 
 While a batch is trained on, threads have the next ones prepared, a bounded number of them. In each, the batch is cut
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from motet.data.preprocessing.producer import Producer
-from motet.data.preprocessing.tickets import Corrupt
-from motet.data.sample import Sample
+from motet.assignment.sample import Sample
+from motet.data.service.producer import Producer
+from motet.data.service.tickets import Corrupt
 from motet.errors import UserError
 
 if TYPE_CHECKING:

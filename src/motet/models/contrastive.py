@@ -1,7 +1,7 @@
 """A contrastive model out of unmodified HuggingFace modules: towers whose features of one sample are to be alike.
 
 CLIP, SigLIP, LiT (one tower frozen), CoCa-like (a decoder captions what one tower sees), and any number of towers. It
-runs by itself in one process; the run file's `model.towers`, or `motet.runtime.contrastive_module`, distribute it.
+runs by itself in one process; the run file's `model.towers`, or `motet.runtime.api.contrastive`, distribute it.
 (DistMM, sections 2.2 and 5.)
 
 A tower is a `ModalityModule`; its projector brings what transformers calls the encoder's `pooler_output` to the width
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from motet.assignment.sample import Sample
 from motet.config.model_section import INITIAL_LOGIT_SCALE
-from motet.data.batch import Batch
-from motet.data.sample import Sample
 from motet.errors import UserError
-from motet.models.caption_decoder import CaptionDecoderStage, is_caption_decoder, num_decoder_layers
-from motet.models.contrastive_loss import LossKind
-from motet.models.contrastive_stage import ContrastiveStage
-from motet.models.encoder_stage import EncoderStage, num_encoder_layers
-from motet.models.encoders import family_of
+from motet.families.encoders import family_of
+from motet.models.batch import Batch
 from motet.models.multimodal import ModalityModule
-from motet.models.projector import projected_size
+from motet.models.stages.caption_decoder import CaptionDecoderStage, is_caption_decoder, num_decoder_layers
+from motet.models.stages.contrastive import ContrastiveStage
+from motet.models.stages.contrastive_loss import LossKind
+from motet.models.stages.encoder import EncoderStage, num_encoder_layers
+from motet.models.stages.projector import projected_size
 from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import pairs_of, whole
 

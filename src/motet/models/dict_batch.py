@@ -1,4 +1,4 @@
-"""A dict of tensors, as HuggingFace processors return it, as a `motet.data.batch.Batch`.
+"""A dict of tensors, as HuggingFace processors return it, as a `motet.models.batch.Batch`.
 
 Keys (B samples; n items, that is images or clips, of one encoder, in the order of the samples):
 
@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motet.data.sample import IGNORED_LABEL, Sample, Segment
+from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
 from motet.models.dict_items import TEXT_KEYS, Items, described, read_items, tensors_of_encoders
-from motet.models.projector import PROJECTORS
+from motet.models.stages.projector import PROJECTORS
 from motet.plan import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DictBatch:
-    """Implements `motet.data.batch.Batch`."""
+    """Implements `motet.models.batch.Batch`."""
 
     samples: tuple[Sample, ...]
     tensors: Mapping[str, Sequence[Mapping[str, Tensor]]]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motet.data.sample import Segment
+from motet.assignment.sample import Segment
 from motet.errors import UserError
-from motet.models.encoders import ENCODER_FAMILIES
-from motet.models.token_counts import encoder_segment, grid_of
+from motet.families.encoders import ENCODER_FAMILIES
+from motet.families.token_counts import encoder_segment, grid_of
 
 if TYPE_CHECKING:
     from motet.models.multimodal import ModalityModule

@@ -29,13 +29,13 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError
-from motet.models.caption_decoder import decoder_layer_parts, is_added, num_decoder_layers
-from motet.models.composite_towers import tower_family
-from motet.models.encoder_stage import encoder_layer_parts, num_encoder_layers
-from motet.models.families import Kind, config_class_named, model_class_of, part_type
-from motet.models.language_models import language_model_layer_parts, num_language_model_layers
+from motet.families.classes import Kind, config_class_named, model_class_of, part_type
+from motet.families.composite_towers import tower_family
+from motet.families.language_models import language_model_layer_parts, num_language_model_layers
+from motet.models.float64 import dtypes_by_name
+from motet.models.stages.caption_decoder import decoder_layer_parts, is_added, num_decoder_layers
+from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LayerRange
-from motet.runtime.float64 import dtypes_by_name
 
 Parts = Mapping[int, tuple[str, ...]]
 """For every layer that is held, the paths of its sub-modules."""

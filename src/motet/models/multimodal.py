@@ -15,13 +15,13 @@ from typing import Any, Literal
 from torch import nn
 from transformers.utils import ModelOutput
 
-from motet.attention.own_masks import rule_named
+from motet.attention.masks.custom_masks import rule_named
 from motet.errors import UserError
-from motet.models.encoders import family_of
-from motet.models.language_model_stage import PreprocessCallback
-from motet.models.language_models import is_language_model
-from motet.models.projector import build_projector, projected_size
-from motet.models.token_counts import FeatureSelect
+from motet.families.encoders import family_of
+from motet.families.language_models import is_language_model
+from motet.families.token_counts import FeatureSelect
+from motet.models.stages.language_model import PreprocessCallback
+from motet.models.stages.projector import build_projector, projected_size
 
 Merge = Literal["placeholder", "prepend", "cross_attention"]
 """How encoder outputs reach the language model: in place of placeholder tokens, before the text, by cross-attention."""
@@ -42,7 +42,7 @@ class ModalityModule(nn.Module):
         feature_layer: index into the encoder's hidden states of what is handed on (LLaVA: -2); None: its output.
         feature_select: "patch" leaves out class tokens and padding, "full" hands all of them on.
 
-    What callbacks are given and when they are called: `motet.models.encoder_stage`.
+    What callbacks are given and when they are called: `motet.models.stages.encoder`.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class MultimodalModule(nn.Module):
             else prepended.
         placeholder_token_ids: by encoder, the token id in whose places its outputs stand.
         media_attention: what tokens of images and clips see in the language model: a kind of
-            `motet.attention.rules.MediaAttention`, or the name of a mask of your own
-            (`motet.attention.own_masks.register_mask`).
+            `motet.attention.masks.rules.MediaAttention`, or the name of a mask of your own
+            (`motet.attention.masks.custom_masks.register_mask`).
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class MultimodalModule(nn.Module):
         Returns a `ModelOutput` with `logits` [samples, longest sequence, vocabulary], padded on the right, and `loss`,
         the mean over the tokens with a label."""
         from motet.models.dict_batch import batch_from_dict
-        from motet.models.single_process import run_single_process
+        from motet.models.reference.single_process import run_single_process
 
         if self.is_taken_over:
             raise UserError("this MultimodalModule was handed to a MultimodalParallelModule; call that one's execute")

@@ -6,17 +6,17 @@ from itertools import groupby
 
 from torch import nn
 
-from motet.data.sample import Sample, Segment
-from motet.models.caption_decoder import CaptionDecoderStage
-from motet.models.encoder_stage import EncoderStage, num_encoder_layers
-from motet.models.language_model_stage import LanguageModelStage
-from motet.models.language_models import cross_attention_layers, is_tied, num_language_model_layers
+from motet.assignment.sample import Sample, Segment
+from motet.families.language_models import cross_attention_layers, is_tied, num_language_model_layers
+from motet.families.token_counts import encoder_segment
 from motet.models.multimodal import ModalityModule, MultimodalModule
-from motet.models.projector import PROJECTORS, projected_size
-from motet.models.token_counts import encoder_segment
+from motet.models.stages.caption_decoder import CaptionDecoderStage
+from motet.models.stages.encoder import EncoderStage, num_encoder_layers
+from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.plan import DECODER, LANGUAGE_MODEL, Edge, LayerRange
-from motet.workload import LayerShape, Linear, ModuleWorkload, module_workload, with_projector
-from motet.workload_decoders import decoder_workload
+from motet.shapes.decoders import decoder_workload
+from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload, module_workload, with_projector
 
 TYPICAL_TEXT_TOKENS = 256
 """Of the sample that stages are balanced for, beside what encoders put into its sequence; half of them carry loss."""

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motet.data.sample import IGNORED_LABEL, Sample, Segment
-from motet.data.tower_layouts import LEGACY_END
+from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
+from motet.data.preparation.tower_layouts import LEGACY_END
 from motet.errors import UserError
+from motet.families.encoders import family_of
+from motet.families.token_counts import encoder_segment, grid_of, reads_text
 from motet.models.dict_batch import DictBatch, columns_of, texts_of
 from motet.models.dict_items import described
-from motet.models.encoders import family_of
-from motet.models.token_counts import encoder_segment, grid_of, reads_text
 from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import num_comparisons
 

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.plan import Plan
+from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import best_plan, dp_sizes, has_few_stages, tp_sizes
 from motet.planner.explicit import Placement
-from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import PlanningProblem
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from motet.costs.analytic import layer_flops
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.planner.cost_estimates.layer_times import layer_times
+from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import best_plan, dp_sizes, most_stages, tp_sizes, uniform_degrees
 from motet.planner.explicit import Placement, cut_module
-from motet.planner.layer_times import layer_times
 from motet.planner.layout import Layout, layout_of_degrees
-from motet.planner.microbatch_loads import typical_load
 from motet.planner.partition import even_partition, partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.search import search

@@ -1,8 +1,8 @@
 """Whether a module can be laid out as the user or a planner asks."""
 
-from motet.attention.distribution import check_ulysses
+from motet.attention.masks.distribution import check_ulysses
 from motet.errors import UserError
-from motet.models.shards import check_tp
+from motet.parallel.tensor_plans import check_tp
 from motet.planner.problem import Degrees, PlanningProblem
 
 
@@ -32,7 +32,7 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
 
 SHARED_BY_NONE = ("clip_text_model", "pixtral", "qwen2_5_vl_vision", "qwen2_audio_encoder", "siglip_text_model")
 """Encoders whose tokens do not see their whole item and nothing else, or whose blocks know more than the tokens
-(`motet.models.encoders.EncoderFamily.has_full_attention`)."""
+(`motet.families.encoders.EncoderFamily.has_full_attention`)."""
 
 
 def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> None:

@@ -13,10 +13,10 @@ from itertools import product
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.bound_and_simulate import rank
+from motet.planner.cost_estimates.layer_times import least_total_times
 from motet.planner.degrees import cp_sizes, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
-from motet.planner.layer_times import least_total_times
 from motet.planner.problem import PlanningProblem, TooSlowError
 
 

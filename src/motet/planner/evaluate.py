@@ -6,10 +6,10 @@ from functools import cached_property
 
 import numpy as np
 
+from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.policies import assign
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import RESERVE
-from motet.data.assignment import BatchAssignment
-from motet.data.assignments import assign
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.problem import PlanningProblem
@@ -19,10 +19,10 @@ from motet.schedule.lower import Program, lower
 from motet.schedule.program import make_schedule
 from motet.schedule.routes import derive_routes
 from motet.schedule.schedule import Schedule
-from motet.simulator.alike import Folding, copy_schedule, fold
+from motet.shapes.module_shape import ModuleWorkload
 from motet.simulator.lower_bound import lower_bound_s
+from motet.simulator.replica_folding import Folding, copy_schedule, fold
 from motet.simulator.simulate import SimulationResult, simulate
-from motet.workload import ModuleWorkload
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class Evaluation:
 
 
 def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Evaluation:
-    """`folded`: pipelines that are alike are simulated once (`motet.simulator.alike`), where ranks share no cores.
+    """`folded`: pipelines that are alike are simulated once (`motet.simulator.replica_folding`), where ranks share no
+    cores.
 
     Raises `ValueError` if the plan is not one of this problem's model, or its schedule is not known."""
     check_same_model(problem, plan)

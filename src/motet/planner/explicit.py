@@ -11,7 +11,7 @@ Placements (Cornstarch section 4.1 and its baselines in section 6):
 Modules on ranks of their own may have unequal numbers of replicas (DistTrain 4.1). A share of the whole model then is
 its smallest part in which all modules have whole replicas; otherwise it is one replica of everything. Ranks are
 numbered within a share first: modules in their order, then replicas, then stages, and tensor parallelism fastest;
-where that would divide groups among nodes, as `motet.planner.ranks_on_nodes` says.
+where that would divide groups among nodes, as `motet.planner.rank_placement` says.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from typing import Literal
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.planner.check_degrees import check_degrees
-from motet.planner.layer_times import layer_times
+from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.partition import partition, partition_by_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 

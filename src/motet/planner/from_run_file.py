@@ -5,9 +5,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from motet.attention.blocks import BLOCK_SIZE, most_block_tokens
-from motet.attention.rules import MEDIA_ATTENTION
-from motet.cluster import Cluster, available_cores, cluster_from_dict
+from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.policies import assign
+from motet.assignment.sample import Sample
+from motet.attention.masks.rules import MEDIA_ATTENTION
+from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
+from motet.cluster.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     CatalogueConfig,
     ModuleParallelConfig,
@@ -18,22 +21,19 @@ from motet.config import (
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
+from motet.costs.kernel_speeds import Speeds
 from motet.costs.memory import MemoryOptions
-from motet.costs.speeds import Speeds
-from motet.data.assignment import BatchAssignment
-from motet.data.assignments import assign
-from motet.data.sample import Sample
 from motet.errors import UserError, closest
+from motet.families.hf_config import read_generator, read_part_values
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, ContextOptions, Edge, LayerRange, Plan
-from motet.planner import make_plan
 from motet.planner.check_degrees import SHARED_BY_NONE
-from motet.planner.part_values import read_generator, read_part_values
+from motet.planner.distmm.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
+from motet.planner.distmm.towers_from_run_file import trainable_layers as trainable_layers_of_towers
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
-from motet.planner.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
-from motet.planner.towers_from_run_file import trainable_layers as trainable_layers_of_towers
+from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.routes import Routes
-from motet.workload import ModuleWorkload, module_workload, with_feature_layer, with_projector
+from motet.shapes.module_shape import ModuleWorkload, module_workload, with_feature_layer, with_projector
 
 MIN_SHARED_TOKENS = 4096
 """Of a sample on each rank of a context-parallel group, where the user sets no limits: with fewer, what the ranks

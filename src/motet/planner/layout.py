@@ -5,7 +5,7 @@ say more: a group may hold several runs of a module (interleaving), runs of seve
 language model's stages), and groups may differ in size.
 
 Ranks are numbered within a replica of the whole model first, then by group, tensor parallelism fastest (but see
-`motet.planner.ranks_on_nodes`).
+`motet.planner.rank_placement`).
 """
 
 from collections.abc import Mapping, Sequence

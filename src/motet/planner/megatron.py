@@ -15,9 +15,9 @@ where appendix B has no answer. Stages need not divide the blocks; the first one
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from motet.plan import LayerRange, Plan
+from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import best_plan, check_may_be_whole, has_few_stages, uniform_degrees
 from motet.planner.explicit import Placement
-from motet.planner.layer_times import layer_times
 from motet.planner.layout import Chunk, Layout, cut_chain
 from motet.planner.partition import even_partition
 from motet.planner.problem import PlanningProblem

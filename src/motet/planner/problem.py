@@ -1,6 +1,7 @@
 """What a planner is given: the model's shape and trainability, its costs, the devices, and a typical global batch.
 
-What follows from it: `motet.planner.microbatch_loads`, `motet.planner.layer_times`, `motet.planner.layer_bytes`.
+What follows from it: `motet.planner.cost_estimates.microbatch_loads`, `motet.planner.cost_estimates.layer_times`,
+`motet.planner.cost_estimates.layer_bytes`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +10,15 @@ from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
-from motet.cluster import Cluster
+from motet.assignment.sample import Sample, kinds_of_samples
+from motet.cluster.cluster import Cluster
 from motet.costs.cost_model import CostTable
 from motet.costs.layer_gradients import LayerGradients, gradients_of_modules
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
-from motet.data.sample import Sample, kinds_of_samples
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
-from motet.planner.ranks_on_nodes import on_nodes
-from motet.workload import ModuleWorkload
+from motet.planner.rank_placement import on_nodes
+from motet.shapes.module_shape import ModuleWorkload
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class PlanningProblem:
     schedules: tuple[str, ...] | None = None
     """That planner `auto` may choose from; None: all there are. Other planners take `schedule`."""
     assignment: str = DEFAULT_ASSIGNMENT
-    """How batches are cut: a key of `motet.data.assignments.ASSIGNMENTS`."""
+    """How batches are cut: a key of `motet.assignment.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
     """As the plan's."""
     recompute: tuple[str, ...] = ()

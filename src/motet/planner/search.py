@@ -13,12 +13,12 @@ from math import comb, inf
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.bound_and_simulate import best_layout, rank
+from motet.planner.cost_estimates.layer_times import bounding_times, layer_times
+from motet.planner.cost_estimates.layout_costs import LayoutCosts
 from motet.planner.degrees import cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
-from motet.planner.layer_times import bounding_times, layer_times
 from motet.planner.layout import Chunk, Layout, layout_of_degrees
-from motet.planner.layout_costs import LayoutCosts
 from motet.planner.partition import fewest_stages, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS

@@ -41,9 +41,9 @@ from motet.resilience.membership import (
     result_key,
     silence_s,
 )
-from motet.resilience.reunion import ConnectedStore, LeftBehindError, Reunion, Successor
-from motet.resilience.watched_process import WatchedProcess, end, finish, hear, loss_of, tell
-from motet.resilience.whereabouts import Standby, Whereabouts
+from motet.resilience.node_process import WatchedProcess, end, finish, hear, loss_of, tell
+from motet.resilience.store.store_discovery import Standby, Whereabouts
+from motet.resilience.store.store_failover import ConnectedStore, LeftBehindError, Reunion, Successor
 
 POLL_S = 0.02
 SEEN_END = "seen_end"

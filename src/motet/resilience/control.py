@@ -15,8 +15,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from motet.resilience.connections import Connections
+from motet.resilience.interruptible_wait import Waits
 from motet.resilience.membership import Call
-from motet.resilience.waits import Waits
 
 BEAT_S = 0.1
 _SWEEP_S = 0.05

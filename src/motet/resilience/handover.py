@@ -1,7 +1,8 @@
 """Copies parameters and optimizer states from those who hold them to those who need them, by torch.distributed.
 
 Frozen parameters are not copied: a stage is built with them. (Thesis, section 2.5: missing layers are copied from other
-replicas; here with their optimizer state, which may be held by others than the parameter: `motet.resilience.zero1`.)
+replicas; here with their optimizer state, which may be held by others than the parameter:
+`motet.resilience.optimizer_state`.)
 """
 
 from collections import deque
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.models.shards import Shard, local_ranges
-from motet.resilience.copies import Copy, Ranges, copies, moved_bytes
+from motet.parallel.tensor_plans import Shard, local_ranges
+from motet.planner.reconfiguration.copies import Copy, Ranges, copies, moved_bytes
 from motet.runtime.local_model import LocalModel, LocalParameter
-from motet.runtime.optimizer import Optimizer
+from motet.runtime.training.optimizer import Optimizer
 
 MESSAGE_BYTES = 64 * 2**20
 """What is sent at once between two ranks, unless one tensor is larger."""

@@ -30,25 +30,25 @@ from typing import Any, NoReturn
 import torch
 
 from motet.addresses import address_text
-from motet.cluster import available_cores
+from motet.cluster.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.planner.templates.pipelines import Templates
 from motet.resilience.agent import NodeAgent
 from motet.resilience.children import Children
 from motet.resilience.control import Control
 from motet.resilience.failure_log import write_end
-from motet.resilience.gathering import MOVES
 from motet.resilience.interfaces import interface_towards
-from motet.resilience.keeper import End, Keeper, StoreDiesError
 from motet.resilience.membership import Address, Change, Membership, StoreLostError, call_s
-from motet.resilience.pipelines import Templates
+from motet.resilience.node_process import WatchedProcess, how_it_ended
 from motet.resilience.recover import StoppedError, TooFewNodesError, TrainingProcess
-from motet.resilience.run_record import RunRecord, as_json, first_difference
-from motet.resilience.standby import StandbyProcess
-from motet.resilience.store import StoreClient, StoreNotStartedError, StoreProcess
+from motet.resilience.store.gathering import MOVES
+from motet.resilience.store.keeper import End, Keeper, StoreDiesError
+from motet.resilience.store.run_record import RunRecord, as_json, first_difference
+from motet.resilience.store.standby import StandbyProcess
+from motet.resilience.store.store import StoreClient, StoreNotStartedError, StoreProcess
 from motet.resilience.succession import Succession
-from motet.resilience.watched_process import WatchedProcess, how_it_ended
 from motet.runtime.launch import WorkerFailedError
 
 LOOPBACK = "127.0.0.1"

@@ -8,7 +8,7 @@ rank needs all its gradients. So if one rank has applied it, all others can, and
 again with the same samples. What was held before a recovery is kept until all ranks have what they need, so a recovery
 may be interrupted at any moment and done again. (Thesis, section 2.5; Oobleck itself copied no optimizer state.)
 
-Under ZeRO-1 the same holds of what each rank keeps: `motet.resilience.zero1`.
+Under ZeRO-1 the same holds of what each rank keeps: `motet.resilience.optimizer_state`.
 
 Limits: gloo.
 """
@@ -30,26 +30,26 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.config import RunConfig
-from motet.data.preprocessing.opening import open_producers
+from motet.data.service.opening import open_producers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
 from motet.resilience.handover import Described, Holding, describe, hand_over, plan_handover, tensors_of
+from motet.resilience.interruptible_wait import release_in_background
 from motet.resilience.membership import Address, Call, Membership, call_s, unlogged_changes
-from motet.resilience.run_record import RunRecord, earlier_checkpoints
-from motet.resilience.store import is_listening
+from motet.resilience.optimizer_state import Groups, agree_on_keepers, groups_of, keep_alone, without_others_moments
+from motet.resilience.store.run_record import RunRecord, earlier_checkpoints
+from motet.resilience.store.store import is_listening
 from motet.resilience.stragglers import StragglerWatch
-from motet.resilience.waits import release_in_background
-from motet.resilience.zero1 import Groups, agree_on_keepers, groups_of, keep_alone, without_others_moments
 from motet.runtime.agreement import on_first_rank
 from motet.runtime.assembly import build_engine, pick_device
-from motet.runtime.checkpoint import read_latest
+from motet.runtime.checkpoint.checkpoint import read_latest
 from motet.runtime.deadline import StepOverrunError
 from motet.runtime.engine import Engine
 from motet.runtime.executor import Executor
-from motet.runtime.train_worker import checkpoint_to_resume, make_trainer, told_of, training_result
-from motet.runtime.trainer import NonFiniteError, Trainer, TrainingSummary
+from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
+from motet.runtime.training.worker import checkpoint_to_resume, make_trainer, told_of, training_result
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica
-from motet.planner.oobleck import make_templates
 from motet.planner.problem import PlanningProblem
+from motet.planner.reconfiguration.reconfigure import reconfigure_below
+from motet.planner.templates.pipelines import Templates, nodes_of_pipelines
+from motet.planner.templates.planner import make_templates
 from motet.resilience.membership import Change, Membership
-from motet.resilience.pipelines import Templates, nodes_of_pipelines
-from motet.resilience.reconfigure import reconfigure_below
 
 
 def check_survivable(config: RunConfig, plan: Plan) -> None:

@@ -8,24 +8,24 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from motet.attention.rules import rule_of_family
+from motet.attention.masks.rules import rule_of_family
 from motet.config import DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
-from motet.models.caption_decoder import CaptionDecoderStage
-from motet.models.contrastive_stage import ContrastiveStage
-from motet.models.encoder_stage import EncoderStage, num_encoder_layers
-from motet.models.families import Kind
-from motet.models.language_model_stage import LanguageModelStage
+from motet.families.classes import Kind
+from motet.models.hub.stored_towers import initial_loss, read_projection
 from motet.models.materialize import layer_seed, materialize, read_part_config
 from motet.models.multimodal import ModalityModule
-from motet.models.stage import StageModule
-from motet.models.stored_towers import initial_loss, read_projection
+from motet.models.stages.caption_decoder import CaptionDecoderStage
+from motet.models.stages.contrastive import ContrastiveStage
+from motet.models.stages.encoder import EncoderStage, num_encoder_layers
+from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageModule
+from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, LayerRange, ModulePlan, Plan, Stage
+from motet.planner.distmm.towers_from_run_file import feature_width
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs, read_workloads
-from motet.planner.towers_from_run_file import feature_width
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
-from motet.runtime.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
-from motet.runtime.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
 from motet.schedule.batch_sync import pairs_of
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from motet.assignment.sample import Sample
 from motet.costs.iteration import IterationCosts
-from motet.data.sample import Sample
-from motet.models.contrastive_stage import ContrastiveStage
-from motet.models.merge import layout_of
+from motet.models.stages.contrastive import ContrastiveStage
+from motet.models.stages.merge import layout_of
+from motet.parallel import split_backward
+from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Stage
-from motet.runtime import split_backward
 from motet.runtime.local_model import StageMaker
-from motet.runtime.tensor_parallel import TensorParallel
 from motet.schedule.action import Compute, Kind
-from motet.workload import ModuleWorkload
+from motet.shapes.module_shape import ModuleWorkload
 
 SampleIds = tuple[str, ...]
 
@@ -90,7 +90,7 @@ class _DeferredSleep:
 
 
 class EmulatedStage(nn.Module):
-    """A run of layers of one module, as `motet.models.stage.StageModule`.
+    """A run of layers of one module, as `motet.models.stages.stage.StageModule`.
 
     Args:
         name: the module whose layouts are read.

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.data.assignment import BatchAssignment, contiguous_assignment
-from motet.data.assignments import check_assignment
-from motet.data.batch import Batch
-from motet.data.sample import Sample
+from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
+from motet.assignment.policies import check_assignment
+from motet.assignment.sample import Sample
 from motet.errors import UserError
-from motet.models.context_sequence import ContextSequence
+from motet.models.batch import Batch
+from motet.parallel.context_sequence import ContextSequence
+from motet.parallel.mesh import build_mesh
 from motet.plan import Plan
 from motet.runtime.agreement import is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
@@ -26,7 +27,6 @@ from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.local_program import LocalProgram, local_program
 from motet.runtime.loss_runner import LossRunner
-from motet.runtime.mesh import build_mesh
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import reductions

@@ -30,9 +30,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from motet.cluster import available_cores
+from motet.cluster.cluster import available_cores
 from motet.errors import UserError
-from motet.runtime.atomic_write import write_atomically
+from motet.runtime.checkpoint.atomic_write import write_atomically
 
 Device = Literal["cpu", "cuda"]
 Worker = Callable[..., Any]

@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.attention.context_parallel import ContextParallel
-from motet.models.contrastive_stage import ContrastiveStage
-from motet.models.encoder_stage import EncoderStage
-from motet.models.language_model_stage import LanguageModelStage
-from motet.models.shards import Shard
-from motet.models.stage import StageModule
+from motet.models.stages.contrastive import ContrastiveStage
+from motet.models.stages.encoder import EncoderStage
+from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageModule
+from motet.parallel.context_attention import ContextParallel
+from motet.parallel.fully_sharded import FullySharded
+from motet.parallel.mesh import Mesh, tensor_parallel_groups
+from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
+from motet.parallel.tensor_plans import Shard
+from motet.parallel.tensor_shards import gather_full, shard_parameter
 from motet.plan import ModulePlan, Plan, Stage
-from motet.runtime.fully_sharded import FullySharded
-from motet.runtime.gradients import Copies, GradientReducer, Portion, squared_norm
-from motet.runtime.mesh import Mesh, tensor_parallel_groups
-from motet.runtime.sharding import gather_full, shard_parameter
-from motet.runtime.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
-from motet.runtime.unlike_groups import HeldParameter, Key, WholeSum, evenly_cut, portions
+from motet.runtime.gradient_reduction import Copies, GradientReducer, Portion, squared_norm
+from motet.runtime.mixed_tp_reduce import HeldParameter, Key, WholeSum, evenly_cut, portions
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import reductions
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.models.contrastive_stage import ALONE, ContrastiveStage, RowExchange
+from motet.models.stages.contrastive import ALONE, ContrastiveStage, RowExchange
 from motet.runtime.stage_runner import Saved, StageRunner
 from motet.schedule.batch_sync import samples_of_ranks, shares
 from motet.schedule.routes import Cell, Route

@@ -8,13 +8,13 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from motet.data.assignment import BatchAssignment, contiguous_assignment, num_shares
-from motet.data.sample import Sample, Segment
+from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment, num_shares
+from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
+from motet.parallel.mesh import Mesh
 from motet.plan import Plan
 from motet.runtime.agreement import on_every_rank
 from motet.runtime.deadline import StepFailedError
-from motet.runtime.mesh import Mesh
 from motet.schedule.dependencies import Activation, Dependencies, Gradient
 from motet.schedule.lower import messages
 from motet.schedule.routes import derive_routes

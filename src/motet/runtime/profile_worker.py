@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
-from motet.costs.profiler import ProfiledModule, ProfileOptions, profile
-from motet.data.batch import Batch
-from motet.models.stage import StageModule
+from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
+from motet.models.batch import Batch
+from motet.models.stages.stage import StageModule
+from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange
+from motet.planner.distmm.towers_from_run_file import tower_edges
 from motet.planner.from_run_file import edges_between, read_workloads
-from motet.planner.towers_from_run_file import tower_edges
 from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_stage, pick_device
-from motet.runtime.tensor_parallel import TensorParallel
 
 
 def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp_size: int) -> CostTable:

@@ -8,16 +8,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from motet.attention.context_parallel import ContextParallel, collect_rows
-from motet.attention.shares import Rows, held_outputs
-from motet.data.batch import Batch
-from motet.models.encoder_stage import EncoderStage
-from motet.models.language_model_stage import LanguageModelStage
-from motet.models.stage import StageModule
+from motet.attention.masks.token_ownership import Rows, held_outputs
+from motet.models.batch import Batch
+from motet.models.stages.encoder import EncoderStage
+from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageModule
+from motet.parallel.cast_weights import CastWeights
+from motet.parallel.context_attention import ContextParallel, collect_rows
+from motet.parallel.fully_sharded import FullySharded
+from motet.parallel.split_backward import SplitBackward, make_splittable
 from motet.plan import ModulePlan, Stage
-from motet.runtime.cast_weights import CastWeights
-from motet.runtime.fully_sharded import FullySharded
-from motet.runtime.split_backward import SplitBackward, make_splittable
 from motet.runtime.tokens import merge_order, rows_of
 from motet.schedule.routes import Cell, Route, Routes
 

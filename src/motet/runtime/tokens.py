@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from motet.data.sample import Sample
+from motet.assignment.sample import Sample
 
 
 def rows_of(wanted: Sequence[int], present: Sequence[int], samples: Sequence[Sample], module: str) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 The loss is one action of all ranks that make its features (DistMM section 5.4, batch-sync). Each of them puts in what
 it has made itself: the ranks of a tower's last stage share the samples of a route evenly, so nothing is sent into the
-loss. What the group exchanges within the action is up to `motet.models.contrastive_stage`.
+loss. What the group exchanges within the action is up to `motet.models.stages.contrastive`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,9 +11,9 @@ from itertools import combinations
 
 import numpy as np
 
-from motet.arrays import Ints
-from motet.data.assignment import split_evenly
+from motet.assignment.batch_assignment import split_evenly
 from motet.errors import UserError
+from motet.ragged_arrays import Ints
 from motet.schedule.routes import Cell, Route, Routes
 
 Pair = tuple[str, str]

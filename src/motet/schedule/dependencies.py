@@ -23,8 +23,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from motet.arrays import Ints, Rows, stacked
 from motet.plan import Plan
+from motet.ragged_arrays import Ints, Rows, stacked
 from motet.schedule.action import Action, Compute, Kind, Reduce
 from motet.schedule.routes import Cell, Routes, StageCells
 

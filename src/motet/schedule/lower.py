@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Floats, Ints, ranges, starts_of
 from motet.plan import Plan, Stage
+from motet.ragged_arrays import Floats, Ints, ranges, starts_of
 from motet.schedule.action import Compute, Durations, Reduce, unit_duration
 from motet.schedule.dependencies import Activation, Dependencies, Gradient, Value
 from motet.schedule.order import Lanes, lanes_of, order_actions

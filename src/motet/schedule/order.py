@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.arrays import Bools, Floats, Ints, Rows, starts_of
+from motet.ragged_arrays import Bools, Floats, Ints, Rows, starts_of
 from motet.schedule.action import Durations, Kind, unit_duration
 from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
 from motet.schedule.schedule import Schedule, grid

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Bools, Ints, Rows, distinct, ranges, rows_of
-from motet.data.assignment import BatchAssignment
-from motet.data.sample import Sample
+from motet.assignment.batch_assignment import BatchAssignment
+from motet.assignment.sample import Sample
 from motet.plan import Plan, Stage, module_order
+from motet.ragged_arrays import Bools, Ints, Rows, distinct, ranges, rows_of
 
 
 class Cell(NamedTuple):

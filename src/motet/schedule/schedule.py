@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Compute, parse_action
 from motet.schedule.dependencies import Dependencies
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.data.assignment import BatchAssignment
+from motet.assignment.batch_assignment import BatchAssignment
 from motet.plan import Plan
 from motet.schedule.routes import Cell, Routes, StageCells
 

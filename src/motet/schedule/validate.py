@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.arrays import Ints, ranges
+from motet.ragged_arrays import Ints, ranges
 from motet.schedule.action import Compute, Kind
 from motet.schedule.dependencies import KINDS, Dependencies
 from motet.schedule.order import check_acyclic

@@ -8,14 +8,14 @@ order is enough and no queue of events is needed:
   the same link;
 * a reduction when the last actions before it on all that take part have ended, and their reductions before it.
 
-`motet.simulator.events` has the same rules for what shares resources.
+`motet.simulator.event_loop` has the same rules for what shares resources.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from motet.arrays import Floats
+from motet.ragged_arrays import Floats
 from motet.schedule.lower import Program
 from motet.simulator.step_costs import StepCosts
 

@@ -8,7 +8,7 @@ optimizer's state is sharded, so new parameters must be gathered).
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from motet.arrays import Floats, Ints
+from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.lower import Message

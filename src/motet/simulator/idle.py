@@ -16,7 +16,7 @@ tensor parallelism, and both are known only of cost models that tell them apart 
 
 from dataclasses import asdict, dataclass
 
-from motet.arrays import Floats
+from motet.ragged_arrays import Floats
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

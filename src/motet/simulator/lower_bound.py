@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Floats, Ints, rows_of
+from motet.ragged_arrays import Floats, Ints, rows_of
 from motet.schedule.action import Kind
 from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
 from motet.schedule.lower import messages, pairs_of_route

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.arrays import Floats, Ints, Rows, starts_of
+from motet.ragged_arrays import Floats, Ints, Rows, starts_of
 from motet.schedule.action import Kind
 from motet.schedule.dependencies import KINDS, NOTHING
 from motet.schedule.lower import Program

@@ -9,15 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from motet.arrays import Floats
+from motet.ragged_arrays import Floats
 from motet.schedule.action import Compute
 from motet.schedule.lower import Message, Program
 from motet.schedule.routes import Cell
-from motet.simulator.alike import Folding
 from motet.simulator.clock import Times
 from motet.simulator.costs import Costs, GroupCosts
 from motet.simulator.idle import TimeShares
 from motet.simulator.memory import memory_curves
+from motet.simulator.replica_folding import Folding
 from motet.simulator.step_costs import StepCosts
 from motet.timeline import MemoryCurve, Span, Timeline
 

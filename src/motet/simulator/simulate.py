@@ -7,8 +7,8 @@
 * Reductions do not block either: one begins when its last participant has reached it, and each rank's reductions follow
   each other. The iteration ends when all have ended; then comes what is fixed, the optimizer's step, and then, where
   the optimizer's state is sharded, its ranks gather the new parameters.
-* Optionally ranks share processor cores, or messages network cards (`motet.simulator.events`); ranks may be slow, and
-  computations take random times longer (`motet.simulator.step_costs`).
+* Optionally ranks share processor cores, or messages network cards (`motet.simulator.event_loop`); ranks may be slow,
+  and computations take random times longer (`motet.simulator.step_costs`).
 
 Limits: communication costs no processor time.
 """
@@ -16,10 +16,10 @@ Limits: communication costs no processor time.
 from math import inf
 
 from motet.schedule.lower import Program
-from motet.simulator.alike import Folding
 from motet.simulator.clock import run_in_order
 from motet.simulator.costs import Costs
-from motet.simulator.events import SharedCards, run_events
+from motet.simulator.event_loop import SharedCards, run_events
+from motet.simulator.replica_folding import Folding
 from motet.simulator.result import SimulationResult
 from motet.simulator.step_costs import Disturbances, step_costs
 
@@ -38,8 +38,8 @@ def simulate(
     """Predicts when each rank does what.
 
     `num_cores`: that all ranks share; None: each has its own. `cards`: network cards that messages share; None: no link
-    slows another one down. `folding`: which pipelines stand for others (`motet.simulator.alike`). The same arguments
-    give the same result. Raises `ValueError` if pipelines are folded that something makes different.
+    slows another one down. `folding`: which pipelines stand for others (`motet.simulator.replica_folding`). The same
+    arguments give the same result. Raises `ValueError` if pipelines are folded that something makes different.
     """
     if folding is not None and (num_cores is not None or cards is not None or disturbances is not None):
         raise ValueError("ranks that share cores or cards, or are disturbed, are not alike: simulate without folding")

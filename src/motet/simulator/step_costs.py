@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from motet.arrays import Floats, Ints
+from motet.ragged_arrays import Floats, Ints
 from motet.schedule.lower import Program
 from motet.simulator.costs import ArrayCosts, Costs, ShardedCosts
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from attention.kernels.masks import BLOCK, MASKS, attention_in_float64, order_of_blocks
+from masks import BLOCK, MASKS, attention_in_float64, order_of_blocks
 from torch import Tensor
 
-from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
 from motet.attention.kernels.flash import flash_attention
+from motet.attention.masks.interval_mask import IntervalMask
 
 
 class Case(NamedTuple):

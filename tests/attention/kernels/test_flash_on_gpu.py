@@ -8,15 +8,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention.kernels.masks import BLOCK, MASKS, attention_in_float64, order_of_blocks
+from masks import BLOCK, MASKS, attention_in_float64, order_of_blocks
 from torch import Tensor
 
-from motet.attention.backends import FlexBackend, TritonBackend
-from motet.attention.interval_mask import IntervalMask
+from motet.assignment.sample import Segment
+from motet.attention.kernels.backends import FlexBackend, TritonBackend
 from motet.attention.kernels.device_mask import device_mask
-from motet.attention.layout import Document, layout_of_documents
-from motet.attention.rules import AttentionRule, mask_of
-from motet.data.sample import Segment
+from motet.attention.masks.interval_mask import IntervalMask
+from motet.attention.masks.rules import AttentionRule, mask_of
+from motet.attention.masks.token_layout import Document, layout_of_documents
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RUNS = 1000

@@ -4,11 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "attention_kernel_resources.py"
+from checkout import ROOT
 
 
 @pytest.mark.slow
@@ -16,7 +14,11 @@ def test_for_hopper() -> None:
     sizes = ["--capabilities", "90", "--dtypes", "bf16", "--dims", "24", "--block", "32"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json", *sizes], capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "benchmarks.attention_kernel_resources", "--json", *sizes],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

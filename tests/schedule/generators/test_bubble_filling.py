@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import interleaved, language_model, module, replica, routes_of, samples
 
-from motet.data.assignment import BatchAssignment
+from motet.assignment.batch_assignment import BatchAssignment
 from motet.plan import Edge, Plan
 from motet.schedule.action import Compute, Durations, Kind, unit_duration
 from motet.schedule.dependencies import Dependencies

@@ -4,7 +4,7 @@ import pytest
 from drawing import draw_problem
 from plans import chain, language_model, module, replica, routes_of, samples, vision_audio_llm
 
-from motet.data.assignment import BatchAssignment
+from motet.assignment.batch_assignment import BatchAssignment
 from motet.plan import Edge, Plan
 from motet.schedule.action import Kind
 from motet.schedule.dependencies import Dependencies

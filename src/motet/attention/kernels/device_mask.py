@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.attention.interval_mask import IntervalMask
 from motet.attention.kernels.tasks import Tasks, TileMap, make_tasks, tile_map
+from motet.attention.masks.interval_mask import IntervalMask
 
 BLOCK = 128
 """Tokens on either side of a tile."""

@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from motet.attention.backends import MOST_HEAD_DIM
 from motet.attention.kernels import triton_kernels as kernels
+from motet.attention.kernels.backends import MOST_HEAD_DIM
 from motet.attention.kernels.device_mask import DeviceMask, DeviceTasks
 
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.attention.blocks import EMPTY, FULL, block_map
-from motet.attention.interval_mask import IntervalMask
+from motet.attention.masks.interval_mask import IntervalMask
+from motet.attention.masks.tile_counts import EMPTY, FULL, block_map
 
 Int32 = NDArray[np.int32]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING, Dependencies
 from motet.schedule.order import seconds_of_actions

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Ints
 from motet.plan import Plan
+from motet.ragged_arrays import Ints
 from motet.schedule.dependencies import NOTHING
 from motet.schedule.generators.turns import backward_turns, forward_turns, num_microbatches
 from motet.schedule.routes import Routes, StageCells

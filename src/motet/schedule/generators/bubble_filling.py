@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from math import inf
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations, unit_duration
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.fill_bubbles import BubblesToFill, FillingClock, Policy

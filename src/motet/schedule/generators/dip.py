@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations, Kind
 from motet.schedule.dependencies import KINDS, Dependencies
 from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, order_in_rounds

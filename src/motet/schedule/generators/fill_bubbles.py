@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations, Kind
 from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
 from motet.schedule.generators.action_tables import ActionTables

@@ -26,7 +26,7 @@ from math import inf
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations, Kind, unit_duration
 from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
 from motet.schedule.generators.action_tables import ActionTables

@@ -10,7 +10,7 @@ forwards and its backwards (DistMM section 5.4 and Figure 6), so that no more of
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING, Dependencies
 from motet.schedule.generators.batch_sync import TowerTurns, tower_turns

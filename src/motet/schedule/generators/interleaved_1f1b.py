@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING, Dependencies
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Kind
 from motet.schedule.dependencies import KINDS, NOTHING
 from motet.schedule.routes import Routes, StageCells

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.bubble_filling import bubble_filling

@@ -20,7 +20,7 @@ neither holds, or a module comes after one in V shape, ZB-H1 takes over (and wit
 
 import numpy as np
 
-from motet.arrays import Ints
+from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING
 from motet.schedule.generators.fill_weights import Group, fill_weights

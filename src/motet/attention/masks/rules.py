@@ -1,0 +1,183 @@
+"""From a layout and a rule to the lowered mask.
+
+The rule says how tokens of a document see one another; documents never do. What the kinds of masks are called:
+
+| kind | rule | from |
+|---|---|---|
+| causal | `AttentionRule()` | most language models, media tokens included |
+| sliding window; Lambda (sink and window) | `window=`, `sink=` | Mistral; StreamingLLM, DCP |
+| prefix-LM | `media="prefix"`; of any length: `Document.prefix` | PaliGemma; Cornstarch's "encoder outputs prepended" |
+| media see only themselves | `media="own_item"` | Cornstarch's "encoder outputs embedded" |
+| one bit for a whole modality | `media="own_modality"` | what a bitfield with a bit per modality says |
+| causal, media runs see themselves whole | `media="block_causal"` | Gemma3; video, frame by frame |
+| shared question, several answers | `Document.answers` | reward models, DPO; DCP |
+| full | `text="full"` | encoders |
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.attention.masks.interval_mask import MAX_CLASSES, Bool, Int16, Int32, IntervalMask, interval_mask
+from motet.attention.masks.token_layout import PADDING, TEXT, TokenLayout
+from motet.errors import UserError
+
+MediaAttention = Literal["causal", "own_item", "own_modality", "block_causal", "prefix"]
+
+MEDIA_ATTENTION: dict[str, MediaAttention] = {"gemma3_text": "block_causal"}
+"""By `model_type` of a language model, where media tokens are not simply causal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRule:
+    """How the tokens of one document see one another."""
+
+    text: Literal["causal", "full"] = "causal"
+    """Whether a text token sees what stands before it and itself, or its whole document."""
+    media: MediaAttention = "causal"
+    """A media token sees: what a text token would; its own item only; all of its modality in the document; what a text
+    token would and its own run (image, frame) whole; or, as all tokens before it do, everything up to the document's
+    last media token."""
+    window: int | None = None
+    """So many last tokens are seen, the token itself included. With "block_causal" and "prefix" it cuts what stands
+    before, in the token's own run too (as transformers' Gemma3 does); with "own_item" and "own_modality" it is for
+    text only."""
+    sink: int = 0
+    """So many first tokens of the document are seen beside the window."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(f"window must be at least 1 token, not {self.window}")
+        if self.sink < 0 or (self.sink and self.window is None):
+            raise UserError(f"sink is {self.sink}; it must be positive and needs a window")
+        if self.text == "full" and (self.media != "causal" or self.window is not None):
+            raise UserError('text="full" lets all tokens see all; it goes with neither a window nor a rule for media')
+
+
+def rule_of_family(model_type: str, *, sliding_window: int | None = None) -> AttentionRule:
+    """Of a language model's layer; `sliding_window` where the layer has one."""
+    return AttentionRule(media=MEDIA_ATTENTION.get(model_type, "causal"), window=sliding_window)
+
+
+def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
+    """What each token of the layout sees under the rule.
+
+    A token sees all keys from its run's floor, or where its window begins, up to itself or its run's ceiling, whichever
+    is later. A second interval is for the sink, or for the question that answers share.
+
+    Raises `UserError` where more than two intervals or more than 64 classes would be needed."""
+    answers = layout.answer_start >= 0
+    if answers.any() and (rule.window is not None or rule.text == "full" or rule.media in ("own_modality", "prefix")):
+        raise UserError(
+            "answers that share a question go with no window, no full attention, no own_modality and no prefix"
+        )
+    lengths = layout.stop - layout.start
+
+    def of_tokens(of_runs: NDArray) -> NDArray:
+        return np.repeat(of_runs, lengths)
+
+    position = np.arange(layout.num_tokens, dtype=np.int32)
+    floor, ceiling = _extents(layout, rule)
+    lo, hi = of_tokens(floor), np.maximum(position + 1, of_tokens(ceiling))
+    windowed = ~(layout.is_media & (rule.media in ("own_item", "own_modality")))
+    second = None
+    if rule.window is not None:
+        reach = np.where(windowed, rule.window, layout.num_tokens).astype(np.int32)
+        lo = np.maximum(lo, position + 1 - of_tokens(reach))
+        if rule.sink:
+            sink_stop = np.minimum(layout.document_start + rule.sink, layout.document_stop)
+            second_stop = of_tokens(np.where(windowed, sink_stop, 0))
+            second = (of_tokens(layout.document_start), np.minimum(second_stop, position + 1))
+    elif answers.any():
+        second_stop = of_tokens(np.where(answers & windowed, layout.shared_stop, 0))
+        second = (of_tokens(layout.document_start), second_stop)
+    for run in np.flatnonzero(layout.modality == PADDING):
+        for ends in (lo, hi) if second is None else (lo, hi, *second):
+            ends[layout.start[run] : layout.stop[run]] = 0
+    classes = _classes(layout, rule)
+    first, second = ((lo, hi), None) if second is None else (second, (lo, hi))  # The nearer interval is the later one.
+    if classes is None:
+        return interval_mask(first, second)
+    return interval_mask(first, second, token_class=of_tokens(classes[0]), class_mask=classes[1])
+
+
+def _extents(layout: TokenLayout, rule: AttentionRule) -> tuple[Int32, Int32]:
+    """[R] each: tokens of a run see nothing before the first, but for what is shared, and at least up to the second."""
+    floor = np.where(layout.answer_start >= 0, layout.answer_start, layout.document_start)
+    if rule.text == "full":
+        return floor, layout.document_stop
+    ceiling = layout.prefix_stop
+    media = layout.is_media
+    if rule.media == "block_causal":
+        ceiling = np.where(media, np.maximum(ceiling, layout.stop), ceiling)
+    elif rule.media == "own_item":
+        start, stop = _item_extents(layout)
+        floor[media], ceiling = start[layout.item[media]], ceiling.copy()
+        ceiling[media] = stop[layout.item[media]]
+    elif rule.media == "own_modality":
+        ceiling = np.where(media, layout.document_stop, ceiling)
+    elif rule.media == "prefix":
+        last = _last_media(layout)
+        ceiling = np.where(layout.start < last, np.maximum(ceiling, last), ceiling)
+    return floor, ceiling
+
+
+def _last_media(layout: TokenLayout) -> Int32:
+    """[R]: where the last media token of the run's document ends; 0 where it has none."""
+    media = layout.is_media
+    stop = np.zeros(int(layout.document.max(initial=-1)) + 1, np.int32)
+    np.maximum.at(stop, layout.document[media], layout.stop[media])
+    return stop[layout.document]
+
+
+def _classes(layout: TokenLayout, rule: AttentionRule) -> tuple[Int16, Bool] | None:
+    """Of runs [R] and the mask over classes; None where intervals say it all."""
+    if rule.media == "own_modality":
+        token_class = np.maximum(layout.modality, TEXT).astype(np.int16)
+        return token_class, _text_and_closed_classes(len(layout.sources))
+    if rule.media != "own_item":
+        return None
+    start, stop = _item_extents(layout)
+    media = layout.is_media
+    num_tokens = np.bincount(layout.item[media], (layout.stop - layout.start)[media], minlength=len(start))
+    apart = np.flatnonzero(num_tokens < stop - start)  # Something stands between the parts of these items.
+    if not len(apart):
+        return None
+    of_item = np.zeros(len(start), np.int16)
+    of_item[apart] = _distinct_where_they_overlap(start[apart], stop[apart])
+    return np.where(media, of_item[layout.item], 0).astype(np.int16), _text_and_closed_classes(int(of_item.max()))
+
+
+def _text_and_closed_classes(num_closed: int) -> Bool:
+    """Class 0 may see all classes, each other one only itself."""
+    if num_closed >= MAX_CLASSES:
+        raise UserError(f"{num_closed + 1} classes of tokens would be needed to tell media apart; {MAX_CLASSES} fit")
+    class_mask = np.eye(num_closed + 1, dtype=bool)
+    class_mask[0] = True
+    return class_mask
+
+
+def _distinct_where_they_overlap(start: Int32, stop: Int32) -> list[int]:
+    """Numbers from 1, as few as possible, such that intervals that overlap have different ones."""
+    numbers = [0] * len(start)
+    taken: list[tuple[int, int]] = []  # A heap of (stop, number).
+    free: list[int] = []
+    for index in np.argsort(start, kind="stable").tolist():
+        while taken and taken[0][0] <= start[index]:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        numbers[index] = heapq.heappop(free) if free else len(taken) + 1
+        heapq.heappush(taken, (int(stop[index]), numbers[index]))
+    return numbers
+
+
+def _item_extents(layout: TokenLayout) -> tuple[Int32, Int32]:
+    """[number of items] each: where the item's first run begins and its last one ends."""
+    media = layout.is_media
+    count = int(layout.item.max(initial=-1)) + 1
+    start, stop = np.full(count, np.iinfo(np.int32).max, np.int32), np.zeros(count, np.int32)
+    np.minimum.at(start, layout.item[media], layout.start[media])
+    np.maximum.at(stop, layout.item[media], layout.stop[media])
+    return start, stop

@@ -1,0 +1,134 @@
+"""Measures messages, all-reduces and the optimizer's step, and what processes that measure together need."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from motet.costs.communication_part import fit_link
+from motet.costs.cost_model import LinkCost
+
+LINK_ELEMENTS = (1, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22)
+"""float32 elements of the messages and sums that are measured: 4 bytes to 16 MiB."""
+NUM_GRADIENTS = 8
+"""That a sum's bucket is made of."""
+OPTIMIZER_SHAPES = ((64, 64), (256, 256), (512, 1024))
+NUM_PARAMETER_TENSORS = 8
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def start_together(device: torch.device) -> None:
+    """All ranks begin at the same time."""
+    synchronize(device)
+    if world_size() > 1:
+        dist.barrier()
+
+
+def mean_over_ranks(value: float) -> float:
+    if world_size() == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=_collective_device())
+    dist.all_reduce(total)
+    return total.item() / world_size()
+
+
+def any_rank(value: bool) -> bool:
+    """The same decision on all ranks, so that they go through the same collectives."""
+    return value if world_size() == 1 else mean_over_ranks(float(value)) > 0
+
+
+def _collective_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s) of a CPU"
+
+
+def measure_links(device: torch.device, repetitions: int = 15) -> tuple[LinkCost, LinkCost]:
+    """(message, all-reduce) between ranks 0 and 1, while the others wait. Collective.
+
+    The all-reduce is a gradient bucket's: flattened, summed and put back."""
+    pair = dist.new_group([0, 1])
+    is_member = dist.get_rank() < 2
+    messages, sums, sizes = [], [], []
+    for num_elements in LINK_ELEMENTS:
+        tensor = torch.zeros(num_elements, device=device)
+
+        def one_way(tensor: torch.Tensor = tensor) -> None:
+            if dist.get_rank() == 0:
+                dist.send(tensor, 1)
+                dist.recv(tensor, 1)
+            else:
+                dist.recv(tensor, 0)
+                dist.send(tensor, 0)
+
+        def add(tensor: torch.Tensor = tensor) -> None:
+            gradients = tensor.chunk(NUM_GRADIENTS)
+            flat = torch.cat(gradients)
+            dist.all_reduce(flat, group=pair)
+            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(total)
+
+        # There and back are two messages.
+        messages.append(_median_s(one_way if is_member else _nothing, repetitions, device) / 2)
+        sums.append(_median_s(add if is_member else _nothing, repetitions, device))
+        sizes.append(4.0 * num_elements)
+    measured = torch.tensor([messages, sums], dtype=torch.float64, device=_collective_device())
+    dist.broadcast(measured, 0)
+    message_s, sum_s = measured.tolist()
+    return fit_link(sizes, message_s), fit_link(sizes, sum_s)
+
+
+def measure_optimizer(
+    device: torch.device, repetitions: int = 7, *, dtype: torch.dtype = torch.float32
+) -> tuple[float, float]:
+    """(seconds of a step beside its parameters, seconds for each parameter) of AdamW, gradient norm included."""
+    sizes, times = [], []
+    for shape in OPTIMIZER_SHAPES:
+        parameters = [
+            torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for _ in range(NUM_PARAMETER_TENSORS)
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = torch.optim.AdamW(parameters)
+
+        def step(optimizer: torch.optim.Optimizer = optimizer, parameters: list = parameters) -> None:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                torch.linalg.vector_norm(parameter.grad.double()).square().cpu()
+            optimizer.step()
+
+        sizes.append(float(sum(parameter.numel() for parameter in parameters)))
+        times.append(mean_over_ranks(_median_s(step, repetitions, device)))
+    fitted = fit_link(sizes, times)
+    return fitted.latency_s, 1 / fitted.bytes_per_s
+
+
+def _nothing() -> None:
+    return None
+
+
+def _median_s(function: Callable[[], object], repetitions: int, device: torch.device) -> float:
+    times = []
+    for i in range(repetitions + 2):
+        start_together(device)
+        started = time.perf_counter()
+        function()
+        synchronize(device)
+        if i >= 2:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)

@@ -1,0 +1,107 @@
+"""Conversations in WebDataset shards. Pure: no torch.
+
+A shard is a tar file in which a sample's members stand one after the other and have the same name up to the first dot:
+`7.json` with the conversation, and its media in the order of their placeholders (`7.0.jpg`, `7.1.jpg`). The members'
+places are read when the shard is opened, their contents when they are needed, by offset. Nothing is unpickled.
+
+Limits: local files; compressed shards are refused, since there are no offsets in them.
+"""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from motet.data.conversation.example import Example, Modality
+from motet.data.formats.conversations import make_example
+from motet.data.formats.media import media_of
+from motet.errors import UserError
+
+SUFFIXES: Mapping[Modality, tuple[str, ...]] = {
+    "image": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"),
+    "audio": ("wav", "flac", "ogg", "mp3"),
+}
+"""By which members are told apart."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file inside a shard."""
+
+    file: Path
+    name: str
+    first: int
+    """Byte."""
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+    def open(self) -> BinaryIO:
+        """By its own file descriptor: workers must not share a position. Raises `UserError`."""
+        try:
+            descriptor = os.open(self.file, os.O_RDONLY)
+            try:
+                return io.BytesIO(os.pread(descriptor, self.num_bytes, self.first))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise UserError(f"{self}: cannot be read ({error.strerror})") from None
+
+
+class ShardExamples:
+    """The samples of a WebDataset shard, in its order."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises `UserError` if it is no shard; a sample that is wrong is found when it is asked for."""
+        self._members: list[list[Member]] = []
+        last = None
+        try:
+            with tarfile.open(file, "r:") as tar:
+                for member in tar:
+                    if member.isfile():
+                        key = _key(member.name)
+                        if key != last:
+                            self._members.append([])
+                        last = key
+                        self._members[-1].append(Member(file, member.name, member.offset_data, member.size))
+        except (OSError, tarfile.TarError) as error:
+            raise UserError(
+                f"{file}: cannot be read as a tar file ({error}); give a WebDataset shard that is not compressed"
+            ) from None
+        digest = hashlib.sha256(repr([(m.name, m.num_bytes) for own in self._members for m in own]).encode())
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: int) -> Example:
+        members = self._members[index]
+        key = _key(members[0].name)
+        where = f"{members[0].file}: {key}"
+        texts = [member for member in members if member.name.removeprefix(f"{key}.") == "json"]
+        if len(texts) != 1:
+            raise UserError(f"{where}: has {len(texts)} members {key}.json; give one with the conversation")
+        try:
+            record = json.load(texts[0].open())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{texts[0]}: is not JSON: {error}") from None
+        media = {
+            modality: tuple(media_of(modality, member) for member in members if _suffix(member.name) in suffixes)
+            for modality, suffixes in SUFFIXES.items()
+        }
+        return make_example(record, where, lambda _: media, key)
+
+
+def _key(name: str) -> str:
+    folder, _, base = name.rpartition("/")
+    return f"{folder}/{base.partition('.')[0]}".removeprefix("/")
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition(".")[2].lower()

@@ -1,0 +1,200 @@
+"""The producer that asks data servers, over Arrow Flight.
+
+Every sample has its home among the servers (its position modulo their number), so that ranks which need the same sample
+ask the same server, and a batch is shared out evenly. When a server fails, those that follow it take its part of the
+ticket, less what has come already; after a moment it is asked again. No sample can be lost or doubled: each place of a
+batch is filled once, by whoever answers.
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from pyarrow import flight
+from torch import Tensor
+
+from motet.assignment.sample import Sample
+from motet.data.service.access import authorization
+from motet.data.service.producer import METADATA
+from motet.data.service.server import DESCRIBE, Request
+from motet.data.service.tensor_buffer import unpack, view_of_memory
+from motet.data.service.tickets import Corrupt, Split, Ticket, samples_from_json
+from motet.errors import UserError
+
+RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
+"""After which a server that failed is asked again; twice that each time that it fails again."""
+
+CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
+
+T = TypeVar("T")
+Take = Callable[[dict[str, Any], pa.Buffer], list[T]]
+"""From a message's header and bytes to what it holds of the samples that were asked for, in their order."""
+
+
+class ServersFailedError(RuntimeError):
+    """No data server answers any more, or one answers what cannot be."""
+
+
+class Connection:
+    """To one server. Called from several threads at a time."""
+
+    def __init__(self, address: str, token: str, timeout_s: float, tls_roots: bytes | None) -> None:
+        self.address = address
+        self._options = flight.FlightCallOptions(
+            timeout=timeout_s, headers=[(b"authorization", authorization(token).encode())]
+        )
+        self._client = flight.FlightClient(address, tls_root_certs=tls_roots, generic_options=CHANNEL_OPTIONS)
+        self._retry_s = RETRY_S
+        self.down_until_s = 0.0
+        """By `time.monotonic`."""
+
+    def note_failure(self) -> None:
+        now_s = time.monotonic()
+        if self.down_until_s <= now_s:  # Else it is another call's share in the same failure.
+            self.down_until_s = now_s + self._retry_s
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+
+    def note_success(self) -> None:
+        self._retry_s = RETRY_S
+
+    def describe(self) -> dict[str, Any]:
+        (result,) = self._client.do_action(flight.Action(DESCRIBE, b""), self._options)
+        return json.loads(result.body.to_pybytes())
+
+    def messages(self, request: Request) -> Iterator[tuple[dict[str, Any], pa.Buffer]]:
+        for chunk in self._client.do_get(flight.Ticket(request.to_bytes()), self._options):
+            data = chunk.data.column(0).buffers()[2]
+            yield json.loads(chunk.app_metadata.to_pybytes()), data if data is not None else pa.py_buffer(b"")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Servers:
+    """Those that are there, for one training process."""
+
+    def __init__(self, connections: Sequence[Connection], agreed: str, timeout_s: float) -> None:
+        self._connections, self._agreed, self._timeout_s = connections, agreed, timeout_s
+        self._threads = ThreadPoolExecutor(4 * len(connections), "data-servers")
+        self._is_closed = False
+        self.num_failures: Counter[str] = Counter()
+        """By address: calls that another server had to take over, or that were made again."""
+
+    def ask(self, ticket: Ticket, take: Take[T]) -> list[T]:
+        """One answer for each of the ticket's samples, in their order."""
+        num_homes = len(self._connections)
+        shares = [[p for p, index in enumerate(ticket.indices) if index % num_homes == h] for h in range(num_homes)]
+        futures = {
+            home: self._threads.submit(
+                self._ask_from,
+                home,
+                Ticket(ticket.split, tuple(ticket.indices[p] for p in places), ticket.module),
+                take,
+            )
+            for home, places in enumerate(shares)
+            if places
+        }
+        answers: dict[int, T] = {}
+        for home, future in futures.items():
+            answers.update(zip(shares[home], future.result(), strict=True))
+        return [answers[place] for place in range(len(ticket.indices))]
+
+    def _ask_from(self, home: int, ticket: Ticket, take: Take[T]) -> list[T]:
+        """Of the home if it answers, else of those that follow it."""
+        answers: list[T] = []
+        failed: set[str] = set()
+        answered_s = time.monotonic()
+        while len(answers) < len(ticket.indices):
+            connection = self._first_that_is_up(home)
+            rest = Ticket(ticket.split, ticket.indices[len(answers) :], ticket.module)
+            try:
+                for header, data in connection.messages(Request(self._agreed, rest)):
+                    answers += take(header, data)
+                    failed.clear()
+                    answered_s = time.monotonic()
+                connection.note_success()
+                if len(answers) < len(ticket.indices):
+                    raise ServersFailedError(f"data server {connection.address} has left samples out")
+                if len(answers) > len(ticket.indices):
+                    raise ServersFailedError(f"data server {connection.address} has sent samples that nobody asked for")
+            except (flight.FlightUnauthenticatedError, flight.FlightServerError) as error:
+                raise ServersFailedError(f"data server {connection.address} refuses: {_reason(error)}") from None
+            except (flight.FlightError, pa.ArrowException, OSError) as error:
+                connection.note_failure()
+                failed.add(connection.address)
+                self.num_failures[connection.address] += 1
+                is_late = time.monotonic() > answered_s + self._timeout_s
+                if self._is_closed or (is_late and len(failed) == len(self._connections)):
+                    raise ServersFailedError(
+                        f"data.servers: none has answered for {self._timeout_s:g} s; the last failure was that of "
+                        f"{connection.address}: {_reason(error)}"
+                    ) from None
+        return answers
+
+    def _first_that_is_up(self, home: int) -> Connection:
+        """Waits if none is."""
+        order = [*self._connections[home:], *self._connections[:home]]
+        while True:
+            now_s = time.monotonic()
+            for connection in order:
+                if connection.down_until_s <= now_s:
+                    return connection
+            time.sleep(max(0.0, min(connection.down_until_s for connection in order) - now_s))
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for connection in self._connections:
+            connection.close()
+
+
+class RemoteProducer:
+    """One data set of the servers', as they describe it."""
+
+    def __init__(self, servers: Servers, split: Split, num_samples: int, fingerprint: str, *, may_skip: bool) -> None:
+        self._servers, self._split, self._num_samples = servers, split, num_samples
+        self.fingerprint, self.may_skip = fingerprint, may_skip
+        self._lock = threading.Lock()
+        self.received_bytes: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def samples(self, indices: Sequence[int]) -> list[Sample | Corrupt]:
+        def take(header: dict[str, Any], data: pa.Buffer) -> list[Sample | Corrupt]:
+            self._count(METADATA, data.size)
+            return samples_from_json(data.to_pybytes())
+
+        samples = self._servers.ask(Ticket(self._split, tuple(indices)), take)
+        if not self.may_skip:
+            for sample in samples:
+                if isinstance(sample, Corrupt):
+                    raise UserError(sample.message)
+        return samples
+
+    def features(self, module: str, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        def take(header: dict[str, Any], data: pa.Buffer) -> list[dict[str, Tensor]]:
+            if "corrupt" in header:
+                raise UserError(header["corrupt"][1])
+            self._count(module, data.size)
+            return list(unpack(header["tensors"], view_of_memory(data.address, data.size, data)))
+
+        return self._servers.ask(Ticket(self._split, tuple(indices), module), take)
+
+    def _count(self, what: str, num_bytes: int) -> None:
+        with self._lock:
+            self.received_bytes[what] += num_bytes
+
+    def close(self) -> None:
+        self._servers.close()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what Flight says, without gRPC's own words."""
+    line = (str(error).split("\n") or [""])[0]
+    return line.partition(" gRPC client debug context")[0].partition(". Detail:")[0].strip() or type(error).__name__

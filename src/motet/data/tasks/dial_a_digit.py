@@ -1,0 +1,237 @@
+"""Dial a digit: a small real task of three modalities that needs no download. Pure: no torch.
+
+The image shows handwritten digits (scikit-learn's bundled 8x8 scans) in reading order, the sound is a noisy telephone
+dialling digits by tone (DTMF, ITU-T Q.23), and the text asks what is seen, what is heard, or for the sum of all digits
+seen and heard ("3 1 4" seen and "2" heard: 10). An example is a pure function of (task, split, index). No scan of the
+held-out split is ever shown in training. The numbers of digits follow P(n) ~ 1/n up to `max_digits`: most examples are
+short, a few long.
+
+Limits: one digit per cell of a fixed grid and one tone per time slot, so the task asks of a model that it recognises
+and orders digits, not that it segments them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from motet.data.conversation.example import Example, Media, Message, Modality
+
+Split = Literal["train", "held_out"]
+Question = Literal["see", "hear", "sum"]
+
+QUESTIONS: Mapping[Question, str] = {
+    "see": "What do you see?",
+    "hear": "What do you hear?",
+    "sum": "What is the sum of all digits?",
+}
+
+IMAGE_SIZE = 48
+CELL_SIZE = 16
+IMAGE_MEAN, IMAGE_STD = 0.1, 0.25
+"""Of the pixels, on a scale of 0 to 1; for image processors."""
+SAMPLING_RATE = 16_000
+SLOT_S = 0.120
+"""From the earliest start of one tone to that of the next."""
+LOUDNESS = 0.015
+"""Of one frequency's loudest tone: a quiet line, whose noise Whisper's log-mel features put near 0."""
+HELD_OUT_SHARE = 0.2
+
+LOW_HZ, HIGH_HZ = (697, 770, 852, 941), (1209, 1336, 1477)
+KEYPAD = ("123", "456", "789", "*0#")
+DTMF_HZ: Mapping[str, tuple[int, int]] = {
+    key: (low, high) for low, row in zip(LOW_HZ, KEYPAD, strict=True) for high, key in zip(HIGH_HZ, row, strict=True)
+}
+
+
+@dataclass(frozen=True)
+class Dialled:
+    """What one example is about, before it is painted and played."""
+
+    seen: tuple[tuple[int, ...], ...]
+    """The digits of each image."""
+    heard: tuple[tuple[int, ...], ...]
+    """The digits of each clip."""
+    question: Question
+
+    @property
+    def answer(self) -> str:
+        if self.question == "sum":
+            return str(sum(sum(digits) for digits in (*self.seen, *self.heard)))
+        return " ".join(str(d) for digits in (self.seen if self.question == "see" else self.heard) for d in digits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialADigit:
+    """The task's options."""
+
+    seed: int = 0
+    max_digits: int = 8
+    """In one image, and in one clip; at most 8."""
+    max_images: int = 1
+    max_clips: int = 1
+    no_image: float = 0.15
+    """Share of examples without an image."""
+    no_sound: float = 0.15
+    """Share of examples without a sound; with `no_image` at most 1."""
+    sum_questions: float = 0.2
+    """Share of questions for the sum."""
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.max_digits <= 8
+        assert self.max_images >= 1
+        assert self.max_clips >= 1
+        assert self.no_image + self.no_sound <= 1
+
+    @lru_cache(maxsize=4096)  # noqa: B019 (a task is a small constant)
+    def dialled(self, split: Split, index: int) -> Dialled:
+        rng = self._rng(split, index)
+        lacks = rng.random()
+        has_image = lacks >= self.no_image
+        has_sound = not self.no_image <= lacks < self.no_image + self.no_sound
+        seen = self._digits(rng, self.max_images) if has_image else ()
+        heard = self._digits(rng, self.max_clips) if has_sound else ()
+        asks_sum, asks_see = rng.random() < self.sum_questions, rng.random() < 0.5
+        question: Question = "sum" if asks_sum else "see" if has_image and (asks_see or not has_sound) else "hear"
+        return Dialled(seen, heard, question)
+
+    def example(self, split: Split, index: int, *, denied: Sequence[Modality] = ()) -> Example:
+        """`denied`: modalities of which only the noise remains.
+
+        The question, its answer and the sequence's length stay. So the accuracy is then that of guessing: the control
+        for what a model really takes from a modality.
+        """
+        content = self.dialled(split, index)
+        images: list[Media] = [Strip(self, split, index, item, "image" in denied) for item in range(len(content.seen))]
+        clips: list[Media] = [
+            Dialling(self, split, index, item, "audio" in denied) for item in range(len(content.heard))
+        ]
+        placeholders = "<audio>" * len(clips) + "<image>" * len(images)
+        return Example(
+            id=f"dial-a-digit/{self.seed}/{split}/{index}",
+            messages=(
+                Message("user", placeholders + QUESTIONS[content.question]),
+                Message("assistant", content.answer),
+            ),
+            media={"image": tuple(images), "audio": tuple(clips)},
+        )
+
+    def _rng(self, split: Split, index: int, *item: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, 0 if split == "train" else 1, index, *item])
+
+    def _digits(self, rng: np.random.Generator, max_items: int) -> tuple[tuple[int, ...], ...]:
+        num_items = rng.integers(1, max_items + 1)
+        shares = 1 / np.arange(1, self.max_digits + 1)
+        lengths = rng.choice(self.max_digits, size=num_items, p=shares / shares.sum()) + 1
+        return tuple(tuple(rng.integers(0, 10, size=n).tolist()) for n in lengths)
+
+
+@dataclass(frozen=True)
+class DialADigitExamples:
+    """The first examples of a split."""
+
+    task: DialADigit
+    split: Split
+    num_examples: int
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Example:
+        return self.task.example(self.split, index)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One image of an example, painted when it is loaded."""
+
+    task: DialADigit
+    split: Split
+    index: int
+    item: int
+    is_blank: bool = False
+
+    def size(self) -> tuple[int, int]:
+        return IMAGE_SIZE, IMAGE_SIZE
+
+    def load(self) -> Image.Image:
+        digits = self.task.dialled(self.split, self.index).seen[self.item]
+        return paint(digits, self.split, self.task._rng(self.split, self.index, 0, self.item), is_blank=self.is_blank)
+
+
+@dataclass(frozen=True)
+class Dialling:
+    """One clip of an example, played when it is loaded."""
+
+    task: DialADigit
+    split: Split
+    index: int
+    item: int
+    is_silent: bool = False
+
+    def size(self) -> tuple[int, int]:
+        num_digits = len(self.task.dialled(self.split, self.index).heard[self.item])
+        return num_digits * round(SLOT_S * SAMPLING_RATE), SAMPLING_RATE
+
+    def load(self) -> np.ndarray:
+        digits = self.task.dialled(self.split, self.index).heard[self.item]
+        return dial(digits, self.task._rng(self.split, self.index, 1, self.item), is_silent=self.is_silent)
+
+
+@lru_cache(maxsize=1)
+def handwriting() -> Mapping[Split, tuple[np.ndarray, ...]]:
+    """For each split, the scans of each digit: float32 [number of scans, 8, 8] in [0, 1]. The splits share no scan."""
+    from sklearn.datasets import load_digits
+
+    scans, labels = load_digits(return_X_y=True)
+    scans = (scans / 16).reshape(-1, 8, 8).astype(np.float32)
+    rng = np.random.default_rng(0)
+    shuffled = [rng.permutation(scans[labels == digit]) for digit in range(10)]
+    bounds = [round(HELD_OUT_SHARE * len(own)) for own in shuffled]
+    return {
+        "held_out": tuple(own[:bound] for own, bound in zip(shuffled, bounds, strict=True)),
+        "train": tuple(own[bound:] for own, bound in zip(shuffled, bounds, strict=True)),
+    }
+
+
+def paint(digits: Sequence[int], split: Split, rng: np.random.Generator, *, is_blank: bool = False) -> Image.Image:
+    """A page of 3x3 cells of 16 pixels: the digits in reading order, each of its own size and place within its cell.
+
+    `is_blank`: only the page's noise.
+    """
+    page = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.float32)
+    for cell, digit in enumerate(digits):
+        scans = handwriting()[split][digit]
+        scan = Image.fromarray(scans[rng.integers(len(scans))])
+        width, height = (int(size) for size in rng.integers(CELL_SIZE - 1, CELL_SIZE + 1, size=2))
+        ink = rng.uniform(0.7, 1.0) * np.asarray(scan.resize((width, height), Image.Resampling.BILINEAR))
+        row, column = divmod(cell, IMAGE_SIZE // CELL_SIZE)
+        top = row * CELL_SIZE + rng.integers(0, CELL_SIZE - height + 1)
+        left = column * CELL_SIZE + rng.integers(0, CELL_SIZE - width + 1)
+        page[top : top + height, left : left + width] = ink
+    noise = rng.normal(0, 0.05, page.shape)
+    pixels = (noise if is_blank else page + noise).clip(0, 1) * 255
+    return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
+
+
+def dial(digits: Sequence[int], rng: np.random.Generator, *, is_silent: bool = False) -> np.ndarray:
+    """The sound of dialling: float32 [number of samples] at 16 kHz, a slot of 120 ms for each digit.
+
+    Tones begin up to 20 ms late, last 60 to 90 ms, and lie 5 to 20 dB above white noise. `is_silent`: only the noise.
+    """
+    slot = round(SLOT_S * SAMPLING_RATE)
+    wave = np.zeros(slot * len(digits))
+    for i, digit in enumerate(digits):
+        start = i * slot + int(rng.uniform(0, 0.020) * SAMPLING_RATE)
+        time_s = np.arange(int(rng.uniform(0.060, 0.090) * SAMPLING_RATE)) / SAMPLING_RATE
+        tones = [np.sin(2 * np.pi * (hz * time_s + rng.random())) for hz in DTMF_HZ[str(digit)]]
+        wave[start : start + len(time_s)] = LOUDNESS * rng.uniform(0.5, 1.0) * (tones[0] + tones[1])
+    noise = rng.normal(0, 0.75 * LOUDNESS / 10 ** (rng.uniform(5, 20) / 20), wave.shape)
+    return (noise if is_silent else wave + noise).clip(-1, 1).astype(np.float32)

@@ -1,0 +1,78 @@
+"""Which transformers classes belong to which model, found by name and imported when they are first needed.
+
+A family is named by the `model_type` of its configuration. Its layers are described where they are run: encoders in
+`motet.families.encoders`, language models in `motet.models.stages.language_model`, caption decoders in
+`motet.models.stages.caption_decoder`, the cut of their linears in `motet.parallel.tensor_plans`.
+"""
+
+import importlib
+from typing import Any, Literal
+
+import transformers
+from transformers import PretrainedConfig
+
+from motet.errors import UserError
+from motet.families.encoders import ENCODER_FAMILIES
+from motet.families.language_models import LANGUAGE_MODELS
+from motet.models.stages.caption_decoder import DECODER_FAMILIES
+
+Kind = Literal["encoder", "language_model", "decoder"]
+
+MODEL_CLASSES: dict[Kind, dict[str, str]] = {
+    "encoder": {model_type: family.model_class for model_type, family in ENCODER_FAMILIES.items()},
+    "language_model": dict(LANGUAGE_MODELS),
+    "decoder": {model_type: family.model_class for model_type, family in DECODER_FAMILIES.items()},
+}
+"""By kind and `model_type`: the class in transformers."""
+
+PARTS_OF_COMPOSITES: dict[str, dict[Kind, str]] = {
+    "siglip": {"encoder": "siglip_vision_model"},
+    "clip": {"encoder": "clip_vision_model"},
+    "qwen2_5_vl": {"encoder": "qwen2_5_vl_vision"},
+    "qwen2_audio": {"encoder": "qwen2_audio_encoder"},
+    "gemma3": {"language_model": "gemma3_text"},
+    "mllama": {"language_model": "mllama_text_model"},
+}
+"""By `model_type` of a model of several parts: the families of those that motet takes out of it."""
+
+_NOT_EXPORTED = {
+    "WhisperEncoder": "whisper.modeling_whisper",
+    "MllamaTextConfig": "mllama.configuration_mllama",
+    "Qwen2_5_VLVisionConfig": "qwen2_5_vl.configuration_qwen2_5_vl",
+}
+"""Public classes that `import transformers` does not offer: the module under `transformers.models`."""
+
+
+def transformers_class(name: str) -> Any:
+    """Raises `ValueError` for a name that transformers does not have."""
+    if name in _NOT_EXPORTED:
+        return getattr(importlib.import_module(f"transformers.models.{_NOT_EXPORTED[name]}"), name)
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise UserError(f"transformers has no class {name!r}; give a class's exact name, as in transformers' manual")
+    return found
+
+
+def config_class_named(name: str) -> type[PretrainedConfig]:
+    """Raises `ValueError` unless it is the name of a configuration class."""
+    found = transformers_class(name)
+    if not (isinstance(found, type) and issubclass(found, PretrainedConfig)):
+        raise UserError(f"{name} is not a configuration class of transformers; give one, such as LlamaConfig")
+    return found
+
+
+def model_class_of(model_type: str, kind: Kind) -> Any:
+    """The class in transformers that a module of this family is.
+
+    Raises `ValueError` if motet knows no such family of this kind."""
+    known = MODEL_CLASSES[kind]
+    if model_type not in known:
+        raise UserError(
+            f"model_type {model_type!r} is no {kind.replace('_', ' ')} that motet knows; known are {', '.join(known)}"
+        )
+    return transformers_class(known[model_type])
+
+
+def part_type(model_type: str, kind: Kind) -> str:
+    """The family of the encoder or language model in a model of this type: of a part, its own."""
+    return PARTS_OF_COMPOSITES.get(model_type, {}).get(kind, model_type)

@@ -1,0 +1,123 @@
+"""What stands in the configuration of each part of a run file's model. Pure: no transformers, no weights."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from motet.config import DecoderConfig, LanguageModelConfig, PartConfig, TowerConfig
+from motet.errors import UserError, closest
+from motet.families.composite_towers import tower_values
+from motet.shapes.defaults import DEFAULTS
+from motet.shapes.diffusion import DIT_DEFAULTS, GENERATORS, UNET_DEFAULTS, generator_workload
+from motet.shapes.module_shape import ModuleWorkload, module_workload
+
+MODEL_TYPES: Mapping[str, str] = {
+    "LlamaConfig": "llama",
+    "MistralConfig": "mistral",
+    "Qwen3Config": "qwen3",
+    "Gemma3TextConfig": "gemma3_text",
+    "Phi3Config": "phi3",
+    "MllamaTextConfig": "mllama_text_model",
+    "SiglipVisionConfig": "siglip_vision_model",
+    "CLIPVisionConfig": "clip_vision_model",
+    "Dinov2Config": "dinov2",
+    "Qwen2_5_VLVisionConfig": "qwen2_5_vl_vision",
+    "PixtralVisionConfig": "pixtral",
+    "WhisperConfig": "whisper",
+    "Qwen2AudioEncoderConfig": "qwen2_audio_encoder",
+    "CLIPTextConfig": "clip_text_model",
+    "SiglipTextConfig": "siglip_text_model",
+    "BertConfig": "bert",
+    "GPT2Config": "gpt2",
+}
+"""By transformers' configuration class, which is not asked itself because it would load torch."""
+
+NESTED_CONFIGS = ("text_config", "vision_config", "audio_config")
+"""Where a model of several parts keeps the configurations of its parts."""
+
+SAME_KEY = 0.85
+"""Likeness (`difflib`) of a key to the one that was meant; no key of transformers' own is so like another."""
+
+
+def read_part_values(part: PartConfig, where: str) -> dict[str, Any]:
+    """What its config.json holds, or would hold, with `values` laid over it."""
+    if part.config is not None:
+        if part.config not in MODEL_TYPES:
+            raise UserError(f"{where}.config: {part.config} is not known; give one of {', '.join(MODEL_TYPES)}")
+        values = {"model_type": MODEL_TYPES[part.config], **part.values}
+        _check_spelling(part, str(values["model_type"]), where)
+        return values
+    stored = _stored_values(part, where)
+    if isinstance(part, DecoderConfig):
+        return {**stored, **part.values}
+    if isinstance(part, TowerConfig):
+        try:
+            return {**tower_values(stored, part.part), **part.values}
+        except UserError as error:
+            raise UserError(f"{where}.{error}") from None
+    nested = [stored[key] for key in NESTED_CONFIGS if isinstance(stored.get(key), dict)]
+    wanted = "language_model" if isinstance(part, LanguageModelConfig) else "encoder"
+    for values in nested:
+        if values.get("model_type") in MODEL_TYPES.values() and module_workload(values).kind == wanted:
+            stored = values
+    return {**stored, **part.values}
+
+
+def _stored_values(part: PartConfig, where: str) -> dict[str, Any]:
+    path = _config_file(part, where)
+    try:
+        stored = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"{where}.path: {path} cannot be read ({error.strerror}); give a folder that save_pretrained wrote"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
+    if not isinstance(stored, dict):
+        raise UserError(f"{where}.path: {path} holds no mapping; save the model again")
+    return stored
+
+
+def _check_spelling(part: PartConfig, family: str, where: str) -> None:
+    """transformers takes any key; one that is nearly that of a size would leave the size as it is."""
+    known = (*DEFAULTS.get(family, ()), "num_key_value_heads", "head_dim")
+    for key in part.values:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=SAME_KEY)
+        # `decoder_layers` is none of `encoder_layers`.
+        if key not in known and near and near[0][0] == key[0]:
+            raise UserError(f"{where}.values.{key}: is not a known key; did you mean {near[0]!r}?")
+
+
+def _config_file(part: PartConfig, where: str) -> Path:
+    if part.path is not None:
+        return Path(part.path) / "config.json"
+    assert part.hub is not None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(part.hub, "config.json"))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{where}.hub: {part.hub} could not be had ({reason}); give a hub id or a path") from None
+
+
+def read_generator(part: PartConfig, name: str, incoming_size: int) -> ModuleWorkload:
+    """A diffusion model's shape, from its class's name in diffusers or from its config.json. `incoming_size`: of what
+    conditions it."""
+    where = f"model.generators.{name}"
+    if part.config is not None and part.config not in GENERATORS:
+        near = closest(part.config, GENERATORS, "give one of")
+        raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
+    stored = _stored_values(part, where) if part.config is None else {"_class_name": part.config}
+    for key in {**UNET_DEFAULTS, **DIT_DEFAULTS}:
+        value = part.values.get(key)
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")
+    try:
+        return generator_workload({**stored, **part.values, "cross_attention_dim": incoming_size})
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, IndexError, AttributeError) as error:
+        raise UserError(f"{where}.values: do not make a {stored['_class_name']} ({error}); see diffusers") from None

@@ -1,0 +1,351 @@
+"""A trained model as a folder that plain transformers loads: one sub-folder for each part.
+
+    exported/
+      vision/               config.json, model.safetensors, the image processor
+      vision_projector/     config.json, model.safetensors
+      language_model/       config.json, model.safetensors, generation_config.json, the tokenizer
+      motet.json            how they are put together
+      README.md             how to load them without motet
+
+The folder is written under another name and renamed when it is complete. A part's sub-folder can stand as `path` in
+another run file. `motet.models.hub.llava` writes one model of transformers' own instead, where it has the architecture.
+
+Limits: callbacks are code and are not exported; a projector of the user's own is exported as its weights alone.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig
+
+from motet.attention.masks.rules import rule_of_family
+from motet.config import ModelConfig
+from motet.errors import UserError
+from motet.families.classes import Kind, model_class_of
+from motet.families.encoders import ENCODER_FAMILIES
+from motet.families.token_counts import FeatureSelect
+from motet.models.hub.export_readme import export_readme
+from motet.models.hub.weights import (
+    MAX_SHARD_SIZE,
+    check_tensors,
+    module_tensors,
+    save_part,
+    save_tensors,
+    tensors_under,
+    write_json,
+)
+from motet.models.materialize import read_part_config
+from motet.models.multimodal import Merge, ModalityModule, MultimodalModule
+from motet.models.stages.projector import PROJECTORS
+from motet.plan import LANGUAGE_MODEL
+
+MANIFEST = "motet.json"
+OWN_PROJECTOR = "own"
+"""Instead of a projector's name: a module of the user's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDescription:
+    config: PretrainedConfig
+    projector: str | None
+    """Its name, None, or `OWN_PROJECTOR`."""
+    feature_select: FeatureSelect = "patch"
+    feature_layer: int | None = None
+    placeholder_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """All of a multimodal model but its weights."""
+
+    encoders: Mapping[str, EncoderDescription]
+    language_model: PretrainedConfig
+    merge: Merge = "placeholder"
+    media_attention: str = "causal"
+    """As in a run file: what tokens of images and clips see in the language model."""
+
+    def projector_sizes(self, encoder: str) -> tuple[int, int]:
+        """(in_features, out_features) of a projector by name."""
+        config = self.encoders[encoder].config
+        return getattr(config, ENCODER_FAMILIES[config.model_type].output_size), self.language_model.hidden_size
+
+
+def describe_config(config: ModelConfig, placeholder_token_ids: Mapping[str, int]) -> ModelDescription:
+    """Of a run file's model. Raises `UserError` if a part's configuration cannot be read."""
+    encoders = {
+        name: EncoderDescription(
+            config=read_part_config(part, "encoder", where=f"model.encoders.{name}"),
+            projector=part.projector,
+            feature_select=part.feature_select,
+            feature_layer=part.feature_layer,
+            placeholder_token_id=placeholder_token_ids.get(name),
+        )
+        for name, part in config.encoders.items()
+    }
+    language_model = read_part_config(config.causal_lm, "language_model", where=f"model.{LANGUAGE_MODEL}")
+    media = config.media_attention
+    if media == "family":
+        media = rule_of_family(language_model.model_type).media
+    return ModelDescription(encoders=encoders, language_model=language_model, merge=config.merge, media_attention=media)
+
+
+def describe_module(model: MultimodalModule) -> ModelDescription:
+    """Of a model in memory, as `describe_config` of a run file's."""
+    kind_of = {projector_class: kind for kind, projector_class in PROJECTORS.items()}
+    encoders = {
+        name: EncoderDescription(
+            config=encoder.module.config,
+            projector=None if encoder.projector is None else kind_of.get(type(encoder.projector), OWN_PROJECTOR),
+            feature_select=encoder.feature_select,
+            feature_layer=encoder.feature_layer,
+            placeholder_token_id=model.placeholder_token_ids.get(name),
+        )
+        for name, encoder in model.modality_modules(encoders_only=True).items()
+    }
+    return ModelDescription(
+        encoders=encoders,
+        language_model=model.language_model.module.config,
+        merge=model.merge,
+        media_attention=model.media_attention,
+    )
+
+
+def multimodal_tensors(model: MultimodalModule) -> dict[str, Tensor]:
+    """Every parameter by its name in the whole model, as checkpoints have it; tied ones once."""
+    return {
+        f"{part}.{name}": tensor
+        for part, module in model.parts().items()
+        for name, tensor in module_tensors(module).items()
+    }
+
+
+def export_module(model: MultimodalModule, folder: str | Path, **options: Any) -> None:
+    """`export_parts` of a model that is in memory."""
+    export_parts(multimodal_tensors(model), describe_module(model), folder, **options)
+
+
+def export_parts(
+    tensors: Mapping[str, Tensor],
+    description: ModelDescription,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    processors: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Writes every part for plain `from_pretrained`, and how they are put together.
+
+    Args:
+        tensors: by name in the whole model, such as `vision.projector.linear_1.weight`; read one file's worth at a
+            time (`motet.models.hub.weights.CheckpointTensors`).
+        folder: replaced if it is an earlier export.
+        tokenizer: saved beside the language model, whose generation then ends with its end-of-sequence token.
+        processors: by encoder: its image processor or feature extractor.
+
+    Raises `UserError` if the tensors are not those of the model, or if the folder is in use for something else.
+    """
+    _check_parts(description, tensors, processors or {})
+
+    def write(partial: Path) -> None:
+        for name, encoder in description.encoders.items():
+            part, model_class = f"{name}.module", model_class_of(encoder.config.model_type, "encoder")
+            own = tensors_under(tensors, part)
+            save_part(partial / name, model_class, encoder.config, own, where=part, max_shard_size=max_shard_size)
+            if encoder.projector is not None:
+                _save_projector(partial / f"{name}_projector", name, description, tensors)
+        config, part = description.language_model, f"{LANGUAGE_MODEL}.module"
+        llm_folder, model_class = partial / LANGUAGE_MODEL, model_class_of(config.model_type, "language_model")
+        own = tensors_under(tensors, part)
+        save_part(llm_folder, model_class, config, own, where=part, max_shard_size=max_shard_size)
+        for name, processor in (processors or {}).items():
+            processor.save_pretrained(partial / name)
+        if tokenizer is not None:
+            save_tokenizer(llm_folder, tokenizer)
+        manifest = _manifest(description)
+        write_json(partial / MANIFEST, manifest)
+        (partial / "README.md").write_text(export_readme(manifest, has_tokenizer=tokenizer is not None))
+
+    write_folder(Path(folder), write, marker=MANIFEST)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) -> None:
+    """Has `write` fill a folder beside it, which takes its place when it is complete.
+
+    Raises `UserError` if the folder exists and is neither empty nor of the same kind (has a file `marker`)."""
+    if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"export: {folder} exists and is no earlier export; give a folder of its own")
+    partial = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """And the generation configuration that follows from it: what ends an answer."""
+    tokenizer.save_pretrained(folder)
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad")}
+    GenerationConfig(**ids).save_pretrained(folder)
+
+
+def load_export(folder: str | Path, *, projectors: Mapping[str, nn.Module] | None = None) -> MultimodalModule:
+    """The exported model, in evaluation mode, every part by its own `from_pretrained`.
+
+    `projectors`: by encoder, those of the user's own, whose weights are then filled in.
+
+    Raises `UserError` naming the file that is missing, damaged or of another model.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    if manifest["media_attention"] != "causal":
+        raise UserError(
+            f"{folder}: was trained with media_attention {manifest['media_attention']}, which transformers' own "
+            "attention does not have; its parts load one by one, and motet train and verify take its run file"
+        )
+    language_model = load_part(folder / LANGUAGE_MODEL, "language_model")
+    encoders, placeholders = {}, {}
+    for name, entry in manifest["encoders"].items():
+        projector = (
+            _load_projector(folder / f"{name}_projector", name, projectors or {}) if entry["projector"] else None
+        )
+        encoders[name] = ModalityModule(
+            load_part(folder / name, "encoder"),
+            projector,
+            feature_layer=entry["feature_layer"],
+            feature_select=entry["feature_select"],
+        )
+        if entry["placeholder_token_id"] is not None:
+            placeholders[name] = entry["placeholder_token_id"]
+    model = MultimodalModule(encoders, language_model, merge=manifest["merge"], placeholder_token_ids=placeholders)
+    return model.eval()
+
+
+def load_part(folder: Path, kind: Kind) -> Any:
+    """A part by its own `from_pretrained`. Raises `UserError` if the folder is not that of such a model."""
+    return load_model(folder, lambda model_type: model_class_of(model_type, kind))
+
+
+def load_model(folder: Path, class_of: Callable[[str], Any]) -> Any:
+    """`from_pretrained` of a folder, which must have every tensor of the model.
+
+    `class_of`: from the stored `model_type` to the model's class; raises `ValueError` for one that is not meant, since
+    transformers would make a model of the class's default size of it. Raises `UserError` naming the folder or file."""
+    try:
+        model_class = class_of(json.loads((folder / "config.json").read_text())["model_type"])
+        model, info = model_class.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}: is missing; export the model again") from None
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())}); export it again") from None
+    if info["missing_keys"]:
+        raise UserError(f"{folder}: has no tensor {sorted(info['missing_keys'])[0]}; export the model again")
+    return model
+
+
+def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], processors: Mapping[str, Any]) -> None:
+    parts = {f"{LANGUAGE_MODEL}.module"}
+    for name, encoder in description.encoders.items():
+        parts |= {f"{name}.module"} | ({f"{name}.projector"} if encoder.projector else set())
+        if f"{name}_projector" in description.encoders:
+            raise UserError(f"export: {name}_projector is the folder of {name}'s projector; rename that encoder")
+    for name in tensors:
+        if ".".join(name.split(".")[:2]) not in parts:
+            raise UserError(f"export: the tensor {name} belongs to no part; the parts are {', '.join(sorted(parts))}")
+    for name in processors:
+        if name not in description.encoders:
+            raise UserError(f"export: processors has {name!r}, but the encoders are {', '.join(description.encoders)}")
+
+
+def _save_projector(folder: Path, encoder: str, description: ModelDescription, tensors: Mapping[str, Tensor]) -> None:
+    kind = description.encoders[encoder].projector
+    own = tensors_under(tensors, f"{encoder}.projector")
+    config: dict[str, Any] = {"projector": kind}
+    if kind in PROJECTORS:
+        in_features, out_features = description.projector_sizes(encoder)
+        with torch.device("meta"):
+            expected = dict(PROJECTORS[kind](in_features, out_features).named_parameters())
+        check_tensors(expected, own, where=f"{encoder}.projector")
+        config |= {"in_features": in_features, "out_features": out_features}
+        config |= {"activation": "gelu"} if kind == "mlp" else {}
+    folder.mkdir()
+    write_json(folder / "config.json", config)
+    save_tensors(folder / "model.safetensors", own)
+
+
+def _load_projector(folder: Path, encoder: str, projectors: Mapping[str, nn.Module]) -> nn.Module:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        weights = load_file(folder / "model.safetensors")
+        if config["projector"] in PROJECTORS:
+            projector = PROJECTORS[config["projector"]](config["in_features"], config["out_features"])
+        elif encoder in projectors:
+            projector = projectors[encoder]
+        else:
+            raise UserError(f"{folder}: is a projector of the user's own; give projectors={{{encoder!r}: module}}")
+        projector.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+    except FileNotFoundError:
+        raise UserError(f"{folder}: config.json or model.safetensors is missing; export the model again") from None
+    except (SafetensorError, RuntimeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())}); export it again") from None
+    return projector
+
+
+def _manifest(description: ModelDescription) -> dict[str, Any]:
+    encoders = {}
+    for name, encoder in description.encoders.items():
+        encoders[name] = {
+            **_class_entry(encoder.config, "encoder"),
+            "projector": encoder.projector,
+            "projector_sizes": description.projector_sizes(name),
+            "feature_select": encoder.feature_select,
+            "feature_layer": encoder.feature_layer,
+            "placeholder_token_id": encoder.placeholder_token_id,
+        }
+    language_model = _class_entry(description.language_model, "language_model")
+    return {
+        "format": 1,
+        "merge": description.merge,
+        "media_attention": description.media_attention,
+        "encoders": encoders,
+        LANGUAGE_MODEL: language_model,
+    }
+
+
+def _class_entry(config: PretrainedConfig, kind: Kind) -> dict[str, str]:
+    model_class = model_class_of(config.model_type, kind)
+    return {"model_class": model_class.__name__, "imported_from": model_class.__module__}
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        is_known = (
+            manifest["format"] == 1
+            and "media_attention" in manifest
+            and all(
+                {"projector", "feature_layer", "feature_select", "placeholder_token_id"} <= entry.keys()
+                for entry in manifest["encoders"].values()
+            )
+        )
+    except FileNotFoundError:
+        raise UserError(f"{folder}: is no exported model ({MANIFEST} is missing)") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is damaged ({error}); export the model again") from None
+    if not is_known:
+        raise UserError(f"{path}: is of another format; export the model again")
+    return manifest

@@ -1,0 +1,178 @@
+"""Weights on disk as transformers writes them, tensor by tensor: a model need never be in memory as a whole.
+
+`save_part` writes config.json and safetensors shards under the names that `save_pretrained` of this transformers would
+give them; `CheckpointTensors` reads what `motet.runtime.checkpoint.checkpoint` wrote. Nothing is pickled or unpickled.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from motet.errors import UserError
+
+MAX_SHARD_SIZE = "5GB"
+CHECKPOINT_PREFIX = "model/"
+"""Of the model's tensors in a checkpoint; the optimizer's have another."""
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """The model's tensors in a checkpoint's folder, by their names in the whole model; read when they are asked for.
+
+    Raises `UserError` naming the folder or file that is not a checkpoint's or is damaged.
+    """
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(Path(checkpoint).glob("*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: is damaged ({error}); use another checkpoint") from None
+            names: list[str] = list(file.keys())
+            for name in names:
+                if name.startswith(CHECKPOINT_PREFIX):
+                    self._file_of[name.removeprefix(CHECKPOINT_PREFIX)] = file
+        if not self._file_of:
+            raise UserError(f"{checkpoint}: holds no model; give a checkpoint's folder, such as .../step_00000100")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(CHECKPOINT_PREFIX + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+class RenamedTensors(Mapping[str, Tensor]):
+    """Some tensors of another mapping under new names, and as lazily."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], old_names: Mapping[str, str]) -> None:
+        """`old_names`: by new name."""
+        self._tensors, self.old_names = tensors, old_names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self.old_names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.old_names)
+
+    def __len__(self) -> int:
+        return len(self.old_names)
+
+
+def tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> RenamedTensors:
+    """Those whose name begins with `prefix.`, without it."""
+    start = f"{prefix}."
+    return RenamedTensors(tensors, {name.removeprefix(start): name for name in tensors if name.startswith(start)})
+
+
+def save_part(
+    folder: Path,
+    model_class: Any,
+    config: PretrainedConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    where: str,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Writes config.json and weights, such that `model_class.from_pretrained(folder)` has them to the bit.
+
+    Args:
+        tensors: every parameter by its name in the model; of tied ones, the first name only.
+        where: names the part in messages.
+        max_shard_size: of one file; the largest amount that is in memory beside what `tensors` itself holds.
+
+    Raises `UserError` if the tensors are not those of the model.
+    """
+    with torch.device("meta"):
+        skeleton = model_class(config)
+    parameters = dict(skeleton.named_parameters())
+    dtypes = check_tensors(parameters, tensors, where=where)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = copy.deepcopy(config)
+    written.architectures = [model_class.__name__]
+    # from_pretrained casts to it. A part has one dtype, or loses nothing by the widest of those that it has.
+    written.dtype = reduce(torch.promote_types, dtypes.values())
+    written.save_pretrained(folder)
+    _save_shards(folder, RenamedTensors(tensors, _names_on_disk(skeleton)), parameters, dtypes, max_shard_size)
+
+
+def check_tensors(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, where: str
+) -> dict[str, torch.dtype]:
+    """The dtype of each. Raises `UserError` for the first tensor that is missing, of another shape or not expected."""
+    dtypes = {}
+    for name, parameter in expected.items():
+        if name not in tensors:
+            raise UserError(f"export: {where} has no tensor {name}; give the tensors of the model that is described")
+        tensor = tensors[name]
+        if tensor.shape != parameter.shape:
+            raise UserError(
+                f"export: {where}.{name} is {list(tensor.shape)} and should be {list(parameter.shape)}; "
+                "give the tensors of the model that is described"
+            )
+        dtypes[name] = tensor.dtype
+    for name in tensors:
+        if name not in expected:
+            raise UserError(f"export: {where} has no parameter {name}; give the tensors of the model that is described")
+    return dtypes
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file."""
+    save_file({name: _own_memory(tensors[name].detach()) for name in tensors}, path, metadata={"format": "pt"})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _save_shards(
+    folder: Path,
+    on_disk: RenamedTensors,
+    parameters: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    max_shard_size: int | str,
+) -> None:
+    sizes = {
+        name: torch.empty_like(parameters[own], dtype=dtypes[own], device="meta")
+        for name, own in on_disk.old_names.items()
+    }
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
+    for file_name, names in split.filename_to_tensors.items():
+        save_tensors(folder / file_name, RenamedTensors(on_disk, {name: name for name in names}))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _names_on_disk(model: Any) -> dict[str, str]:
+    """From the name in the file to the name in the model: some families' files have names of an earlier time."""
+    own_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    assert {id(parameter) for parameter in stored.values()} == set(own_name), "transformers converts weights on disk"
+    return {name: own_name[id(parameter)] for name, parameter in stored.items()}
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """safetensors refuses tensors that share memory, such as slices of one buffer."""
+    is_slice = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+    return tensor.clone(memory_format=torch.contiguous_format) if is_slice else tensor.contiguous()
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, tied ones once."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}

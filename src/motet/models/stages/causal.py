@@ -1,0 +1,107 @@
+"""What every causal model has as a pipeline stage: embed | n blocks | head (docs/architecture.md).
+
+Which layers are kept, what parameters are called in the whole model, how token ids are laid out and losses summed up. A
+language model (`motet.models.stages.language_model`) and a caption decoder (`motet.models.stages.caption_decoder`) add
+their own forward.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from motet.assignment.sample import IGNORED_LABEL
+from motet.families.language_models import CausalPaths, is_tied, next_labels, num_causal_layers
+from motet.models.stages.merge import SequenceLayout
+from motet.models.stages.stage import keep_frozen_in_eval_mode
+from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
+from motet.plan import LayerRange
+
+
+class CausalStage(nn.Module, ABC):
+    """Layers [first, last) of a causal model. Takes over `model`; the subclass drops what is not its own."""
+
+    def __init__(self, name: str, model: Any, layers: LayerRange, paths: CausalPaths) -> None:
+        super().__init__()
+        self.name, self.layers, self.module, self.paths = name, layers, model, paths
+        self.num_layers = num_causal_layers(model, paths)
+        """Of the whole model."""
+        assert 0 <= layers[0] < layers[1] <= self.num_layers, layers
+        self.is_first, self.is_last = layers[0] == 0, layers[1] == self.num_layers
+        self.needs_features = self.is_first or self.is_last
+        self.is_tied = is_tied(model)
+        self.hidden_size = self.output_size = int(model.config.hidden_size)
+        self.own_blocks = range(max(layers[0], 1) - 1, min(layers[1], self.num_layers - 1) - 1)
+
+    def recompute_blocks(self) -> None:
+        """From now on blocks are run again in the backward pass instead of keeping what is inside them."""
+        self.module.activation_checkpointing_enable()
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        keep_frozen_in_eval_mode(self.module)
+        # transformers recomputes in training mode only; dropout is decided by the modules inside.
+        for block in self.module.get_submodule(self.paths.blocks).children():
+            block.training = block.training or getattr(block, "gradient_checkpointing", False)
+        return self
+
+    def canonical_name(self, local_name: str) -> str:
+        """The parameter's name in the whole module; of a tied head, the embedding's."""
+        if self.is_tied and local_name == f"module.{self.paths.output}.weight":
+            return f"module.{self.paths.words}.weight"
+        blocks = f"module.{self.paths.blocks}."
+        if not local_name.startswith(blocks):
+            return local_name
+        block, _, rest = local_name.removeprefix(blocks).partition(".")
+        return f"{blocks}{int(block) + self.own_blocks.start}.{rest}"
+
+    def layers_of(self, local_name: str) -> tuple[int, ...]:
+        """The layer that the parameter belongs to, or the two that share it."""
+        name = self.canonical_name(local_name)
+        blocks = f"module.{self.paths.blocks}."
+        if name.startswith(blocks):
+            return (1 + int(name.removeprefix(blocks).partition(".")[0]),)
+        if self.is_tied and name == f"module.{self.paths.words}.weight":
+            return (0, self.num_layers - 1)
+        in_embedding = any(name.startswith(f"module.{part}.") for part in self.paths.embed_parts)
+        return (0,) if in_embedding else (self.num_layers - 1,)
+
+    def after_update(self) -> None:
+        """No parameter has a limit."""
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """[rows, columns] -> [rows, columns, hidden_size]; on the first stage."""
+        embedded: Tensor = self.module.get_submodule(self.paths.words)(ids)
+        return embedded
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., vocabulary], of this rank's share of the vocabulary; on the last stage."""
+
+    def labelled_loss_sum(self, hidden: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+        """The sum of the losses of all tokens with a label.
+
+        Args:
+            hidden: [rows, columns, hidden_size].
+            labels: [T], what each token is to predict.
+            places: [T], where each token stands in the flattened [rows * columns].
+        """
+        counted = labels != IGNORED_LABEL
+        rows = hidden.flatten(0, 1).index_select(0, places.to(hidden.device)[counted])
+        vocabulary = vocabulary_group(self.module.get_submodule(self.paths.output))
+        return cross_entropy_sum(self.logits(rows), labels[counted], vocabulary)
+
+
+def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayout) -> Tensor:
+    """[rows, columns], 0 where nothing stands."""
+    ids = features[0]["input_ids"].new_zeros(sequences.shape[0] * sequences.shape[1])
+    ids[sequences.places().to(ids.device)] = torch.cat([f["input_ids"] for f in features])
+    return ids.view(sequences.shape)
+
+
+def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """[sum of T]: each token predicts the next of its own sample."""
+    return torch.cat([next_labels(f["labels"]) for f in features])

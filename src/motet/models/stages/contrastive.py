@@ -1,0 +1,316 @@
+"""The contrastive loss as a stage: one action of all ranks that make features (DistMM section 5.4, batch-sync).
+
+Each rank has the features of some samples of some towers. It gets those of all samples of the *opposite* towers only
+(DistMM section 5.3.2), computes its rows of each similarity matrix block by block
+(`motet.models.stages.contrastive_loss`), and swaps log-sum-exps with the owners of the other direction; then its rows'
+gradients are complete where they are needed, and none have to be sent.
+
+A pair of towers compares the samples that have an item for both, with one another and with no other sample. The loss
+is the sum over all pairs of towers (all of them, or those with the anchor) and their samples; whoever divides it by the
+number of these comparisons has their mean. Features are normalized here, so that a tower hands on what transformers
+calls its embeddings.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from motet.assignment.sample import Sample
+from motet.models.stages.contrastive_loss import Gradients, LossKind, Similarity, Values, gradients, values
+from motet.parallel.context_attention import ContextParallel
+from motet.plan import ContextOptions
+from motet.ragged_arrays import Ints
+from motet.schedule.batch_sync import Pair, Shares
+
+ALONE = ContextParallel(group=None, rank=0, size=1, options=ContextOptions())
+
+
+class ContrastiveStage(nn.Module):
+    """Stands among the stages as the one layer of the module "contrastive".
+
+    Args:
+        kind: "softmax" (CLIP) or "sigmoid" (SigLIP).
+        pairs: the pairs of towers that are compared.
+        width: of features.
+        logit_scale: log of the scale, a parameter or a plain number's tensor.
+        logit_bias: None: there is none.
+        max_logit_scale: most that the logarithm may be; None: no limit.
+    """
+
+    needs_features = False
+    layers = (0, 1)
+
+    def __init__(
+        self,
+        kind: LossKind,
+        pairs: Sequence[Pair],
+        width: int,
+        logit_scale: nn.Parameter,
+        logit_bias: nn.Parameter | None,
+        *,
+        max_logit_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind, self.pairs = kind, tuple(pairs)
+        self.hidden_size = self.output_size = width
+        self.logit_scale, self.logit_bias = logit_scale, logit_bias
+        self.max_logit_scale = max_logit_scale
+        self._cp = ALONE
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """CLIP keeps the scale below 100, so that training stays stable (Radford et al. 2021)."""
+        if self.max_logit_scale is not None:
+            self.logit_scale.clamp_(max=self.max_logit_scale)
+
+    def share_context(self, cp: ContextParallel) -> None:
+        """The group that shares the rows."""
+        self._cp = cp
+
+    def canonical_name(self, local_name: str) -> str:
+        return f"module.{local_name}"
+
+    def layers_of(self, local_name: str) -> tuple[int, ...]:
+        return (0,)
+
+    def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
+        raise AssertionError("nothing is sent into a contrastive loss")
+
+    output_shape = input_shape
+
+    def loss(self, features: Mapping[str, Tensor], shares: Shares) -> Tensor:
+        """The sum of the losses of all pairs and samples, alike on all ranks of the group. Collective.
+
+        `features`: for each tower of which this rank holds some: [own samples, width], in the order of its places.
+        The backward exchanges nothing."""
+        own = {name: nn.functional.normalize(tensor, dim=-1) for name, tensor in features.items()}
+        reference = self.logit_scale
+        towers = dict.fromkeys(name for pair in self.pairs for name in pair)
+        rows = [own.get(name, reference.new_zeros(0, self.hidden_size)) for name in towers]
+        bias = reference.new_zeros(()) if self.logit_bias is None else self.logit_bias
+        share = _Share(self.kind, self.pairs, tuple(towers), shares, self._cp)
+        with torch.autocast(reference.device.type, enabled=False):
+            return _ContrastiveLoss.apply(share, self.logit_scale.exp(), bias, *rows)
+
+
+class _Compared(NamedTuple):
+    """Of one pair of towers: the samples that both have."""
+
+    samples: Ints
+    """Ascending."""
+    own: Mapping[str, Ints]
+    """By tower of the pair: which of this rank's rows are of these samples, ascending."""
+
+    def has_all(self, tower: str) -> bool:
+        return len(self.own[tower]) == len(self.samples)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """Rows of one tower here against all samples of another one."""
+
+    rows: str
+    columns: str
+    compared: _Compared
+    both: bool
+    """Whether this rank has all rows of both towers; one side does the other's work then."""
+    counts: bool
+    """Whether the gradients of scale and bias are counted here and not on the other side."""
+
+
+class _Share:
+    """One rank's part of one contrastive batch."""
+
+    def __init__(
+        self, kind: LossKind, pairs: Sequence[Pair], towers: tuple[str, ...], shares: Shares, cp: ContextParallel
+    ) -> None:
+        self.kind, self.pairs, self.towers, self.shares, self.cp = kind, pairs, towers, shares, cp
+        opposite = {name: {b if a == name else a for a, b in pairs if name in (a, b)} for name in towers}
+        self.receivers = {
+            name: [m for m in range(cp.size) if any(len(shares.places[other][m]) for other in opposite[name])]
+            for name in towers
+        }
+        """Who needs a tower's features."""
+        self.samples = {name: np.sort(np.concatenate(shares.places[name])) for name in towers}
+        """Of each tower: those that have an item for it."""
+        self.compared = {pair: self._compare(pair) for pair in pairs}
+
+    def _compare(self, pair: Pair) -> _Compared:
+        samples = np.intersect1d(self.samples[pair[0]], self.samples[pair[1]], assume_unique=True)
+        own = {name: np.flatnonzero(np.isin(self.places(name), samples)) for name in pair}
+        return _Compared(samples, own)
+
+    def places(self, tower: str) -> Ints:
+        return self.shares.places[tower][self.cp.rank]
+
+    def sides(self) -> Iterator[_Side]:
+        for (a, b), compared in self.compared.items():
+            both = compared.has_all(a) and compared.has_all(b)
+            # A frozen tower's rows need no second pass, if only the other side finds scale and bias.
+            counted = b if a not in self.shares.with_gradient and b in self.shares.with_gradient else a
+            for rows, columns in [(a, b)] if both else [(a, b), (b, a)]:
+                if len(compared.own[rows]):
+                    yield _Side(rows, columns, compared, both=both, counts=both or rows == counted)
+
+    def gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each tower opposite to one of which this rank has rows: the rows of all samples that have an item."""
+        exchange = RowExchange(self.cp)
+        whole = {
+            name: exchange.gather(own[name], _places_among(self.samples[name], places), self.receivers[name])
+            for name, places in ((name, self.shares.places[name]) for name in self.towers)
+        }
+        exchange.finish()
+        return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
+def _places_among(samples: Ints, places: Sequence[Ints]) -> list[Ints]:
+    """Where each member's samples, as far as they are among these, stand among them."""
+    return [np.searchsorted(samples, own[np.isin(own, samples)]) for own in places]
+
+
+def _rows_at(rows: Tensor, at: Ints) -> Tensor:
+    """`rows[at]`; `at` ascends, and mostly all are meant."""
+    return rows if len(at) == len(rows) else rows.index_select(0, torch.from_numpy(at).to(rows.device))
+
+
+def _add_at(total: Tensor, at: Ints, rows: Tensor) -> None:
+    if len(at) == len(total):
+        total += rows
+    else:
+        total.index_add_(0, torch.from_numpy(at).to(total.device), rows)
+
+
+class RowExchange:
+    """Rows that members of a group hand to one another, all at once. Every member calls `gather` equally often."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self._cp = cp
+        self._operations: list[dist.P2POp] = []
+        self._scattered: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._tag = 0
+
+    def gather(self, own: Tensor, places: Sequence[Ints], receivers: Collection[int]) -> Tensor | None:
+        """The rows of all members, [number of all places, ...], complete after `finish`; None for no receiver.
+
+        `own`: this member's rows, those of `places[rank]`; they must not change until `finish`."""
+        rank, self._tag = self._cp.rank, self._tag + 1
+        own = own.contiguous()
+        if len(places[rank]):
+            for member in receivers:
+                if member != rank:
+                    self._add(dist.isend, own, member)
+        if rank not in receivers:
+            return None
+        if len(places[rank]) == sum(map(len, places)):
+            return own
+        whole = own.new_empty((sum(map(len, places)), *own.shape[1:]))
+        if len(places[rank]):
+            whole[torch.from_numpy(places[rank])] = own
+        for member, at in enumerate(places):
+            if member == rank or not len(at):
+                continue
+            if at[-1] - at[0] == len(at) - 1:
+                self._add(dist.irecv, whole[at[0] : at[-1] + 1], member)
+            else:
+                buffer = own.new_empty((len(at), *own.shape[1:]))
+                self._add(dist.irecv, buffer, member)
+                self._scattered.append((whole, torch.from_numpy(at), buffer))
+        return whole
+
+    def _add(self, operation: Any, tensor: Tensor, member: int) -> None:
+        self._operations.append(dist.P2POp(operation, tensor, group=self._cp.group, tag=self._tag, group_peer=member))
+
+    def finish(self) -> None:
+        for work in dist.batch_isend_irecv(self._operations) if self._operations else ():
+            work.wait()
+        for whole, at, buffer in self._scattered:
+            whole[at.to(whole.device)] = buffer
+
+
+class _ContrastiveLoss(torch.autograd.Function):
+    """(share, scale, bias, rows of each tower) -> the loss, summed over pairs and samples. Its backward is computed
+    from blocks of similarities, which are computed a second time."""
+
+    @staticmethod
+    def forward(ctx: Any, share: _Share, scale: Tensor, bias: Tensor, *rows: Tensor) -> Tensor:
+        own = dict(zip(share.towers, rows, strict=True))
+        whole = share.gather(own)
+        loss = torch.zeros((), dtype=torch.float64, device=scale.device)
+        found: dict[tuple[str, str], Values] = {}
+        for side in share.sides():
+            if share.kind == "sigmoid" and not side.counts:
+                continue  # The other side finds the same loss.
+            result = values(share.kind, _similarity(share, side, own, whole, scale, bias), both=side.both)
+            found[side.rows, side.columns] = result
+            if result.column_lse is not None:
+                found[side.columns, side.rows] = result._replace(lse=result.column_lse)
+            loss += result.loss
+        if share.cp.size > 1:
+            dist.all_reduce(loss, group=share.cp.group)
+        ctx.share, ctx.lse = share, _exchange_lse(share, found, own) if share.kind == "softmax" else {}
+        ctx.save_for_backward(scale, bias, *rows, *whole.values())
+        ctx.whole = tuple(whole)
+        return loss.to(scale.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        share: _Share = ctx.share
+        scale, bias, *tensors = ctx.saved_tensors
+        own = dict(zip(share.towers, tensors, strict=False))
+        whole = dict(zip(ctx.whole, tensors[len(own) :], strict=True))
+        d_own = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        d_scale = torch.zeros((), dtype=torch.float64, device=scale.device)
+        d_bias = torch.zeros_like(d_scale)
+        for side in share.sides():
+            with_gradient = share.shares.with_gradient & ({side.rows, side.columns} if side.both else {side.rows})
+            if not (with_gradient or side.counts):
+                continue
+            similarity = _similarity(share, side, own, whole, scale, bias)
+            lse = ctx.lse.get((side.rows, side.columns), (similarity.rows, similarity.columns))
+            found: Gradients = gradients(share.kind, similarity, *lse, both=side.both)
+            _add_at(d_own[side.rows], side.compared.own[side.rows], found.rows)
+            if found.columns is not None:
+                _add_at(d_own[side.columns], side.compared.own[side.columns], found.columns)
+            if side.counts:
+                d_scale += found.scale
+                d_bias += found.bias
+        return (
+            None,
+            (d_scale * d_loss).to(scale.dtype),
+            (d_bias * d_loss).to(bias.dtype),
+            *(d_own[name].mul_(d_loss) for name in share.towers),
+        )
+
+
+def _similarity(
+    share: _Share, side: _Side, own: Mapping[str, Tensor], whole: Mapping[str, Tensor], scale: Tensor, bias: Tensor
+) -> Similarity:
+    samples, at = side.compared.samples, side.compared.own[side.rows]
+    rows = _rows_at(own[side.rows], at)
+    columns = _rows_at(whole[side.columns], np.searchsorted(share.samples[side.columns], samples))
+    places = np.searchsorted(samples, share.places(side.rows)[at])
+    return Similarity(rows, columns, torch.from_numpy(places).to(rows.device), scale.item(), bias.item())
+
+
+def _exchange_lse(
+    share: _Share, found: Mapping[tuple[str, str], Values], own: Mapping[str, Tensor]
+) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+    """For each side: the log-sum-exps of its own rows, and of the other direction's, of all samples compared."""
+    exchange = RowExchange(share.cp)
+    whole = {}
+    for (a, b), compared in share.compared.items():
+        for rows, columns in ((a, b), (b, a)):
+            lse = found[rows, columns].lse if (rows, columns) in found else own[rows].new_empty(0)
+            # Whoever has rows of the other tower needs them.
+            receivers = [m for m, places in enumerate(share.shares.places[columns]) if len(places)]
+            places = _places_among(compared.samples, share.shares.places[rows])
+            whole[rows, columns] = exchange.gather(lse, places, receivers)
+    exchange.finish()
+    return {side: (here.lse, other) for side, here in found.items() if (other := whole[side[::-1]]) is not None}

@@ -1,0 +1,383 @@
+"""A run of an encoder's layers as a pipeline stage: embed | n blocks | head | projector (docs/architecture.md).
+
+All items of a microbatch's samples run together. Between stages they are [sum of num_tokens, hidden_size], sample after
+sample and item after item; what a stage derives from grids it derives again, so nothing but that tensor is sent.
+
+Callbacks (Cornstarch section 5.1, listing 2) are called once for each sample, so that what they see does not depend on
+how the batch was cut. In call order:
+
+* `preprocess_callback(inputs) -> inputs`: the sample's features, before the embedding. If it splits images (AnyRes),
+  the layout's `num_tokens` is the multiple of what one tile of `grid` makes.
+* `postprocess_module_callback(inputs, output) -> output`: after the head.
+* `postprocess_projector_callback(inputs, output) -> output`: after the projector.
+
+`inputs` is what `preprocess_callback` returned; `output` is a 1-tuple, as listing 2 has it: (the sample's features
+[num_outputs, size],). A tuple, a tensor or a transformers `ModelOutput` may be returned. Every callback must be a pure
+function: a stage that holds a later one calls `preprocess_callback` too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from motet.assignment.sample import Sample, Segment
+from motet.attention.masks.token_layout import Document
+from motet.attention.masks.token_ownership import FULL, Rows, tokens_of_members
+from motet.errors import UserError
+from motet.families.encoder_outputs import EncoderOutputs
+from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
+from motet.models.stages.projector import PROJECTORS, projected_size
+from motet.models.stages.stage import keep_frozen_in_eval_mode
+from motet.parallel.context_attention import ContextParallel
+from motet.parallel.context_sequence import (
+    ITEM_ATTENTION,
+    ContextSequence,
+    Holder,
+    check_shared,
+    context_sequence,
+    num_rows,
+    set_attention,
+)
+from motet.parallel.tensor_collectives import scale_gradient
+from motet.plan import ContextOptions, LayerRange
+
+
+def num_encoder_layers(module: nn.Module, projector: nn.Module | None) -> int:
+    """embed, the blocks, the head, and the projector if there is one."""
+    return num_blocks(module) + (2 if projector is None else 3)
+
+
+def encoder_layer_parts(module: nn.Module, layer: int) -> tuple[str, ...]:
+    """The paths of the sub-modules of the transformers model that make up one layer (the projector's layer: none)."""
+    family = family_of(module)
+    head_layer = num_blocks(module) + 1
+    if 1 <= layer < head_layer:
+        return (f"{family.blocks}.{layer - 1}",)
+    parts = {0: family.embed_parts, head_layer: family.head_parts}.get(layer, ())
+    present = {name for name, _ in module.named_modules()}
+    return tuple(part for part in parts if part in present)
+
+
+class EncoderStage(nn.Module):
+    """Layers [first, last) of an encoder and its projector.
+
+    Takes over `modality_module.module`: parts of other layers are replaced by pass-throughs, the rest stays as it is.
+
+    Args:
+        name: the module whose layouts are read.
+        modality_module: has `module`, `projector` (None: there is none), the three callbacks (None: none) and, if the
+            features are not those of the last block after the head, a `feature_layer` (`num_running_blocks`). Blocks
+            behind it stay where they are in the count of layers, but do not run, and neither does the head.
+        layers: half-open.
+        recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
+    """
+
+    def __init__(self, name: str, modality_module: Any, layers: LayerRange, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.name = name
+        self.layers = layers
+        self.recompute = recompute
+        self.family: EncoderFamily = family_of(modality_module.module)
+        self.config = modality_module.module.config
+        num_layers = num_encoder_layers(modality_module.module, modality_module.projector)
+        assert 0 <= layers[0] < layers[1] <= num_layers, layers
+        self._head_layer = num_blocks(modality_module.module) + 1
+        feature_layer = getattr(modality_module, "feature_layer", None)
+        self._num_running_blocks = num_running_blocks(modality_module.module, feature_layer)
+        self._runs_head = feature_layer is None
+        self._pooling = getattr(modality_module, "pooling", None)
+        if self._pooling is not None and self.family.pool is None:
+            raise UserError(f"towers: {self.family.model_class} has no features of a whole item; take another encoder")
+        self._is_last = layers[1] == num_layers
+        projector = modality_module.projector
+        self._preprocess = modality_module.preprocess_callback
+        self._postprocess_module = modality_module.postprocess_module_callback
+        self._postprocess_projector = modality_module.postprocess_projector_callback
+        self._outputs = EncoderOutputs(
+            name=name,
+            config=self.config,
+            head_layer=self._head_layer,
+            block_width=getattr(self.config, self.family.hidden_size),
+            head_width=getattr(self.config, self.family.output_size),
+            projector_width=None if projector is None else projected_size(projector),
+            is_pooled=self._pooling is not None,
+            has_callback_after_head=self._postprocess_module is not None,
+        )
+        for layer in range(num_layers):
+            if not self.holds(layer):
+                for part in encoder_layer_parts(modality_module.module, layer):
+                    modality_module.module.set_submodule(part, nn.Identity())
+        self.module = modality_module.module
+        self.hidden_size = self._outputs.width(layers[0])
+        self.output_size = self._outputs.width(layers[1])
+        # The embedding reads features, and so do the callbacks after the head and after the projector.
+        self.needs_features = (
+            self.holds(0)
+            or (self.holds(self._head_layer) and self._postprocess_module is not None)
+            or (self._is_last and self._postprocess_projector is not None)
+        )
+        self.projector = projector if self.holds(self._head_layer + 1) else None
+        self._context: ContextParallel | None = None
+        self._holder = Holder()
+
+    def share_context(self, cp: ContextParallel) -> None:
+        """From now on this rank's blocks have its share of the tokens only. What stands before and after the blocks is
+        computed alike on all ranks of the group; gradients are such that the sum over the group is right for both.
+
+        Raises `UserError` for encoders whose attention is not simply that within each item."""
+        if not self.family.has_full_attention:
+            raise UserError(
+                f"parallel: {self.name} is a {self.family.model_class}, which context parallelism does not support; "
+                "use cp 1"
+            )
+        heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
+        check_shared(self.name, self.module, self.config, cp, heads, self._outputs.block_width // heads)
+        self._context = cp
+        set_attention(self.module, ITEM_ATTENTION)
+        for part in self.module.get_submodule(self.family.blocks).modules():
+            part.motet_holder = self._holder
+
+    @property
+    def has_own_attention(self) -> bool:
+        """Whether attention is ours, for shares of the tokens."""
+        return self._context is not None
+
+    def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
+        """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
+        context = self._shared(samples, next(self.parameters()).device)
+        context.prepare((None,))
+        return context
+
+    def _shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
+        assert self._context is not None
+        return context_sequence(self._documents(samples), (FULL,), self._context, device)
+
+    def held_tokens(
+        self, border: int, samples: Sequence[Sample], options: ContextOptions, cp_size: int
+    ) -> list[Rows] | None:
+        """Of what enters the layer `border`: which of the items' tokens each member of a group of this size holds.
+        None: behind the head all of them have all."""
+        return tokens_of_members(self._documents(samples), FULL, options, cp_size) if self._is_shared(border) else None
+
+    def _is_shared(self, border: int) -> bool:
+        return border <= self._head_layer
+
+    def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
+        return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._outputs.tiles(samples))
+
+    def train(self, mode: bool = True) -> "EncoderStage":
+        super().train(mode)
+        keep_frozen_in_eval_mode(self.module, self.projector)
+        return self
+
+    def holds(self, layer: int) -> bool:
+        return self.layers[0] <= layer < self.layers[1]
+
+    def canonical_name(self, local_name: str) -> str:
+        """The parameter's name in the whole `ModalityModule`: `module.<path in the model>` or `projector.<path>`."""
+        return local_name
+
+    def layers_of(self, local_name: str) -> tuple[int, ...]:
+        """The layer that the parameter belongs to."""
+        where, _, path = local_name.partition(".")
+        if where == "projector":
+            return (self._head_layer + 1,)
+        for layer in range(*self.layers):
+            if any(path.startswith(f"{part}.") for part in encoder_layer_parts(self.module, layer)):
+                return (layer,)
+        raise AssertionError(f"{local_name} belongs to none of the layers {self.layers}")
+
+    def after_update(self) -> None:
+        """No parameter has a limit."""
+
+    def input_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Of `hidden`, from metadata alone; not for the first stage."""
+        return self._boundary_shape(self.layers[0], samples)
+
+    def output_shape(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Of what `forward` returns, from metadata alone."""
+        return self._boundary_shape(self.layers[1], samples)
+
+    def forward(
+        self,
+        hidden: Tensor | None,
+        incoming: Mapping[str, Tensor],
+        features: Sequence[Mapping[str, Tensor]],
+        samples: Sequence[Sample],
+    ) -> Tensor:
+        """Returns [sum of num_tokens, hidden_size]; after the last layer [sum of num_outputs, output_size].
+
+        Args:
+            hidden: the previous stage's output; None on the first stage.
+            incoming: nothing enters an encoder: empty.
+            features: one dict for each sample; read where `needs_features`.
+
+        Raises `ValueError` if features or callbacks do not fit the samples' layouts.
+        """
+        assert not incoming, f"{self.name} is an encoder, but {', '.join(incoming)} was sent to it"
+        inputs = [self._preprocessed(sample) for sample in features] if self.needs_features else []
+        if self.holds(0):
+            hidden = self._embed(inputs, samples)
+        assert hidden is not None
+        if self._context is not None and self._is_shared(self.layers[0]):
+            context = self._shared(samples, hidden.device)
+            hidden = self._run_shared_blocks(context.take(hidden) if self.holds(0) else hidden, context)
+            hidden = self._run_head(context.gather(hidden), samples) if self.holds(self._head_layer) else hidden
+        else:
+            hidden = self._run_blocks_and_head(hidden, samples)
+        if self.layers[1] <= self._head_layer:
+            return hidden
+        output = self._hand_on(hidden, inputs, samples)
+        if self._context is None or not self._is_last:
+            return output
+        # All ranks compute it alike, and the group adds up their gradients.
+        return scale_gradient(output, 1 / self._context.size)
+
+    def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return features if self._preprocess is None else self._preprocess(dict(features))
+
+    def _embed(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
+        key = self.family.feature
+        for sample, sample_inputs in zip(samples, inputs, strict=True):
+            if key not in sample_inputs:
+                raise UserError(f"features: sample {sample.id!r} has no {key} for {self.name}")
+            items = [segment.item for segment in sample.layouts[self.name]]
+            if items != sorted(items):
+                raise UserError(f"layout: sample {sample.id!r} has {self.name}'s items as {items}; put them in order")
+        tensors = [sample_inputs[key] for sample_inputs in inputs]
+        hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._outputs.tiles(samples)])
+        expected = sum(sample.num_tokens(self.name) for sample in samples)
+        if hidden.shape[0] != expected:
+            ids = ", ".join(repr(sample.id) for sample in samples)
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise UserError(
+                f"features: {key} of samples {ids} ({shapes}) makes {hidden.shape[0]} tokens in {self.name}, "
+                f"but the layouts have {expected}"
+            )
+        return hidden
+
+    @property
+    def idle_blocks(self) -> tuple[str, ...]:
+        """Those that the stage holds behind the features that are handed on: they have weights and do not run."""
+        held = range(max(self.layers[0], 1) - 1, min(self.layers[1], self._head_layer) - 1)
+        return tuple(f"module.{self.family.blocks}.{index}" for index in held if index >= self._num_running_blocks)
+
+    @property
+    def _blocks(self) -> range:
+        """The blocks of this stage that run."""
+        return range(max(self.layers[0], 1) - 1, min(self.layers[1] - 1, self._num_running_blocks))
+
+    def _run_shared_blocks(self, hidden: Tensor, context: ContextSequence) -> Tensor:
+        """[num_rows, hidden_size] -> the same, all of this rank's tokens in one row."""
+
+        def run(block: nn.Module, row: Tensor) -> Tensor:
+            self._holder.context = context  # Also when a block is run again in the backward pass.
+            return _tensor(block(row, attention_mask=None))
+
+        row, num_calls = hidden[None], context.num_calls
+        for index in self._blocks:
+            block = self.module.get_submodule(f"{self.family.blocks}.{index}")
+            if self.recompute and torch.is_grad_enabled():
+                row = checkpoint(run, block, row, use_reentrant=False)
+            else:
+                row = run(block, row)
+        assert context.num_calls - num_calls == len(self._blocks)
+        return row[0]
+
+    def _run_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """[sum of num_tokens, hidden_size] -> what the layouts hand on of it."""
+        if self._runs_head:
+            groups = self._groups(hidden, samples)
+            finished = [
+                self._pooled(self.family.finish(self.module, self._arrange(r, len(g)), g), g) for g, r in groups
+            ]
+            hidden = torch.cat([group.reshape(-1, group.shape[-1]) for group in finished])
+        return self._outputs.select(hidden, samples)
+
+    def _run_blocks_and_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        blocks = self._blocks
+        if not blocks and not self.holds(self._head_layer):
+            return hidden
+        outputs = []
+        for grids, rows in self._groups(hidden, samples):
+            group = self._arrange(rows, len(grids))
+            if blocks:
+                arguments = self.family.block_arguments(self.module, group, grids)
+            for index in blocks:
+                block = self.module.get_submodule(f"{self.family.blocks}.{index}")
+                if self.recompute and torch.is_grad_enabled():
+                    group = checkpoint(block, group, use_reentrant=False, **arguments(index))
+                else:
+                    group = block(group, **arguments(index))
+            if self.holds(self._head_layer) and self._runs_head:
+                group = self._pooled(self.family.finish(self.module, group, grids), grids)
+            outputs.append(group.reshape(-1, group.shape[-1]))
+        hidden = torch.cat(outputs)
+        return self._outputs.select(hidden, samples) if self.holds(self._head_layer) else hidden
+
+    def _pooled(self, group: Tensor, grids: Grids) -> Tensor:
+        """What a tower hands on of its items' features: one vector of each, or that before all of them."""
+        if self._pooling is None:
+            return group
+        assert self.family.pool is not None
+        pooled = self.family.pool(self.module, group, grids)[:, None]
+        return pooled if self._pooling == "alone" else torch.cat([pooled, group], dim=1)
+
+    def _hand_on(self, hidden: Tensor, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
+        """The callbacks after the head and after the projector, and the projector between them, sample by sample."""
+        entering = self._outputs.of_head if self.holds(self._head_layer) else self._outputs.projector_inputs
+        outputs = list(hidden.split(entering(samples)))
+        if self.holds(self._head_layer) and self._postprocess_module is not None:
+            outputs = [_tensor(self._postprocess_module(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
+        if self.projector is not None:
+            outputs = self._project(outputs)
+        if self._is_last and self._postprocess_projector is not None:
+            outputs = [_tensor(self._postprocess_projector(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
+        expected = self._outputs.num_tokens(self.layers[1], samples)
+        for sample, output, num_outputs in zip(samples, outputs, expected, strict=True):
+            if output.shape[0] != num_outputs:
+                raise UserError(
+                    f"layout: sample {sample.id!r} says that {self.name} hands on {num_outputs} tokens, "
+                    f"but {output.shape[0]} came out of its layers {list(self.layers)}"
+                )
+        return torch.cat(outputs)
+
+    def _project(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The user's own projectors may mix a sample's tokens, so they see one sample at a time."""
+        assert self.projector is not None
+        if type(self.projector) in PROJECTORS.values() or isinstance(self.projector, nn.Linear):
+            return list(self.projector(torch.cat(outputs)).split([len(output) for output in outputs]))
+        return [_tensor(self.projector(output)) for output in outputs]
+
+    def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Of what enters `layer` (of what leaves the last one)."""
+        width = self._outputs.width(layer)
+        if self._context is not None and self._is_shared(layer):
+            return num_rows(self._documents(samples), (FULL,), self._context), width
+        return sum(self._outputs.num_tokens(layer, samples)), width
+
+    def _groups(self, hidden: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[Grids, Tensor]]:
+        """What runs together, in order: everything, or runs of tiles of equal length where the blocks take a batch."""
+        tiles = self._outputs.tiles(samples)
+        if self.family.arrangement is not Arrangement.BATCH:
+            yield [grid for grid, _ in tiles], hidden
+            return
+        first = 0
+        for num_tokens, run in groupby(tiles, key=lambda tile: tile[1]):
+            grids = [grid for grid, _ in run]
+            yield grids, hidden[first : first + num_tokens * len(grids)]
+            first += num_tokens * len(grids)
+
+    def _arrange(self, rows: Tensor, num_tiles: int) -> Tensor:
+        if self.family.arrangement is Arrangement.BATCH:
+            return rows.unflatten(0, (num_tiles, -1))
+        return rows.unsqueeze(0) if self.family.arrangement is Arrangement.ROW else rows
+
+
+def _tensor(output: Any) -> Tensor:
+    """Of a tensor, a tuple or a `ModelOutput`."""
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,0 +1,367 @@
+"""Attention of queries on this rank to keys on all ranks of a context-parallel group.
+
+*All-gather* (Cornstarch 4.3, thesis 3.4.3): keys and values arrive head group by head group, the next one while the
+last one is computed; backwards, they arrive once more, and their gradients return to their owners in the same way. Here
+a rank gets only the blocks that some query of its sees, so it is an all-to-all in which most ranks may have little to
+send. Gradients are added in the order of ranks: results are the same bit by bit.
+
+*Ulysses* (Jacobs et al. 2023): two all-to-alls trade tokens for heads, where the heads divide by the group.
+
+Deviation: the papers gather all blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from motet.attention.kernels.backends import Backend
+from motet.attention.kernels.device_mask import DeviceMask, device_mask
+from motet.attention.masks.distribution import Distribution
+from motet.attention.masks.interval_mask import IntervalMask
+from motet.attention.masks.tile_counts import blocks_seen
+from motet.parallel.tensor_collectives import TensorParallel
+from motet.plan import ContextOptions
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The group that shares the tokens of a stage's sequences, as one of its members sees it."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    """Within the group."""
+    size: int
+    options: ContextOptions = field(default_factory=ContextOptions)
+    tp_size: int = 1
+    """Of the stage: so many ranks share the heads of each member's tokens."""
+    head_groups: int = 2
+    """All-gather: how many portions the key heads arrive in."""
+
+    def as_group(self) -> TensorParallel:
+        """For collectives that do not care what is shared."""
+        return TensorParallel(self.group, self.rank, self.size)
+
+
+MOST_TILES_OF_A_TASK = 32
+"""What more a block of queries meets is shared out over compute units; thesis 3.3.2.2 finds 16 to 32 good."""
+
+
+class SharedAttention:
+    """The attention of one microbatch under one mask: what every rank of the group computes, and from which keys.
+
+    Every rank makes its own from the same mask and distribution, and calls it in the same order.
+    """
+
+    def __init__(
+        self,
+        mask: IntervalMask,
+        distribution: Distribution,
+        cp: ContextParallel,
+        backend: Backend,
+        device: torch.device,
+    ) -> None:
+        self.cp, self.backend, self.distribution = cp, backend, distribution
+        self._device = device
+        self._blocks = [distribution.blocks_of(rank) for rank in range(cp.size)]
+        self._mask = mask.padded(len(distribution.rank_of_block) * cp.options.block_size)
+
+    @property
+    def num_local_tokens(self) -> int:
+        return int(self.distribution.token_counts[self.cp.rank])
+
+    def prepare(self) -> None:
+        """Derives masks and exchanges, which the first call would do otherwise."""
+        if self.cp.size > 1 and self.cp.options.method == "all_gather":
+            _ = self.exchange, self.mask_of_gathered
+        else:
+            _ = self.mask_of_all
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[1, heads, n, dim] of this rank's n tokens, from its query [1, heads, n, dim], key and value."""
+        attend = _gathered if self.cp.options.method == "all_gather" else _traded
+        if self.cp.size == 1:
+            attend = _alone
+        whole = len(self._blocks[self.cp.rank]) * self.cp.options.block_size
+        # Under autocast rotary positions leave queries and keys in float32 and values not.
+        device = query.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+        query, key, value = (
+            torch.nn.functional.pad(t[0].to(dtype), (0, 0, 0, whole - t.shape[2])) for t in (query, key, value)
+        )
+        return attend(query, key, value, self, scale)[None, :, : self.num_local_tokens]
+
+    @cached_property
+    def _seen(self) -> np.ndarray:
+        """[ranks, N], bool: the blocks that some query of a rank sees."""
+        return blocks_seen(self._mask, self.distribution.rank_of_block, self.cp.size, self.cp.options.block_size)
+
+    def needed(self, receiver: int, owner: int) -> np.ndarray:
+        """The owner's blocks that some query of the receiver sees."""
+        blocks = self._blocks[owner]
+        return blocks[self._seen[receiver, blocks]]
+
+    @cached_property
+    def received_blocks(self) -> list[np.ndarray]:
+        """The blocks of keys that this rank gets from each rank, itself among them."""
+        return [self.needed(self.cp.rank, owner) for owner in range(self.cp.size)]
+
+    @cached_property
+    def mask_of_gathered(self) -> DeviceMask:
+        """This rank's queries, and the keys that it gets."""
+        return self._device_mask(self._blocks[self.cp.rank], np.concatenate(self.received_blocks))
+
+    @cached_property
+    def mask_of_all(self) -> DeviceMask:
+        """All tokens, in the order of the ranks."""
+        order = np.concatenate(self._blocks)
+        return self._device_mask(order, order)
+
+    def _device_mask(self, queries: np.ndarray, keys: np.ndarray) -> DeviceMask:
+        return device_mask(
+            [self._mask],
+            query_blocks=queries,
+            key_blocks=keys,
+            device=self._device,
+            block=self.cp.options.block_size,
+            max_tiles=MOST_TILES_OF_A_TASK,
+        )
+
+    @cached_property
+    def exchange(self) -> "_Exchange":
+        """Of keys and values, from their owners to those that need them."""
+        size, rank = self.cp.options.block_size, self.cp.rank
+        place = np.zeros(len(self.distribution.rank_of_block), np.int64)
+        place[self._blocks[rank]] = np.arange(len(self._blocks[rank]))
+        sent = [place[self.needed(receiver, rank)] for receiver in range(self.cp.size)]
+        rows = (np.concatenate(sent)[:, None] * size + np.arange(size)).reshape(-1)
+        return _Exchange(
+            torch.from_numpy(rows).to(self._device),
+            [len(blocks) * size for blocks in sent],
+            [len(blocks) * size for blocks in self.received_blocks],
+            len(self._blocks[rank]) * size,
+            self.cp.group,
+        )
+
+    @property
+    def rows_of_ranks(self) -> list[int]:
+        """Tokens of every rank, in whole blocks."""
+        return [len(blocks) * self.cp.options.block_size for blocks in self._blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Rows of tensors [n, ...] from their owners to other ranks, and sums of them back."""
+
+    rows: Tensor
+    """Which local rows are sent, receiver after receiver."""
+    sent: list[int]
+    received: list[int]
+    num_local: int
+    group: dist.ProcessGroup | None
+
+    def gather(self, local: Tensor) -> "_Pending":
+        return _Pending(local.index_select(0, self.rows), self.sent, self.received, self.group)
+
+    def give_back(self, gradient: Tensor) -> "_Pending":
+        return _Pending(gradient, self.received, self.sent, self.group)
+
+    def add_up(self, returned: Tensor) -> Tensor:
+        """[num_local, ...] from what all receivers gave back."""
+        return returned.new_zeros((self.num_local, *returned.shape[1:])).index_add_(0, self.rows, returned)
+
+
+class _Pending:
+    """An all-to-all under way."""
+
+    def __init__(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
+        self._sent = rows.contiguous()
+        self._received = rows.new_empty((sum(received), *rows.shape[1:]))
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, list(received), list(sent), group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        assert self._work is not None
+        self._work.wait()
+        return self._received
+
+
+class _Gathered(torch.autograd.Function):
+    """Query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens -> [heads, Q, dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+        portions = _portions(query, key, shared.cp.head_groups)
+        outs, saved = [], []
+        pending = shared.exchange.gather(_as_rows(key, value, portions[0].keys))
+        for number, portion in enumerate(portions):
+            gathered = _from_rows(pending.wait())
+            if number + 1 < len(portions):
+                pending = shared.exchange.gather(_as_rows(key, value, portions[number + 1].keys))
+            out, kept = shared.backend.forward(query[None, portion.queries], *gathered, shared.mask_of_gathered, scale)
+            outs.append(out[0])
+            saved.append(kept)
+        result = torch.cat(outs)
+        ctx.save_for_backward(query, key, value, result, *(tensor for kept in saved for tensor in kept))
+        ctx.shared, ctx.scale, ctx.portions = shared, scale, portions
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, result, *kept = ctx.saved_tensors
+        shared, scale, portions = ctx.shared, ctx.scale, ctx.portions
+        per_portion = len(kept) // len(portions)
+        d_queries, returns = [], []
+        pending = shared.exchange.gather(_as_rows(key, value, portions[0].keys))
+        for number, portion in enumerate(portions):
+            gathered = _from_rows(pending.wait())
+            if number + 1 < len(portions):
+                pending = shared.exchange.gather(_as_rows(key, value, portions[number + 1].keys))
+            d_query, d_key, d_value = shared.backend.backward(
+                d_result[None, portion.queries],
+                (query[None, portion.queries], *gathered),
+                result[None, portion.queries].contiguous(),
+                tuple(kept[number * per_portion : (number + 1) * per_portion]),
+                shared.mask_of_gathered,
+                scale,
+            )
+            d_queries.append(d_query[0])
+            returns.append(shared.exchange.give_back(_as_rows(d_key[0], d_value[0])))
+        d_rows = [shared.exchange.add_up(pending.wait()) for pending in returns]
+        d_keys, d_values = zip(*(_from_rows(rows) for rows in d_rows), strict=True)
+        return torch.cat(d_queries), torch.cat(d_keys, dim=1)[0], torch.cat(d_values, dim=1)[0], None, None
+
+
+def _gathered(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    return _Gathered.apply(query, key, value, shared, scale)
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """Heads that are computed together."""
+
+    queries: slice
+    keys: slice
+
+
+def _portions(query: Tensor, key: Tensor, head_groups: int) -> list[_Portion]:
+    heads, key_heads = query.shape[0], key.shape[0]
+    group = heads // key_heads
+    count = min(head_groups, key_heads)
+    bounds = [key_heads * i // count for i in range(count + 1)]
+    return [_Portion(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(bounds)]
+
+
+def _as_rows(key: Tensor, value: Tensor, heads: slice = slice(None)) -> Tensor:
+    """[tokens, 2, heads, dim], so that tokens travel whole."""
+    return torch.stack([key[heads], value[heads]]).permute(2, 0, 1, 3)
+
+
+def _from_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value [1, heads, tokens, dim]."""
+    key, value = rows.permute(1, 2, 0, 3)
+    return key[None], value[None]
+
+
+class _GatherRows(torch.autograd.Function):
+    """As `collect_rows`; gradients of all copies are added up, in the order of the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: list[np.ndarray], cp: ContextParallel) -> Tensor:
+        ctx.held, ctx.cp, ctx.num_own = held, cp, len(x)
+        return collect_rows(x, held, cp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        size = len(ctx.held)
+        order = torch.from_numpy(np.concatenate(ctx.held)).to(d_rows.device)
+        counts = [len(rows) for rows in ctx.held]
+        returned = _Pending(d_rows.index_select(0, order), counts, [ctx.num_own] * size, ctx.cp.group).wait()
+        return returned.unflatten(0, (size, ctx.num_own)).sum(0), None, None
+
+
+def gather_rows(x: Tensor, distribution: Distribution, cp: ContextParallel) -> Tensor:
+    """[n, H] of this rank's tokens -> [T, H] of all, in the order of the sequence, on every rank."""
+    return _GatherRows.apply(x, [distribution.tokens_of(rank) for rank in range(cp.size)], cp)
+
+
+def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -> Tensor:
+    """All rows [n, H] on every member, where member i has the rows `held[i]`; no graph.
+
+    Members' rows travel filled up to the most that one has."""
+    most = max(len(rows) for rows in held)
+    sent = torch.nn.functional.pad(own, (0, 0, 0, most - len(own)))
+    collected = own.new_empty((cp.size * most, own.shape[1]))
+    dist.all_gather_into_tensor(collected, sent, group=cp.group)
+    place = np.empty(sum(len(rows) for rows in held), np.int64)
+    for member, rows in enumerate(held):
+        place[rows] = member * most + np.arange(len(rows))
+    return collected.index_select(0, torch.from_numpy(place).to(own.device))
+
+
+class _Trade(torch.autograd.Function):
+    """Tokens for heads: [heads, own tokens, dim] -> [heads / size, all tokens, dim]; backwards the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shared: SharedAttention, to_heads: bool) -> Tensor:
+        ctx.shared, ctx.to_heads = shared, to_heads
+        return _tokens_to_heads(x, shared) if to_heads else _heads_to_tokens(x, shared)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
+        return (_heads_to_tokens if ctx.to_heads else _tokens_to_heads)(d_x, ctx.shared), None, None
+
+
+def _tokens_to_heads(x: Tensor, shared: SharedAttention) -> Tensor:
+    size, rows = shared.cp.size, shared.rows_of_ranks
+    own, heads = x.shape[1], x.shape[0] // size
+    sent = x.unflatten(0, (size, heads)).transpose(1, 2).flatten(0, 1)  # [size * own tokens, heads, dim]
+    return _Pending(sent, [own] * size, rows, shared.cp.group).wait().transpose(0, 1).contiguous()
+
+
+def _heads_to_tokens(x: Tensor, shared: SharedAttention) -> Tensor:
+    size, rows = shared.cp.size, shared.rows_of_ranks
+    own = rows[shared.cp.rank]
+    received = _Pending(x.transpose(0, 1), rows, [own] * size, shared.cp.group).wait()
+    return received.unflatten(0, (size, own)).transpose(1, 2).flatten(0, 1).contiguous()
+
+
+class _Whole(torch.autograd.Function):
+    """A backend's attention on one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+        out, kept = shared.backend.forward(query, key, value, shared.mask_of_all, scale)
+        ctx.save_for_backward(query, key, value, out, *kept)
+        ctx.shared, ctx.scale = shared, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *kept = ctx.saved_tensors
+        mask = ctx.shared.mask_of_all
+        gradients = ctx.shared.backend.backward(d_out, (query, key, value), out, tuple(kept), mask, ctx.scale)
+        return *gradients, None, None
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    return _Whole.apply(query[None], key[None], value[None], shared, scale)[0]
+
+
+def _traded(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
+    heads = [_Trade.apply(x, shared, True)[None] for x in (query, key, value)]
+    return _Trade.apply(_Whole.apply(*heads, shared, scale)[0], shared, False)

@@ -1,0 +1,230 @@
+"""A microbatch as the ranks of a context-parallel group share it: samples of a language model, items of an encoder.
+
+Everything follows from the samples' layouts and the plan, so all ranks and all stages of a module find the same
+distribution (`motet.attention.masks.token_ownership`). Layers may have masks of their own (Gemma3: global and sliding
+windows).
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from motet.attention.kernels.backends import backend_for, check_backend
+from motet.attention.masks.custom_masks import Rule, mask_of_documents, rule_named
+from motet.attention.masks.distribution import Distribution, check_ulysses
+from motet.attention.masks.token_layout import Document
+from motet.attention.masks.token_ownership import FULL, rule_of_text, share_out
+from motet.errors import UserError
+from motet.parallel.context_attention import ContextParallel, SharedAttention, gather_rows
+
+ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
+"""The names under which transformers finds `shared_attention` and `shared_item_attention`."""
+
+
+def attention_rules(config: Any, media_attention: str) -> tuple[Rule, ...]:
+    """Of every block of the whole model, with the sliding windows of its transformers configuration.
+
+    Raises `UserError` for a kind of attention that is not known."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(rule_named(media_attention, window if kind == "sliding_attention" else None) for kind in kinds)
+
+
+class ContextSequence:
+    """One microbatch on one rank of the group.
+
+    `documents`: what stands one after the other and does not see each other. `rules`: of every block of the module."""
+
+    def __init__(
+        self,
+        documents: tuple[Document, ...],
+        rules: tuple[Rule, ...],
+        cp: ContextParallel,
+        device: torch.device,
+    ) -> None:
+        self._cp, self._device = cp, device
+        self._rule_of_window = {rule.window: rule for rule in rules}
+        self._documents = documents
+        self._distribution = _distribution(documents, rules, cp)
+        self._attention: dict[int | None, SharedAttention] = {}
+        self.num_calls = 0
+        """How often attention was computed: a block that did it otherwise saw this rank's tokens only."""
+
+    @property
+    def num_held(self) -> int:
+        """How many of the tokens this rank holds; may be none."""
+        return int(self._distribution.token_counts[self._cp.rank])
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens in this rank's tensors: those that it holds. If it holds none, one stands in that nobody sees and that
+        has no loss, because models cannot be run on nothing."""
+        return _num_rows(self._distribution, self._cp)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[num_rows]: where they stand in the packed sequence."""
+        held = self._distribution.tokens_of(self._cp.rank) if self.num_held else np.zeros(1, np.int64)
+        return torch.from_numpy(held).to(self._device)
+
+    @property
+    def held(self) -> Tensor:
+        """[num_rows], bool: false for the one that stands in."""
+        return torch.arange(self.num_rows, device=self._device) < self.num_held
+
+    @cached_property
+    def _own_place(self) -> Tensor:
+        """[T]: which of this rank's tokens stands there, -1: another rank's."""
+        places = torch.full((self._distribution.num_tokens,), -1, device=self._device)
+        places[self.tokens[: self.num_held]] = torch.arange(self.num_held, device=self._device)
+        return places
+
+    def own(self, places: Tensor) -> Tensor:
+        """Of places in the packed sequence, those that are held here, as places among this rank's tokens."""
+        at = self._own_place[places.to(self._device)]
+        return at[at >= 0]
+
+    def take(self, rows: Tensor) -> Tensor:
+        """[T, H], alike on all ranks -> this rank's [num_rows, H]."""
+        return rows.index_select(0, self.tokens)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """[num_rows, H] -> [T, H] on every rank; gradients of all ranks are added up."""
+        return gather_rows(rows[: self.num_held], self._distribution, self._cp)
+
+    def prepare(self, windows: Iterable[int | None]) -> None:
+        """Derives all that attention with these sliding windows will need."""
+        for window in windows:
+            self.attention(window).prepare()
+
+    def attention(self, window: int | None) -> SharedAttention:
+        if window not in self._attention:
+            mask = mask_of_documents(self._documents, self._rule_of_window[window])
+            backend = backend_for(self._device, self._cp.options.backend)
+            self._attention[window] = SharedAttention(mask, self._distribution, self._cp, backend, self._device)
+        return self._attention[window]
+
+
+def _distribution(documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel) -> Distribution:
+    balanced = FULL if rules[0] == FULL else rule_of_text(cp.options)
+    return share_out(documents, balanced, cp.options, cp.size)
+
+
+def _num_rows(distribution: Distribution, cp: ContextParallel) -> int:
+    return max(1, int(distribution.token_counts[cp.rank]))
+
+
+def num_rows(documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel) -> int:
+    """`ContextSequence.num_rows`, without deriving one."""
+    return _num_rows(_distribution(documents, rules, cp), cp)
+
+
+def shared_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    context: ContextSequence,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: query [1, heads, n, dim] -> output [1, n, heads, dim].
+
+    `context` travels from the stage's call through the model's keyword arguments."""
+    assert attention_mask is None
+    assert dropout == 0.0
+    assert all(others.get(name) is None for name in CHANGES_OF_ATTENTION), others.keys()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (tensor[:, :, : context.num_held] for tensor in (query, key, value))
+    out = context.attention(sliding_window)(query, key, value, scale)
+    context.num_calls += 1
+    out = pad(out, (0, 0, 0, context.num_rows - context.num_held))
+    return out.transpose(1, 2).contiguous(), None
+
+
+_alive: WeakValueDictionary[Any, ContextSequence] = WeakValueDictionary()
+
+
+def context_sequence(
+    documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel, device: torch.device
+) -> ContextSequence:
+    """One for all stages, layers and passes of a microbatch, as long as somebody holds it (the engine does, from before
+    the batch is computed until after): what its masks need is derived once."""
+    key = (documents, rules, cp, device)
+    context = _alive.get(key)
+    if context is None:
+        context = _alive[key] = ContextSequence(documents, rules, cp, device)
+    return context
+
+
+DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "activation_dropout",
+    "hidden_dropout_prob",
+    "resid_pdrop",
+    "embd_pdrop",
+    "drop_path_rate",
+)
+"""Keys of transformers' configurations. Members of a group would draw alike for different tokens."""
+
+CHANGES_OF_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
+"""What models hand to the attention interface that changes its result, and that ours does not do: caps on logits
+(Gemma2), sinks of their own (gpt-oss), biases (T5)."""
+
+
+def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel, num_heads: int, head_dim: int) -> None:
+    """Raises `UserError` for what attention of our own, or tokens that are shared out, cannot do."""
+    for key in DROPOUTS:
+        if getattr(config, key, 0.0):
+            raise UserError(
+                f"parallel: {name} has {key} {getattr(config, key)}, which context parallelism and media_attention do "
+                "not support; set it to 0, or use cp 1 and media_attention causal"
+            )
+    if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
+        raise UserError(
+            f"parallel: {name} has attn_logit_softcapping {cap}, which context parallelism and media_attention do not "
+            "support; use cp 1 and media_attention causal"
+        )
+    if cp.options.method == "ulysses":
+        num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        check_ulysses(num_heads // cp.tp_size, num_key_heads // cp.tp_size, cp.size)
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    check_backend(device, cp.options.backend, block_size=cp.options.block_size, head_dim=head_dim)
+
+
+class Holder:
+    """Where an encoder's attention finds its microbatch: SigLIP passes no keyword arguments on."""
+
+    context: ContextSequence
+
+
+def shared_item_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """As `shared_attention`; the modules have the `Holder` as an attribute."""
+    return shared_attention(module, *args, **kwargs, context=cast(Holder, module.motet_holder).context)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """From now on all its layers compute attention by this interface, those with a configuration of their own too:
+    tensor parallelism gives Phi3's attention one, where `set_attn_implementation` does not look."""
+    model.set_attn_implementation(name)
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = name
+
+
+AttentionInterface.register(ATTENTION, shared_attention)
+AttentionInterface.register(ITEM_ATTENTION, shared_item_attention)

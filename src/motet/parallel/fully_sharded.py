@@ -1,0 +1,192 @@
+"""A stage whose context-parallel ranks share the tokens and keep a share of the parameters each (FSDP).
+
+What Oobleck's code has in the place of tensor parallelism (thesis 2.6): every rank computes its own tokens with whole
+layers, keeps the parameters and the optimizer's state of its share alone, and gets the others' when a block is about to
+be computed. A block's parameters are dropped after its forward, and, in the backward, when the block before it begins;
+then its gradients are summed inside the group, and the owner of each keeps it. What belongs to no block (embedding,
+head, projector) is there for the whole action. Where a backward is split, the weight half sums, block by block; what
+the input half has left of gradients (of norms and embeddings) waits for it.
+
+Every parameter has one owner, found by giving the largest to whom has least so far: so an owner's optimizer state is
+whole, and checkpoints, copies to other nodes and AdamW's rules need to know nothing of sharding.
+
+Not torch's `fully_shard`: it sums gradients by itself in each backward, where pipelines that do not look alike have to
+sum them layer by layer among all who hold them (`motet.runtime.gradient_reduction`).
+
+Limits: nothing is gathered ahead of its use. One large embedding is not cut. Sums over replicas send zeros for what
+others keep, and do not begin within the backward. Under autocast each microbatch's graph keeps copies of the weights in
+bfloat16 (others share them: `motet.parallel.cast_weights`), unless its blocks are recomputed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from motet.parallel.context_attention import ContextParallel
+from motet.parallel.split_backward import SplitBackward
+
+
+class _Unit:
+    """Parameters that are gathered together. Collective: all ranks of the group gather and drop alike."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], cp: ContextParallel) -> None:
+        self._cp = cp
+        self.parameters = frozenset(parameters)
+        self._flat: dict[int, Tensor] = {}
+        """By owner: the memory of its parameters, one after the other."""
+        self._trainable: dict[int, list[nn.Parameter]] = {}
+        """By owner."""
+        for owner in sorted(set(owners)):
+            own = [p for p, o in zip(parameters, owners, strict=True) if o == owner]
+            flat = torch.cat([p.detach().reshape(-1) for p in own])
+            for parameter, values in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                parameter.data = values.view_as(parameter)
+            self._flat[owner] = flat
+            if trainable := [p for p in own if p.requires_grad]:
+                self._trainable[owner] = trainable
+        self._num_bytes = {owner: flat.untyped_storage().nbytes() for owner, flat in self._flat.items()}
+        self.is_whole = True
+
+    def gather(self) -> None:
+        if self.is_whole:
+            return
+        works = []
+        for owner, flat in self._flat.items():
+            if owner != self._cp.rank:
+                flat.untyped_storage().resize_(self._num_bytes[owner])
+            works.append(dist.broadcast(flat, group=self._cp.group, group_src=owner, async_op=True))
+        for work in works:
+            assert work is not None
+            work.wait()
+        self.is_whole = True
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Over the group; afterwards owners alone have them."""
+        sums: dict[int, tuple[dist.Work | None, Tensor]] = {}
+        for owner, parameters in self._trainable.items():
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+            work = dist.reduce(flat, group=self._cp.group, group_dst=owner, async_op=True)
+            sums[owner] = work, flat
+            for parameter in parameters:
+                parameter.grad = None
+        for owner, (work, flat) in sums.items():
+            assert work is not None
+            work.wait()
+            if owner == self._cp.rank:
+                parameters = self._trainable[owner]
+                for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                    parameter.grad = total.view_as(parameter)
+
+    def drop(self) -> None:
+        """Whatever is another's."""
+        for owner, flat in self._flat.items():
+            if owner != self._cp.rank:
+                flat.untyped_storage().resize_(0)
+        self.is_whole = False
+
+
+class FullySharded:
+    """One stage's parameters on one rank of its group."""
+
+    def __init__(self, stage: nn.Module, cp: ContextParallel) -> None:
+        self._cp = cp
+        self._is_backward = self._is_split = False
+        self._in_backward: nn.Module | None = None
+        """The block whose gradients are being computed."""
+        blocks = _outermost(stage, GradientCheckpointingLayer)
+        inside = {p for block in blocks for p in block.parameters()}
+        rest = [p for p in stage.parameters() if p not in inside]
+        self._owners = _owners(stage.parameters(), cp.size)
+        self._rest = self._unit(rest)
+        self._blocks: dict[nn.Module, _Unit] = {block: self._unit(list(block.parameters())) for block in blocks}
+        for block in blocks:
+            block.register_forward_pre_hook(self._before_forward)
+            block.register_forward_hook(self._after_forward)
+        self._drop_all()
+
+    def _unit(self, parameters: Sequence[nn.Parameter]) -> _Unit:
+        return _Unit(parameters, [self._owners[p] for p in parameters], self._cp)
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the parameter's owner."""
+        return self._owners[parameter] == self._cp.rank
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        self._rest.gather()
+        yield
+        self._drop_all()
+
+    @contextmanager
+    def backward(self, *, is_split: bool) -> Iterator[None]:
+        """`is_split`: its input half."""
+        self._is_backward, self._is_split, self._in_backward = True, is_split, None  # The one before may have failed.
+        self._rest.gather()
+        yield
+        self._end_block()
+        if not is_split:
+            self._rest.sum_gradients()
+        self._drop_all()
+        self._is_backward = False
+
+    def weight_half(self, split: SplitBackward) -> Iterator[Tensor]:
+        """As `SplitBackward.weight_half`; the units in the same order on every rank."""
+        for unit in (self._rest, *reversed(self._blocks.values())):
+            yield from split.weight_half(unit.parameters)
+            unit.sum_gradients()
+        assert not split.parameters, "every parameter of the stage is in a unit"
+
+    def _end_block(self) -> None:
+        """All gradients of the block in whose backward we are have come."""
+        if self._in_backward is not None and not self._is_split:
+            self._blocks[self._in_backward].sum_gradients()
+        self._in_backward = None
+
+    def _drop_all(self) -> None:
+        for unit in (self._rest, *self._blocks.values()):
+            unit.drop()
+
+    def _before_forward(self, block: nn.Module, _: object) -> None:
+        self._blocks[block].gather()
+
+    def _after_forward(self, block: nn.Module, _: object, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad and torch.is_grad_enabled():
+            hidden.register_hook(lambda gradient: self._before_backward(block))
+        # What is computed again in a backward is needed there.
+        if not self._is_backward:
+            self._blocks[block].drop()
+
+    def _before_backward(self, block: nn.Module) -> None:
+        """The gradient of its output is complete: the blocks after it have done all that takes their parameters."""
+        if block is not self._in_backward:
+            self._end_block()
+        for other, unit in self._blocks.items():
+            if other is not block:
+                unit.drop()
+        self._blocks[block].gather()
+        self._in_backward = block
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += [child] if isinstance(child, kind) else _outermost(child, kind)
+    return found
+
+
+def _owners(parameters: Iterable[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
+    """The largest first, each to whom has least so far; the same on every rank."""
+    loads = [0] * size
+    owners = {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        owner = min(range(size), key=loads.__getitem__)
+        loads[owner] += parameter.numel()
+        owners[parameter] = owner
+    return owners

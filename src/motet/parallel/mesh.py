@@ -1,0 +1,183 @@
+"""Process groups of a plan: tensor- and context-parallel groups of stages, and the groups that sum gradients.
+
+Every rank creates every group, in the same order (a rule of torch.distributed). Each reduction has a group of its own:
+its buckets start when the rank's own backward reaches them, so two reductions over the same ranks may start in
+different orders on different ranks, and must not meet in one group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import lcm
+
+import torch.distributed as dist
+
+from motet.errors import UserError
+from motet.parallel.context_attention import ContextParallel
+from motet.parallel.tensor_parallel import TensorParallel
+from motet.plan import ContextOptions, Plan, Stage
+from motet.schedule.action import Reduce
+from motet.schedule.dependencies import Holder, reductions
+
+
+@dataclass(frozen=True)
+class ReduceGroup:
+    """The ranks that sum one shard of a run of layers, or one piece of it."""
+
+    group: dist.ProcessGroup | None
+    """None: this rank alone."""
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReduceGroups:
+    """All groups of one reduction that this rank belongs to.
+
+    Holders with different tp_size cut the layers into shards of different sizes: a rank's shard is then summed in
+    several pieces, each by those who hold it."""
+
+    pieces: tuple[ReduceGroup, ...]
+    """Of this rank's shard, in order; one if all holders have the same tp_size."""
+    first: tuple[int, ...]
+    """The tensor-parallel group that is the first of all holders."""
+    tp_sizes: tuple[int, ...]
+    """The different ones."""
+    firsts: ReduceGroup | None = None
+    """Where tp_sizes differ: the first rank of every tensor-parallel group, if this is one."""
+
+    @property
+    def all(self) -> tuple[ReduceGroup, ...]:
+        return self.pieces if self.firsts is None else (*self.pieces, self.firsts)
+
+    @property
+    def common_size(self) -> int:
+        """Into how many pieces the layers are cut in all."""
+        return lcm(*self.tp_sizes)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's view of the plan's groups."""
+
+    rank: int
+    world_size: int
+    stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
+    """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
+    reduce: dict[Reduce, ReduceGroups]
+    """Only the reductions that this rank takes part in."""
+    has_unlike_groups: bool
+    """Whether some layer is held by tensor-parallel groups of different sizes."""
+    timeout: timedelta
+
+    def tensor_parallel(self, stage: Stage, *, sequence_parallel: bool) -> TensorParallel:
+        """This rank's place in the tensor-parallel group of one of its stages."""
+        ranks = next(ranks for ranks in tensor_parallel_groups(stage) if self.rank in ranks)
+        return TensorParallel(
+            group=self.stage_groups[ranks],
+            rank=_places(ranks).index(self.rank),
+            size=stage.tp_size,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def context_parallel(self, stage: Stage, options: ContextOptions) -> ContextParallel:
+        """This rank's place in the context-parallel group of one of its stages."""
+        ranks = next(ranks for ranks in context_parallel_groups(stage) if self.rank in ranks)
+        return ContextParallel(
+            group=self.stage_groups[ranks],
+            rank=ranks.index(self.rank),
+            size=stage.cp_size,
+            options=options,
+            tp_size=stage.tp_size,
+        )
+
+
+def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
+    """For each share of the tokens, the ranks that hold it: `stage.ranks` has them one after the other."""
+    return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
+
+
+def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
+    """For each place in the tensor-parallel groups, the ranks that stand there."""
+    return list(zip(*(_places(ranks) for ranks in tensor_parallel_groups(stage)), strict=True))
+
+
+def check_world_size(plan: Plan, world_size: int) -> None:
+    """Raises `UserError` unless there is a process for every rank."""
+    if plan.num_ranks != world_size:
+        raise UserError(
+            f"parallel: the plan uses {plan.num_ranks} ranks, but {world_size} processes run; start {plan.num_ranks}"
+        )
+
+
+def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> Mesh:
+    """Collective: every rank of the default group calls it with the same plan.
+
+    `num_spare_ranks`: processes, after those of the plan, that have no part in it.
+
+    Raises `UserError` if the world is not as large as the plan."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    check_world_size(plan, world_size - num_spare_ranks)
+    dist.barrier()  # The groups' own timeout is a step's; a rank may come later than that from reading its data.
+    stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    shared = [
+        ranks
+        for *_, stage in plan.stages()
+        for ranks in [*tensor_parallel_groups(stage), *(context_parallel_groups(stage) if stage.cp_size > 1 else [])]
+    ]
+    for ranks in dict.fromkeys(shared):
+        group = _new_group(ranks, timeout)
+        if rank in ranks:
+            stage_groups[ranks] = group
+    reduce: dict[Reduce, ReduceGroups] = {}
+    has_unlike_groups = False
+    for reduction, holders in reductions(plan).items():
+        members = _members(plan, holders)
+        _check_members(reduction, members)
+        sizes = tuple(sorted({len(places) for places in members}))
+        made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
+        firsts = None
+        if len(sizes) > 1:
+            has_unlike_groups = True
+            ranks = tuple(sorted({places[0] for places in members}))
+            firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
+        pieces = tuple(group for group in made if rank in group.ranks)
+        if pieces:
+            firsts = firsts if firsts is not None and rank in firsts.ranks else None
+            reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts)
+    return Mesh(rank, world_size, stage_groups, reduce, has_unlike_groups, timeout)
+
+
+def _places(ranks: tuple[int, ...]) -> list[int]:
+    """torch.distributed numbers the members of a group by their ranks, in whatever order they are given."""
+    return sorted(ranks)
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup | None:
+    return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+
+
+def _members(plan: Plan, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
+    """The tensor-parallel groups that hold a run of layers, by place: of all replicas, and of all members of
+    context-parallel groups, each of which has the gradients of its own tokens."""
+    stages = [plan.modules[holder.module].replicas[holder.replica].stages[holder.stage] for holder in holders]
+    return [tuple(_places(ranks)) for stage in stages for ranks in tensor_parallel_groups(stage)]
+
+
+def _piece_groups(members: Sequence[tuple[int, ...]], num_pieces: int) -> list[tuple[int, ...]]:
+    """For each piece, the ranks that hold it."""
+    return [
+        tuple(sorted({places[piece * len(places) // num_pieces] for places in members})) for piece in range(num_pieces)
+    ]
+
+
+def _check_members(reduction: Reduce, members: Sequence[tuple[int, ...]]) -> None:
+    """A rank that holds the layers several times has the same shard of them each time."""
+    place_of: dict[int, tuple[int, int]] = {}
+    for places in members:
+        for place, rank in enumerate(places):
+            if place_of.setdefault(rank, (place, len(places))) != (place, len(places)):
+                raise UserError(
+                    f"plan: rank {rank} stands at different places of the groups that hold layers {reduction.first}.."
+                    f"{reduction.last - 1} of {reduction.module}; give groups that have all their ranks in common, or "
+                    "none"
+                )

@@ -1,0 +1,286 @@
+"""What a tower, or several towers on the same ranks, can do with a number of devices: DistMM's adaptive partition
+(section 5.1) and the estimates that its load balancer compares (section 5.2).
+
+A *unit* is one tower, or towers that share their ranks, or a decoder that reads a tower. Its partitions are tried in
+the paper's order: data parallelism if it fits, tensor parallelism within a node, pipelines over nodes. The first that
+fits on some number of devices and the next ones after it (`NUM_PARTITIONS`) are looked at; the paper takes the first.
+
+The time of a choice is that of DistMM-Pipe: (batches x K + stages - 1) turns of the slowest stage, the sum of gradients
+and the optimizer's step. Its memory: what is static, and K + stages - 1 microbatches, all of which wait for a
+batch-sync; or with recomputed features their inputs, and one graph.
+
+A decoder and the tower that it reads are one pipeline: one waits for the other's first microbatch, which waits for the
+gradient of the last one. A unit does not know the other's layout, so the other counts as one stage, with turns as long
+as its own, which is what the load balancer aims at: a turn more for both, and a microbatch more that the tower's ranks
+hold. The decoder itself waits for no batch-sync and holds what 1F1B does.
+
+Limits: messages between stages and the batch-sync are not in the estimate (simulation decides in the end).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.costs.communication_part import BUCKET_BYTES
+from motet.costs.cost_model import Quadratic, total
+from motet.costs.load import Load, microbatch_load
+from motet.costs.memory import RESERVE, cast_weight_bytes
+from motet.planner.cost_estimates.layer_bytes import saved_bytes_of_layers
+from motet.planner.degrees import tp_sizes
+from motet.planner.distmm.towers import decoders
+from motet.planner.partition import partition, stage_costs
+from motet.planner.problem import PlanningProblem
+from motet.ragged_arrays import Bools, Floats, Ints
+
+NUM_PARTITIONS = 3
+
+
+class Partition(NamedTuple):
+    tp: int
+    pp: int
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica."""
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Ways to lay a unit out, one a row."""
+
+    devices: Ints
+    seconds: Floats
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    per_batch: Ints
+    """K: a replica's microbatches in one contrastive batch."""
+    recomputes: Bools
+    """Features are made again for the backward."""
+
+    def take(self, rows: Bools | Ints) -> "Choices":
+        return Choices(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def best_by_devices(self, num_devices: int) -> tuple[Floats, Ints]:
+        """For each number of devices from 0: the least seconds, infinite where there is no row, and their row."""
+        seconds, rows = np.full(num_devices + 1, inf), np.zeros(num_devices + 1, dtype=np.int64)
+        order = np.argsort(-self.seconds, kind="stable")
+        order = order[self.devices[order] <= num_devices]
+        seconds[self.devices[order]] = self.seconds[order]
+        rows[self.devices[order]] = order
+        return seconds, rows
+
+
+def unit_choices(
+    problem: PlanningProblem,
+    towers: tuple[str, ...],
+    *,
+    may_recompute: bool = True,
+    partitions: Iterable[Partition] | None = None,
+    num_partitions: int = NUM_PARTITIONS,
+    computation_only: bool = False,
+) -> Choices:
+    """All that fit into memory, of the first partitions of which any fits. `partitions`: None for the paper's.
+    `computation_only`: their seconds leave out the sum of gradients and the optimizer, as the paper's load balancer
+    does."""
+    found: list[Choices] = []
+    for degrees in _partitions(problem, towers) if partitions is None else partitions:
+        choices = _choices(problem, towers, degrees, may_recompute, computation_only)
+        if len(choices) or found:
+            found.append(choices)
+        if len(found) == num_partitions:
+            break
+    if not found:
+        found = [
+            _choices(problem, towers, Partition(1, 1), may_recompute, computation_only).take(
+                np.zeros(0, dtype=np.int64)
+            )
+        ]
+    return Choices(**{f.name: np.concatenate([getattr(c, f.name) for c in found]) for f in fields(Choices)})
+
+
+def _partitions(problem: PlanningProblem, towers: tuple[str, ...]) -> Iterator[Partition]:
+    """In the paper's order."""
+    sizes, most = tp_sizes_within_nodes(problem, towers), most_stages(problem, towers)
+    yield from (Partition(size, 1) for size in sizes)
+    for pp in range(2, most + 1):
+        if sizes and Partition(sizes[-1], pp).num_devices <= problem.num_devices:
+            yield Partition(sizes[-1], pp)
+
+
+def tp_sizes_within_nodes(problem: PlanningProblem, towers: Sequence[str]) -> list[int]:
+    """Those that all these towers may have."""
+    common = set.intersection(*(set(tp_sizes(problem, name)) for name in towers))
+    return [size for size in sorted(common) if size <= problem.cluster.devices_per_node]
+
+
+def most_stages(problem: PlanningProblem, towers: Sequence[str]) -> int:
+    return min(problem.modules[name].max_stages or problem.modules[name].workload.num_layers for name in towers)
+
+
+def _choices(
+    problem: PlanningProblem,
+    towers: tuple[str, ...],
+    degrees: Partition,
+    may_recompute: bool,
+    computation_only: bool,
+) -> Choices:
+    batch_size = -(-len(problem.samples) // problem.num_contrastive_batches)
+    most = min(problem.num_devices // degrees.num_devices, batch_size)
+    dp, per_batch, recomputes = (
+        axis.ravel()
+        for axis in np.meshgrid(
+            np.arange(1, most + 1),
+            np.array(_microbatch_counts(batch_size)),
+            np.array([False, True][: 1 + (may_recompute and towers[0] in problem.towers)]),
+            indexing="ij",
+        )
+    )
+    samples = -(-batch_size // dp)
+    sensible = (per_batch <= samples) & ((per_batch > 1) | ~recomputes)
+    dp, per_batch, recomputes, samples = (x[sensible] for x in (dp, per_batch, recomputes, samples))
+    size = -(-samples // per_batch)
+    estimates = [_Estimate(problem, name, degrees) for name in towers]
+    chained = [e for e in estimates if _is_chained(problem, e.name)]
+    turns = problem.num_contrastive_batches * per_batch + degrees.pp - 1
+    seconds = turns * sum(e.turn_s(size, recomputes) for e in estimates)
+    seconds = seconds + sum(e.turn_s(size, recomputes) for e in chained)
+    if not computation_only:
+        seconds = seconds + sum(e.reduce_s(dp) + e.optimizer_s(dp) for e in estimates)
+    if towers[0] in problem.towers:
+        held = per_batch + degrees.pp - 1 + bool(chained)
+    else:
+        held = np.full_like(per_batch, degrees.pp)
+    held = np.minimum(held, problem.num_contrastive_batches * per_batch)
+    needed = sum(e.static_bytes(dp) + e.saved_bytes(size, held, recomputes) for e in estimates)
+    fits = needed <= problem.cluster.device.memory_bytes * (1 - RESERVE)
+    tp, pp = (np.full(len(dp), n) for n in degrees)
+    every = Choices(dp * degrees.num_devices, np.asarray(seconds), tp, pp, dp, per_batch, recomputes)
+    return every.take(np.asarray(fits, dtype=bool))
+
+
+def _is_chained(problem: PlanningProblem, name: str) -> bool:
+    """Whether it is a decoder, or the tower that one reads."""
+    own = decoders(problem)
+    return name in own or any(edge.source == name and edge.target in own for edge in problem.edges)
+
+
+def _microbatch_counts(batch_size: int) -> list[int]:
+    """Powers of two: what lies between differs little."""
+    return [1 << i for i in range(batch_size.bit_length())]
+
+
+class _Estimate:
+    """Of one tower under a partition, on the rank that has most of it."""
+
+    def __init__(self, problem: PlanningProblem, name: str, degrees: Partition) -> None:
+        self.problem, self.name, self.tp, self.pp = problem, name, *degrees
+        module = problem.modules[name]
+        costs = problem.table.of(name, self.tp)
+        gradients = problem.gradients[name]
+        self.load = _mean_load(problem, name)
+        self.forward = total([layer.forward for layer in costs.layers])
+        self.backward = total(
+            layer.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
+            for layer, needs in zip(costs.layers, gradients, strict=True)
+        )
+        if name in problem.recompute:
+            blocks = [
+                layer.forward
+                for i, (layer, needs) in enumerate(zip(costs.layers, gradients, strict=True))
+                if needs.any and module.workload.has_block((i, i + 1))
+            ]
+            self.backward = total([self.backward, *blocks])
+        self.trains = any(needs.any for needs in gradients)
+        work = [layer.forward.plus(layer.backward(input_gradient=True, weight_gradient=True)) for layer in costs.layers]
+        times = [cost.seconds(self.load) for cost in work]
+        self.stages = partition(times, self.pp)
+        self.time_share = max(stage_costs(times, self.stages)) / sum(times)
+        parameters = [layer.num_parameters_per_rank(self.tp) for layer in module.workload.layers]
+        trained = [n * module.is_trainable(i) for i, n in enumerate(parameters)]
+        self.num_parameters = max(stage_costs(parameters, self.stages))
+        self.num_trained = max(stage_costs(trained, self.stages))
+        cast = [
+            cast_weight_bytes(layer, tp_size=self.tp, options=problem.memory) * needs.any
+            for layer, needs in zip(module.workload.layers, gradients, strict=True)
+        ]
+        self.cast_bytes = max(stage_costs(cast, self.stages))
+
+    def turn_s(self, size: Ints, recomputes: Bools) -> Floats:
+        """A microbatch's forward and backward on the slowest stage."""
+        forward, backward = (self._seconds(cost, size) for cost in (self.forward, self.backward))
+        again = np.where(recomputes & self.trains, forward, 0.0)
+        seconds: Floats = (forward + backward + again) * self.time_share
+        return seconds
+
+    def _seconds(self, cost: Quadratic, size: Ints) -> Floats:
+        linear = sum(a * b for a, b in zip(cost[1:-1], self.load[:-1], strict=True))
+        return np.asarray(cost.constant + size * linear + size.astype(float) ** 2 * cost[-1] * self.load.tokens**2)
+
+    def reduce_s(self, dp: Ints) -> Floats:
+        """A ring over the replicas, which enters and leaves each node once (`motet.costs.communication`)."""
+        cluster, options = self.problem.cluster, self.problem.memory
+        num_bytes = self.num_trained * options.parameter_bytes
+        size = self.tp * self.pp
+        per_node = max(1, cluster.devices_per_node // size)
+        sisters = max(1, cluster.devices_per_node // per_node)
+        outside = cluster.between_nodes.bytes_per_s * min(1.0, cluster.num_nics / sisters)
+        inside = dp * size <= cluster.devices_per_node
+        bandwidth = np.where(inside, cluster.within_node.bytes_per_s, outside)
+        # Where all nodes are filled alike, only one step for each node pays the network's latency.
+        alike = dp * size % cluster.devices_per_node == 0
+        steps = np.where(alike, -(-dp // per_node), dp) - 1
+        latency = np.where(inside, (dp - 1) * cluster.within_node.latency_s, steps * cluster.between_nodes.latency_s)
+        num_buckets = -(-num_bytes // BUCKET_BYTES)
+        return np.asarray(2 * (dp - 1) / dp * num_bytes / bandwidth + 2 * num_buckets * latency)
+
+    def optimizer_s(self, dp: Ints) -> Floats:
+        return np.asarray(self.problem.table.optimizer_s_per_parameter * self.num_trained * self._kept_share(dp))
+
+    def _kept_share(self, dp: Ints) -> Floats:
+        """Of the optimizer's state, on each of `dp` ranks (`MemoryOptions.num_keepers`)."""
+        memory = self.problem.memory
+        return np.minimum(1.0, memory.state_copies / dp) if memory.zero1 else np.ones(len(dp))
+
+    def static_bytes(self, dp: Ints) -> Floats:
+        options = self.problem.memory
+        state = options.state_bytes * self.num_trained * self._kept_share(dp)
+        return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained) + state + self.cast_bytes)
+
+    def saved_bytes(self, size: Ints, held: Ints, recomputes: Bools) -> Floats:
+        """`held`: microbatches that wait for their backwards."""
+        if not self.trains:
+            return np.zeros(len(size))
+        graph = size * self._graph_bytes
+        boundary = size * (self._boundary_bytes if self.pp > 1 else 0.0)
+        return np.asarray(np.where(recomputes, held * boundary + graph, held * graph))
+
+    @property
+    def _graph_bytes(self) -> float:
+        """Of one sample on the fullest stage."""
+        saved = saved_bytes_of_layers(self.problem, self.name, self.load, tp_size=self.tp)
+        return max(stage_costs(saved, self.stages))
+
+    @property
+    def _boundary_bytes(self) -> float:
+        hidden_size = self.problem.modules[self.name].workload.hidden_size
+        return self.load.tokens * hidden_size * self.problem.memory.activation_bytes
+
+
+def _mean_load(problem: PlanningProblem, name: str) -> Load:
+    """Of one sample."""
+
+    def compute() -> Load:
+        able = [sample for sample in problem.samples if sample.has(name)]
+        sources = [edge.source for edge in problem.edges if edge.target == name]
+        loads = [microbatch_load(problem.modules[name].workload, name, [sample], sources) for sample in able]
+        return Load(*(sum(values) / len(problem.samples) for values in zip(*loads, strict=True)))
+
+    return problem.remembered(("mean sample", name), compute)

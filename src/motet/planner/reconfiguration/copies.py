@@ -1,0 +1,171 @@
+"""Who sends which part of what to whom, so that every rank has what its new stages need (thesis 2.5).
+
+Pure, and the one definition for the plans of `motet.planner.reconfiguration.holdings` (names are layers) and for
+recoveries (`motet.resilience.handover`: names are parameters, derived from what survivors really hold, as a failure
+may come while an earlier recovery is half done). Parts are ranges of a whole tensor, so holder and receiver may differ
+in tensor parallelism. What a rank has itself it never receives. A holder in the receiver's own node goes first: it
+needs no network. Among the others the rank that sends most sends as little as possible
+(`motet.planner.reconfiguration.senders`).
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from motet.planner.reconfiguration.senders import balanced_sources
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open ranges of the dimension along which a tensor is cut, in the order in which they lie in the local part."""
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Copy(Generic[Name]):
+    name: Name
+    source: int
+    target: int
+    start: int
+    """In the whole tensor, along the dimension."""
+    source_start: int
+    """In the source's local part, along the dimension."""
+    target_start: int
+    length: int
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class _Piece(Generic[Name]):
+    """What one target lacks and the same ranks hold, each in one of its ranges."""
+
+    name: Name
+    target: int
+    start: int
+    target_start: int
+    length: int
+    holders: tuple[int, ...]
+
+
+def copies(
+    held: Mapping[int, Mapping[Name, Ranges]],
+    needed: Mapping[int, Mapping[Name, Ranges]],
+    unit_bytes: Mapping[Name, float],
+    *,
+    devices_per_node: int,
+) -> tuple[list[Copy[Name]], list[Name]]:
+    """All copies, those within a rank included, and the names of tensors of which some part is held by nobody.
+
+    Args:
+        held, needed: by rank and name, the ranges of the local part.
+        unit_bytes: of each tensor, per unit along the dimension.
+        devices_per_node: node n has the ranks [n * devices_per_node, (n + 1) * devices_per_node)."""
+    segments = _segments(held)
+    within: list[Copy[Name]] = []
+    pieces: list[_Piece[Name]] = []
+    missing: dict[Name, None] = {}
+    for target in sorted(needed):
+        for name, wanted in needed[target].items():
+            found, lacking = take(wanted_parts(wanted), held.get(target, {}).get(name, ()))
+            unit = unit_bytes[name]
+            within += [Copy(name, target, target, start, s, t, length, unit * length) for start, s, t, length in found]
+            given, rest = _pieces(name, target, lacking, segments.get(name, ()), devices_per_node)
+            pieces += given
+            if rest:
+                missing[name] = None
+    sources = balanced_sources(
+        [unit_bytes[piece.name] * piece.length for piece in pieces],
+        [piece.holders for piece in pieces],
+        num_ranks=max(held, default=-1) + 1,
+    )
+    sent = [
+        Copy(
+            name=piece.name,
+            source=source,
+            target=piece.target,
+            start=piece.start,
+            source_start=_place(held[source][piece.name], piece.start),
+            target_start=piece.target_start,
+            length=piece.length,
+            num_bytes=unit_bytes[piece.name] * piece.length,
+        )
+        for piece, source in zip(pieces, sources, strict=True)
+    ]
+    return [*within, *sent], list(missing)
+
+
+_Segment = tuple[int, int, tuple[int, ...]]
+"""(first, last, the ranks that hold all of it), without a boundary of anybody's range in it."""
+
+
+def _segments(held: Mapping[int, Mapping[Name, Ranges]]) -> dict[Name, list[_Segment]]:
+    """Of each tensor, what somebody holds."""
+    holders: dict[Name, list[tuple[int, Ranges]]] = defaultdict(list)
+    for rank in sorted(held):
+        for name, ranges in held[rank].items():
+            holders[name].append((rank, ranges))
+    result = {}
+    for name, parts in holders.items():
+        cuts = sorted({cut for _, ranges in parts for bounds in ranges for cut in bounds})
+        segments = (
+            (a, b, tuple(rank for rank, ranges in parts if any(first <= a < last for first, last in ranges)))
+            for a, b in pairwise(cuts)
+        )
+        result[name] = [segment for segment in segments if segment[2]]
+    return result
+
+
+Part = tuple[int, int, int]
+"""(first, last, place of `first` in the local part)."""
+
+
+def _pieces(
+    name: Name, target: int, lacking: Sequence[Part], segments: Sequence[_Segment], devices_per_node: int
+) -> tuple[list[_Piece[Name]], list[Part]]:
+    """And what nobody holds."""
+    pieces = []
+    for low, high, ranks in segments:
+        near = tuple(rank for rank in ranks if rank // devices_per_node == target // devices_per_node)
+        found, lacking = take(lacking, ((low, high),))
+        pieces += [_Piece(name, target, start, t, length, near or ranks) for start, _, t, length in found]
+    return pieces, list(lacking)
+
+
+def wanted_parts(ranges: Ranges) -> list[Part]:
+    parts, place = [], 0
+    for first, last in ranges:
+        parts.append((first, last, place))
+        place += last - first
+    return parts
+
+
+def _place(ranges: Ranges, at: int) -> int:
+    """In the local part."""
+    return next(place + at - first for first, last, place in wanted_parts(ranges) if first <= at < last)
+
+
+def take(wanted: Sequence[Part], held: Ranges) -> tuple[list[tuple[int, int, int, int]], list[Part]]:
+    """What of `wanted` a holder has, as (start in the whole, in its part, in the wanted part, length), and what is
+    left."""
+    found = []
+    rest: list[Part] = []
+    for first, last, place in wanted:
+        open_parts = [(first, last)]
+        for have_first, have_last, have_place in wanted_parts(held):
+            still_open = []
+            for a, b in open_parts:
+                low, high = max(a, have_first), min(b, have_last)
+                if low >= high:
+                    still_open.append((a, b))
+                    continue
+                found.append((low, have_place + low - have_first, place + low - first, high - low))
+                still_open += [(a, low)] * (a < low) + [(high, b)] * (high < b)
+            open_parts = still_open
+        rest += [(a, b, place + a - first) for a, b in open_parts]
+    return found, rest
+
+
+def moved_bytes(made: Iterable[Copy[Name]]) -> float:
+    """Between ranks."""
+    return sum(copy.num_bytes for copy in made if copy.source != copy.target)

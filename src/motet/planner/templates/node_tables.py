@@ -1,0 +1,349 @@
+"""What whole nodes and parts of them can hold of a chain of layers: the sub-problems of `stage_mapping`.
+
+No stage leaves its node and no device is idle, so a chain falls apart at nodes' borders: first all ways to fill c
+devices of one node with the layers [u, v), then node after node. Everything is computed for a whole batch of limits X
+on the slowest stage at once, as arrays [batch, u, v].
+
+With the slowest stage's seconds X given, T1 + T2 + T3 is a sum over stages (`stage_mapping`): t for those before the
+slowest stage k*, 2 t - X for k* and those after it, and `per_stage` X for each of them. So three kinds of runs:
+
+* `before`: no stage of the run is k* or after it;
+* `after`: all are after k*, and faster;
+* `slowest`: k* is among them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from motet.ragged_arrays import Bools, Floats
+
+INFINITE = np.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """A batch of intervals [low, high] in which the slowest stage's seconds lie."""
+
+    low: Floats
+    high: Floats
+    per_stage: float
+    """How often X counts for each stage: 4 if there are four microbatches for each, else 0."""
+
+    @cached_property
+    def exact(self) -> Bools:
+        """Where the interval is one value: k* must be the last stage that is so slow."""
+        return self.low == self.high
+
+
+class Group(NamedTuple):
+    """What a stage may be on."""
+
+    size: int
+    """In devices: those of all tensor-parallel groups."""
+    cp_size: int = 1
+
+
+class StageCosts(NamedTuple):
+    """[batch, first layer], of all stages of one group and length; infinite where there is no such stage."""
+
+    before: Floats
+    after: Floats
+    slowest: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The stages that a chain of layers can be cut into."""
+
+    num_layers: int
+    by_group: Mapping[Group, Floats]
+    """[u, v]: seconds of the layers [u, v) on such a group, forward and backward; infinite where they do not fit."""
+    in_flight: Mapping[Group, Floats]
+    """[u, v]: the microbatches that may be in flight for the stage to fit; infinite where nothing is kept of them."""
+    cut_s: Mapping[Group, Floats]
+    """[is the last one on its node, v]: seconds of the fill in which what a stage that ends before v has made, and its
+    gradients, are under way. Of the chain's end both say the same."""
+    is_on_every_path: bool = True
+    """Else T3 does not count its stages: they cost t wherever k* is."""
+
+    def groups(self, size: int) -> list[Group]:
+        """Of so many devices."""
+        return [group for group in self.by_group if group.size == size]
+
+    def longest(self, group: Group, limit: float) -> int:
+        """Layers of the longest stage that takes at most `limit`."""
+        lengths = (self.by_group[group] <= limit).sum(axis=1)
+        return int(lengths.max())
+
+    def costs_of_size(self, size: int, length: int, limits: Limits, *, at_end: bool) -> StageCosts:
+        """On the best of the groups of so many devices, which for the slowest stage is not always the fastest."""
+        of_groups = [self.costs(group, length, limits, at_end=at_end) for group in self.groups(size)]
+        if len(of_groups) == 1:
+            return of_groups[0]
+        return StageCosts(*(np.minimum.reduce(kind) for kind in zip(*of_groups, strict=True)))
+
+    def costs(self, group: Group, length: int, limits: Limits, *, at_end: bool) -> StageCosts:
+        """`at_end`: of stages that are the last ones on their node."""
+        seconds = np.diagonal(self.by_group[group], length)[None]
+        low, high = limits.low[:, None], limits.high[:, None]
+        allowed = seconds <= high
+        once = seconds + limits.per_stage * low
+        if group in self.cut_s:
+            once = once + self.cut_s[group][int(at_end), length:]
+        twice = once + (seconds - low if self.is_on_every_path else 0.0)
+        return StageCosts(
+            np.where(allowed, once, INFINITE),
+            np.where(allowed & (~limits.exact[:, None] | (seconds < high)), twice, INFINITE),
+            np.where(allowed & (seconds >= low), twice, INFINITE),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class NodeTables:
+    """[c][batch, u, w]: the least cost of the layers [u, u + w) on exactly c devices of one node; kinds as above.
+
+    `w` goes as far as a node can hold layers within the limits."""
+
+    segments: Segments
+    limits: Limits
+    stages: Mapping[int, list[StageCosts]]
+    """By size; entry d - 1 is of stages with d layers."""
+    last_stages: Mapping[int, list[StageCosts]]
+    """Of those that are the last ones on their node."""
+    before: list[Floats]
+    after: list[Floats]
+    slowest: list[Floats]
+
+    @property
+    def num_layers(self) -> int:
+        return self.before[0].shape[1] - 1
+
+
+def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> NodeTables:
+    num_layers, batch = segments.num_layers, len(limits.low)
+    highest = float(limits.high.max())
+    longest: dict[int, int] = {}
+    for group in segments.by_group:
+        if group.size <= devices_per_node:
+            longest[group.size] = max(longest.get(group.size, 0), segments.longest(group, highest))
+
+    def of_all(*, at_end: bool) -> dict[int, list[StageCosts]]:
+        return {
+            size: [segments.costs_of_size(size, d, limits, at_end=at_end) for d in range(1, end + 1)]
+            for size, end in longest.items()
+        }
+
+    stages = of_all(at_end=False)
+    last_stages = of_all(at_end=True) if segments.cut_s else stages
+    width = [0]
+    for c in range(1, devices_per_node + 1):
+        # So few devices may be fewer than any stage has.
+        fitting = (min(num_layers, end + width[c - size]) for size, end in longest.items() if size <= c)
+        width.append(max(fitting, default=0))
+    nothing = np.full((batch, num_layers + 1, max(width) + 1), INFINITE)
+    empty = nothing.copy()
+    empty[:, :, 0] = 0.0
+    before, after, slowest = [empty], [empty], [nothing]
+    for c in range(1, devices_per_node + 1):
+        tables = [nothing.copy() for _ in range(3)]
+        for size, costs in stages.items():
+            if size > c:
+                continue
+            rest = c - size
+            for length, cost in enumerate(costs if rest else last_stages[size], start=1):
+                _lower(tables[0], length, cost.before, before[rest], width[rest])
+                _lower(tables[1], length, cost.after, after[rest], width[rest])
+                _lower(tables[2], length, cost.slowest, after[rest], width[rest])
+                if rest:
+                    _lower(tables[2], length, cost.before, slowest[rest], width[rest])
+        before.append(tables[0])
+        after.append(tables[1])
+        slowest.append(tables[2])
+    return NodeTables(segments, limits, stages, last_stages, before, after, slowest)
+
+
+def _lower(table: Floats, length: int, cost: Floats, rest: Floats, width: int) -> None:
+    """table[b, u, w] = min(itself, cost[b, u] + rest[b, u + length, w - length]); `width`: the longest run of `rest`"""
+    num_starts = table.shape[1] - length
+    width = min(width, table.shape[2] - 1 - length)
+    lowered = table[:, :num_starts, length : length + width + 1]
+    np.minimum(lowered, cost[:, :, None] + rest[:, length:, : width + 1], out=lowered)
+
+
+@dataclass(frozen=True, eq=False)
+class Suffixes:
+    """[k][batch, u]: the least cost of the layers from u on, on k whole nodes."""
+
+    after: list[Floats]
+    slowest: list[Floats]
+
+
+def suffixes(tables: NodeTables, num_nodes: int) -> Suffixes:
+    """Of a chain whose last stage is in the last node."""
+    batch, num_layers = len(tables.limits.low), tables.num_layers
+    last = np.full((batch, num_layers + 1), INFINITE)
+    slowest = [last.copy()]
+    last[:, num_layers] = 0.0
+    after = [last]
+    for _ in range(num_nodes):
+        slowest.append(np.minimum(_then(tables.before[-1], slowest[-1]), _then(tables.slowest[-1], after[-1])))
+        after.append(_then(tables.after[-1], after[-1]))
+    return Suffixes(after, slowest)
+
+
+def _then(table: Floats, rest: Floats) -> Floats:
+    """[b, u]: the least over w of table[b, u, w] + rest[b, u + w]"""
+    width = table.shape[2] - 1
+    padded = np.concatenate([rest, np.full((len(rest), width), INFINITE)], axis=1)
+    least: Floats = (table + sliding_window_view(padded, width + 1, axis=1)).min(axis=2)
+    return least
+
+
+def from_each_device(tables: NodeTables, rests: Suffixes, num_nodes: int) -> tuple[Floats, Floats]:
+    """[batch, a]: the least cost of the whole chain on the devices from a to the last; (all stages after k*, k* among
+    them)."""
+    size = len(tables.before) - 1
+    after, slowest = [], []
+    for a in range(num_nodes * size):
+        part, rest = -a % size, num_nodes - -(-a // size)
+        if not part:
+            after.append(rests.after[rest][:, 0])
+            slowest.append(rests.slowest[rest][:, 0])
+            continue
+        width = tables.after[part].shape[2]
+        rest_after, rest_slowest = rests.after[rest][:, :width], rests.slowest[rest][:, :width]
+        after.append((tables.after[part][:, 0] + rest_after).min(axis=1))
+        slowest.append(
+            np.minimum(
+                (tables.before[part][:, 0] + rest_slowest).min(axis=1),
+                (tables.slowest[part][:, 0] + rest_after).min(axis=1),
+            )
+        )
+    return np.stack(after, axis=1), np.stack(slowest, axis=1)
+
+
+def spans(tables: NodeTables, num_nodes: int) -> tuple[Floats, Floats]:
+    """[batch, o, n]: the least cost of the whole chain on n devices in a row, the first of them the o-th of its node;
+    (all stages before k*, k* among them)."""
+    size, num_layers = len(tables.before) - 1, tables.num_layers
+    batch, num_devices = len(tables.limits.low), num_nodes * size
+    to_before, to_after, to_slowest = (
+        [_by_end(table) for table in kind] for kind in (tables.before, tables.after, tables.slowest)
+    )
+    before = np.full((batch, size, num_devices + 1), INFINITE)
+    slowest = before.copy()
+    for o in range(size):
+        for n in range(1, size - o + 1):
+            before[:, o, n], slowest[:, o, n] = to_before[n][:, 0, -1], to_slowest[n][:, 0, -1]
+    # [batch, o, v]: the layers [0, v) fill the first node to its end and the next k nodes.
+    filled = np.stack([to_before[size - o][:, 0] for o in range(size)], axis=1)
+    with_slowest = np.stack([to_slowest[size - o][:, 0] for o in range(size)], axis=1)
+    ends = [
+        np.stack([kind[c][:, :, num_layers] for c in range(size)], axis=1) for kind in (to_before, to_after, to_slowest)
+    ]
+    for k in range(num_nodes):
+        here = _ends(filled, ends[0])
+        here_slowest = np.minimum(_ends(filled, ends[2]), _ends(with_slowest, ends[1]))
+        for o in range(size):
+            first = size - o + k * size
+            stop = min(first + size, num_devices + 1)
+            if first < stop:
+                before[:, o, first:stop] = np.minimum(before[:, o, first:stop], here[:, o, : stop - first])
+                slowest[:, o, first:stop] = np.minimum(slowest[:, o, first:stop], here_slowest[:, o, : stop - first])
+        filled, with_slowest = (
+            _onward(filled, to_before[-1]),
+            np.minimum(_onward(filled, to_slowest[-1]), _onward(with_slowest, to_after[-1])),
+        )
+    return before, slowest
+
+
+def _by_end(table: Floats) -> Floats:
+    """[b, u, v] of a table [b, u, v - u]"""
+    batch, num_layers, width = len(table), table.shape[1] - 1, table.shape[2] - 1
+    result = np.full((batch, num_layers + 1, num_layers + 1), INFINITE)
+    for w in range(width + 1):
+        starts = np.arange(num_layers + 1 - w)
+        result[:, starts, starts + w] = table[:, starts, w]
+    return result
+
+
+def _onward(filled: Floats, table: Floats) -> Floats:
+    """[b, o, v]: the least of filled[b, o, u] + table[b, u, v]"""
+    least: Floats = (filled[:, :, :, None] + table[:, None]).min(axis=2)
+    return least
+
+
+def _ends(filled: Floats, ends: Floats) -> Floats:
+    """[b, o, c]: the least of filled[b, o, u] + ends[b, c, u]"""
+    least: Floats = (filled[:, :, None, :] + ends[:, None]).min(axis=3)
+    return least
+
+
+Kind = str
+"""before, after or slowest."""
+
+
+def trace(tables: NodeTables, parts: list[int], kind: Kind) -> list[tuple[int, int, Group]]:
+    """The stages (first layer, end, group) of the best way to put the whole chain on parts of nodes in a row, of so
+    many devices each; `kind`: where k* is. `tables` must be of one interval; there must be such a way."""
+    num_layers = tables.num_layers
+    end = np.full((1, num_layers + 1), INFINITE)
+    slowest = [end.copy()]
+    end[:, num_layers] = 0.0
+    before, after = [end], [end]
+    for part in reversed(parts):
+        slowest.append(np.minimum(_then(tables.before[part], slowest[-1]), _then(tables.slowest[part], after[-1])))
+        before.append(_then(tables.before[part], before[-1]))
+        after.append(_then(tables.after[part], after[-1]))
+    rests = {"before": before, "after": after, "slowest": slowest}
+    stages: list[tuple[int, int, Group]] = []
+    u = 0
+    for i, part in enumerate(parts):
+        behind = len(parts) - i - 1
+        options = [(kind, kind)] if kind != "slowest" else [("before", "slowest"), ("slowest", "after")]
+        totals = []
+        for here, there in options:
+            table = getattr(tables, here)[part][0, u, : num_layers - u + 1]
+            total = table + rests[there][behind][0, u : u + len(table)]
+            totals.append((float(total.min()), u + int(total.argmin()), here, there))
+        _, v, here, kind = min(totals)
+        stages += _trace_part(tables, part, here, u, v)
+        u = v
+    return stages
+
+
+def _trace_part(tables: NodeTables, part: int, kind: Kind, u: int, v: int) -> list[tuple[int, int, Group]]:
+    stages: list[tuple[int, int, Group]] = []
+    while part:
+        options = {
+            "before": [("before", tables.before)],
+            "after": [("after", tables.after)],
+            "slowest": [("before", tables.slowest), ("slowest", tables.after)],
+        }[kind]
+        found = []
+        for size in tables.stages:
+            costs = (tables.last_stages if size == part else tables.stages)[size]
+            for length, cost in enumerate(costs[: v - u] if size <= part else [], start=1):
+                for stage_kind, rest in options:
+                    total = getattr(cost, stage_kind)[0, u] + rest[part - size][0, u + length, v - u - length]
+                    found.append((float(total), size, length, stage_kind))
+        _, size, length, stage_kind = min(found)
+        stages.append((u, u + length, _best_group(tables, size, length, stage_kind, u, at_end=size == part)))
+        kind = "after" if stage_kind == "slowest" else kind
+        u, part = u + length, part - size
+    return stages
+
+
+def _best_group(tables: NodeTables, size: int, length: int, kind: Kind, u: int, *, at_end: bool) -> Group:
+    """For the stage of this size and length that begins at u."""
+
+    def cost(group: Group) -> float:
+        of_kind: Floats = getattr(tables.segments.costs(group, length, tables.limits, at_end=at_end), kind)
+        return float(of_kind[0, u])
+
+    return min(tables.segments.groups(size), key=cost)

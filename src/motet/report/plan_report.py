@@ -1,0 +1,206 @@
+"""What is told about a plan, to a program (`report`) and to a person (`report_text`)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from motet.plan import Plan
+from motet.planner.auto.planner import Choice
+from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.fsdp import fully_sharded
+from motet.planner.memory_suggestions import remedies
+from motet.planner.problem import PlanningProblem
+from motet.report.cost_comparison import compare_costs
+from motet.schedule.action import Compute, Kind
+from motet.timeline import Timeline
+
+
+def report(
+    plan: Plan, problem: PlanningProblem, *, planning_time_s: float = 0.0, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The JSON of `motet plan` and `motet simulate`: the plan's simulated iteration on the problem's typical batch."""
+    return report_evaluation(evaluate(problem, plan), planning_time_s=planning_time_s, dtype=dtype)
+
+
+def report_evaluation(
+    evaluation: Evaluation, *, planning_time_s: float = 0.0, dtype: str = "float32"
+) -> dict[str, Any]:
+    plan, problem = evaluation.plan, evaluation.problem
+    return {
+        "planner": plan.planner,
+        "fits": evaluation.fits,
+        "overflows": [str(overflow) for overflow in evaluation.overflows],
+        "remedies": remedies(evaluation) if evaluation.overflows else [],
+        "iteration_time_s": evaluation.iteration_time_s,
+        "throughput_samples_per_s": len(problem.samples) / evaluation.iteration_time_s,
+        "bubble_fraction": evaluation.result.bubble_fraction,
+        "time_shares_s": evaluation.result.time_shares.means_s(),
+        "mfu": evaluation.mfu(dtype),
+        "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
+        "num_devices": plan.num_ranks,
+        "schedule": plan.schedule,
+        "assignment": plan.assignment,
+        "num_microbatches": plan.num_microbatches,
+        "stages": list(_stages(evaluation)),
+        "lower_bound_s": evaluation.lower_bound_s,
+        "planning_time_s": planning_time_s,
+        "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
+        "cost_comparison": compare_costs(problem, plan),
+        **({"fully_sharded": asdict(fully_sharded(evaluation))} if plan.planner == "fsdp" else {}),
+    }
+
+
+def report_measured(measured: Mapping[str, Any], timeline: Timeline, predicted: Mapping[str, Any]) -> dict[str, Any]:
+    """An iteration that ran, with the keys of the one that was predicted. It fitted, as it ran; what is of the plan
+    alone is taken from there. A stage's seconds are means over the spans of all its ranks."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for span in timeline.spans:
+        stage = span.name.rpartition(span.kind)[0]
+        seconds.setdefault((stage, span.kind), []).append(span.end - span.start)
+    stages, index = [], 0
+    for before, stage in zip([None, *predicted["stages"]], predicted["stages"], strict=False):
+        is_next = before is not None and (before["module"], before["replica"]) == (stage["module"], stage["replica"])
+        index = index + 1 if is_next else 0
+        own = f"{stage['module']}[{stage['replica']}].{index}"
+        backward_s = sum(_mean(seconds.get((own, kind.value), ())) for kind in Kind if kind is not Kind.FORWARD)
+        forward_s = _mean(seconds.get((own, Kind.FORWARD.value), ()))
+        stages.append({**stage, "forward_s": forward_s, "backward_s": backward_s})
+    of_plan = ("planner", "schedule", "assignment", "num_microbatches", "lower_bound_s", "planning_time_s")
+    return {**{key: predicted[key] for key in of_plan}, "fits": True, **measured, "stages": stages}
+
+
+def report_choice(choice: Choice) -> dict[str, Any]:
+    """What planner `auto` has to say beside its plan: `choice` in the JSON of `motet plan`."""
+    return {
+        "found_by": choice.found_by,
+        "why": choice.why,
+        "problem_lower_bound_s": choice.lower_bound_s,
+        "named": {
+            name: {"iteration_time_s": evaluation.iteration_time_s, "fits": evaluation.fits}
+            for name, evaluation in choice.named.items()
+        },
+        "too_slow": {name: {"at_least_s": seconds} for name, seconds in choice.too_slow.items()},
+        "refused": dict(choice.refused),
+    }
+
+
+def choice_text(values: Mapping[str, Any]) -> str:
+    """The same as a line and a table, the fastest first."""
+    named = sorted(values["named"].items(), key=lambda item: (not item[1]["fits"], item[1]["iteration_time_s"]))
+    slower = sorted(values["too_slow"].items(), key=lambda item: item[1]["at_least_s"])
+    width = max((len(name) for name, _ in [*named, *slower]), default=0)
+    lines = [f"auto: {values['why']}"]
+    lines += [
+        f"  {name.ljust(width)}  {_ms(value['iteration_time_s'])}{'' if value['fits'] else '  does not fit'}"
+        for name, value in named
+    ]
+    lines += [f"  {name.ljust(width)}  at least {_ms(value['at_least_s'])}" for name, value in slower]
+    return "\n".join(lines)
+
+
+def _stages(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """Each stage's mean over its microbatches."""
+    routes, costs = evaluation.program.dependencies.routes, evaluation.costs
+    folding = evaluation.result.folding
+    seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
+    for stage_cells in routes.stages:
+        cells = routes.cells[stage_cells.first : stage_cells.last]
+        forward_s = [costs.compute_s(Compute(Kind.FORWARD, cell)) for cell in cells]
+        backward_s = [
+            costs.compute_s(Compute(Kind.BACKWARD, cell)) if cell in routes.with_backward else 0.0 for cell in cells
+        ]
+        seconds[stage_cells[:3]] = _mean(forward_s), _mean(backward_s)
+    for name, r, s, stage in evaluation.plan.stages():
+        replica = (name, r) if folding is None else folding.replica_of[name, r]
+        forward, backward = seconds.get((*replica, s), (0.0, 0.0))
+        yield {
+            "module": name,
+            "replica": r,
+            "layers": list(stage.layers),
+            "ranks": list(stage.ranks),
+            "forward_s": forward,
+            "backward_s": backward,
+        }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def report_text(values: Mapping[str, Any]) -> str:
+    """The same as a few lines and a table."""
+    peak = max(values["peak_memory_bytes"])
+    lines = [
+        f"planner {values['planner']}, {values['num_devices']} devices, schedule {values['schedule']}, "
+        f"{values['num_microbatches']} microbatches, assignment {values['assignment']}",
+        f"iteration {_ms(values['iteration_time_s'])} (no schedule of this plan takes less than "
+        f"{_ms(values['lower_bound_s'])}), {values['throughput_samples_per_s']:.1f} samples/s, "
+        f"idle {values['bubble_fraction']:.1%}, peak memory {peak / 2**20:.0f} MiB",
+        _shares_text(values["time_shares_s"]),
+        f"costs: {values['costs']['source']} on {values['costs']['hardware']}, {values['costs']['date']}",
+    ]
+    if values["mfu"] is not None:
+        lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
+    if "fully_sharded" in values:
+        lines.append(_sharded_text(values["fully_sharded"]))
+    rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]
+    for stage, num_alike in _different(values["stages"]):
+        first, last = stage["layers"]
+        ranks = ",".join(str(rank) for rank in stage["ranks"])
+        ranks += f" (1 of {num_alike} replicas)" if num_alike > 1 else ""
+        rows.append((stage["module"], f"{first}-{last - 1}", ranks, _ms(stage["forward_s"]), _ms(stage["backward_s"])))
+    lines += _table(rows)
+    if values["cost_comparison"]:
+        lines += _table(_comparison_rows(values["cost_comparison"]))
+    if values["overflows"]:
+        worst, *others = values["overflows"]
+        lines.append(f"does not fit: {worst}" + (f" (and {len(others)} more ranks)" if others else ""))
+        lines += [f"  {remedy}" for remedy in values["remedies"]]
+    return "\n".join(lines)
+
+
+def _sharded_text(values: Mapping[str, Any]) -> str:
+    return (
+        "with parameters, gradients and optimizer state sharded over all devices (FSDP, in closed form): iteration "
+        f"{_ms(values['iteration_time_s'])}, peak memory {values['peak_memory_bytes'] / 2**20:.0f} MiB, "
+        f"{'fits' if values['fits'] else 'does not fit'}"
+    )
+
+
+def _different(stages: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """Of replicas that are cut alike the first one's stages, and how many replicas these are."""
+    replicas: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for stage in stages:
+        replicas.setdefault((stage["module"], stage["replica"]), []).append(stage)
+    alike: dict[tuple[str, tuple[tuple[int, ...], ...]], list[list[Mapping[str, Any]]]] = {}
+    for (module, _), chain in replicas.items():
+        alike.setdefault((module, tuple(tuple(stage["layers"]) for stage in chain)), []).append(chain)
+    return [(stage, len(chains)) for chains in alike.values() for stage in chains[0]]
+
+
+def _comparison_rows(comparison: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("measured against computed", "forward", "computed", "", "backward", "computed", "")]
+    for module in comparison:
+        cells = [module["module"]]
+        for part in ("forward", "backward"):
+            ratio = module[f"{part}_ratio"]
+            cells += [_ms(module[f"measured_{part}_s"]), _ms(module[f"computed_{part}_s"])]
+            cells.append("" if ratio is None else f"{ratio - 1:+.0%}")
+        rows.append(tuple(cells))
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _shares_text(shares_s: Mapping[str, float]) -> str:
+    """What the devices' time goes to, on average; what is less than a tenth of a percent is left out."""
+    total_s = sum(shares_s.values())
+    parts = [f"{name.replace('_', ' ')} {s / total_s:.1%}" for name, s in shares_s.items() if s >= 1e-3 * total_s > 0]
+    return f"time goes to {', '.join(parts)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

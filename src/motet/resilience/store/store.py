@@ -1,0 +1,190 @@
+"""The process that has the store, a c10d `TCPStore`, and clients that neither wait without limit nor pass over its end.
+
+The store keeps nothing on a disk. When its process is lost, another one takes its place at the same address, empty:
+keeper.py and reunion.py say who writes again what was in it.
+
+Limits: what answers at the address must be a store; the client of another server's port waits for as long as it may.
+"""
+
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from motet.addresses import address_text, free_address
+from motet.errors import UserError
+from motet.resilience.children import Children
+from motet.resilience.connections import Connections
+from motet.resilience.membership import Address, StoreLostError
+from motet.resilience.store.watchdog import Watchdog
+
+T = TypeVar("T")
+
+START_S = 10.0
+"""For the store's process to listen."""
+CONNECT_S = 2.5
+"""For a store to accept a client."""
+PROBE_S = 0.5
+"""For somebody to answer at all."""
+
+
+def is_listening(address: Address, timeout_s: float = PROBE_S) -> bool:
+    """Whether anybody does. torch's client would try again and again, and tell of it."""
+    try:
+        with socket.create_connection(address, timeout=timeout_s) as connection:
+            return connection.getsockname() != connection.getpeername()  # Where nobody listens one may find oneself.
+    except OSError:
+        return False
+
+
+class StoreClient:
+    """In a `with` block. Each call returns, or raises `StoreLostError`, within about `patience_s`.
+
+    `on_late`: what makes a call fail that has taken so long; None: this process's connections are shut, but for those
+    that there were when this object was made."""
+
+    def __init__(self, address: Address, patience_s: float, on_late: Callable[[], object] | None = None) -> None:
+        self.address, self._patience_s = address, patience_s
+        connections = Connections()
+        self._watchdog = Watchdog(patience_s, on_late or (lambda: connections.end_waits(num_ranks=0)))
+        self._store: dist.Store | None = None
+
+    def __enter__(self) -> "StoreClient":
+        self._watchdog.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._watchdog.__exit__(kind, error, None)
+        self._store = None
+
+    def connect(self, address: Address | None = None) -> None:
+        """To the store that is there now, which may be another one than before. `address`: None: where it was."""
+        self._store, self.address = None, address or self.address
+        if not is_listening(self.address):
+            raise StoreLostError(f"nobody listens at {address_text(self.address)}")
+        # If it ends at this moment, torch's client waits twice as long for another one to listen there.
+        to_connect = timedelta(seconds=max(CONNECT_S, self._patience_s / 4))
+        store = self._try(lambda: dist.TCPStore(*self.address, is_master=False, timeout=to_connect))
+        store.set_timeout(timedelta(seconds=self._patience_s))
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda store: store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._call(lambda store: store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._call(lambda store: store.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call(lambda store: store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._call(lambda store: store.compare_set(key, expected, desired))
+
+    def _call(self, call: Callable[[dist.Store], T]) -> T:
+        store = self._store
+        if store is None:
+            raise StoreLostError("it is not connected")
+        return self._try(lambda: call(store))
+
+    def _try(self, call: Callable[[], T]) -> T:
+        try:
+            with self._watchdog.watch():
+                return call()
+        except dist.DistError as error:
+            self._store = None
+            raise StoreLostError(str(error).partition("\n")[0]) from None
+
+
+class StoreNotStartedError(RuntimeError):
+    """Its process does not answer."""
+
+
+class StoreProcess(AbstractContextManager["StoreProcess"]):
+    """In a `with` block, in which nobody else gets its port. `listen`: host and port; port 0: any that is free.
+
+    Raises `UserError` unless the address is one of this machine's and free."""
+
+    def __init__(self, listen: tuple[str, int]) -> None:
+        self.address = _free_address(listen)
+        self._process: BaseProcess | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "StoreProcess":
+        # A socket that does not listen leaves the port to others that say so (SO_REUSEADDR), as a store does.
+        reserved = self._stack.enter_context(socket.socket())
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", self.address[1]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, children: Children) -> None:
+        """Also again. Raises `StoreNotStartedError`, or `UserError` if it cannot listen."""
+        if self._process is not None:
+            self.kill()
+            self._process.join()  # Until then it has its port.
+        receiver, sender = Pipe(duplex=False)
+        self._process = children.start(_host_store, sender, self.address)
+        sender.close()  # Else its end would go unnoticed.
+        try:
+            answer = receiver.recv() if receiver.poll(START_S) else "it does not answer"
+        except EOFError:
+            answer = "it died"
+        if answer is None:
+            return
+        if isinstance(answer, OSError):
+            raise _no_address(self.address, str(answer))
+        raise StoreNotStartedError(f"the process that is to have the store does not begin: {answer}")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def wait_for_end(self) -> int | None:
+        """Its exit code; kills it if it lives on."""
+        if self._process is None:
+            return None
+        self._process.join(1.0)  # Its connections end a moment before it does.
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
+
+
+def _host_store(answer: Connection, listen: tuple[str, int]) -> None:
+    try:
+        store = dist.TCPStore(*listen, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+    except (RuntimeError, ValueError) as error:
+        answer.send(OSError(str(error).splitlines()[0]))
+        return
+    answer.send(None)
+    signal.pause()
+    assert store  # It lives as long as this process.
+
+
+def _free_address(listen: tuple[str, int]) -> tuple[str, int]:
+    """With a free port for port 0: nodes come back to where they joined, so a restart must not choose another.
+
+    Raises `UserError` unless it is one of this machine's and free. A store would listen at all of them."""
+    try:
+        return free_address(*listen)
+    except OSError as error:
+        raise _no_address(listen, str(error.strerror)) from None
+
+
+def _no_address(listen: tuple[str, int], why: str) -> UserError:
+    host, port = listen
+    return UserError(
+        f"--listen: {host}:{port} cannot be listened at ({why}); give an address of this machine and a free port"
+    )

@@ -1,0 +1,201 @@
+"""Checkpoints by torch.distributed.checkpoint, in safetensors, that can be resumed under another plan.
+
+A checkpoint holds whole tensors under their names in the whole model (`model/...`, `optimizer/exp_avg/...`), so that no
+plan shows in it. How its folder comes into being, and what is checked of it: `motet.runtime.checkpoint.folder`. Nothing
+in it is unpickled.
+
+Limits: tensor-parallel shards are gathered and written by one rank of their group; all ranks must see the same file
+system.
+"""
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from motet.errors import UserError
+from motet.runtime.agreement import on_every_rank, on_first_rank
+from motet.runtime.checkpoint import folder as checkpoint_folder
+from motet.runtime.checkpoint.folder import Manifest, Stamp, TrainingState
+from motet.runtime.local_model import LocalModel
+from motet.runtime.training.optimizer import Optimizer
+
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+
+
+def checkpoint_bytes(model: LocalModel) -> int:
+    """What one checkpoint takes on disk: parameters, and two moments of the trainable ones. Collective."""
+    mine = sum(
+        math.prod(p.full_shape) * p.parameter.element_size() * (3 if p.parameter.requires_grad else 1)
+        for p in model.parameters
+        if p.is_written
+    )
+    return sum(on_every_rank(lambda: mine))
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    state: TrainingState,
+    *,
+    keep: int,
+    is_best: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Collective over `group`. Returns the new checkpoint; all but the last `keep` and the best are deleted when it is
+    complete. `tensors`: what this rank writes of it.
+
+    Raises `UserError` on all ranks if it cannot be written; then no trace of it is left."""
+    final = folder / f"step_{state.step:08d}"
+    partial: Path | None = None
+    try:
+        partial = on_first_rank(lambda: checkpoint_folder.begin(final), group)
+        _write(partial, tensors, group)
+        manifest = Manifest(state, _describe_files(partial, group))
+        on_first_rank(lambda: checkpoint_folder.complete(partial, final, manifest, is_best=is_best, keep=keep), group)
+    except OSError as error:
+        if partial is not None:
+            on_first_rank(lambda: checkpoint_folder.abandon(partial), group)
+        raise UserError(
+            f"train.output: the checkpoint {final} cannot be written ({error.strerror or error}); make room or choose "
+            "another folder, and go on with train.resume: latest"
+        ) from error
+    return final
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from None
+
+
+def _describe_files(folder: Path, group: dist.ProcessGroup | None) -> dict[str, checkpoint_folder.FileRecord]:
+    """Every rank reads its share."""
+    names = on_first_rank(lambda: sorted(path.name for path in folder.iterdir()), group)
+    shares = on_every_rank(lambda: checkpoint_folder.describe_files(folder, _share(names, group)), group)
+    return {name: record for share in shares for name, record in share.items()}
+
+
+def _share(items: Iterable[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+    return list(items)[dist.get_rank(group) :: dist.get_world_size(group)]
+
+
+def read_training_state(checkpoint: Path) -> TrainingState:
+    """Collective: checks the manifest, and every shard's size and checksum, each rank its share of them.
+
+    Raises `UserError` on all ranks, naming the file that is missing, cut short or changed."""
+    manifest = on_first_rank(lambda: checkpoint_folder.read_manifest(checkpoint))
+    on_every_rank(lambda: checkpoint_folder.check_files(checkpoint, _share(manifest.files.items())))
+    return manifest.state
+
+
+def read_latest(folder: Path, besides: Collection[Stamp] = ()) -> tuple[Path, TrainingState] | None:
+    """Collective: the newest checkpoint that is whole; None if there are no checkpoints. `besides`: that are not to be
+    looked at.
+
+    Rank 0 says on stderr which damaged ones were passed over. Raises `UserError` if all are."""
+    checkpoints = on_first_rank(lambda: checkpoint_folder.complete_checkpoints(folder, besides))
+    for checkpoint in reversed(checkpoints):
+        try:
+            return checkpoint, read_training_state(checkpoint)
+        except UserError as error:
+            damage = str(error).partition(";")[0]
+            if dist.get_rank() == 0:
+                print(f"{damage}; trying the checkpoint before it", file=sys.stderr, flush=True)
+    if checkpoints:
+        raise UserError(f"train.resume: of the {len(checkpoints)} checkpoints in {folder} none is whole; start anew")
+    return None
+
+
+def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -> None:
+    """Collective. Fills this rank's parameters and its share of the optimizer's states.
+
+    Raises `UserError` on all ranks if the checkpoint is of another model."""
+    optimizer.initialize_states()
+    wanted = dict(_tensors_to_load(model, optimizer))
+    _check_model(checkpoint, wanted)
+    dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
+    states = optimizer.states()
+    with torch.no_grad():
+        for p in model.parameters:
+            if not p.is_kept:
+                continue
+            p.parameter.copy_(p.cut(wanted[MODEL + p.name]))
+            for key, value in states.get(p.parameter, {}).items():
+                full = wanted[f"{OPTIMIZER}{key}/{p.name}"]
+                value.copy_(full if value.dim() == 0 else p.cut(full))
+
+
+def tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The gathers are collective over tensor-parallel groups, so every member makes them, in the same order."""
+    states = optimizer.states()
+    for p in model.parameters:
+        if not p.is_kept:
+            continue
+        full = p.gather(p.parameter)
+        if p.is_written:
+            yield MODEL + p.name, full
+        for key, value in states.get(p.parameter, {}).items():
+            full = value if value.dim() == 0 else p.gather(value)
+            if optimizer.writes_state(p):
+                yield f"{OPTIMIZER}{key}/{p.name}", full
+
+
+def _tensors_to_load(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    states = optimizer.states()
+    for p in model.parameters:
+        if not p.is_kept:
+            continue
+        yield MODEL + p.name, torch.empty(p.full_shape, dtype=p.parameter.dtype)
+        for key, value in states.get(p.parameter, {}).items():
+            shape = () if value.dim() == 0 else p.full_shape
+            yield f"{OPTIMIZER}{key}/{p.name}", torch.empty(shape, dtype=value.dtype)
+
+
+def _check_model(checkpoint: Path, wanted: dict[str, Tensor]) -> None:
+    """What all ranks together want must be what the checkpoint holds, in the same shapes."""
+    stored = on_first_rank(lambda: _stored_shapes(checkpoint))
+    on_every_rank(lambda: _check_shapes(checkpoint, stored, {name: tuple(t.shape) for name, t in wanted.items()}))
+    names = on_every_rank(lambda: [name for name in wanted if name.startswith(MODEL)])
+    unwanted = {name for name in stored if name.startswith(MODEL)}.difference(*names)
+    if unwanted:
+        raise UserError(
+            f"train.resume: {checkpoint} is of another model: it has {min(unwanted).removeprefix(MODEL)}, which this "
+            "one has not; resume the run file that wrote it"
+        )
+
+
+def _stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    metadata = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
+
+
+def _check_shapes(checkpoint: Path, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        if name in stored and stored[name] == shape:
+            continue
+        if name in stored:
+            difference = f"{name.removeprefix(MODEL)} is {list(stored[name])} there and {list(shape)} here"
+        elif name.startswith(MODEL):
+            difference = f"it has no {name.removeprefix(MODEL)}"
+        else:
+            raise UserError(
+                f"train.resume: {checkpoint} has no optimizer state of {name.split('/', 2)[2]}; it was written while "
+                "that part was frozen, so freeze it or start anew"
+            )
+        raise UserError(
+            f"train.resume: {checkpoint} is of another model: {difference}; resume the run file that wrote it"
+        )

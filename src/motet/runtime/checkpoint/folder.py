@@ -1,0 +1,213 @@
+"""A folder of checkpoints, as files: how one comes into being at once, which are there, and whether they are whole.
+
+    checkpoints/
+        step_00000120/      shards in safetensors, and checkpoint.json with every shard's size and SHA-256, and its own
+        step_00000140.tmp/  being written or deleted; never read
+        latest, best        symbolic links to a checkpoint
+
+A checkpoint is complete when its folder has lost `.tmp`. What is replaced is moved aside first, so a crash at any
+moment leaves the last good one. Checkpoints are in the order in which they were written (an output folder may be used
+by a run that begins anew).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from motet.errors import UserError
+
+MANIFEST = "checkpoint.json"
+PARTIAL = ".tmp"
+REPLACED = ".old"
+Stamp = tuple[str, int]
+"""A checkpoint's name, and when it was written (mtime, ns): another one that takes its name has another."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Everything of a checkpoint that is not a tensor of the model or the optimizer."""
+
+    step: int
+    """Finished steps."""
+    data: dict[str, Any]
+    """The loader's state."""
+    plan: str
+    """The plan's JSON."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    """What it computes (`motet.runtime.checkpoint.model_record`); empty in old checkpoints."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    state: TrainingState
+    files: dict[str, FileRecord]
+
+    def to_json(self) -> str:
+        files = {name: vars(record) for name, record in self.files.items()}
+        content = {"state": vars(self.state), "files": files}
+        return json.dumps({**content, "sha256": _sha256_of(content)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Manifest":
+        """Raises `ValueError`, `KeyError` or `TypeError` if the text is not what `to_json` writes."""
+        document = json.loads(text)
+        if document.pop("sha256") != _sha256_of(document):
+            raise ValueError("its checksum is wrong")
+        files = {name: FileRecord(**record) for name, record in document["files"].items()}
+        return Manifest(TrainingState(**document["state"]), files)
+
+
+def begin(final: Path) -> Path:
+    """An empty folder to write the checkpoint `final` into."""
+    partial = final.with_name(final.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def complete(partial: Path, final: Path, manifest: Manifest, *, is_best: bool, keep: int) -> None:
+    """Makes what was written into `partial` the checkpoint `final`, and deletes all but the last `keep` and the best.
+
+    Whatever other partial checkpoint is in the folder was left by a crash, and is deleted too."""
+    _write_to_disk(partial / MANIFEST, manifest.to_json())
+    _flush(partial)
+    if final.exists():
+        replaced = final.with_name(final.name + REPLACED)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    partial.rename(final)
+    _flush(final.parent)
+    _link(final.parent / "latest", final.name)
+    if is_best:
+        _link(final.parent / "best", final.name)
+    _delete_old(final.parent, keep)
+
+
+def abandon(partial: Path) -> None:
+    """Deletes what could not be completed."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _delete_old(folder: Path, keep: int) -> None:
+    best = (folder / "best").resolve()
+    checkpoints = complete_checkpoints(folder)
+    superseded = [path for path in checkpoints if path.name.endswith(REPLACED)]
+    surplus = [path for path in checkpoints if path not in superseded][:-keep]
+    _delete_partial(folder)
+    for path in [*superseded, *(path for path in surplus if path.resolve() != best)]:
+        path.rename(path.with_name(path.name + PARTIAL))  # Half deleted, it must not look like a checkpoint.
+    _delete_partial(folder)
+
+
+def _delete_partial(folder: Path) -> None:
+    for path in folder.glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(path)
+
+
+def complete_checkpoints(folder: Path, besides: Collection[Stamp] = ()) -> list[Path]:
+    """Oldest first, without those in `besides`."""
+    return [path for stamp, path in _complete(folder) if stamp not in besides]
+
+
+def stamps(folder: Path) -> tuple[Stamp, ...]:
+    """Of the complete checkpoints."""
+    return tuple(stamp for stamp, _ in _complete(folder))
+
+
+def _complete(folder: Path) -> list[tuple[Stamp, Path]]:
+    """Oldest first."""
+    manifests = [path / MANIFEST for path in folder.glob("step_*") if not path.name.endswith(PARTIAL)]
+    written = sorted((path.stat().st_mtime_ns, path.parent.name, path.parent) for path in manifests if path.is_file())
+    # One that is about to be replaced is still the same.
+    return [((name.removesuffix(REPLACED), written_ns), path) for written_ns, name, path in written]
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises `UserError` if it is missing or damaged."""
+    try:
+        return Manifest.from_json((checkpoint / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"train.resume: {checkpoint} is not a checkpoint: {MANIFEST} is missing; give another, or latest"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"train.resume: {checkpoint / MANIFEST} is damaged ({error}); use another checkpoint") from None
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Size and checksum of what stands in files, which are brought to the disk."""
+    return {name: FileRecord((folder / name).stat().st_size, _sha256(folder / name, flush=True)) for name in names}
+
+
+def check_files(checkpoint: Path, records: Iterable[tuple[str, FileRecord]]) -> None:
+    """Raises `UserError` naming the file that is missing, cut short or changed."""
+    for name, expected in records:
+        path = checkpoint / name
+        if not path.is_file():
+            raise UserError(f"train.resume: {path} is missing; use another checkpoint")
+        size = path.stat().st_size
+        if size != expected.num_bytes:
+            wrong = "cut short" if size < expected.num_bytes else "too long"
+            raise UserError(
+                f"train.resume: {path} is {wrong}: {size} of {expected.num_bytes} bytes; use another checkpoint"
+            )
+        if _sha256(path) != expected.sha256:
+            raise UserError(f"train.resume: {path} has changed since it was written; use another checkpoint")
+
+
+def check_free_space(folder: Path, num_bytes: int) -> None:
+    """Raises `UserError` if the file system of `folder` has less than `num_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise UserError(
+            f"train.output: no space for a checkpoint in {folder}: those that are kept take "
+            f"{num_bytes / 2**20:.1f} MiB and {free / 2**20:.1f} MiB are free; choose another folder, fewer "
+            "train.keep_checkpoints or train.checkpoint_every: 0"
+        )
+
+
+def _sha256_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path, *, flush: bool = False) -> str:
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_to_disk(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(folder: Path) -> None:
+    """Brings names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(link: Path, target: str) -> None:
+    """Replaces the link at once."""
+    partial = link.with_name(link.name + PARTIAL)
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    partial.replace(link)

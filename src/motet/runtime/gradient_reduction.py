@@ -1,0 +1,206 @@
+"""Sums gradients over all that hold the same layers, in flat buckets, overlapped with the backward pass.
+
+The buckets of a reduction are started in a fixed order, the same on every holder: a bucket as soon as its parameters
+have their final gradient in this rank's last backward of the stage, and the rest when the program reaches the
+reduction. A parameter that no microbatch reached takes part with zeros. Sums, never averages: the loss is already
+divided by the loss tokens of the global batch. (Li et al. 2020, "PyTorch Distributed", section 3.2.3.)
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from motet.costs.communication_part import BUCKET_BYTES
+from motet.parallel.mesh import ReduceGroup
+from motet.runtime.deadline import Deadline
+
+Copies = tuple[nn.Parameter, ...]
+"""The local copies of one parameter: one, or those of a module that this rank holds several times."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Ranges of one dimension of a local tensor."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def views(self, tensor: Tensor) -> Iterator[Tensor]:
+        for start, stop in self.ranges:
+            yield tensor.narrow(self.dim, start, stop - start)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one group sums: of each parameter all, or a part (where holders differ in tensor parallelism)."""
+
+    group: ReduceGroup
+    parts: Sequence[Part] = ()
+    """By parameter; (): all of each."""
+
+
+@dataclass
+class Bucket:
+    """Gradients that travel together, as one flat tensor while they do."""
+
+    group: ReduceGroup
+    parameters: list[Copies]
+    parts: list[Part | None]
+    """Of each: what is summed here; None: all."""
+    elsewhere: Set[Tensor] = frozenset()
+    """Parameters whose sums are of no use here: another rank of a fully sharded stage keeps them."""
+    missing: set[Tensor] = field(default_factory=set)
+    """In an armed reduction: the parameters whose final gradient is not there yet."""
+    _flat: Tensor | None = None
+    _work: dist.Work | None = None
+
+    def start(self) -> None:
+        if self.group.group is None:
+            for copies in self.parameters:
+                if len(copies) > 1 or copies[0].grad is None:
+                    _set_gradients(copies, None, _local_sum(copies).reshape(-1))
+            return
+        self._flat = torch.cat(list(map(_flattened, self.parameters, self.parts)))
+        self._work = dist.all_reduce(self._flat, group=self.group.group, async_op=True)
+
+    def finish(self, deadline: Deadline, what: object) -> None:
+        if self.group.group is None:
+            return
+        assert self._work is not None
+        assert self._flat is not None
+        deadline.wait(self._work, what, self.group.ranks)
+        place = 0
+        for copies, part in zip(self.parameters, self.parts, strict=True):
+            size = _num_elements(copies, part)
+            if copies[0] not in self.elsewhere:
+                _set_gradients(copies, part, self._flat[place : place + size])
+            place += size
+        self._flat = self._work = None
+
+
+class GradientReducer:
+    """One reduction on this rank. `parameters`: in the order of the forward, the same on every holder. `portions`: what
+    of them is summed in which group. `elsewhere`: parameters that another rank of a fully sharded stage keeps."""
+
+    def __init__(self, parameters: Sequence[Copies], *portions: Portion, elsewhere: Set[Tensor] = frozenset()) -> None:
+        # Portion after portion for each run of parameters, so that none waits for the end of the backward.
+        runs = zip_longest(*(_buckets(parameters, portion) for portion in portions))
+        self._buckets = [bucket for run in runs for bucket in run if bucket is not None]
+        for bucket in self._buckets:
+            bucket.elsewhere = elsewhere
+        self._buckets_of: dict[Tensor, list[Bucket]] = {}
+        for bucket in self._buckets:
+            for copies in bucket.parameters:
+                for parameter in copies:
+                    self._buckets_of.setdefault(parameter, []).append(bucket)
+        self._num_started = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether every parameter has one local copy, so that its gradient is final in one backward."""
+        return all(b.group.group is not None and all(len(c) == 1 for c in b.parameters) for b in self._buckets)
+
+    def arm(self) -> None:
+        """Called before this rank's last backward of the layers, if it is a whole one: buckets may start within it."""
+        self.expect(self._buckets_of.keys())
+        for parameter in self._buckets_of:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self.accumulated))
+
+    def expect(self, parameters: Set[Tensor]) -> None:
+        """Called before this rank's last backward: `parameters`, and maybe others, get their final gradients in it.
+
+        Those of the reduction that are not among them have theirs already."""
+        for bucket in self._buckets:
+            bucket.missing = {p for copies in bucket.parameters for p in copies if p in parameters}
+        self._start_final()
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """Called after `expect`, when the parameter has got its final gradient. It may be another reduction's."""
+        for bucket in self._buckets_of.get(parameter, ()):
+            bucket.missing.discard(parameter)
+        self._start_final()
+
+    def _start_final(self) -> None:
+        while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
+            self._start_next()
+
+    def disarm(self) -> None:
+        """Called after that backward."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def start(self) -> None:
+        """Starts what has not been started."""
+        while self._num_started < len(self._buckets):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self._buckets[self._num_started].start()
+        self._num_started += 1
+
+    def finish(self, deadline: Deadline, what: object) -> None:
+        """Waits for the sums and puts them into `.grad`. `what`: the reduction's name, for when it fails."""
+        for bucket in self._buckets:
+            bucket.finish(deadline, what)
+        self._num_started = 0
+
+
+def _local_sum(copies: Copies) -> Tensor:
+    """Sum of the copies' gradients; zeros for those that have none."""
+    gradients = [parameter.grad for parameter in copies if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros_like(copies[0])
+    return gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+
+
+def _num_elements(copies: Copies, part: Part | None) -> int:
+    if part is None:
+        return copies[0].numel()
+    # By the shape alone: the memory of a parameter that another rank keeps is not there.
+    of_one = copies[0].numel() // copies[0].shape[part.dim]
+    return of_one * sum(stop - start for start, stop in part.ranges)
+
+
+def _flattened(copies: Copies, part: Part | None) -> Tensor:
+    total = _local_sum(copies)
+    if part is None:
+        return total.reshape(-1)
+    return torch.cat([view.reshape(-1) for view in part.views(total)])
+
+
+def _set_gradients(copies: Copies, part: Part | None, total: Tensor) -> None:
+    """`total`: as `_flattened` lays it out."""
+    for parameter in copies:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        views = [parameter.grad] if part is None else list(part.views(parameter.grad))
+        for view, values in zip(views, total.split([view.numel() for view in views]), strict=True):
+            view.copy_(values.view_as(view))
+
+
+def _buckets(parameters: Sequence[Copies], portion: Portion) -> list[Bucket]:
+    """The last parameters' first: their gradients are."""
+    parts: Sequence[Part | None] = portion.parts or [None] * len(parameters)
+    buckets: list[Bucket] = []
+    num_bytes = 0
+    for copies, part in reversed(list(zip(parameters, parts, strict=True))):
+        size = _num_elements(copies, part) * copies[0].element_size()
+        if not buckets or num_bytes + size > BUCKET_BYTES or buckets[-1].parameters[0][0].dtype != copies[0].dtype:
+            buckets.append(Bucket(portion.group, [], []))
+            num_bytes = 0
+        buckets[-1].parameters.append(copies)
+        buckets[-1].parts.append(part)
+        num_bytes += size
+    return buckets
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Sum of squares in float64, so that the order of summation does not show."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,216 @@
+"""AdamW over this rank's parameters, its state optionally sharded over the holders (ZeRO-1), and its learning rate.
+
+Parameters stay in float32 (bfloat16 training is autocast), so they are their own master weights. Sharding is torch's
+`ZeroRedundancyOptimizer` (Rajbhandari et al. 2020, "ZeRO", section 5.1), one for each reduction: every holder updates
+whole parameters of its own and sends them to the others. Where nodes may fail, several holders do (`keep_alone`,
+`motet.resilience.optimizer_state`). Vectors (norms, biases) are not decayed. A parameter that no sample of a batch
+reached is updated with a gradient of zero.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from motet.runtime.local_model import LocalParameter
+from motet.schedule.action import Reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    learning_rate: float
+    """Peak, for parts that are not named in `part_learning_rates`."""
+    part_learning_rates: Mapping[str, float]
+    """By part: `vision.module`, `vision.projector`, `language_model.module`."""
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    zero1: bool
+    """Each holder of a parameter that is summed in one group updates its share."""
+    is_exact: bool = False
+    """A shard of a parameter gets the bits that the whole would get, as replicas of unlike tensor parallelism need. (On
+    CPUs torch's fused AdamW rounds in another way what is left of a tensor after its last full vector.)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSchedule:
+    """The factor on every learning rate: up to 1 in a straight line, then down to `min_ratio` at the last step."""
+
+    warmup_steps: int
+    total_steps: int
+    shape: Literal["constant", "linear", "cosine"]
+    min_ratio: float
+
+    def factor(self, finished_steps: int) -> float:
+        """In the step after so many finished ones."""
+        if finished_steps < self.warmup_steps:
+            return (finished_steps + 1) / self.warmup_steps
+        if self.shape == "constant":
+            return 1.0
+        num_falling = max(1, self.total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (finished_steps - self.warmup_steps) / num_falling)
+        remaining = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.min_ratio + (1.0 - self.min_ratio) * remaining
+
+
+class Optimizer:
+    """AdamW, or under ZeRO-1 one sharded AdamW for each reduction, stepped together.
+
+    Collective under torch's ZeRO-1: every rank makes one and steps it."""
+
+    def __init__(
+        self, parameters: Sequence[LocalParameter], config: OptimizerConfig, schedule: LearningRateSchedule
+    ) -> None:
+        self._config, self._schedule = config, schedule
+        self._trainable: dict[str, LocalParameter] = {}
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """A parameter that is updated, and another copy of it on this rank."""
+        for p in parameters:
+            if p.parameter.requires_grad and p.is_kept:
+                first = self._trainable.setdefault(p.name, p).parameter
+                if first is not p.parameter:
+                    self._copies.append((first, p.parameter))
+        self._optimizers = [
+            _adamw(members, group, config) for group, members in _grouped(self._trainable.values(), config.zero1)
+        ]
+        self._kept: frozenset[Tensor] | None = None
+        """After `keep_alone`: what this rank updates."""
+        self._written: Collection[str] = ()
+        self._exchange: Callable[[], None] | None = None
+        self._is_current = True
+        """Whether the parameters that others update have their new values."""
+
+    def keep_alone(self, names: Collection[str], *, written: Collection[str], exchange: Callable[[], None]) -> None:
+        """From the first step on, this rank keeps the states of these parameters alone, and updates no others.
+
+        Args:
+            written: of these, whose states this rank writes into checkpoints, when its tensor-parallel group has
+                gathered them.
+            exchange: collective; brings the new values of all other parameters from those who update them."""
+        assert not self.states(), "states that are there would be lost"
+        members = [p for name, p in self._trainable.items() if name in names]
+        self._optimizers = [_adamw(members, None, self._config)] if members else []
+        self._kept = frozenset(p.parameter for p in members)
+        self._written, self._exchange = written, exchange
+
+    def factor(self, finished_steps: int) -> float:
+        """On every learning rate, in the step after so many finished ones."""
+        return self._schedule.factor(finished_steps)
+
+    @torch.no_grad()
+    def step(self, finished_steps: int) -> None:
+        """Updates the parameters; after `keep_alone` only those that this rank keeps, and it needs no other rank."""
+        self._is_current = self._exchange is None
+        factor = self.factor(finished_steps)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_learning_rate"] * factor
+            optimizer.step()
+        self.renew_copies()
+
+    def exchange(self) -> None:
+        """After a step: gets what others have updated. Collective; nothing to do but after `keep_alone`."""
+        if self._exchange is not None:
+            self._exchange()
+            self.renew_copies()
+            self._is_current = True
+
+    @torch.no_grad()
+    def renew_copies(self) -> None:
+        """For when parameters have changed: this rank's other copies of them are made alike."""
+        for updated, copy in self._copies:
+            copy.copy_(updated)
+
+    def states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The state tensors that this rank holds, by parameter; under ZeRO-1 only those of its own share."""
+        return {
+            parameter: state for optimizer in self._optimizers for parameter, state in _inner(optimizer).state.items()
+        }
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank updates it. Not for torch's ZeRO-1."""
+        return self._kept is None or parameter in self._kept
+
+    def is_current(self, parameter: nn.Parameter) -> bool:
+        """Whether its values here are those after the last step."""
+        return self._is_current or self.keeps(parameter)
+
+    def writes_state(self, p: LocalParameter) -> bool:
+        """Whether this rank writes the parameter's state into checkpoints: one rank does."""
+        if self._kept is not None:
+            return p.name in self._written
+        return p.is_written or (p.tp.rank == 0 and self._is_sharded(p.parameter))
+
+    def _is_sharded(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank, and no other holder of the parameter, has its state."""
+        return any(
+            isinstance(optimizer, ZeroRedundancyOptimizer) and parameter in optimizer.optim.state
+            for optimizer in self._optimizers
+        )
+
+    def initialize_states(self) -> None:
+        """Gives every parameter of this rank's share a state of zeros, for a checkpoint to be loaded into."""
+        for optimizer in self._optimizers:
+            inner = _inner(optimizer)
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    inner.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def _grouped(
+    parameters: Iterable[LocalParameter], zero1: bool
+) -> list[tuple[dist.ProcessGroup | None, list[LocalParameter]]]:
+    """The parameters that one optimizer updates, with the group that shares its state.
+
+    In an order that all ranks agree on: the optimizers' steps are collective, and their groups overlap."""
+    alone: list[LocalParameter] = []
+    shared: dict[Reduce, list[LocalParameter]] = {}
+    for p in parameters:
+        if zero1 and p.reduce_group is not None:
+            assert p.reduce is not None
+            shared.setdefault(p.reduce, []).append(p)
+        else:
+            alone.append(p)
+    groups = [(members[0].reduce_group, members) for _, members in sorted(shared.items())]
+    return [*groups, (None, alone)] if alone else groups
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _adamw(
+    members: Sequence[LocalParameter], group: dist.ProcessGroup | None, config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    by_options: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for member in members:
+        learning_rate = config.part_learning_rates.get(member.part, config.learning_rate)
+        decay = config.weight_decay if member.parameter.dim() > 1 else 0.0
+        by_options.setdefault((learning_rate, decay), []).append(member.parameter)
+    param_groups = [
+        {"params": params, "lr": rate, "peak_learning_rate": rate, "weight_decay": decay}
+        for (rate, decay), params in by_options.items()
+    ]
+    # One call for each group, or one for each operation, instead of a dozen small ones per parameter.
+    implementation = "foreach" if config.is_exact else "fused"
+    options: dict[str, object] = {"betas": config.betas, "eps": config.eps, implementation: True}
+    if group is None:
+        return torch.optim.AdamW(param_groups, **options)  # type: ignore[arg-type]
+    make: Callable[..., torch.optim.Optimizer] = ZeroRedundancyOptimizer
+    return make(
+        param_groups,
+        optimizer_class=torch.optim.AdamW,
+        process_group=group,
+        parameters_as_bucket_view=True,
+        lr=config.learning_rate,
+        **options,
+    )

@@ -1,0 +1,382 @@
+"""The training loop: steps, evaluation, metrics, checkpoints, and what to do when numbers are no longer finite.
+
+Dropout depends on seed, step, stage and microbatch alone, so a resumed run draws what the undisturbed one would have.
+"""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from motet.config import TrainConfig
+from motet.data.loader import LoadedBatch, Loader
+from motet.errors import UserError
+from motet.models.batch import Batch
+from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
+from motet.runtime.checkpoint.checkpoint import checkpoint_bytes, load_checkpoint
+from motet.runtime.checkpoint.folder import TrainingState, check_free_space
+from motet.runtime.checkpoint.model_record import check_same_computation
+from motet.runtime.checkpoint.writer import CheckpointWriter
+from motet.runtime.deadline import StepFailedError, interrupted_after
+from motet.runtime.engine import Engine, IterationResult
+from motet.runtime.training.metrics import Sink, keep_lines, open_sinks
+from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.progress import Progress
+from motet.timeline import Timeline
+
+WARM_UP_STEPS = 3
+"""Steps whose time is not counted: allocators, caches and connections settle."""
+
+
+NON_FINITE = "non_finite.jsonl"
+"""File in the output folder: a line for each step whose loss or gradient is not finite, with its samples' ids."""
+
+
+SKIPPED_SAMPLES = "skipped_samples.jsonl"
+"""The same for each step whose batch lacks samples that could not be prepared, with the reasons."""
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is no longer a finite number."""
+
+
+@dataclass
+class TrainingSummary:
+    """The same on every rank, but for the times, which are its own."""
+
+    steps: int = 0
+    """Finished ones, those before a resumed checkpoint included."""
+    losses: list[float] = field(default_factory=list)
+    """Of every step of this run."""
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Held-out loss by finished steps."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Those without update; the first step is 1."""
+    skipped_samples: list[str] = field(default_factory=list)
+    """Of this run: why each could not be prepared."""
+    step_s: list[float] = field(default_factory=list)
+    """Of every step of this run, the wait for its data included."""
+    iteration_s: list[float] = field(default_factory=list)
+    """The same without that wait."""
+    timeline: Timeline = field(default_factory=lambda: Timeline(()))
+    """Measured, of the last step."""
+    checkpoint: Path | None = None
+    """The last one."""
+    best_loss: float = math.inf
+    """The lowest held-out loss."""
+    best_step: int | None = None
+    """Finished steps at which this run measured it."""
+    settled_steps: int = 0
+    """Those after which evaluating and saving are over too."""
+    save_again: bool = False
+    """A checkpoint was begun, and a failure came before it was complete."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The loader's state after the last finished step."""
+    last: IterationResult | None = None
+    """Of the last finished step."""
+
+
+def settled_median(seconds: Sequence[float]) -> float:
+    """Without the first steps, as far as there are others."""
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds or [math.nan])
+
+
+class Trainer:
+    """Collective: every rank makes one with the same arguments. Rank 0 writes metrics and shows progress."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        loader: Loader,
+        held_out: Sequence[Batch] | None,
+        settings: TrainConfig,
+        computation: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`computation`: what of the model a checkpoint has to share with it
+        (`motet.runtime.checkpoint.model_record`); None: only what shows in the parameters."""
+        self.computation = dict(computation or {})
+        self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
+        self.settings = settings
+        loader.prepare = engine.prepare
+        engine.keep_ahead(loader.batches_ahead)
+        self.output = Path(settings.output)
+        self.is_first = dist.get_rank() == 0
+        self.is_paused = False
+        """Whether some rank has asked for a pause, between two steps."""
+        self.summary = TrainingSummary(data=loader.state())
+        """Of this run so far."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called on every rank after every step."""
+        self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)
+        self._sinks: list[Sink] = []
+
+    @property
+    def finished_steps(self) -> int:
+        return self.summary.steps
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished_steps >= self.settings.steps
+
+    def resume(self, checkpoint: Path, state: TrainingState) -> None:
+        """Goes on where the checkpoint was written; under the same plan with the same losses to the last bit."""
+        if state.step >= self.settings.steps:
+            raise UserError(
+                f"train.steps: is {self.settings.steps}, but {checkpoint} has finished {state.step} steps; give more"
+            )
+        check_same_computation(checkpoint, state.model, self.computation)
+        self.loader.load_state(state.data)
+        load_checkpoint(checkpoint, self.engine.model, self.optimizer)
+        self.summary.steps = self.summary.settled_steps = state.step
+        self.summary.data = state.data
+        self._checkpoints.last = checkpoint
+        self.summary.best_loss = state.metrics.get("best_loss", math.inf)
+
+    def go_on_from(self, summary: TrainingSummary, before: "Trainer | None") -> None:
+        """Takes over what another trainer had come to. `before`: this process's own last one, if it had one."""
+        self.summary = summary
+        self.loader.load_state(summary.data)
+        self._checkpoints.last = summary.checkpoint
+        if before is not None:
+            self._checkpoints.follow(before._checkpoints)
+
+    def save_now(self) -> Path | None:
+        """Collective: a checkpoint of what there is."""
+        self._make_output()
+        self._save()
+        return self._checkpoints.finish()
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The last one that is complete."""
+        return self._checkpoints.last
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint was begun and is not complete."""
+        return self._checkpoints.is_unfinished
+
+    def train(self) -> TrainingSummary:
+        """The steps that are left, or until a pause."""
+        self._make_output()
+        self._sinks = self._open_sinks()
+        self.is_paused = False
+        progress = Progress(self.settings.steps, self.finished_steps, visible=self.is_first)
+        try:
+            if self.summary.settled_steps < self.finished_steps:  # A failure came between a step and what follows it.
+                self._evaluate_and_save(progress)
+            elif self.summary.save_again:
+                self._save()
+            self.summary.save_again = False
+            while not self.is_done and not self.is_paused:
+                values = self._timed_step()
+                progress.advance(self.finished_steps, values)
+                self._write(values)
+                self.after_step()
+                if self.is_done:
+                    self.summary.timeline = self.engine.timeline()
+                self._evaluate_and_save(progress)
+            self.summary.checkpoint = self._checkpoints.finish()
+        except NonFiniteError:
+            self._checkpoints.finish()
+            raise
+        finally:
+            progress.close()
+            self.loader.close()
+            for sink in self._sinks:
+                sink.close()
+        return self.summary
+
+    def _timed_step(self) -> dict[str, float]:
+        """One step; what metrics tell of it."""
+        summary = self.summary
+        started = time.perf_counter()
+        timeout_s = self.settings.step_timeout_s
+        with interrupted_after(timeout_s, lambda: self.engine.executor.overrun(timeout_s)):
+            with self.engine.executor.doing("waiting for its data"):
+                batch = next(self.loader)
+            self._report_skipped(batch)
+            loaded = time.perf_counter()
+            result = self._step(batch)
+        ended = time.perf_counter()
+        summary.step_s.append(ended - started)
+        summary.iteration_s.append(ended - loaded)
+        return {
+            "loss": result.loss,
+            "gradient_norm": result.gradient_norm,
+            "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
+            "step_s": ended - started,
+            "data_s": loaded - started,
+            "samples_per_s": len(batch.samples) / (ended - started),
+        }
+
+    def _step(self, batch: Batch) -> IterationResult:
+        """One update, unless numbers are not finite."""
+        engine = self.engine
+        engine.model.zero_gradients()
+        result = engine.run(batch, seed=(self.settings.seed, self.finished_steps))
+        if not _is_finite(result):
+            self._report_non_finite(batch, result)
+        self.is_paused = result.pause
+        self.update(result, self.loader.state())
+        if _is_finite(result):
+            with engine.executor.doing("the exchange of new parameters"):
+                self.optimizer.exchange()
+        return result
+
+    def update(self, result: IterationResult, data: dict[str, Any]) -> None:
+        """Finishes a step whose gradients are complete, but for the exchange of what other ranks update; no other rank
+        is needed. `data`: the loader's state after it.
+
+        Under torch's ZeRO-1 it is collective."""
+        engine, finished_steps = self.engine, self.finished_steps
+        if _is_finite(result):
+            with engine.executor.doing("the optimizer's step"), engine.executor.measured("optimizer", "optimizer"):
+                clip = self.settings.clip_grad_norm
+                # As torch.nn.utils.clip_grad_norm_ does.
+                if clip and result.gradient_norm + 1e-6 > clip:
+                    engine.model.scale_gradients(clip / (result.gradient_norm + 1e-6))
+                self.optimizer.step(finished_steps)
+                engine.model.after_update()
+        else:
+            self.summary.skipped_steps.append(finished_steps + 1)
+        self.summary.losses.append(result.loss)
+        self.summary.last, self.summary.data = result, data
+        self.summary.steps += 1
+
+    def _report_skipped(self, batch: LoadedBatch) -> None:
+        """Writes down which samples the batch lacks. Collective where there may be any."""
+        if not self.loader.may_skip:
+            return
+        if not is_same_on_all_ranks(str(batch.indices()), self.engine.device):
+            raise StepFailedError(
+                f"step {self.finished_steps + 1}: the ranks do not agree on which samples can be prepared; do all of "
+                "them, or all data servers, see the same files?"
+            )
+        if batch.skipped:
+            self.summary.skipped_samples += batch.skipped
+            line = json.dumps({"step": self.finished_steps + 1, "skipped": batch.skipped})
+            on_first_rank(lambda: _append_line(self.output / SKIPPED_SAMPLES, line))
+
+    def _report_non_finite(self, batch: Batch, result: IterationResult) -> None:
+        """Writes the batch's sample ids down; raises unless such steps are to be skipped. Collective."""
+        step = self.finished_steps + 1
+        path = self.output / NON_FINITE
+        what = {
+            "step": step,
+            "loss": repr(result.loss),
+            "gradient_norm": repr(result.gradient_norm),
+            "samples": [sample.id for sample in batch.samples],
+        }
+        on_first_rank(lambda: _append_line(path, json.dumps(what)))
+        if self.settings.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: loss {result.loss}, gradient norm {result.gradient_norm}; the batch's "
+                f"sample ids are in {path}; train.on_nonfinite: skip would leave such steps out"
+            )
+
+    def _evaluate_and_save(self, progress: Progress) -> None:
+        if self.held_out is not None and self._is_due(self.settings.eval_every):
+            loss = self.summary.evaluations[self.finished_steps] = self.evaluate()
+            progress.note(f"step {self.finished_steps}: held-out loss {loss:.4f}")
+            self._write({"held_out_loss": loss})
+            if loss < self.summary.best_loss:
+                self.summary.best_loss, self.summary.best_step = loss, self.finished_steps
+        every = self.settings.checkpoint_every
+        if every and (self._is_best or self._is_due(every)):
+            self._save()
+        self.summary.settled_steps = self.finished_steps
+
+    @property
+    def _is_best(self) -> bool:
+        return self.summary.best_step == self.finished_steps
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.finished_steps % every == 0 or self.is_done)
+
+    def evaluate(self) -> float:
+        """Mean loss per loss token over the held-out samples, forward only and without dropout."""
+        assert self.held_out is not None
+        stages = self.engine.model.modules()
+        was_training = [stage.training for stage in stages]
+        for stage in stages:
+            stage.eval()
+        total, tokens = 0.0, 0
+        for batch in self.held_out:
+            result = self.engine.run(batch, forward_only=True)
+            total += result.loss * result.num_loss_tokens
+            tokens += result.num_loss_tokens
+        for stage, mode in zip(stages, was_training, strict=True):
+            stage.train(mode)
+        return total / max(1, tokens)
+
+    def _save(self) -> None:
+        metrics = {} if math.isinf(self.summary.best_loss) else {"best_loss": self.summary.best_loss}
+        plan = self.engine.plan.to_json()
+        state = TrainingState(self.finished_steps, self.summary.data, plan, metrics, self.computation)
+        self._checkpoints.save(self.engine.model, self.optimizer, state, is_best=self._is_best)
+
+    def _make_output(self) -> None:
+        """The folder, with room for the checkpoints that this run will keep, one that is written, and the best."""
+        num_bytes = 0
+        if self.settings.checkpoint_every:
+            keeps_best = self.held_out is not None and self.settings.eval_every > 0
+            num_checkpoints = self.settings.keep_checkpoints + 1 + keeps_best
+            num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model)
+        on_first_rank(lambda: _make_folder(self.output, num_bytes))
+
+    def _open_sinks(self) -> list[Sink]:
+        if not self.is_first:
+            return []
+        if not self.finished_steps and (self.output / "checkpoints").exists():
+            print(
+                f"{self.output} has checkpoints of an earlier run, which this one will replace "
+                "(train.resume: latest goes on from them)",
+                file=sys.stderr,
+            )
+        for name in (NON_FINITE, SKIPPED_SAMPLES):
+            keep_lines(self.output / name, until_step=self.finished_steps)
+        return open_sinks(self.settings.metrics, self.output, keep_until_step=self.finished_steps)
+
+    def _write(self, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(self.finished_steps, values)
+
+
+def _is_finite(result: IterationResult) -> bool:
+    return math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
+
+
+def _append_line(path: Path, line: str) -> None:
+    with path.open("a") as file:
+        file.write(line + "\n")
+
+
+def _make_folder(folder: Path, num_bytes: int) -> None:
+    """Raises `UserError` if there is no room for so many bytes, beside what is there, or nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = _size_of(folder / "checkpoints")
+    except OSError as error:
+        raise UserError(f"train.output: {folder} cannot be used ({error.strerror}); give another folder") from None
+    check_free_space(folder, num_bytes - there)
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of all files; a checkpoint may be on its way out meanwhile."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(path, name)).st_size
+    return total

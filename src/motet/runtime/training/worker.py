@@ -1,0 +1,176 @@
+"""What every process runs for `motet train`, inside the process group that the launcher made."""
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from motet.config import RunConfig
+from motet.data.loader import Loader, held_out_batches
+from motet.data.service.opening import Producers, batches_ahead, open_producers
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.runtime.assembly import build_engine, build_optimizer, pick_device
+from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
+from motet.runtime.checkpoint.folder import TrainingState
+from motet.runtime.checkpoint.model_record import changes_of_training, computation_of
+from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
+from motet.runtime.engine import Engine
+from motet.runtime.preflight import check_memory, try_links
+from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
+
+REPORT_S = 2.0
+"""For which a rank that waited in vain lives on, so that the one that did not come is the first to fail, and all others
+can say what they were doing."""
+
+
+def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = ()) -> dict[str, Any]:
+    """Trains and returns what `motet train --json` prints, on every rank.
+
+    `forecast_bytes`: by rank, the peak memory that the planner expects."""
+    try:
+        return _train(config, plan, forecast_bytes)
+    except StepFailedError as error:
+        if not isinstance(error, StepTimeoutError):
+            time.sleep(REPORT_S)  # A rank that died has a better cause to tell, and the launcher ends this one.
+        print(f"motet: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, StepOverrunError):
+            time.sleep(REPORT_S)
+        raise
+
+
+def _train(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int]) -> dict[str, Any]:
+    if not any(module.trainable for module in plan.modules.values()):
+        raise UserError("model: everything is frozen, so there is nothing to train; set a part's train.module: true")
+    device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    check_memory(forecast_bytes, device, config.cluster.memory_bytes)
+    producers = open_producers(config)
+    try:
+        return _train_on(config, plan, producers, device)
+    finally:
+        producers.close()
+
+
+def _train_on(config: RunConfig, plan: Plan, producers: Producers, device: torch.device) -> dict[str, Any]:
+    train = config.train
+    trainer = make_trainer(config, build_engine(config, plan, device), producers)
+    found = checkpoint_to_resume(train.resume, trainer.output)
+    if found is not None:
+        trainer.resume(*found)
+    if train.resume is not None and dist.get_rank() == 0:
+        print(told_of(found, trainer), file=sys.stderr, flush=True)
+    dist.barrier()  # What follows has little patience with a rank that is late.
+    try_links(plan, trainer.engine.model.mesh, device)
+    return training_result(config, trainer.train(), producers, device)
+
+
+def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Trainer:
+    """Collective. At the start of the data, with the weights that the engine has."""
+    train = config.train
+    loader = Loader(
+        producers.train,
+        train.global_batch_size,
+        seed=train.seed,
+        wanted=engine.wanted,
+        batches_ahead=batches_ahead(config),
+    )
+    held_out = None
+    if producers.held_out is not None and train.eval_every:
+        contrasts = engine.plan.loss_module is not None
+        held_out = held_out_batches(
+            producers.held_out, train.global_batch_size, train.eval_samples, engine.wanted, whole=contrasts
+        )
+        num_samples = min(train.eval_samples, len(producers.held_out))
+        if contrasts and num_samples < train.global_batch_size and dist.get_rank() == 0:
+            print(
+                f"train.eval_samples: the held-out loss is that of {num_samples} samples, which are cut into smaller "
+                f"contrastive batches than the {train.global_batch_size} of a step: the two losses cannot be compared",
+                file=sys.stderr,
+                flush=True,
+            )
+    optimizer = build_optimizer(config, engine.model)
+    return Trainer(engine, optimizer, loader, held_out, train, computation_of(config))
+
+
+def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
+    """What `motet train --json` tells of the data. Collective."""
+    received: list[dict[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, dict(producers.train.received_bytes))
+    failures: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(failures, producers.num_failures())
+    return {
+        "wait_fraction": 1 - sum(summary.iteration_s) / max(sum(summary.step_s), 1e-9),
+        "received_bytes": received,
+        "failures": failures,
+        "skipped_samples": summary.skipped_samples,
+    }
+
+
+def checkpoint_to_resume(resume: str | None, output: Path) -> tuple[Path, TrainingState] | None:
+    """`resume`: as in the run file; `latest` is the newest of the output folder that is whole, if it has one.
+    Collective."""
+    if resume is None:
+        return None
+    if resume == "latest":
+        return read_latest(output / "checkpoints")
+    folder = Path(resume).resolve()
+    if not folder.is_dir():
+        raise UserError(f"train.resume: {resume} is not a folder; give a checkpoint's, such as .../step_00000100")
+    return folder, read_training_state(folder)
+
+
+def told_of(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str:
+    """Data that have changed are not refused: tokenizers are mended, files completed."""
+    if resumed is None:
+        return "no checkpoint yet: beginning with step 1"
+    checkpoint, state = resumed
+    text = f"going on from {checkpoint}"
+    if state.plan != trainer.engine.plan.to_json():
+        text += ", which was written under another plan"
+    for change in changes_of_training(state.model, trainer.computation):
+        text += f"; {change}"
+    if trainer.loader.has_changed_since(state.data):
+        text += "; the data or what prepares them have changed since, so samples may come again or not at all"
+    return text
+
+
+def training_result(
+    config: RunConfig, summary: TrainingSummary, producers: Producers, device: torch.device
+) -> dict[str, Any]:
+    """What `motet train --json` prints of the run. Collective."""
+    peaks: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak_memory_bytes(device))
+    iteration_s = settled_median(summary.iteration_s)
+    return {
+        "steps": summary.steps,
+        "losses": [loss if math.isfinite(loss) else None for loss in summary.losses],
+        "evaluations": {step: loss if math.isfinite(loss) else None for step, loss in summary.evaluations.items()},
+        "skipped_steps": summary.skipped_steps,
+        "steps_per_s": 1 / settled_median(summary.step_s),
+        "world_size": dist.get_world_size(),
+        "measured": {
+            "iteration_time_s": iteration_s,
+            "throughput_samples_per_s": config.train.global_batch_size / iteration_s,
+            "bubble_fraction": summary.timeline.bubble_fraction,
+            "peak_memory_bytes": peaks,
+            "num_devices": dist.get_world_size(),
+            "mfu": None,
+            "timeline": summary.timeline.to_json(),
+        },
+        "checkpoint": str(summary.checkpoint) if summary.checkpoint else None,
+        "data": _data_report(summary, producers),
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """CUDA: of the allocator. CPU: the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

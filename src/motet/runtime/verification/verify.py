@@ -1,0 +1,253 @@
+"""Every parameter's gradient against the same model run in one process by plain transformers.
+
+The reference is built by the HuggingFace classes themselves, filled with the weights that the ranks hold, and run
+sample by sample, without padding or packing, with no code of motet's after the batch is made: merging reads the
+placeholder ids, not the layouts. The check cannot pass by accident: it fails if no parameter was compared, if one is
+missing on either side, or if a gradient is all zero where the reference is not. Every rank's copy of a gradient is
+compared, and their weights must be alike. What counts as an error is in `motet.runtime.verification.comparison`.
+
+Limits: the first rank holds the whole model, in float64 at last, and one copy of each gradient (more where ranks
+differ). Dropout must be off.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from motet.models.batch import Batch
+from motet.models.float64 import float64_throughout
+from motet.models.multimodal import ModalityModule
+from motet.models.reference.multimodal import plain_loss
+from motet.plan import LANGUAGE_MODEL
+from motet.runtime.engine import Engine
+from motet.runtime.local_model import LocalModel
+from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
+
+Versions = dict[str, list[Tensor]]
+"""By parameter name: every version of a tensor that ranks hold, one if they agree."""
+
+BuildReference = Callable[[], tuple[Mapping[str, ModalityModule], nn.Module]]
+"""Builds the modules plainly (encoders, language model), in the dtype of the run's parameters."""
+
+
+@torch.no_grad()
+def collect_gradients(model: LocalModel) -> Versions | None:
+    """The whole gradient of every trainable parameter, on rank 0 (None elsewhere). Collective.
+
+    A parameter without gradient on any rank has no versions."""
+    mine, missing = [], set()
+    for p in model.parameters:
+        if p.reduce is not None and p.is_kept:
+            gradient = p.parameter.grad
+            if gradient is None:
+                missing.add(p.name)
+            mine.append((p.name, p.gather(torch.zeros_like(p.parameter) if gradient is None else gradient)))
+    return collect_versions(mine, missing)
+
+
+@torch.no_grad()
+def collect_weights(model: LocalModel) -> Versions | None:
+    """Every parameter, whole, on rank 0 (None elsewhere). Collective."""
+    return collect_versions([(p.name, p.gather(p.parameter)) for p in model.parameters if p.is_kept], set())
+
+
+def collect_versions(mine: list[tuple[str, Tensor]], missing: set[str]) -> Versions | None:
+    """Equal tensors travel once, from the lowest rank that holds them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensors = {(name, _digest(tensor)): tensor for name, tensor in mine}
+    keys: list[list[tuple[str, str]]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(keys, list(tensors))
+    held_below = {key for held in keys[:rank] for key in held}
+    sent = {key: tensor.cpu() for key, tensor in tensors.items() if key not in held_below}
+    everyone: list[tuple[dict[tuple[str, str], Tensor], set[str]] | None] | None = None
+    if rank == 0:
+        everyone = [None] * world_size
+    dist.gather_object((sent, missing), everyone)
+    if everyone is None:
+        return None
+    versions: Versions = {}
+    for received, _ in filter(None, everyone):
+        for (name, _), tensor in received.items():
+            versions.setdefault(name, []).append(tensor)
+    for _, without in filter(None, everyone):
+        for name in without:
+            versions[name] = []
+    return versions
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(
+        tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
+
+
+def verify_batch(
+    engine: Engine,
+    batch: Batch,
+    build_reference: BuildReference,
+    *,
+    dtype: str,
+    merge: str,
+    placeholder_token_ids: Mapping[str, int],
+    media_attention: str = "causal",
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Comparison | None:
+    """One iteration of the engine against the references. Collective; returns the comparison on rank 0, else None.
+
+    Args:
+        build_reference: called on rank 0 alone. In what it builds, the parts that are frozen must be.
+        dtype: the run's `train.dtype`. In float64 the whole call should stand in `float64_throughout`.
+        autocast: the context in which the run's forwards are.
+    """
+    return verify_against(
+        engine,
+        batch,
+        lambda weights: run_references(
+            *build_reference(),
+            weights,
+            batch,
+            dtype=dtype,
+            merge=merge,
+            placeholder_token_ids=placeholder_token_ids,
+            media_attention=media_attention,
+            autocast=autocast,
+        ),
+        dtype=dtype,
+    )
+
+
+def verify_against(
+    engine: Engine, batch: Batch, references: Callable[[Mapping[str, Tensor]], References], *, dtype: str
+) -> Comparison | None:
+    """As `verify_batch`. `references`: called on rank 0 alone with the weights that the ranks hold."""
+    engine.model.zero_gradients()
+    weights = collect_weights(engine.model)
+    result = engine.run(batch)
+    gradients = collect_gradients(engine.model)
+    comparison = None
+    if gradients is not None and weights is not None:
+        differing = sorted(name for name, versions in weights.items() if len(versions) > 1)
+        assert not differing, f"ranks hold different weights of {', '.join(differing)}"
+        found = references({name: versions[0] for name, versions in weights.items()})
+        comparison = compare(result.loss, gradients, found, dtype=dtype, world_size=dist.get_world_size())
+    dist.barrier()
+    return comparison
+
+
+def run_references(
+    encoders: Mapping[str, ModalityModule],
+    language_model: nn.Module,
+    weights: Mapping[str, Tensor],
+    batch: Batch,
+    *,
+    dtype: str,
+    merge: str,
+    placeholder_token_ids: Mapping[str, int],
+    media_attention: str = "causal",
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> References:
+    """Plainly built modules, filled with `weights` (names as in the whole model), on the batch.
+
+    Raises `ValueError` if the weights are not exactly theirs."""
+    modules: dict[str, nn.Module] = {**encoders, LANGUAGE_MODEL: nn.ModuleDict({"module": language_model})}
+
+    def loss(batch: Batch) -> Tensor:
+        return plain_loss(
+            encoders,
+            language_model,
+            batch,
+            merge=merge,
+            placeholder_token_ids=placeholder_token_ids,
+            media_attention=media_attention,
+        )
+
+    return run_plainly(modules, weights, batch, loss, dtype=dtype, autocast=autocast)
+
+
+def run_plainly(
+    modules: Mapping[str, nn.Module],
+    weights: Mapping[str, Tensor],
+    batch: Batch,
+    loss: Callable[[Batch], Tensor],
+    *,
+    dtype: str,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> References:
+    """Fills the modules with `weights` (names as in the whole model) and takes the gradients of `loss`, a function of
+    the batch and the modules.
+
+    Raises `ValueError` if the weights are not exactly theirs."""
+    _load(modules, weights)
+    held = _HeldBatch(batch, modules)
+
+    def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
+        with context:
+            value = loss(batch)
+        if value.requires_grad:
+            value.backward()
+        return LossAndGradients(value.item(), _take_gradients(modules))
+
+    plain = run(held, autocast())
+    if dtype == "float64":
+        return References(plain, plain)
+    for module in modules.values():
+        module.double()
+    with float64_throughout():
+        return References(plain, run(held.double(), nullcontext()))
+
+
+def _load(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> None:
+    for name, module in modules.items():
+        own = {key.removeprefix(f"{name}."): tensor for key, tensor in weights.items() if key.startswith(f"{name}.")}
+        missing, unexpected = module.load_state_dict(own, strict=False)
+        absent = sorted(key for key in missing if not _is_tied_or_buffer(module, key, own))
+        if unexpected or absent:
+            raise ValueError(f"{name}: weights do not fit: missing {absent}, unexpected {sorted(unexpected)}")
+
+
+def _is_tied_or_buffer(module: nn.Module, key: str, own: Mapping[str, Tensor]) -> bool:
+    """Whether a missing entry is a parameter that another name brought, or no parameter at all."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return key not in parameters or any(
+        other in own and parameters[other] is parameters[key] for other in parameters if other != key
+    )
+
+
+def _take_gradients(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    gradients = {}
+    for name, module in modules.items():
+        for key, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                taken = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients[f"{name}.{key}"] = taken.detach().cpu()
+                parameter.grad = None
+    return gradients
+
+
+class _HeldBatch:
+    """A batch whose features are all there: processors that compute when asked must not do it in the model's autocast,
+    nor in its dtype."""
+
+    def __init__(self, batch: Batch, modules: Iterable[str]) -> None:
+        self.samples = batch.samples
+        self._features = {
+            (name, i): batch.features(name, i)
+            for name in modules
+            for i, sample in enumerate(batch.samples)
+            if sample.has(name)
+        }
+
+    def features(self, module: str, sample: int) -> dict[str, Tensor]:
+        return self._features[module, sample]
+
+    def double(self) -> "_HeldBatch":
+        """Turns the features into float64."""
+        self._features = {
+            key: {name: value.double() if value.is_floating_point() else value for name, value in features.items()}
+            for key, features in self._features.items()
+        }
+        return self

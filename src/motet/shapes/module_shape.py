@@ -1,0 +1,275 @@
+"""The shape of a model without torch: which linears, attention and parameters each layer has, from its configuration.
+
+`module_workload` reads a transformers configuration (the object, its dict, or a local config.json as it stands on disk,
+with default values left out) of one of the families in `motet.shapes.families`; `projector_layer` describes what
+`motet.models.stages.projector` builds. Costs and memory derive everything from these shapes. Layers are numbered as
+docs/architecture.md says.
+
+Limits: what is neither a linear (a convolution over patches or mel frames counts as one) nor attention has parameters
+and saved activations, but no FLOPs: norms, activation functions and rotary positions are memory traffic.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from motet.errors import UserError
+from motet.plan import LayerRange, ModuleKind
+
+Part = Literal["embed", "block", "head", "projector", "loss"]
+Arrangement = Literal["separate", "padded", "packed"]
+"""How a microbatch's sequences are laid out: each by its own length; all padded to the longest; all in one row, where
+attention is computed over the whole row and masked."""
+
+Rows = Literal["tokens", "outputs", "incoming", "sequences"]
+"""What a linear is applied to: the module's own tokens; those that it hands on (an encoder's projector) or that carry
+loss (a language model's head); those that come from an encoder (keys and values of cross-attention); one vector for
+each sequence (a diffusion model's time step)."""
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix product with weights."""
+
+    in_features: int
+    out_features: int
+    bias: bool = False
+    rows_per_token: float = 1.0
+    """Rows for each token of the layer's sequence (a patch merger has a quarter, a first convolution two)."""
+    cut: Literal["column", "row"] | None = None
+    """By tensor parallelism: its outputs, its inputs, or not at all."""
+    reads_layer_input: bool = False
+    """Its input is the layer's input (no norm between), so that only earlier layers need its input gradient."""
+    rows: Rows = "tokens"
+    kernel_area: int = 1
+    """Of a convolution: the pixels under its kernel, each of which `in_features` counts. It reads each pixel once."""
+
+    @property
+    def num_parameters(self) -> int:
+        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    window: int | None = None
+    """Sequences are cut into windows of so many tokens, and each attends within itself."""
+    reads_encoder: bool = False
+    normalizes: bool = False
+    """Queries and keys pass a norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Layers of equal shape share their costs."""
+
+    part: Part
+    hidden_size: int
+    """Width of the layer's output."""
+    linears: tuple[Linear, ...] = ()
+    attention: Attention | None = None
+    crossing: Attention | None = None
+    """A second attention of the same block, to what comes from an encoder; its linears follow the first one's."""
+    other_parameters: int = 0
+    """Norms, biases, positions: whole on every rank."""
+    vocabulary: int = 0
+    """Rows of an embedding table of `hidden_size` columns; a linear onto the vocabulary stands in `linears`."""
+    saved_vectors: int = 0
+    """Vectors of `hidden_size` that a token leaves for the backward pass beside the linears' inputs: one a norm."""
+    saved_vectors_for_weights: int = 0
+    """More of them if the layer's weights have a gradient: one a root-mean-square norm or a scale."""
+    gated: bool = False
+    """The MLP multiplies two branches."""
+    runs: bool = True
+    """False: it has parameters, but computes nothing."""
+    resolution: float = 1.0
+    """Length of the layer's sequence over that of the module's (a U-Net's inner levels: a quarter each)."""
+    num_comparisons: int = 0
+    """Of a contrastive loss: how often features of one tower are compared with those of another, each way counted."""
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """In the order in which they are computed."""
+        return tuple(attention for attention in (self.attention, self.crossing) if attention is not None)
+
+    @property
+    def num_parameters(self) -> int:
+        return (
+            sum(linear.num_parameters for linear in self.linears)
+            + self.other_parameters
+            + self.vocabulary * self.hidden_size
+        )
+
+    def num_parameters_per_rank(self, tp_size: int) -> int:
+        """On each rank of a tensor-parallel group. Column-cut biases are cut too; counted whole here, they are few."""
+        sharded = sum(linear.in_features * linear.out_features for linear in self.linears if linear.cut)
+        if self.vocabulary % tp_size == 0:
+            sharded += self.vocabulary * self.hidden_size
+        return self.num_parameters - sharded + sharded // tp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleWorkload:
+    """One module of the model."""
+
+    kind: ModuleKind
+    family: str
+    """The `model_type` of its configuration."""
+    config: Config = field(repr=False)
+    hidden_size: int
+    output_size: int
+    """Width of what it hands on."""
+    layers: tuple[LayerShape, ...]
+    arrangement: Arrangement = "separate"
+    tied: tuple[tuple[int, int], ...] = ()
+    """Pairs of layers that share a parameter. It is counted in both layers."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def packed(self) -> "ModuleWorkload":
+        """With a microbatch's samples in one row, as context-parallel ranks have them, where others are padded."""
+        return replace(self, arrangement="packed") if self.arrangement == "padded" else self
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(layer.part == "block" for layer in self.layers)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Which of the layers are transformer blocks."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.part == "block")
+
+    def has_block(self, layers: LayerRange) -> bool:
+        """Whether a transformer block runs among these layers."""
+        return any(layer.part == "block" and layer.runs for layer in self.layers[slice(*layers)])
+
+    def is_shared(self, layer: LayerShape) -> bool:
+        """Whether the ranks of a context-parallel group share a layer's tokens. Before and behind an encoder's blocks
+        each of them computes all."""
+        return not self.encodes_items or layer.part == "block"
+
+    @property
+    def encodes_items(self) -> bool:
+        """Encoders and towers: items (images, clips, texts) are sequences of their own."""
+        return self.kind in ("encoder", "tower")
+
+    @cached_property
+    def cross_attends(self) -> bool:
+        return any(attention.reads_encoder for layer in self.layers for attention in layer.attentions)
+
+    @property
+    def sees_own_items(self) -> bool:
+        """Whether cross-attention computes each sample's row with what comes from its own items alone."""
+        return any(layer.crossing is not None for layer in self.layers)
+
+    def boundary(self, layer: int) -> tuple[Rows, int]:
+        """What crosses the boundary before `layer` (after the last one): how many rows, and their width."""
+        part = self.layers[layer - 1].part if layer else "embed"
+        if self.encodes_items and part in ("head", "projector"):
+            return "outputs", self.layers[layer - 1].hidden_size
+        return "tokens", self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Shared parameters are counted once."""
+        shared = sum(self.layers[first].vocabulary * self.layers[first].hidden_size for first, _ in self.tied)
+        return sum(layer.num_parameters for layer in self.layers) - shared
+
+    def layer_classes(self) -> list[int]:
+        """For each layer, the first layer of the same shape."""
+        first: dict[LayerShape, int] = {}
+        return [first.setdefault(layer, i) for i, layer in enumerate(self.layers)]
+
+
+def projector_layer(projector: str, in_features: int, out_features: int) -> LayerShape:
+    """The last layer of an encoder. Raises `ValueError` for a projector of the user's own, which has no known shape."""
+    first = Linear(in_features, out_features, bias=True, reads_layer_input=True, rows="outputs")
+    if projector == "linear":
+        return LayerShape("projector", out_features, (first,))
+    if projector == "mlp":
+        second = Linear(out_features, out_features, bias=True, rows="outputs")
+        # The GELU keeps its input.
+        return LayerShape("projector", out_features, (first, second), saved_vectors=1)
+    if projector == "projection":
+        return LayerShape("projector", out_features, (replace(first, bias=False),))
+    raise UserError(f"projector: the shape of {projector!r} is not known; known are linear, mlp, projection")
+
+
+def with_projector(encoder: ModuleWorkload, projector: str, out_features: int) -> ModuleWorkload:
+    """The encoder with its projector as one more layer."""
+    layer = projector_layer(projector, encoder.output_size, out_features)
+    return replace(encoder, layers=(*encoder.layers, layer), output_size=out_features)
+
+
+def as_tower(encoder: ModuleWorkload) -> ModuleWorkload:
+    """The encoder (with the projector, if there is one) as a tower, whose head makes one vector of each item."""
+    from motet.shapes.families import pooling_head
+
+    layers = tuple(pooling_head(encoder, layer) if layer.part == "head" else layer for layer in encoder.layers)
+    return replace(encoder, kind="tower", layers=layers)
+
+
+def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num_parameters: int = 1) -> ModuleWorkload:
+    """The loss that compares towers. `pairs`: of their names; `num_parameters`: the logit scale, and a bias."""
+    layer = LayerShape("loss", feature_size, other_parameters=num_parameters, num_comparisons=2 * len(pairs))
+    return ModuleWorkload(
+        kind="loss",
+        family="contrastive",
+        config={"pairs": [list(pair) for pair in pairs], "feature_size": feature_size},
+        hidden_size=feature_size,
+        output_size=feature_size,
+        layers=(layer,),
+    )
+
+
+WITHOUT_INNER_FEATURES = ("whisper", "qwen2_audio_encoder", "qwen2_5_vl_vision")
+"""Encoder families whose features are those of their head, by `model_type`: it merges or pools, or (Whisper's)
+transformers gives the normed features for the last of `hidden_states`."""
+
+
+def with_feature_layer(encoder: ModuleWorkload, feature_layer: int) -> ModuleWorkload:
+    """The encoder that hands on the features before its head: blocks behind them, and the head, have parameters but do
+    not run.
+
+    `feature_layer`: an index into transformers' hidden states (0: the embeddings), as LLaVA's `vision_feature_layer`.
+    """
+    if encoder.family in WITHOUT_INNER_FEATURES:
+        raise UserError(f"feature_layer: {encoder.family} has no features before its head; leave it out")
+    num_running = feature_layer if feature_layer >= 0 else feature_layer + encoder.num_blocks + 1
+    if not 0 <= num_running <= encoder.num_blocks:
+        raise UserError(
+            f"feature_layer: {feature_layer} is not within {-encoder.num_blocks - 1} to {encoder.num_blocks}"
+        )
+    layers = tuple(
+        LayerShape(layer.part, layer.hidden_size, other_parameters=layer.num_parameters, runs=False)
+        if index > num_running and layer.part in ("block", "head")
+        else layer
+        for index, layer in enumerate(encoder.layers)
+    )
+    return replace(encoder, layers=layers)
+
+
+def module_workload(config: Any, *, packing: bool = False) -> ModuleWorkload:
+    """The shape of a language model or an encoder (without projector).
+
+    `config`: a transformers configuration, its `to_dict()`, or what stands in a config.json. `packing`: a language
+    model's samples stand in one row instead of being padded to the longest.
+    Raises `ValueError` for a family that is not known, and for a value that is missing or wrong.
+    """
+    from motet.shapes.families import FAMILIES, Reader
+
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    family = str(values.get("model_type"))
+    if family not in FAMILIES:
+        raise UserError(f"model: model_type {family!r} is not known; known are {', '.join(FAMILIES)}")
+    workload = FAMILIES[family](Reader(family, values))
+    if workload.kind == "language_model":
+        return replace(workload, arrangement="packed" if packing else "padded")
+    return workload

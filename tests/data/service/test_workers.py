@@ -1,0 +1,143 @@
+"""Workers are killed at the worst moments, answers are of all sizes, and streams are left half read."""
+
+import multiprocessing
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from typing import Any
+
+import pytest
+import torch
+
+from motet.assignment.sample import Sample, Segment
+from motet.data.service.preparer import Preparer
+from motet.data.service.tensor_buffer import TensorBuffer, in_shared_memory, unpack
+from motet.data.service.tickets import Ticket
+from motet.data.service.workers import (
+    LARGE_BYTES,
+    SLOT_BYTES,
+    SLOTS_PER_WORKER,
+    PreparationError,
+    Workers,
+)
+
+SIZES = (0, 1, 5_000, LARGE_BYTES - 1, LARGE_BYTES, 3 * SLOT_BYTES)
+"""Bytes of the samples' tensors, in turn."""
+
+asleep = multiprocessing.Value("i", 0)
+"""The process that is at a sample which lasts."""
+
+
+class Bytes:
+    """Sample i has a tensor of `SIZES[i]` bytes, and metadata of thousands of segments."""
+
+    fingerprint = ""
+
+    def __len__(self) -> int:
+        return len(SIZES)
+
+    def sample(self, index: int) -> Sample:
+        return Sample(f"number {index}", {"vision": (Segment(index + 1),) * 10 * SIZES[index % 3]})
+
+    def features(self, index: int, module: str) -> dict[str, torch.Tensor]:
+        if module == "fails":
+            raise ZeroDivisionError("a mistake of ours" * 10_000)
+        if module == "lasts":
+            asleep.value = os.getpid()
+            time.sleep(600)
+        return {"x": torch.arange(SIZES[index % len(SIZES)]).to(torch.uint8)}
+
+
+@contextmanager
+def workers(num: int) -> Iterator[Workers]:
+    opened = Workers(Preparer({"train": Bytes()}), num)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def tickets(number: int, module: str | None = "vision") -> list[Ticket]:
+    return [Ticket("train", (i,), module) for i in range(number)]
+
+
+def tensors(answer: Any) -> list[torch.Tensor]:
+    assert isinstance(answer, TensorBuffer)
+    return [features["x"] for features in unpack(answer.header, answer.data)]
+
+
+def test_nothing_is_left_half_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of more than `PIPE_BUF` bytes costs its worker its life, in the middle of it: so there may be none."""
+    send = connection.Connection._send  # type: ignore[attr-defined]
+
+    def dying(self: Any, content: Any, *args: Any) -> None:
+        if len(content) > select.PIPE_BUF and multiprocessing.parent_process() is not None:
+            os.write(self.fileno(), content[:100])
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(self, content, *args)
+
+    monkeypatch.setattr(connection.Connection, "_send", dying)
+    with workers(1) as opened:
+        for i, answer in enumerate(opened.answers(tickets(len(SIZES)))):
+            (got,) = tensors(answer)
+            assert torch.equal(got, torch.arange(SIZES[i]).to(torch.uint8))
+        metadata = [sample for (sample,) in opened.answers(tickets(3, None))]  # type: ignore[misc]
+        assert metadata == [Bytes().sample(i) for i in range(3)]
+        with pytest.raises(PreparationError, match="ZeroDivisionError: a mistake of ours"):
+            list(opened.answers(tickets(1, "fails")))
+        assert not opened.num_restarts
+
+
+def test_more_streams_than_slots_some_of_them_left_half_read() -> None:
+    with workers(1) as opened:
+        for _ in range(SLOTS_PER_WORKER):
+            stream = opened.answers(tickets(6))
+            next(stream)
+            stream.close()  # type: ignore[attr-defined]
+        streams = [opened.answers(tickets(6)) for _ in range(SLOTS_PER_WORKER)]
+        for i in range(6):
+            for stream in streams:
+                (got,) = tensors(next(stream))
+                assert torch.equal(got, torch.arange(SIZES[i]).to(torch.uint8))
+        assert all(next(stream, None) is None for stream in streams)
+        assert opened._pool is not None
+        list(opened.answers(tickets(1)))  # Those that nobody waited for are done too.
+        assert sorted(opened._pool._free) == list(range(SLOTS_PER_WORKER))
+
+
+def test_of_a_broken_pool_nothing_is_left_where_signals_are_caught() -> None:
+    """As a data server catches them before its second pool of workers begins. One worker dies, one is at work."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    others = set(multiprocessing.active_children())
+    try:
+        with workers(2) as opened:
+            processes = set(multiprocessing.active_children()) - others
+            stream = opened.answers([*tickets(1), *tickets(1, "lasts")])
+            next(stream)
+            while not asleep.value:
+                time.sleep(0.01)
+            stream.close()  # type: ignore[attr-defined]
+            (dies,) = (process for process in processes if process.pid != asleep.value)
+            dies.kill()
+            list(opened.answers(tickets(6)))  # By nobody of these two.
+            assert opened.num_restarts == 1
+            for process in processes:
+                process.join(60)
+                assert process.exitcode is not None, "it lives on"
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_shared_memory_is_that_of_other_processes_too() -> None:
+    """torch has no public name for it (`share_memory_` copies)."""
+    shared = in_shared_memory(1000)
+    shared.zero_()
+    assert shared.is_shared()
+    child = multiprocessing.get_context("fork").Process(target=lambda: shared[10:].fill_(7))
+    child.start()
+    child.join()
+    assert shared.sum() == 990 * 7

@@ -1,0 +1,96 @@
+"""Language-model stages cut over a tensor-parallel group against the same model in one stage on one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_distributed
+from torch import Tensor
+from tp_cases import CASES, Case
+
+from motet.assignment.sample import Sample, Segment
+from motet.families.language_models import num_language_model_layers
+from motet.models.stages.language_model import LanguageModelStage
+from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
+from motet.parallel.tensor_shards import gather_full
+
+LANGUAGE_MODELS = [case for case in CASES if hasattr(case.model(), "lm_head")]
+NUM_IMAGE_TOKENS = (3, 0, 5)
+"""Of each sample; the second has no image."""
+
+
+def batch(case: Case, *, with_loss: bool) -> tuple[list[Sample], list[dict[str, Tensor]]]:
+    merged = case.family != "mllama_text_model"  # there the image enters by cross-attention instead
+    generator = torch.Generator().manual_seed(0)
+    samples, features = [], []
+    for index, num_image_tokens in enumerate(NUM_IMAGE_TOKENS):
+        image = (Segment(num_image_tokens, source="vision"),) if num_image_tokens and merged else ()
+        layouts = {"lm": (Segment(2), *image, Segment(3 - index))}
+        if num_image_tokens:
+            layouts["vision"] = (Segment(num_image_tokens),)
+        samples.append(Sample(str(index), layouts))
+        num_tokens = samples[-1].num_tokens("lm")
+        ids, labels = torch.randint(0, 48, (2, num_tokens), generator=generator)
+        labels[: 2 if with_loss else None] = -100
+        features.append({"input_ids": ids, "labels": labels})
+    return samples, features
+
+
+def run(stages: list[LanguageModelStage], case: Case, *, with_loss: bool) -> tuple[Tensor, Tensor]:
+    """The loss, and the gradient that goes back to the encoder."""
+    samples, features = batch(case, with_loss=with_loss)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(sum(NUM_IMAGE_TOKENS), 32, generator=generator, dtype=torch.float64).requires_grad_()
+    hidden = None
+    for stage in stages:
+        hidden = stage(hidden, {"vision": images} if stage.is_first or stage.cross_attends else {}, features, samples)
+    assert hidden is not None
+    hidden.backward()
+    assert images.grad is not None
+    return hidden.detach(), images.grad
+
+
+def compare(rank: int, packing: bool, recompute: bool, with_loss: bool) -> None:
+    for case in LANGUAGE_MODELS:
+        num_layers = num_language_model_layers(case.model())
+        whole = LanguageModelStage("lm", case.model(), (0, num_layers), packing=packing)
+        expected, expected_images = run([whole], case, with_loss=with_loss)
+        wanted = {whole.canonical_name(name): p.grad for name, p in whole.named_parameters() if p.grad is not None}
+        for sequence_parallel in (False, True):
+            tp = TensorParallel(None, rank, 2, sequence_parallel)
+            stages = [
+                LanguageModelStage("lm", case.model(), layers, packing=packing, recompute=recompute)
+                for layers in ((0, 1), (1, 2), (2, num_layers))
+            ]
+            layouts = [apply_tensor_parallel(stage, case.family, tp) for stage in stages]
+            loss, images = run(stages, case, with_loss=with_loss)
+            found: dict[str, Any] = {}
+            for stage, layout in zip(stages, layouts, strict=True):
+                tp_reduce_gradients(stage)
+                for name, parameter in stage.named_parameters():
+                    if parameter.grad is not None:
+                        gradient = gather_full(parameter.grad, layout.shards.get(name), tp)
+                        canonical = stage.canonical_name(name)  # tied ones are on two stages: their sum counts
+                        found[canonical] = found.get(canonical, 0) + gradient
+            tolerance = 1e-6 if case.family == "gemma3_text" else 1e-11
+            torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(images, expected_images, rtol=tolerance, atol=tolerance)
+            assert found.keys() == wanted.keys()
+            for name, gradient in wanted.items():
+                torch.testing.assert_close(
+                    found[name],
+                    gradient,
+                    rtol=tolerance,
+                    atol=tolerance,
+                    msg=lambda m, at=(case.family, name): f"{at} {m}",
+                )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_stages_equal_one_process(packing: bool, recompute: bool) -> None:
+    run_distributed(compare, 2, packing, recompute, True)
+
+
+def test_microbatch_without_loss_tokens() -> None:
+    run_distributed(compare, 2, True, False, False)

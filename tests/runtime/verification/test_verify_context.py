@@ -1,0 +1,248 @@
+"""`motet verify` with context parallelism: alone and with all other kinds, on families that differ in their masks."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import dense_masks
+import numpy as np
+import pytest
+import torch
+from dense_masks import dense
+from distributed import run_distributed
+from one_process import check_together, verify
+from scenario import FROZEN, Scenario, ScenarioBatch
+
+from motet.assignment.sample import Segment
+from motet.attention.masks.custom_masks import register_mask
+from motet.attention.masks.interval_mask import IntervalMask
+from motet.attention.masks.rules import AttentionRule, mask_of
+from motet.attention.masks.token_layout import Document, layout_of_documents
+from motet.attention.masks.token_ownership import held_outputs
+from motet.models.float64 import float64_throughout
+from motet.parallel import context_attention as context_parallel
+from motet.parallel import context_sequence
+from motet.runtime import stage_runner
+from motet.runtime.assembly import build_engine
+from motet.runtime.verification.verify import Comparison
+
+SCENARIOS = [
+    Scenario(llm="phi3", cp=2, tp=2, placement="colocated"),  # Its attention has a configuration of its own then.
+    Scenario(llm="llama", cp=2, placement="colocated"),
+    Scenario(llm="qwen3", cp=3, placement="colocated", items="half", frozen="audio", num_microbatches=3),
+    Scenario(llm="gemma3", cp=2, llm_pp=2, placement="colocated", frozen="all but projectors"),
+    Scenario(llm="llama-tied", cp=2, tp=2, placement="colocated", sequence_parallel=True, items="half"),
+    Scenario(llm="qwen3", cp=2, dp=2, placement="colocated", num_microbatches=1, packing=True),
+    Scenario(llm="gemma3", cp=4, placement="colocated", items="none", recompute=True),
+    Scenario(llm="llama", cp=2, llm_pp=2, tp=2, placement="colocated", frozen="all but encoders", items="half"),
+    Scenario(llm="llama", cp=2, llm_pp=2, placement="colocated", cp_method="ulysses", merge="prepend"),
+]
+
+
+UNLIKE_STAGES = [
+    Scenario(llm="llama", llm_pp=2, llm_cps=(2, 1), placement="shared"),
+    Scenario(llm="gemma3", llm_pp=3, llm_cps=(1, 2, 1), placement="shared", items="half"),
+    Scenario(llm="qwen3", llm_pp=2, llm_cps=(2, 3), placement="shared", frozen="all but projectors"),
+    Scenario(llm="llama-tied", llm_pp=2, llm_cps=(3, 2), placement="shared", items="none", schedule="zero_bubble_h1"),
+    Scenario(llm="llama", llm_pp=2, llm_cps=(1, 2), tp=2, placement="shared", items="half", recompute=True),
+    Scenario(llm="llama", llm_pp=3, llm_cps=(2, 2, 1), placement="colocated", frozen="all but encoders", dp=1),
+    Scenario(llm="qwen3", llm_pp=2, llm_cps=(2, 1), placement="shared", fully_sharded=True, num_microbatches=3),
+    Scenario(llm="llama", llm_pp=2, llm_cps=(4, 1), placement="shared", context_block=16, frozen="all but encoders"),
+]
+"""Tokens are shared out otherwise from stage to stage; in the last, some members hold none."""
+
+
+RULES = [
+    Scenario(llm="gemma3", media_attention="block_causal", placement="colocated"),
+    Scenario(llm="gemma3", media_attention="block_causal", cp=2, llm_pp=2, placement="colocated"),
+    Scenario(llm="llama", media_attention="own_item", cp=2, placement="colocated", frozen="all but projectors"),
+    Scenario(llm="mistral", media_attention="own_modality", cp=3, placement="colocated", merge="prepend"),
+    Scenario(llm="qwen3", media_attention="own_item", tp=2, llm_pp=2, placement="colocated", items="half"),
+]
+"""What media tokens see, with and without context parallelism."""
+
+
+def two_answers(segments: tuple[Segment, ...], window: int | None) -> IntervalMask:
+    """The last four tokens are two answers to what stands before them."""
+    assert window is None
+    return mask_of(layout_of_documents([Document(segments, answers=(2, 2))]), AttentionRule())
+
+
+def sinks(segments: tuple[Segment, ...], window: int | None) -> IntervalMask:
+    """Layers with a window see the first two tokens of the sample too."""
+    rule = AttentionRule() if window is None else AttentionRule(window=window, sink=2)
+    return mask_of(layout_of_documents([Document(segments)]), rule)
+
+
+register_mask("two_answers", two_answers)
+register_mask("sinks", sinks)
+
+OWN_MASKS = [
+    Scenario(llm="llama", media_attention="two_answers", placement="colocated"),
+    Scenario(llm="llama", media_attention="two_answers", cp=2, llm_pp=2, placement="colocated"),
+    Scenario(llm="gemma3", media_attention="sinks", items="half", placement="colocated"),
+    Scenario(llm="gemma3", media_attention="sinks", cp=2, tp=2, merge="prepend", placement="colocated"),
+    Scenario(llm="qwen3", media_attention="prefix", items="half", placement="colocated"),
+    Scenario(llm="gemma3", media_attention="prefix", cp=2, merge="prepend", placement="colocated"),
+]
+"""Masks that users bring, and prefixes."""
+
+
+def test_what_own_masks_say() -> None:
+    """The plain model is given their matrices, so these are compared with others."""
+    batch = ScenarioBatch(scenario := OWN_MASKS[0], scenario.config())
+    for sample in batch.samples:
+        segments = sample.layouts["language_model"]
+        document = Document(segments, answers=(2, 2))
+        np.testing.assert_array_equal(two_answers(segments, None).dense(), dense([document], dense_masks.answers))
+        np.testing.assert_array_equal(sinks(segments, 3).dense(), dense([document], dense_masks.sliding(3, 2)))
+
+
+ENCODERS = [
+    Scenario(encoder_cp=2, placement="colocated"),
+    Scenario(vision="clip", encoder_cp=3, encoder_pp=2, cp=2, placement="colocated", items="half", recompute=True),
+    Scenario(vision="dinov2", encoder_cp=2, tp=2, placement="colocated", frozen="all but projectors"),
+    Scenario(encoder_cp=2, dp=2, cp_method="ulysses", placement="colocated", num_microbatches=1, frozen="audio"),
+    Scenario(encoder_cp=4, cp=3, placement="colocated", items="half"),
+    Scenario(encoder_cp=2, encoder_pp=3, placement="colocated", frozen="all but encoders", num_microbatches=3),
+]
+"""Encoders share their tokens, alone or beside the language model."""
+UNLIKE_ENCODERS = [
+    Scenario(encoder_pp=2, encoder_cps=(1, 2), placement="colocated", frozen="all but projectors", items="half"),
+    Scenario(vision="clip", encoder_pp=3, encoder_cps=(2, 3, 1), placement="colocated", num_microbatches=3),
+    Scenario(encoder_pp=2, encoder_cps=(2, 1), encoder_cuts=(6,), placement="colocated", items="half"),
+    Scenario(encoder_pp=2, encoder_cps=(2, 1), encoder_cuts=(5,), placement="colocated", packing=True),
+    Scenario(encoder_pp=2, encoder_cps=(1, 2), encoder_cuts=(6,), cp=2, placement="colocated", recompute=True),
+    Scenario(encoder_pp=2, encoder_cps=(2, 3), encoder_cuts=(6,), placement="colocated", schedule="zero_bubble_h1"),
+    Scenario(encoder_pp=2, encoder_cps=(3, 1), encoder_cuts=(1,), context_block=64, placement="colocated"),
+    Scenario(encoder_pp=2, encoder_cps=(2, 1), tp=2, placement="colocated", frozen="all but encoders"),
+    Scenario(encoder_pp=2, encoder_cps=(1, 2), placement="colocated", fully_sharded=True),
+]
+"""From stage to stage otherwise: before, between and behind the blocks (6 is the projector); in one of them some
+members hold none."""
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS],
+    ids=lambda s: (
+        f"{s.llm}-cp{s.llm_cps or s.cp}-encoders{s.encoder_cps or s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-"
+        f"{s.cp_method}"
+    ),
+)
+def test_equals_one_process(scenario: Scenario) -> None:
+    check_together([replace(scenario, dtype="float64")])
+
+
+@pytest.mark.parametrize(
+    "options", [{"cp": 2}, {"cp": 2, "cp_method": "ulysses"}, {"media_attention": "own_item"}, {"encoder_cp": 2}]
+)
+def test_bfloat16(options: dict) -> None:
+    check_together([Scenario(placement="colocated", dtype="bfloat16", **options)])
+
+
+NO_TOKENS = [
+    Scenario(cp=3, encoder_cp=3, context_block=64, placement="colocated", items="half"),
+    Scenario(llm="qwen3", cp=2, llm_pp=2, context_block=128, placement="colocated", cp_method="ulysses"),
+]
+"""Blocks so large that some rank of the group owns no tokens of a microbatch."""
+
+
+def verify_and_count(scenario: Scenario) -> tuple[Comparison | None, dict[str, list[int]]]:
+    """And by language model or encoder, how many tokens this rank held of every sequence."""
+    held: dict[str, list[int]] = {"text": [], "items": []}
+
+    class Counting(context_sequence.ContextSequence):
+        def __init__(self, documents: Any, rules: Any, *rest: Any) -> None:
+            super().__init__(documents, rules, *rest)
+            held["items" if rules[0].text == "full" else "text"].append(self.num_held)
+
+    with patch.object(context_sequence, "ContextSequence", Counting):
+        return verify(scenario), held
+
+
+@pytest.mark.parametrize("scenario", NO_TOKENS, ids=["all_gather", "ulysses"])
+def test_ranks_without_tokens(scenario: Scenario) -> None:
+    results = run_distributed(lambda rank: verify_and_count(scenario), scenario.num_ranks)
+    assert results[0][0].passed, results[0][0].failures
+    for what in ["text", "items"] if scenario.encoder_cp > 1 else ["text"]:
+        counts = [held[what] for _, held in results if held[what]]
+        assert any(0 in of_rank for of_rank in counts), what
+        assert any(any(of_rank) for of_rank in counts), what
+
+
+@pytest.mark.parametrize("scenario", [Scenario(cp=2, placement="colocated")], ids=["cp2"])
+def test_what_a_route_brings_is_derived_once(scenario: Scenario) -> None:
+    def work(rank: int) -> tuple[int, int]:
+        routes = []
+
+        def counted(*arguments: Any) -> Any:
+            routes.append(arguments)
+            return held_outputs(*arguments)
+
+        with patch.object(stage_runner, "held_outputs", counted):
+            verify(scenario)
+        return len(routes), len({repr(arguments) for arguments in routes})
+
+    for derived, distinct in run_distributed(work, scenario.num_ranks):
+        assert derived == distinct > 0
+
+
+def test_masks_are_derived_beside_the_loading() -> None:
+    """All that a coming batch needs is there before it is run, and made once for forward, backward and all layers."""
+    scenario = Scenario(llm="gemma3", cp=2, encoder_cp=2, placement="colocated")
+
+    def work(rank: int) -> tuple[int, int]:
+        engine = build_engine(config := scenario.config(), scenario.plan(config), torch.device("cpu"))
+        batch = ScenarioBatch(scenario, config)
+        with (
+            patch.object(context_parallel, "device_mask", wraps=context_parallel.device_mask) as masks,
+            float64_throughout(),
+        ):
+            engine.prepare(batch.samples)
+            before = masks.call_count
+            engine.run(batch)
+            return before, masks.call_count
+
+    *encoders, first, second = run_distributed(work, scenario.num_ranks)
+    assert all(before == after > 0 for before, after in encoders)
+    assert first == second == (4, 4)  # Two microbatches, with and without a window.
+
+
+def draw(seed: int) -> Scenario:
+    """One of the product of all that context parallelism meets, on at most 8 ranks."""
+    random = Random(seed)
+    while True:
+        scenario = Scenario(
+            llm=random.choice(["llama", "qwen3", "gemma3", "llama-tied", "phi3", "mistral"]),
+            vision=random.choice(["siglip", "clip", "dinov2"]),
+            cp=random.choice([1, 2, 3, 4]),
+            llm_cps=random.choice([(), (), (2, 1), (1, 2), (3, 2)]),
+            encoder_cp=random.choice([1, 1, 2]),
+            encoder_cps=random.choice([(), (), (2, 1), (1, 2)]),
+            tp=random.choice([1, 2]),
+            llm_pp=random.choice([1, 2]),
+            dp=random.choice([1, 2]),
+            sequence_parallel=random.choice([False, True]),
+            num_microbatches=random.choice([1, 2, 3]),
+            placement=random.choice(["parallel", "colocated"]),
+            schedule=random.choice(["1f1b", "gpipe", "zero_bubble_h1"]),
+            frozen=random.choice(list(FROZEN)),
+            items=random.choice(["mixed", "half"]),
+            packing=random.choice([False, True]),
+            recompute=random.choice([False, True]),
+            merge=random.choice(["placeholder", "prepend"]),
+            media_attention=random.choice(["causal", "causal", "own_item", "block_causal", "prefix", "sinks"]),
+        )
+        if scenario.llm_cps:
+            scenario = replace(scenario, llm_pp=2, cp=max(scenario.llm_cps))
+        if scenario.encoder_cps:
+            scenario = replace(scenario, encoder_pp=2, encoder_cuts=random.choice([(), (1,), (2,), (5,), (6,)]))
+        if scenario.num_ranks <= 8 and (scenario.cp > 1 or scenario.encoder_cp > 1 or scenario.encoder_cps):
+            return scenario
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 60))])
+def test_drawn_from_the_product(seed: int) -> None:
+    check_together([replace(draw(seed), dtype="float32")])

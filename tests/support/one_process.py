@@ -1,0 +1,104 @@
+"""Scenarios against one process of plain transformers, as `motet verify` compares them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from random import Random
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
+
+from motet.config import RunConfig
+from motet.models.float64 import float64_throughout
+from motet.runtime.assembly import autocast_for, build_engine
+from motet.runtime.engine import Engine
+from motet.runtime.verification.verify import Comparison, verify_batch
+from motet.runtime.verification.worker import plainly_built
+
+T = TypeVar("T")
+
+
+@torch.no_grad()
+def _perturb(engine: Engine) -> None:
+    """Fresh norms, biases and gates (of one, zero and zero) would hide mistakes."""
+    for p in engine.model.parameters:
+        if not p.is_kept:
+            continue
+        generator = torch.Generator().manual_seed(len(p.name) * 1009 + sum(map(ord, p.name)))
+        noise = 0.15 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
+        is_gate = noise.numel() == 1
+        p.parameter.add_(p.cut((noise + 0.7 * is_gate).to(p.parameter.dtype)))
+
+
+Before = Callable[[Engine, RunConfig, ScenarioBatch], None]
+"""Collective: what is done with the engine before its gradients are compared."""
+
+
+def verify(scenario: Scenario, before: Before = lambda engine, config, batch: None) -> Comparison | None:
+    """Collective: called on every rank of the plan."""
+    config = scenario.config()
+    plan = scenario.plan(config)
+    assert dist.get_world_size() == plan.num_ranks
+    with float64_throughout() if scenario.dtype == "float64" else nullcontext():
+        engine: Engine = build_engine(config, plan, torch.device("cpu"))
+        _perturb(engine)
+        batch = ScenarioBatch(scenario, config)
+        before(engine, config, batch)
+        return verify_batch(
+            engine,
+            batch,
+            lambda: plainly_built(config),
+            dtype=scenario.dtype,
+            merge=scenario.merge,
+            placeholder_token_ids=PLACEHOLDERS,
+            media_attention=scenario.media_attention,
+            autocast=autocast_for(config, torch.device("cpu")),
+        )
+
+
+def check(scenario: Scenario, *, tolerance: float = 1e-9, before: Before = lambda engine, config, batch: None) -> None:
+    """On processes of its own."""
+    comparison = run_distributed(lambda rank: verify(scenario, before), scenario.num_ranks, timeout=120)[0]
+    assert comparison.failures == []
+    assert comparison.max_grad_rel_err <= tolerance
+
+
+def check_together(scenarios: Sequence[Scenario]) -> dict[Scenario, Comparison]:
+    """All must pass. Those with one number of ranks share a start of processes."""
+    by_size: dict[int, list[Scenario]] = defaultdict(list)
+    for scenario in scenarios:
+        by_size[scenario.num_ranks].append(scenario)
+    found = {}
+    for num_ranks, group in sorted(by_size.items()):
+        comparisons = run_distributed(_verify_all, num_ranks, group, timeout=120 + 10 * len(group))[0]
+        found.update(zip(group, comparisons, strict=True))
+    return found
+
+
+def _verify_all(rank: int, scenarios: Sequence[Scenario]) -> list[Comparison | None]:
+    comparisons = []
+    for scenario in scenarios:
+        try:
+            comparison = verify(scenario)
+            if comparison is not None:
+                assert comparison.passed, comparison.failures
+                assert comparison.world_size == scenario.num_ranks
+        except BaseException as error:
+            error.add_note(str(scenario))
+            raise
+        comparisons.append(comparison)
+    return comparisons
+
+
+def check_drawn(draw: Callable[[Random], T], check: Callable[[T], None], seed: str, num_draws: int) -> None:
+    """`num_draws` scenarios; a failure tells its own."""
+    for i in range(num_draws):
+        scenario = draw(Random(f"{seed}/{i}"))
+        try:
+            check(scenario)
+        except BaseException as error:
+            error.add_note(f"draw(Random('{seed}/{i}')): {scenario}")
+            raise

@@ -1,0 +1,274 @@
+"""What every process of a trial is doing, and what is done to it.
+
+What a process does stands in shared memory; when a victim enters the phase that was drawn for it, a timer of the kernel
+is set that kills (or stops) it a random time later.
+"""
+
+import ctypes
+import hashlib
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.parallel.tensor_plans import local_ranges
+from motet.planner.templates.pipelines import nodes_of_pipelines
+from motet.resilience.membership import FIRST_GENERATION
+from motet.resilience.recover import TrainingProcess
+from motet.resilience.store import store
+from motet.runtime.checkpoint.writer import CheckpointWriter
+from motet.runtime.executor import Executor
+from motet.runtime.gradient_reduction import GradientReducer
+from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.trainer import Trainer
+from motet.schedule.action import Compute, Kind, Reduce
+
+MOST_SHARDS = 2
+"""Of tensor parallelism in these trials."""
+PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "recovery", "other")
+
+
+@dataclass(frozen=True)
+class Kill:
+    node: int
+    after_steps: int
+    phase: str
+    nth: int
+    """Which entry of the phase, from then on."""
+    delay_s: float
+    how: str
+    """process: SIGKILL; hang: SIGSTOP; agent: SIGKILL for the agent, which takes its processes along;
+    warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host; none: the store alone is
+    lost."""
+    store: Literal["", "SIGKILL", "SIGSTOP"] = ""
+    """What the process that has the store gets at the moment when that comes to the node, or a moment before."""
+    machine: Literal["", "SIGKILL", "SIGSTOP"] = ""
+    """What all processes on the store's machine get (machines.py)."""
+
+
+class Board:
+    """Shared by all processes of a trial: each node's phase, and when each kill was carried out."""
+
+    _PHASE = struct.Struct("=i")
+    _TIME = struct.Struct("=d")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 4096)
+
+    def set_phase(self, node: int, phase: str) -> None:
+        self._PHASE.pack_into(self._memory, 4 * node, PHASES.index(phase))
+
+    def phase(self, node: int) -> str:
+        return PHASES[self._PHASE.unpack_from(self._memory, 4 * node)[0]]
+
+    def set_saving(self, node: int, saving: bool) -> None:
+        """A thread saves while others compute."""
+        self._memory[2048 + node] = saving
+
+    def phase_of(self, kill: Kill) -> str:
+        """In which its victim was."""
+        saved = kill.phase == "saving" and self._memory[2048 + kill.node]
+        return "saving" if saved else self.phase(kill.node)
+
+    @property
+    def store_pid(self) -> int:
+        """Of the newest process that has the store."""
+        pid: int = self._PHASE.unpack_from(self._memory, 3840)[0]
+        return pid
+
+    def note_store(self) -> None:
+        """In that process."""
+        self._PHASE.pack_into(self._memory, 3840, os.getpid())
+
+    def is_fired(self, kill: int) -> bool:
+        return self._memory[1024 + kill] != 0
+
+    def fire(self, kill: int) -> None:
+        self._TIME.pack_into(self._memory, 3072 + 8 * kill, time.time())
+        self._memory[1024 + kill] = 1
+
+    def fired_at(self, kill: int) -> float:
+        """Seconds since the epoch; its delay begins."""
+        return self._TIME.unpack_from(self._memory, 3072 + 8 * kill)[0]
+
+
+class Victim:
+    """In each training process: follows what it does, and carries out what was drawn for its node."""
+
+    def __init__(self, kills: Sequence[Kill], board: Board) -> None:
+        self._kills, self.board = kills, board
+        self.node = -1
+        self.finished_steps = 0
+        self._entries = [0] * len(kills)
+
+    def enter(self, phase: str) -> None:
+        if self.node < 0:
+            return
+        if phase != "saving":
+            self.board.set_phase(self.node, phase)
+        for i, kill in enumerate(self._kills):
+            if kill.node != self.node or kill.phase != phase or self.board.is_fired(i):
+                continue
+            if self.finished_steps < kill.after_steps:
+                continue
+            self._entries[i] += 1
+            if self._entries[i] > kill.nth:
+                self.board.fire(i)
+                if kill.store:
+                    os.kill(self.board.store_pid, signal.Signals[kill.store])
+                if kill.machine:
+                    to_machine = os.getpgid(self.board.store_pid), signal.Signals[kill.machine]
+                    if kill.how == "none":
+                        threading.Timer(kill.delay_s, os.killpg, to_machine).start()
+                    else:
+                        os.killpg(*to_machine)
+                if kill.how == "none":
+                    continue
+                if kill.how in ("agent", "warning"):
+                    os.kill(os.getppid(), signal.SIGKILL if kill.how == "agent" else signal.SIGTERM)
+                elif kill.how != "cut":  # The board is watched by who cuts.
+                    signal_after(kill.delay_s, signal.SIGSTOP if kill.how == "hang" else signal.SIGKILL)
+
+    def save(self, begins: bool) -> None:
+        self.board.set_saving(self.node, begins)
+        if begins:
+            self.enter("saving")
+
+
+def signal_after(seconds: float, number: int) -> None:
+    """The kernel sends this process the signal then: no thread of it has to run."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    event = (ctypes.c_char * 64)()
+    struct.pack_into("=qii", event, 0, 0, number, 0)  # sigev_value, sigev_signo, SIGEV_SIGNAL
+    timer = ctypes.c_void_p()
+    assert libc.timer_create(1, event, ctypes.byref(timer)) == 0, ctypes.get_errno()
+    first = max(1000, int(seconds * 1e9))
+    setting = struct.pack("=qqqq", 0, 0, first // 10**9, first % 10**9)
+    assert libc.timer_settime(timer, 0, setting, None) == 0, ctypes.get_errno()
+
+
+@contextmanager
+def observed(victim: Victim) -> Iterator[None]:
+    """Every process that is forked meanwhile tells the victim what it does."""
+
+    def before(owner: type, name: str, phase_of: Callable[..., str | None]) -> Any:
+        original = getattr(owner, name)
+
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            phase = phase_of(self, *args)
+            if phase is not None:
+                victim.enter(phase)
+            return original(self, *args, **kwargs)
+
+        return mock.patch.object(owner, name, wrapped)
+
+    def of_step(_: Executor, step: object) -> str | None:
+        if isinstance(step, Compute):
+            return "forward" if step.kind is Kind.FORWARD else "backward"
+        return "reduction" if isinstance(step, Reduce) else None
+
+    def of_trainer(trainer: Trainer, *_: object) -> str:
+        victim.finished_steps = trainer.finished_steps
+        return "other"
+
+    def join(process: TrainingProcess, call: Any) -> str:
+        victim.node = call.membership.everyone[call.rank // process._node_size]
+        return "other" if call.membership.generation == FIRST_GENERATION else "recovery"
+
+    written = CheckpointWriter._write
+
+    def write(self: CheckpointWriter, *args: Any) -> None:
+        victim.save(True)
+        written(self, *args)
+        victim.save(False)
+
+    host_store = store._host_store
+
+    def host(*args: Any) -> None:
+        victim.board.note_store()
+        host_store(*args)
+
+    recovered = TrainingProcess._recovered
+
+    def checked(self: TrainingProcess, *args: Any) -> Trainer:
+        trainer = recovered(self, *args)
+        check_replicas(trainer, num_keepers(self, trainer))
+        return trainer
+
+    with (
+        mock.patch.object(store, "_host_store", host),
+        before(Executor, "_run_step", of_step),
+        before(GradientReducer, "finish", lambda *_: "reduction"),
+        before(Optimizer, "step", lambda *_: "optimizer step"),
+        before(Optimizer, "exchange", lambda *_: "optimizer step"),
+        mock.patch.object(CheckpointWriter, "_write", write),
+        before(Trainer, "_step", of_trainer),
+        before(TrainingProcess, "_join_world", join),
+        mock.patch.object(TrainingProcess, "_recovered", checked),
+    ):
+        yield
+
+
+def num_keepers(process: TrainingProcess, trainer: Trainer) -> int | None:
+    """Of each part of each parameter's state, so many ranks have to keep it; None without ZeRO-1."""
+    if not process._config.parallel.zero1:
+        return None
+    failures = process._config.train.failures
+    assert failures is not None
+    return min(failures.tolerate + 1, len(nodes_of_pipelines(trainer.engine.plan, process._node_size)))
+
+
+def check_replicas(trainer: Trainer, num_keepers: int | None = None) -> None:
+    """Collective: all that hold a part of a parameter hold the same bits of it, all that keep its optimizer's state the
+    same bits of that, however their stages are cut; and so many keep it, if it is given."""
+    parameters = [p for p in trainer.engine.model.parameters if p.is_kept]
+    states = trainer.optimizer.states()
+    told = _gathered({p.name: p.shard for p in parameters if p.shard})
+    shards = {name: shard for each in told for name, shard in each.items()}
+    mine: dict[tuple[str, int, str], str] = {}
+    for p in parameters:
+        tensors = {"values": [p.parameter.detach()], "state": list(states.get(p.parameter, {}).values())}
+        if not tensors["state"]:
+            del tensors["state"]
+        if (shard := shards.get(p.name)) is None:
+            mine |= {(p.name, 0, what): _digest(of) for what, of in tensors.items()}
+            continue
+        length, place = p.full_shape[shard.dim], 0
+        pieces = [piece for t in range(MOST_SHARDS) for piece in local_ranges(length, shard, t, MOST_SHARDS)]
+        for a, b in local_ranges(length, shard, p.tp.rank, p.tp.size) if p.shard else [(0, length)]:
+            for first, last in pieces:
+                if a <= first < b:
+                    here = place + first - a, last - first
+                    for what, of in tensors.items():
+                        digest = _digest([t.narrow(shard.dim, *here) if t.dim() else t for t in of])
+                        mine[p.name, first, what] = digest
+            place += b - a
+    seen: dict[tuple[str, int, str], str] = {}
+    kept: Counter[tuple[str, int, str]] = Counter()
+    for held in _gathered(mine):
+        for key, digest in held.items():
+            assert seen.setdefault(key, digest) == digest, f"replicas differ in {key}"
+        kept.update(key for key in held if key[2] == "state")
+    wrong = {key: number for key, number in kept.items() if number != num_keepers}
+    assert num_keepers is None or not wrong, f"each is to be kept by {num_keepers}, but {wrong}"
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def _gathered(mine: dict[Any, Any]) -> list[dict[Any, Any]]:
+    everyone: list[dict[Any, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
