@@ -31,8 +31,8 @@ from benchmarks.attention_samples import packed_documents, text_and_images
 from benchmarks.reporting import Report
 from motet.assignment.sample import Segment
 from motet.attention.kernels import flash
+from motet.attention.kernels.backends import flex, flex_mask
 from motet.attention.kernels.device_mask import DeviceMask, device_mask
-from motet.attention.kernels.flex import flex, flex_mask
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.rules import AttentionRule, mask_of
 from motet.attention.masks.tile_counts import row_pairs

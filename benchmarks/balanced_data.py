@@ -21,7 +21,6 @@ from benchmarks.greedy_ratios import worst_ratios
 from benchmarks.reporting import Report
 from benchmarks.thesis_batches import NUM_MICROBATCHES, NUM_REPLICAS, Batch, Works, planned, simulated
 from benchmarks.uneven_data import DATA_SETS, SEED
-from motet.assignment.baselines import dip_like_assignment, random_assignment
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.assignment.disttrain import reordered_assignment
 from motet.assignment.entrain import (
@@ -31,7 +30,7 @@ from motet.assignment.entrain import (
     evenly_on_both,
     plan_deferrals,
 )
-from motet.assignment.policies import assign
+from motet.assignment.policies import assign, dip_like_assignment, random_assignment
 from motet.costs.sample_work import SampleWork
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 

@@ -27,9 +27,8 @@ from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem
 from motet.runtime.assembly import build_engine, build_optimizer
-from motet.runtime.checkpoint.checkpoint import checkpoint_bytes
+from motet.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoint_bytes
 from motet.runtime.checkpoint.folder import TrainingState
-from motet.runtime.checkpoint.writer import CheckpointWriter
 from motet.runtime.launch import launch
 
 LIMIT = 0.05

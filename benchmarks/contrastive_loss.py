@@ -26,8 +26,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 from benchmarks.reporting import Report
-from motet.models.stages.contrastive import ContrastiveStage
-from motet.models.stages.contrastive_loss import BLOCK_BYTES
+from motet.models.stages.contrastive import BLOCK_BYTES, ContrastiveStage
 from motet.parallel.context_attention import ContextParallel
 from motet.schedule.batch_sync import Shares
 

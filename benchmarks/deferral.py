@@ -37,7 +37,7 @@ from motet.costs.profiling.profiler import ProfileOptions
 from motet.data.loader import Loader
 from motet.data.run_file.datasets import open_data
 from motet.data.service.producer import InProcess
-from motet.models.batch import Batch
+from motet.models.stages.stage import Batch
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import explicit_plan

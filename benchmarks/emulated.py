@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.measuring import measure_in_turn
 from motet.costs.iteration import IterationCosts
-from motet.models.batch import Batch
+from motet.models.stages.stage import Batch
 from motet.planner.evaluate import Evaluation
 from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine, Expect

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reporting import Report
-from motet.planner.failures.traces import Change, draw_changes, read_trace
+from motet.planner.failures.replay import Change, draw_changes, read_trace
 from papers.oobleck.published import NUM_NODES, SPOT_PERIODS_S
 from papers.oobleck.tables import NUM_AWAY, Evaluation, is_in_order, spot_throughputs
 

@@ -20,18 +20,16 @@ import numpy as np
 
 from benchmarks.reporting import Report
 from motet.assignment.sample import Sample, Segment
+from motet.cluster.catalogue import Link
 from motet.cluster.cluster import cpu_cluster
-from motet.cluster.device import Link
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import ModuleProblem, PlanningProblem
 from motet.planner.templates.combinations import best_combination, num_combinations, template_sizes
-from motet.planner.templates.mapping_problem import ChainCosts, CutCosts, MappingProblem
-from motet.planner.templates.microbatches import iteration_s, least_variance_counts, min_max_counts
-from motet.planner.templates.pipelines import Template
+from motet.planner.templates.pipelines import Template, iteration_s, least_variance_counts, min_max_counts
 from motet.planner.templates.planner import make_templates, plan_of
-from motet.planner.templates.stage_mapping import map_stages
+from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem, map_stages
 from motet.shapes.module_shape import module_workload, with_projector
 from papers.oobleck.published import PLANNED_LAYERS, PLANNING_S
 from papers.oobleck.replay_model import planning_problem

@@ -19,7 +19,7 @@ from motet.assignment.sample import Sample
 from motet.config import load_run_config
 from motet.data.dataset import Dataset
 from motet.data.run_file.datasets import open_data
-from motet.models.hub.export_towers import load_towers
+from motet.models.hub.export import load_towers
 
 RUN_FILE = Path(__file__).with_suffix(".yaml")
 CANDIDATES = 64

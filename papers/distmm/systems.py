@@ -237,3 +237,14 @@ def own_outcome(each: Setting) -> Outcome:
     plans = [assigned_plan(each.problem, found) for found in candidates(each.problem)]
     outcomes = [Outcome(evaluate(each.problem, plan)) for plan in plans]
     return min((o for o in outcomes if o.evaluation.fits), key=lambda outcome: outcome.iteration_s)
+
+
+# DistMM's nine models as planning problems, with the batches that Megatron-LM can hold (`distmm_systems`).
+
+
+def problems() -> list[tuple[str, PlanningProblem]]:
+    settings = [setting(scale, model) for scale, models in SCALES.items() for model in models]
+    return [
+        (f"{each.model}({each.vision}, {each.text}) on {NUM_DEVICES} V100, batch {each.batch}", each.problem)
+        for each in settings
+    ]

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from motet.planner.failures.policies import GridMembers, RedundantMembers, SizeMembers, Times
-from motet.planner.failures.replay import Members, Usage, replay
-from motet.planner.failures.traces import Change, draw_changes
+from motet.planner.failures.replay import Change, Members, Usage, draw_changes, replay
 from motet.planner.templates.combinations import best_combinations, combination_s, template_sizes
-from motet.planner.templates.mapping_problem import ChainCosts, MappingProblem
 from motet.planner.templates.pipelines import Template, Templates
-from motet.planner.templates.stage_mapping import map_stages
+from motet.planner.templates.stage_mapping import ChainCosts, MappingProblem, map_stages
 from papers.oobleck.published import (
     FREE_EVERY,
     HOURS,

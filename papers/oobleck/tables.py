@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
-from motet.planner.failures.replay import KINDS
-from motet.planner.failures.traces import Change, draw_changes
+from motet.planner.failures.replay import KINDS, Change, draw_changes
 from motet.planner.templates.stage_mapping import map_stages
 from papers.oobleck.artifact import SPEEDS
 from papers.oobleck.published import (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.assignment.packing import packed_sequences
+from motet.assignment.batch_assignment import packed_sequences
 
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=6), st.integers(10, 15))

@@ -12,7 +12,7 @@ from quick_profile import profile_quickly
 from tiny_run import write_tiny_run
 
 from motet.cli.main import COMMANDS, main
-from motet.cli.typical_batch import read_batch
+from motet.cli.run_file import read_batch
 from motet.config import load_run_config
 from motet.costs.cost_model import CostTable
 from motet.planner.from_run_file import plan_for, planning_problem

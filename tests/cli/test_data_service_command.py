@@ -18,7 +18,7 @@ from tiny_run import write_tiny_run
 
 from motet.cli.main import main
 from motet.config import load_run_config
-from motet.data.service.access import TOKEN_VARIABLE
+from motet.data.service.tickets import TOKEN_VARIABLE
 
 LAYOUT = [
     "--set=parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}",

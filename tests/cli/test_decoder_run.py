@@ -9,7 +9,7 @@ from tower_run import give_decoder, run, write_tower_run
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from motet.cli.main import main
-from motet.models.hub.export_towers import load_towers
+from motet.models.hub.export import load_towers
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import pytest
 from tiny_run import write_tiny_run
 
 from motet.cli.main import main
-from motet.planner.failures.replay import KINDS
-from motet.planner.failures.traces import draw_changes
+from motet.planner.failures.replay import KINDS, draw_changes
 
 NODES = ["--set", "cluster.num_devices=8", "--set", "cluster.num_nodes=8"]
 

@@ -23,7 +23,7 @@ from motet.data.loader import Loader
 from motet.data.run_file.datasets import open_data
 from motet.data.service.producer import InProcess
 from motet.models.contrastive import ContrastiveLoss
-from motet.models.hub.export_towers import load_towers
+from motet.models.hub.export import load_towers
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.cluster.catalogue import Link
 from motet.cluster.cluster import Cluster, cluster_from_dict
-from motet.cluster.device import Link
 from motet.costs.communication import (
     collective_seconds,
     collective_terms,
     hierarchical_terms,
+    resharding_seconds,
     ring_terms,
 )
-from motet.costs.communication_part import resharding_seconds
 
 A800 = cluster_from_dict(
     {

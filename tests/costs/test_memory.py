@@ -13,8 +13,7 @@ from motet.costs.load import microbatch_load
 from motet.costs.memory import MemoryOptions, cast_weight_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
-from motet.parallel.cast_weights import CastWeights
-from motet.parallel.split_backward import make_splittable
+from motet.parallel.split_backward import CastWeights, make_splittable
 from motet.shapes.module_shape import module_workload
 
 OPTIONS = {"float32": MemoryOptions(), "bfloat16": MemoryOptions(autocast_bytes=2)}

@@ -13,8 +13,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from motet.config import LanguageModelConfig
 from motet.families import classes as families
 from motet.families import language_models
-from motet.models.float64 import float64_throughout
-from motet.models.materialize import materialize
+from motet.models.materialize import float64_throughout, materialize
 from motet.models.stages.language_model import LanguageModelStage
 from motet.parallel import tensor_plans as shards
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from motet import ModalityModule, MultimodalModule
-from motet.models.float64 import float64_throughout
+from motet.models.materialize import float64_throughout
 from motet.models.stages.projector import build_projector
 
 MIXED = [(1, 1), (0, 1), (2, 0), (0, 0), (1, 2)]

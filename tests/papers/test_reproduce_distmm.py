@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from motet.planner.evaluate import evaluate
-from papers.distmm.distmm_problems import problems
 from papers.distmm.models import (
     ALPA,
     MEGATRON_1_0,
@@ -25,6 +24,7 @@ from papers.distmm.systems import (
     distmm_outcome,
     larger_batch_outcome,
     megatron_outcome,
+    problems,
     published_partition,
     separated_outcome,
     setting,

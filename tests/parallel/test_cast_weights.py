@@ -16,8 +16,7 @@ from tiny_language_models import tiny_language_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from motet.parallel.cast_weights import CastWeights
-from motet.parallel.split_backward import SplitBackward, make_splittable
+from motet.parallel.split_backward import CastWeights, SplitBackward, make_splittable
 from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.stage_runner import StageRunner
 

@@ -19,6 +19,7 @@ from motet.costs.kernels import layer_kernels
 from motet.costs.load import microbatch_load
 from motet.models.stages.language_model import LanguageModelStage
 from motet.parallel.split_backward import make_splittable
+from motet.parallel.tensor_collectives import gather_full
 from motet.parallel.tensor_parallel import (
     RowLinear,
     TensorParallel,
@@ -28,7 +29,6 @@ from motet.parallel.tensor_parallel import (
     tp_reduce_gradients,
 )
 from motet.parallel.tensor_plans import SHARDS, layer_pattern
-from motet.parallel.tensor_shards import gather_full
 from motet.shapes.module_shape import module_workload
 
 MODES = (False, True)

@@ -11,8 +11,8 @@ from tp_cases import CASES, Case
 from motet.assignment.sample import Sample, Segment
 from motet.families.language_models import num_language_model_layers
 from motet.models.stages.language_model import LanguageModelStage
+from motet.parallel.tensor_collectives import gather_full
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
-from motet.parallel.tensor_shards import gather_full
 
 LANGUAGE_MODELS = [case for case in CASES if hasattr(case.model(), "lm_head")]
 NUM_IMAGE_TOKENS = (3, 0, 5)

@@ -1,7 +1,7 @@
 """What planners know of families without torch is what the families themselves say."""
 
 from motet.families.encoders import ENCODER_FAMILIES
-from motet.planner.check_degrees import SHARED_BY_NONE
+from motet.planner.explicit import SHARED_BY_NONE
 
 
 def test_encoders_whose_tokens_cannot_be_shared() -> None:

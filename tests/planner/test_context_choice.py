@@ -8,15 +8,14 @@ import torch
 from small_problem import sample, small_problem
 
 from motet.attention.kernels.backends import check_backend
-from motet.cli.typical_batch import read_samples
+from motet.cli.run_file import read_samples
 from motet.cluster.cluster import cluster_from_dict
 from motet.config import RunConfig, parse_strictly
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
 from motet.plan import ContextOptions
-from motet.planner.auto.layouts import own_layouts
-from motet.planner.auto.planner import NOT_TRIED, choose
+from motet.planner.auto.planner import NOT_TRIED, choose, own_layouts
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.cost_estimates.layout_costs import LayoutCosts
 from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem, with_memory
 
-from motet.planner.cornstarch import cornstarch, frozen_aware_cut
+from motet.planner.baselines import cornstarch, frozen_aware_cut
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees, TooSlowError

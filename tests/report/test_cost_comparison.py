@@ -8,8 +8,7 @@ from small_problem import small_problem
 from motet.costs.cost_model import LayerCost
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.registry import make_plan
-from motet.report.cost_comparison import compare_costs
-from motet.report.plan_report import report, report_text
+from motet.report.plan_report import compare_costs, report, report_text
 
 
 def slower(table, factors):

@@ -7,8 +7,8 @@ import pytest
 
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.entrain.profiling_size import ProfilingSize
-from motet.report.data_picture import plot_data_stats, save_data_stats
 from motet.report.data_stats import AssignmentStats, DataStats, ModuleStats, RatioStats
+from motet.report.pictures import plot_data_stats, save_data_stats
 
 
 def stats() -> DataStats:

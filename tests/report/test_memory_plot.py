@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from motet.report.memory_picture import MAX_LINES, plot_memory, save_memory
+from motet.report.pictures import MAX_LINES, plot_memory, save_memory
 from motet.timeline import MemoryCurve
 
 GIB = 2**30

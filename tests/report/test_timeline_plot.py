@@ -3,7 +3,7 @@ from pathlib import Path
 from matplotlib.collections import PolyCollection
 from plans import routes_of, vision_audio_llm
 
-from motet.report.timeline_picture import plot_timelines, save_timelines
+from motet.report.pictures import plot_timelines, save_timelines
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import lower

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.resilience.children import Children
+from motet.resilience.node_process import Children
 
 FORK = multiprocessing.get_context("fork")
 

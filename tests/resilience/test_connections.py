@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from distributed import run_distributed
 
-from motet.resilience.connections import Connections
+from motet.resilience.interruptible_wait import Connections
 from motet.resilience.recover import leave_world
 
 NEVER = timedelta(minutes=5)

@@ -13,9 +13,9 @@ from interrupted_training import at, before_each_step, config_of, failures, undi
 from ports import port_of_its_own
 from training import plan_of
 
+from motet.addresses import interface_towards
 from motet.config import RunConfig
 from motet.errors import UserError
-from motet.resilience.interfaces import interface_towards
 from motet.resilience.launch_nodes import join_training, train_on_nodes
 from motet.resilience.store.store import StoreProcess
 

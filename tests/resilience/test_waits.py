@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 
-from motet.resilience.children import PR_SET_PDEATHSIG
-from motet.resilience.connections import Connections
-from motet.resilience.interruptible_wait import Waits
+from motet.resilience.interruptible_wait import Connections, Waits
+from motet.resilience.node_process import PR_SET_PDEATHSIG
 from motet.resilience.recover import leave_world
 
 NEVER = timedelta(minutes=5)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from motet.runtime import messages
 from motet.runtime.deadline import Deadline
-from motet.runtime.local_program import Carried, LocalProgram
-from motet.runtime.messages import Mailbox
+from motet.runtime.messages import Carried, LocalProgram, Mailbox
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell

@@ -11,8 +11,8 @@ from motet.costs.kernels import layer_kernels, total_flops
 from motet.costs.load import microbatch_load
 from motet.errors import UserError
 from motet.models.stages.caption_decoder import decoder_family, decoder_layer_parts
-from motet.shapes.decoders import decoder_workload
 from motet.shapes.defaults import DEFAULTS
+from motet.shapes.families import decoder_workload
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30}
 CONFIGS = {

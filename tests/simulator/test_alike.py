@@ -18,10 +18,9 @@ from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message, lower
 from motet.schedule.program import make_program, make_schedule
 from motet.schedule.routes import Cell, Routes, derive_routes
-from motet.simulator.costs import UniformCosts
+from motet.simulator.costs import Disturbances, UniformCosts
 from motet.simulator.replica_folding import Folding, copy_schedule, fold
 from motet.simulator.simulate import simulate
-from motet.simulator.step_costs import Disturbances
 from motet.timeline import BUSY_KINDS, Timeline
 
 

@@ -2,7 +2,7 @@ from math import inf
 
 import pytest
 
-from motet.simulator.event_queue import EventQueue, SharedCores
+from motet.simulator.event_loop import EventQueue, SharedCores
 
 
 def test_events_come_by_time_then_priority_then_sequence() -> None:

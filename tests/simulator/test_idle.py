@@ -14,7 +14,7 @@ from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import lower
 from motet.simulator.costs import UniformCosts
-from motet.simulator.idle import TimeShares
+from motet.simulator.result import TimeShares
 from motet.simulator.simulate import simulate
 
 IDLE = ("warm_up", "cool_down", "imbalance", "reduction", "gather")

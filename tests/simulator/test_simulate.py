@@ -16,10 +16,9 @@ from motet.schedule.dependencies import Dependencies, Gradient
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, Program, lower
 from motet.schedule.schedule import Schedule
-from motet.simulator.costs import UniformCosts
+from motet.simulator.costs import Disturbances, UniformCosts
 from motet.simulator.event_loop import SharedCards
 from motet.simulator.simulate import SimulationResult, simulate
-from motet.simulator.step_costs import Disturbances
 from motet.timeline import Span
 
 

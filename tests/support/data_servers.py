@@ -16,8 +16,8 @@ from ports import port_of_its_own
 from motet.assignment.sample import Sample
 from motet.config import DescribedConfig, RunConfig
 from motet.data.loader import LoadedBatch, Loader
-from motet.data.service.access import TOKEN_VARIABLE
 from motet.data.service.opening import open_producers, open_server
+from motet.data.service.tickets import TOKEN_VARIABLE
 from motet.errors import UserError
 
 TOKEN = "an-old-and-secret-token"

@@ -3,8 +3,7 @@
 from random import Random
 
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
-from motet.planner.templates.microbatches import min_max_counts
-from motet.planner.templates.pipelines import Template, Templates, build_plan
+from motet.planner.templates.pipelines import Template, Templates, build_plan, min_max_counts
 
 ENCODER, LANGUAGE_MODEL = "vision", "llm"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from motet.models.batch import Batch
+from motet.models.stages.stage import Batch
 from motet.runtime.training.trainer import Trainer
 
 Ids = tuple[str, ...]

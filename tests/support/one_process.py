@@ -12,7 +12,7 @@ from distributed import run_distributed
 from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.config import RunConfig
-from motet.models.float64 import float64_throughout
+from motet.models.materialize import float64_throughout
 from motet.runtime.assembly import autocast_for, build_engine
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import Comparison, verify_batch

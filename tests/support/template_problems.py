@@ -6,7 +6,7 @@ from small_problem import small_problem
 
 from motet.plan import ContextOptions
 from motet.planner.problem import PlanningProblem
-from motet.planner.templates.mapping_problem import ChainCosts
+from motet.planner.templates.stage_mapping import ChainCosts
 from motet.planner.templates.template_costs import mapping_problems
 
 

@@ -10,7 +10,7 @@ from motet.cluster.cluster import Cluster
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.decoders import decoder_workload
+from motet.shapes.families import decoder_workload
 from motet.shapes.module_shape import as_tower, contrastive_loss, module_workload, with_projector
 
 CLUSTER = Cluster(

@@ -6,8 +6,8 @@ import torch
 from toy_model import toy_stage_maker
 
 from motet.plan import ModulePlan, Plan, Replica, Stage
+from motet.runtime.checkpoint.checkpoint import CheckpointWriter
 from motet.runtime.checkpoint.folder import TrainingState
-from motet.runtime.checkpoint.writer import CheckpointWriter
 from motet.runtime.engine import Engine
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
 

@@ -27,7 +27,7 @@ from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.membership import FIRST_GENERATION
 from motet.resilience.recover import TrainingProcess
 from motet.resilience.store import store
-from motet.runtime.checkpoint.writer import CheckpointWriter
+from motet.runtime.checkpoint.checkpoint import CheckpointWriter
 from motet.runtime.executor import Executor
 from motet.runtime.gradient_reduction import GradientReducer
 from motet.runtime.training.optimizer import Optimizer

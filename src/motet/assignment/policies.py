@@ -10,17 +10,65 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from motet.assignment.baselines import dip_like_assignment, random_assignment
-from motet.assignment.batch_assignment import BatchAssignment, Microbatch, contiguous_assignment
+import numpy as np
+
+from motet.assignment.batch_assignment import (
+    BatchAssignment,
+    Microbatch,
+    assignment_of_shares,
+    contiguous_assignment,
+    cut_evenly,
+    packed_sequences,
+)
 from motet.assignment.disttrain import reordered_assignment
 from motet.assignment.entrain import deferring_assignment, plan_deferrals
-from motet.assignment.packing import packed_sequences
 from motet.assignment.sample import Sample
 from motet.costs.cost_model import CostTable
 from motet.costs.sample_work import SampleWork, sample_work
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, Plan
+from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
+
+# What assignments are compared with: samples in random order, and a cut like DIP's.
+#
+# * Random: what a DistributedSampler and a loader that groups neighbours make of a batch. * DIP-like, after the
+# thesis' description (section 4.2.3): microbatches are random, and an encoder's are cut into sub-microbatches that
+# stay within their own. The cut is an assumption: samples in order, a new piece where the old one would exceed the
+# mean work of a microbatch divided by `pieces`.
+
+
+def random_microbatches(plan: Plan, num_samples: int, seed: int) -> list[tuple[Microbatch, ...]]:
+    """For each share, microbatches of equal numbers of samples (as far as they can be divided)."""
+    return cut_evenly(plan, np.random.default_rng(seed).permutation(num_samples).tolist())
+
+
+def random_assignment(plan: Plan, samples: Sequence[Sample], seed: int) -> BatchAssignment:
+    return assignment_of_shares(plan, samples, random_microbatches(plan, len(samples), seed))
+
+
+def dip_like_assignment(
+    plan: Plan, samples: Sequence[Sample], encoder_work: Floats, seed: int, *, pieces: int = 2
+) -> BatchAssignment:
+    """`encoder_work`: of each sample."""
+    shares = random_microbatches(plan, len(samples), seed)
+    limit = float(encoder_work.sum()) / sum(map(len, shares)) / pieces
+    cut = [[piece for microbatch in each for piece in _pieces(microbatch, encoder_work, limit)] for each in shares]
+    return assignment_of_shares(plan, samples, shares, encoder_pieces=cut)
+
+
+def _pieces(microbatch: Microbatch, work: Floats, limit: float) -> list[Microbatch]:
+    pieces: list[Microbatch] = []
+    load = 0.0
+    for i in microbatch:
+        if pieces and load + work[i] <= limit:
+            pieces[-1] += (i,)
+            load += float(work[i])
+        else:
+            pieces.append((i,))
+            load = float(work[i])
+    return pieces
+
 
 Works = Callable[[], Mapping[str, SampleWork]]
 """Seconds of each sample on each stage, by module that is no copy; computed when it is asked for."""
@@ -102,11 +150,12 @@ def _packed(plan: Plan, samples: Sequence[Sample], assignment: BatchAssignment, 
                     f"{num_tokens[longest]} tokens; give at least as many"
                 )
             cut[name] = tuple(
-                tuple(piece for m in replica for piece in _pieces(m, num_tokens, max_tokens)) for replica in cut[name]
+                tuple(piece for m in replica for piece in _pieces_policies(m, num_tokens, max_tokens))
+                for replica in cut[name]
             )
     return replace(assignment, microbatches=cut)
 
 
-def _pieces(microbatch: Microbatch, num_tokens: Sequence[int], max_tokens: int) -> Sequence[Microbatch]:
+def _pieces_policies(microbatch: Microbatch, num_tokens: Sequence[int], max_tokens: int) -> Sequence[Microbatch]:
     """An empty microbatch stays one: it is a place in the order."""
     return packed_sequences(microbatch, num_tokens, max_tokens) or [microbatch]

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for option in ("samples", "batches"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option}: is {getattr(arguments, option)}; give at least 1")
-    from motet.cli.typical_batch import read_problem, read_samples
+    from motet.cli.run_file import read_problem, read_samples
     from motet.planner.from_run_file import plan_for
     from motet.report.data_stats import data_stats
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     result = as_json(stats)
     print(as_text(result))
     if picture:
-        from motet.report.data_picture import save_data_stats
+        from motet.report.pictures import save_data_stats
 
         save_data_stats(stats, picture)
     return result

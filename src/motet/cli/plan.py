@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     out = file_to_write(arguments.out, "--out") if arguments.out else None
-    from motet.cli.typical_batch import read_problem
+    from motet.cli.run_file import read_problem
     from motet.planner.auto.planner import choose
     from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for

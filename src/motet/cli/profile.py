@@ -40,7 +40,7 @@ def _calibrate(config: "RunConfig", path: Path) -> dict[str, Any]:
 
     import torch
 
-    from motet.costs.profiling.kernels import measure_speeds
+    from motet.costs.profiling.links import measure_speeds
     from motet.planner.from_run_file import describe_cluster
 
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def measure(config: "RunConfig") -> "CostTable":
     """All modules at the tensor-parallel sizes that the run file asks for, on as many processes as it has devices."""
     from dataclasses import replace
 
-    from motet.cli.typical_batch import read_batch
+    from motet.cli.run_file import read_batch
     from motet.costs.cost_model import ModuleCosts
     from motet.runtime.launch import launch
     from motet.runtime.profile_worker import profile_worker

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
-    from motet.cli.typical_batch import read_problem
+    from motet.cli.run_file import read_problem
     from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for
     from motet.report.plan_report import report_evaluation, report_text
@@ -113,7 +113,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
         groups = result.alike_ranks if is_large else [(rank,) for rank in range(result.num_ranks)]
         timelines = {title: result.timeline_of({ranks[0] for ranks in groups})}
     if picture:
-        from motet.report.timeline_picture import save_timelines
+        from motet.report.pictures import save_timelines
 
         save_timelines(timelines, picture, {title: groups})
     if trace:
@@ -122,7 +122,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
         save_trace(timelines, trace, {title: result.memory}, {title: groups})
     if memory:
         from motet.costs.memory import RESERVE
-        from motet.report.memory_picture import save_memory
+        from motet.report.pictures import save_memory
 
         limit = evaluation.problem.cluster.device.memory_bytes * (1 - RESERVE)
         save_memory({title: result.memory}, memory, limit_bytes=limit)
@@ -131,7 +131,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
 def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.failures.forecast import STORAGE_BYTES_PER_S, forecast, forecast_text
     from motet.planner.failures.policies import Times
-    from motet.planner.failures.traces import draw_changes, duration_s, read_trace
+    from motet.planner.failures.replay import draw_changes, duration_s, read_trace
 
     for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
         if getattr(arguments, name):
@@ -174,7 +174,7 @@ def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: 
 
 
 def _seconds(arguments: argparse.Namespace, name: str) -> float | None:
-    from motet.planner.failures.traces import duration_s
+    from motet.planner.failures.replay import duration_s
 
     text = getattr(arguments, name)
     seconds = None if text is None else duration_s(text)
@@ -186,9 +186,9 @@ def _seconds(arguments: argparse.Namespace, name: str) -> float | None:
 
 def _disturbed(evaluation: "Evaluation", arguments: argparse.Namespace) -> "Evaluation":
     """The same plan on ranks that are slow, uneven or share network cards."""
+    from motet.simulator.costs import Disturbances
     from motet.simulator.event_loop import SharedCards
     from motet.simulator.simulate import simulate
-    from motet.simulator.step_costs import Disturbances
 
     if not 0 <= arguments.jitter <= MOST_JITTER:
         raise UserError(f"--jitter: is {arguments.jitter}; give a share of 0 to {MOST_JITTER}, such as 0.05")

@@ -1,10 +1,15 @@
 """`motet train`: train on processes that it starts itself, or as one of those that torchrun started."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from motet.config import RunConfig
+    from motet.data.preparation.preparation import Preparation, TowerPreparation
 import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from motet.addresses import host_and_port
@@ -15,6 +20,42 @@ if TYPE_CHECKING:
     from motet.config import RunConfig
     from motet.plan import Plan
     from motet.planner.problem import PlanningProblem
+
+
+# The end of a training run: the model as a folder that plain transformers loads.
+
+
+def export_checkpoint(
+    config: "RunConfig", preparation: "Preparation | TowerPreparation", checkpoint: str | Path
+) -> Path:
+    """Writes `export` in the run's output folder and returns it. Raises `UserError` if the checkpoint is damaged."""
+    from motet.data.preparation.preparation import TowerPreparation
+
+    if isinstance(preparation, TowerPreparation):
+        return _export_towers(config, preparation, checkpoint)
+    from motet.models.hub.export import describe_config, export_parts
+    from motet.models.hub.weights import CheckpointTensors
+
+    placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
+    folder = Path(config.train.output) / "export"
+    export_parts(
+        CheckpointTensors(checkpoint),
+        describe_config(config.model, placeholders),
+        folder,
+        tokenizer=preparation.tokenizer,
+        processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
+    )
+    return folder
+
+
+def _export_towers(config: "RunConfig", preparation: "TowerPreparation", checkpoint: str | Path) -> Path:
+    from motet.models.hub.export import export_towers
+    from motet.models.hub.weights import CheckpointTensors
+
+    folder = Path(config.train.output) / "export"
+    export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.tools)
+    return folder
+
 
 LONGEST_START_S = 300.0
 """For which a rank waits for others before the first step, and while a checkpoint is written."""
@@ -47,7 +88,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.data is not None:
         arguments.overrides.append(f"data.servers={json.dumps(arguments.data.split(','))}")
     config = load_config(arguments)
-    from motet.cli.typical_batch import read_problem
+    from motet.cli.run_file import read_problem
     from motet.errors import UserError
     from motet.planner.from_run_file import plan_for
     from motet.report.plan_report import report_text
@@ -115,7 +156,6 @@ def export(config: "RunConfig", checkpoint: str | None) -> str | None:
     """The last checkpoint as plain transformers loads it; None if the run writes no checkpoints."""
     if checkpoint is None:
         return None
-    from motet.cli.export import export_checkpoint
     from motet.data.run_file.datasets import open_preparation
 
     return str(export_checkpoint(config, open_preparation(config), checkpoint))
@@ -191,7 +231,7 @@ def join(config: "RunConfig", address: str) -> None:
     """Runs one node of a training that was started elsewhere with the same run file, until it is over or told to leave.
 
     Raises `UserError` if the address is none, nobody answers there, or the run file is another."""
-    from motet.cli.typical_batch import read_problem
+    from motet.cli.run_file import read_problem
     from motet.errors import UserError
     from motet.resilience.succession import templates_of
 
@@ -208,7 +248,7 @@ def join(config: "RunConfig", address: str) -> None:
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:
     from motet.report.chrome_trace import save_trace
-    from motet.report.timeline_picture import save_timelines
+    from motet.report.pictures import save_timelines
 
     output = Path(config.train.output)
     save_timelines(timelines, output / "timeline.png")

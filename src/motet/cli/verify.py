@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.dtype:
         arguments.overrides.append(f"train.dtype={arguments.dtype}")
     config = load_config(arguments)
-    from motet.cli.typical_batch import read_problem
+    from motet.cli.run_file import read_problem
     from motet.planner.evaluate import check_same_model
     from motet.planner.from_run_file import plan_for
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from motet.cluster.catalogue import ALIASES, DEVICES, LINKS
-from motet.cluster.device import Device, Link
+from motet.cluster.catalogue import ALIASES, DEVICES, LINKS, Device, Link
 from motet.errors import UserError
 
 __all__ = ["DEVICES", "LINKS", "Cluster", "Device", "Link", "available_cores", "cluster_from_dict", "cpu_cluster"]

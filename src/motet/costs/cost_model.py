@@ -102,7 +102,7 @@ class ModuleCosts:
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """latency_s + bytes / bandwidth; for an all-reduce, bytes are those of one member's tensor and the time is that of
-    two members (`motet.costs.communication_part` scales it)."""
+    two members (`motet.costs.communication` scales it)."""
 
     latency_s: float
     bytes_per_s: float

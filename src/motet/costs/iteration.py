@@ -1,7 +1,7 @@
 """The costs of one iteration's actions and messages: plan, routes and samples bound to a cost table and a cluster.
 
 Implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`) and one load cost the same,
-so many are answered at once (`motet.costs.stage_seconds`). What ranks hold is `motet.costs.rank_memory`'s.
+so many are answered at once (`motet.costs.stage_seconds`). What ranks hold is `motet.costs.memory`'s.
 
 Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast, the tokens and pairs of
 a sequence to be divided equally over a context-parallel group.
@@ -17,13 +17,11 @@ import numpy as np
 from motet.assignment.sample import Sample
 from motet.cluster.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
-from motet.costs.communication import collective_seconds
-from motet.costs.communication_part import all_reduce_seconds, message_seconds
+from motet.costs.communication import all_reduce_seconds, collective_seconds, message_seconds
 from motet.costs.cost_model import CostTable, Quadratic
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
-from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions
-from motet.costs.rank_memory import RankMemory, holders_and_shares
+from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions, RankMemory, holders_and_shares
 from motet.costs.stage_seconds import StageCosts, StageSeconds
 from motet.plan import LayerRange, Stage
 from motet.ragged_arrays import Floats, Ints

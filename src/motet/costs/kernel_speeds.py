@@ -6,7 +6,7 @@ memory's bandwidth, whichever takes longer (Williams et al. 2009). So its effici
 the lengths of sequences.
 
 `default_speeds` are assumptions, not measurements: `Device.efficiency` for matrix products. `fit_speeds` calibrates
-them; `motet.costs.profiling.kernels` measures what it needs.
+them; `motet.costs.profiling.links` measures what it needs.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.cluster.device import Device
+from motet.cluster.catalogue import Device
 from motet.costs.kernels import Kernel, KernelKind
 from motet.errors import UserError
 
@@ -94,9 +94,9 @@ def default_speeds(device: Device) -> Speeds:
 
 
 def kernel_seconds(kernel: Kernel, speeds: Speeds, *, peak_flops: float, bytes_per_s: float) -> float:
-    """The roofline. Raises `ValueError` for a collective, which links decide (`motet.costs.communication_part`)."""
+    """The roofline. Raises `ValueError` for a collective, which links decide (`motet.costs.communication`)."""
     if kernel.kind == "communication":
-        raise ValueError(f"{kernel.name} is a collective; ask motet.costs.communication_part")
+        raise ValueError(f"{kernel.name} is a collective; ask motet.costs.communication")
     speed = speeds.compute(kernel.kind)
     moved = speeds.memory.seconds(kernel.num_bytes, bytes_per_s)
     return moved if speed is None else max(moved, speed.seconds(kernel.flops, peak_flops))

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from motet.assignment.sample import Sample
 from motet.data.conversation.example import ExampleSource
-from motet.data.preparation.preparation_part import Preparation
-from motet.data.preparation.tool_fingerprint import tool_fingerprint
-from motet.data.preparation.tower_preparation import TowerPreparation
+from motet.data.preparation.preparation import Preparation, TowerPreparation, tool_fingerprint
 
 NUM_SAMPLES_KEPT = 65_536
 FEATURE_BYTES_KEPT = 256 * 2**20

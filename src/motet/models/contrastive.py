@@ -20,13 +20,12 @@ from motet.assignment.sample import Sample
 from motet.config.model_section import INITIAL_LOGIT_SCALE
 from motet.errors import UserError
 from motet.families.encoders import family_of
-from motet.models.batch import Batch
 from motet.models.multimodal import ModalityModule
 from motet.models.stages.caption_decoder import CaptionDecoderStage, is_caption_decoder, num_decoder_layers
-from motet.models.stages.contrastive import ContrastiveStage
-from motet.models.stages.contrastive_loss import LossKind
+from motet.models.stages.contrastive import ContrastiveStage, LossKind
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.projector import projected_size
+from motet.models.stages.stage import Batch
 from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import pairs_of, whole
 

@@ -14,10 +14,12 @@ Limits: safetensors only; weights that transformers computes from several stored
 
 import hashlib
 import json
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -30,12 +32,41 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError
 from motet.families.classes import Kind, config_class_named, model_class_of, part_type
-from motet.families.composite_towers import tower_family
+from motet.families.hf_config import tower_family
 from motet.families.language_models import language_model_layer_parts, num_language_model_layers
-from motet.models.float64 import dtypes_by_name
 from motet.models.stages.caption_decoder import decoder_layer_parts, is_added, num_decoder_layers
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LayerRange
+
+# float64 to the end: transformers' norms and rotary positions compute in float32 whatever the model's dtype.
+#
+# Within `float64_throughout` a cast to float32 gives float64, so that a comparison in float64 shows differences of
+# 1e-12 and not the rounding of a norm. It replaces names of torch for the whole process, because a mode of torch's
+# would not reach what is recomputed in a backward pass. It is for verification only, and both sides of a comparison
+# run in it. Files know their dtypes by torch's names, so what reads one stands in `dtypes_by_name`.
+
+
+FLOAT32 = torch.float32
+
+
+@contextmanager
+def dtypes_by_name() -> Iterator[None]:
+    """Inside `float64_throughout`, a stretch in which torch's names mean what they say."""
+    with patch.object(torch, "float32", FLOAT32), patch.object(torch, "float", FLOAT32):
+        yield
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    # When torch first pickles a tensor it makes tables of the dtypes by these names, and keeps them.
+    pickle.loads(pickle.dumps(torch.empty(0)))
+    with (
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+        patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "float", torch.float64),
+    ):
+        yield
+
 
 Parts = Mapping[int, tuple[str, ...]]
 """For every layer that is held, the paths of its sub-modules."""

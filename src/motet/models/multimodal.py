@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers.utils import ModelOutput
 
-from motet.attention.masks.custom_masks import rule_named
+from motet.attention.masks.rules import rule_named
 from motet.errors import UserError
 from motet.families.encoders import family_of
 from motet.families.language_models import is_language_model
@@ -126,7 +126,7 @@ class MultimodalModule(nn.Module):
         placeholder_token_ids: by encoder, the token id in whose places its outputs stand.
         media_attention: what tokens of images and clips see in the language model: a kind of
             `motet.attention.masks.rules.MediaAttention`, or the name of a mask of your own
-            (`motet.attention.masks.custom_masks.register_mask`).
+            (`motet.attention.masks.rules.register_mask`).
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.plan import DECODER, LANGUAGE_MODEL, Edge, LayerRange
-from motet.shapes.decoders import decoder_workload
+from motet.shapes.families import decoder_workload
 from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload, module_workload, with_projector
 
 TYPICAL_TEXT_TOKENS = 256

@@ -30,8 +30,7 @@ from motet.data.preparation.tower_layouts import LEGACY_END
 from motet.errors import UserError
 from motet.families.encoders import family_of
 from motet.families.token_counts import encoder_segment, grid_of, reads_text
-from motet.models.dict_batch import DictBatch, columns_of, texts_of
-from motet.models.dict_items import described
+from motet.models.dict_batch import DictBatch, columns_of, described, texts_of
 from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import num_comparisons
 

@@ -1,7 +1,7 @@
 """A microbatch as the ranks of a context-parallel group share it: samples of a language model, items of an encoder.
 
 Everything follows from the samples' layouts and the plan, so all ranks and all stages of a module find the same
-distribution (`motet.attention.masks.token_ownership`). Layers may have masks of their own (Gemma3: global and sliding
+distribution (`motet.attention.masks.distribution`). Layers may have masks of their own (Gemma3: global and sliding
 windows).
 """
 
@@ -17,10 +17,9 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from motet.attention.kernels.backends import backend_for, check_backend
-from motet.attention.masks.custom_masks import Rule, mask_of_documents, rule_named
-from motet.attention.masks.distribution import Distribution, check_ulysses
+from motet.attention.masks.distribution import FULL, Distribution, check_ulysses, rule_of_text, share_out
+from motet.attention.masks.rules import Rule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
-from motet.attention.masks.token_ownership import FULL, rule_of_text, share_out
 from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel, SharedAttention, gather_rows
 

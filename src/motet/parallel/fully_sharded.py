@@ -15,7 +15,7 @@ sum them layer by layer among all who hold them (`motet.runtime.gradient_reducti
 
 Limits: nothing is gathered ahead of its use. One large embedding is not cut. Sums over replicas send zeros for what
 others keep, and do not begin within the backward. Under autocast each microbatch's graph keeps copies of the weights in
-bfloat16 (others share them: `motet.parallel.cast_weights`), unless its blocks are recomputed.
+bfloat16 (others share them: `motet.parallel.split_backward`), unless its blocks are recomputed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

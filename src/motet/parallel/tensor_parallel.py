@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
-from motet.parallel.cast_weights import shared_weight
 from motet.parallel.sequence_parallel import enter_regions, has_submodule
-from motet.parallel.split_backward import linear
-from motet.parallel.tensor_collectives import TensorParallel, reduce_from_group, reduce_scatter_from_group
+from motet.parallel.split_backward import linear, shared_weight
+from motet.parallel.tensor_collectives import (
+    TensorParallel,
+    reduce_from_group,
+    reduce_scatter_from_group,
+    shard_parameter,
+)
 from motet.parallel.tensor_plans import (
     Config,
     FamilyShards,
@@ -33,7 +37,6 @@ from motet.parallel.tensor_plans import (
     layer_pattern,
     parameter_shard,
 )
-from motet.parallel.tensor_shards import shard_parameter
 from motet.parallel.vocab_parallel import shard_embedding, shard_head
 
 __all__ = [

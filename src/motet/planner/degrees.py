@@ -7,8 +7,7 @@ from itertools import product
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.bound_and_simulate import best_layout
-from motet.planner.check_degrees import check_degrees
-from motet.planner.explicit import Placement
+from motet.planner.explicit import Placement, check_degrees
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import Degrees, PlanningProblem
 

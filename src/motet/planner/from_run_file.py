@@ -26,9 +26,9 @@ from motet.costs.memory import MemoryOptions
 from motet.errors import UserError, closest
 from motet.families.hf_config import read_generator, read_part_values
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, ContextOptions, Edge, LayerRange, Plan
-from motet.planner.check_degrees import SHARED_BY_NONE
 from motet.planner.distmm.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
 from motet.planner.distmm.towers_from_run_file import trainable_layers as trainable_layers_of_towers
+from motet.planner.explicit import SHARED_BY_NONE
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS

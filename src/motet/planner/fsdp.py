@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.costs.communication_part import all_reduce_seconds
+from motet.costs.communication import all_reduce_seconds
 from motet.costs.memory import RESERVE, gathered_bytes
 from motet.errors import UserError
 from motet.plan import Plan

@@ -8,13 +8,13 @@ from motet.plan import Plan
 from motet.planner.alpa import alpa
 from motet.planner.auto.planner import auto
 from motet.planner.baselines import (
+    cornstarch,
     encoders_colocated,
     encoders_replicated,
     even,
     frozen_unaware,
     proportional,
 )
-from motet.planner.cornstarch import cornstarch
 from motet.planner.degrees import check_limits, check_may_share_none, check_within_limits
 from motet.planner.device_counts import on_best_count
 from motet.planner.distmm.planner import distmm

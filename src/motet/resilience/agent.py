@@ -42,8 +42,14 @@ from motet.resilience.membership import (
     silence_s,
 )
 from motet.resilience.node_process import WatchedProcess, end, finish, hear, loss_of, tell
-from motet.resilience.store.store_discovery import Standby, Whereabouts
-from motet.resilience.store.store_failover import ConnectedStore, LeftBehindError, Reunion, Successor
+from motet.resilience.store.store_failover import (
+    ConnectedStore,
+    LeftBehindError,
+    Reunion,
+    Standby,
+    Successor,
+    Whereabouts,
+)
 
 POLL_S = 0.02
 SEEN_END = "seen_end"

@@ -14,8 +14,7 @@ import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from motet.resilience.connections import Connections
-from motet.resilience.interruptible_wait import Waits
+from motet.resilience.interruptible_wait import Connections, Waits
 from motet.resilience.membership import Call
 
 BEAT_S = 0.1

@@ -29,19 +29,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from motet.addresses import address_text
+from motet.addresses import address_text, interface_towards
 from motet.cluster.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.templates.pipelines import Templates
 from motet.resilience.agent import NodeAgent
-from motet.resilience.children import Children
 from motet.resilience.control import Control
 from motet.resilience.failure_log import write_end
-from motet.resilience.interfaces import interface_towards
 from motet.resilience.membership import Address, Change, Membership, StoreLostError, call_s
-from motet.resilience.node_process import WatchedProcess, how_it_ended
+from motet.resilience.node_process import Children, WatchedProcess, how_it_ended
 from motet.resilience.recover import StoppedError, TooFewNodesError, TrainingProcess
 from motet.resilience.store.gathering import MOVES
 from motet.resilience.store.keeper import End, Keeper, StoreDiesError

@@ -1,7 +1,7 @@
 """ZeRO-1 on pipelines that may be lost: f + 1 holders keep the optimizer's state of each parameter, and update it.
 
 Gradients are summed as ever, so every holder has them whole. Then the keepers of a parameter
-(`motet.planner.reconfiguration.state_keepers`) apply the update, all with the same bits, and send the new values to
+(`motet.planner.reconfiguration.optimizer_state`) apply the update, all with the same bits, and send the new values to
 those holders that are none: in the pieces of both ranks' shards, so pipelines may differ in tensor parallelism. A
 rank's own part of the update needs no other rank.
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from motet.plan import Plan
 from motet.planner.reconfiguration.copies import take, wanted_parts
-from motet.planner.reconfiguration.state_keepers import Holder, Keepers, choose_keepers
+from motet.planner.reconfiguration.optimizer_state import Holder, Keepers, choose_keepers
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.handover import Described, Description, Handover, Holding, Item, carry_out, plan_handover
 from motet.runtime.executor import Executor

@@ -11,7 +11,7 @@ from torch import nn
 from motet.attention.masks.rules import rule_of_family
 from motet.config import DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.families.classes import Kind
-from motet.models.hub.stored_towers import initial_loss, read_projection
+from motet.models.hub.clip import initial_loss, read_projection
 from motet.models.materialize import layer_seed, materialize, read_part_config
 from motet.models.multimodal import ModalityModule
 from motet.models.stages.caption_decoder import CaptionDecoderStage

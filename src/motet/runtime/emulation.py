@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from motet.assignment.sample import Sample
 from motet.costs.iteration import IterationCosts
+from motet.models.stages.causal import layout_of
 from motet.models.stages.contrastive import ContrastiveStage
-from motet.models.stages.merge import layout_of
 from motet.parallel import split_backward
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Stage

@@ -17,7 +17,7 @@ from motet.assignment.batch_assignment import BatchAssignment, contiguous_assign
 from motet.assignment.policies import check_assignment
 from motet.assignment.sample import Sample
 from motet.errors import UserError
-from motet.models.batch import Batch
+from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh
 from motet.plan import Plan
@@ -25,8 +25,8 @@ from motet.runtime.agreement import is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
-from motet.runtime.local_program import LocalProgram, local_program
 from motet.runtime.loss_runner import LossRunner
+from motet.runtime.messages import LocalProgram, local_program
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import reductions

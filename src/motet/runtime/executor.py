@@ -14,14 +14,13 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from motet.attention.masks.token_ownership import member_of
-from motet.models.batch import Batch
+from motet.attention.masks.distribution import member_of
+from motet.models.stages.stage import Batch
 from motet.parallel.mesh import Mesh
 from motet.plan import Stage
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.gradient_reduction import GradientReducer
-from motet.runtime.local_program import LocalProgram
-from motet.runtime.messages import Mailbox
+from motet.runtime.messages import LocalProgram, Mailbox
 from motet.runtime.stage_runner import StageRunner
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import Activation, Gradient, Holder

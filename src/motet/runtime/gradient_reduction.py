@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.costs.communication_part import BUCKET_BYTES
+from motet.costs.communication import BUCKET_BYTES
 from motet.parallel.mesh import ReduceGroup
 from motet.runtime.deadline import Deadline
 

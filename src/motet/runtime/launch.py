@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from motet.cluster.cluster import available_cores
 from motet.errors import UserError
-from motet.runtime.checkpoint.atomic_write import write_atomically
+from motet.runtime.checkpoint.folder import write_atomically
 
 Device = Literal["cpu", "cuda"]
 Worker = Callable[..., Any]

@@ -15,9 +15,9 @@ from motet.models.stages.stage import StageModule
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.fully_sharded import FullySharded
 from motet.parallel.mesh import Mesh, tensor_parallel_groups
+from motet.parallel.tensor_collectives import gather_full, shard_parameter
 from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
 from motet.parallel.tensor_plans import Shard
-from motet.parallel.tensor_shards import gather_full, shard_parameter
 from motet.plan import ModulePlan, Plan, Stage
 from motet.runtime.gradient_reduction import Copies, GradientReducer, Portion, squared_norm
 from motet.runtime.mixed_tp_reduce import HeldParameter, Key, WholeSum, evenly_cut, portions

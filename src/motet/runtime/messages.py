@@ -5,17 +5,101 @@ program reaches them and waited for when their value is read. Each message has a
 does not, and relies on the total order of the program).
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.assignment.sample import Sample
 from motet.runtime.deadline import Deadline
-from motet.runtime.local_program import Carried, LocalProgram
-from motet.schedule.lower import Message
+from motet.schedule.action import Compute, Kind
+from motet.schedule.dependencies import Activation, Gradient
+from motet.schedule.lower import Message, Program, Step
 from motet.schedule.routes import Cell
+
+# One rank's part of a program, with what follows from the program alone.
+#
+# It says nothing of samples: iterations whose cells and routes are alike share it, whichever samples they hold.
+
+
+Carried = Activation | Gradient
+"""What goes between stages."""
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    rank: int
+    steps: tuple[Step, ...]
+    """What this rank runs, in order."""
+    tags: Mapping[Message, int]
+    """Of this rank's messages; different for each message of the whole program."""
+    uses: Mapping[Carried, int]
+    """How often a value that is made here is needed here: once for each send, once if it is read here."""
+    final_backwards: Mapping[tuple[str, int, int], Compute]
+    """By (module, replica, stage): the last backward, or half of one, in which weights of the stage get a gradient."""
+    split: frozenset[Cell]
+    """Cells whose backward runs in two halves."""
+
+
+def local_program(program: Program, rank: int) -> LocalProgram:
+    """Alike for all who ask: tags are places in the whole program."""
+    steps = program.projections[rank]
+    routes = program.dependencies.routes
+    messages = [step for step in steps if isinstance(step, Message)]
+    received = {message.value for message in messages if message.receiver == rank}
+    uses: Counter[Carried] = Counter(message.value for message in messages if message.sender == rank)
+    final_backwards = {}
+    split = set()
+    for step in steps:
+        if not isinstance(step, Compute):
+            continue
+        for value in program.dependencies.reads_on(step, rank):
+            if isinstance(value, Carried) and value not in received:
+                uses[value] += 1
+        if step.kind is not Kind.FORWARD and step.cell in routes.with_weight_gradient:
+            final_backwards[step.cell[:3]] = step
+        if step.kind is Kind.INPUT:
+            split.add(step.cell)
+    mine = set(messages)
+    tags = {step: tag for tag, step in enumerate(program.steps) if isinstance(step, Message) and step in mine}
+    return LocalProgram(rank, steps, tags, uses, final_backwards, frozenset(split))
+
+
+# Which rows of a module's output belong to which samples: the indices behind a route between modules.
+#
+# A module's output is [sum of num_outputs, hidden size], samples in the order of its microbatch. The consumer's
+# microbatch may hold other samples, in another order, from several producers.
+
+
+def rows_of(wanted: Sequence[int], present: Sequence[int], samples: Sequence[Sample], module: str) -> Tensor | None:
+    """Where the tokens of the samples `wanted` stand in an output that holds those of `present`, both in their order.
+
+    None if that is the whole output as it stands."""
+    if tuple(wanted) == tuple(present):
+        return None
+    starts, position = {}, 0
+    for i in present:
+        starts[i] = position
+        position += samples[i].num_outputs(module)
+    return torch.tensor(
+        [row for i in wanted for row in range(starts[i], starts[i] + samples[i].num_outputs(module))],
+        dtype=torch.long,
+    )
+
+
+def merge_order(
+    parts: Sequence[Sequence[int]], whole: Sequence[int], samples: Sequence[Sample], module: str
+) -> Tensor | None:
+    """The index that sorts the concatenation of `parts` (samples of each route) into the order of `whole`.
+
+    Samples of `whole` that no part brings have no tokens of the module. None if nothing has to move."""
+    present = [i for part in parts for i in part]
+    brought = set(present)
+    return rows_of([i for i in whole if i in brought], present, samples, module)
+
 
 MAX_UNANSWERED_SENDS = 16
 """Sends that no gradient will answer; beyond it the oldest is waited for, so that its buffer can go."""

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.parallel.mesh import Mesh, ReduceGroup, ReduceGroups
-from motet.parallel.tensor_collectives import TensorParallel
+from motet.parallel.tensor_collectives import TensorParallel, gather_full, shard_parameter
 from motet.parallel.tensor_plans import Shard, local_ranges
-from motet.parallel.tensor_shards import gather_full, shard_parameter
 from motet.runtime.gradient_reduction import Copies, Part, Portion
 from motet.schedule.action import Reduce
 

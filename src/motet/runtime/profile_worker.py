@@ -8,8 +8,7 @@ import torch.distributed as dist
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
-from motet.models.batch import Batch
-from motet.models.stages.stage import StageModule
+from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange
 from motet.planner.distmm.towers_from_run_file import tower_edges

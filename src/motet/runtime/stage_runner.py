@@ -8,17 +8,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from motet.attention.masks.token_ownership import Rows, held_outputs
-from motet.models.batch import Batch
+from motet.attention.masks.distribution import Rows, held_outputs
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
-from motet.models.stages.stage import StageModule
-from motet.parallel.cast_weights import CastWeights
+from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.context_attention import ContextParallel, collect_rows
 from motet.parallel.fully_sharded import FullySharded
-from motet.parallel.split_backward import SplitBackward, make_splittable
+from motet.parallel.split_backward import CastWeights, SplitBackward, make_splittable
 from motet.plan import ModulePlan, Stage
-from motet.runtime.tokens import merge_order, rows_of
+from motet.runtime.messages import merge_order, rows_of
 from motet.schedule.routes import Cell, Route, Routes
 
 

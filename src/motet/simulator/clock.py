@@ -17,7 +17,7 @@ import numpy as np
 
 from motet.ragged_arrays import Floats
 from motet.schedule.lower import Program
-from motet.simulator.step_costs import StepCosts
+from motet.simulator.costs import StepCosts
 
 NONE, MANY = -1, -2
 

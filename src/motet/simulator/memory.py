@@ -22,8 +22,7 @@ from motet.schedule.action import Kind
 from motet.schedule.dependencies import KINDS, NOTHING
 from motet.schedule.lower import Program
 from motet.simulator.clock import Times
-from motet.simulator.costs import ArrayCosts, Costs
-from motet.simulator.step_costs import StepCosts
+from motet.simulator.costs import ArrayCosts, Costs, StepCosts
 from motet.timeline import MemoryCurve
 
 

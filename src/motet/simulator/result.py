@@ -4,7 +4,7 @@ Numbers are kept in arrays; spans and curves are made when they are asked for.
 """
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,12 +14,41 @@ from motet.schedule.action import Compute
 from motet.schedule.lower import Message, Program
 from motet.schedule.routes import Cell
 from motet.simulator.clock import Times
-from motet.simulator.costs import Costs, GroupCosts
-from motet.simulator.idle import TimeShares
+from motet.simulator.costs import Costs, GroupCosts, StepCosts
 from motet.simulator.memory import memory_curves
 from motet.simulator.replica_folding import Folding
-from motet.simulator.step_costs import StepCosts
 from motet.timeline import MemoryCurve, Span, Timeline
+
+# Where each rank's time goes, and what its idle time comes from (Optimus, Table 1 and Figure 2).
+#
+# | cause | when | |---|---| | warm-up | before the rank's first action; all along, if it has none | | cool-down |
+# between the rank's last action and the last one of all ranks | | imbalance | between its actions: waits for other
+# stages, after the warm-up's forwards too (the paper's "other") | | tensor parallelism | within its actions, while
+# members of the group wait for each other's tensors | | reduction | after the last action of all ranks, until all
+# gradients are summed (the paper's reduce-scatter) | | gather | after the optimizer's step, while new parameters are
+# gathered (the paper's all-gather) |
+#
+# What the other half of a reduction or a message hides behind computation is no idle time and not counted. The paper's
+# all-gather stands at the iteration's begin; from step to step that is the same. Limits: context parallelism counts as
+# tensor parallelism, and both are known only of cost models that tell them apart (`GroupCosts`).
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TimeShares:
+    """Seconds of each rank; together they are the iteration's time."""
+
+    compute: Floats
+    optimizer: Floats
+    warm_up: Floats
+    cool_down: Floats
+    imbalance: Floats
+    tensor_parallel: Floats
+    reduction: Floats
+    gather: Floats
+
+    def means_s(self) -> dict[str, float]:
+        """Over all ranks."""
+        return {name: float(seconds.mean()) if len(seconds) else 0.0 for name, seconds in asdict(self).items()}
 
 
 @dataclass(frozen=True, eq=False)

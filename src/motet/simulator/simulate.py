@@ -8,7 +8,7 @@
   each other. The iteration ends when all have ended; then comes what is fixed, the optimizer's step, and then, where
   the optimizer's state is sharded, its ranks gather the new parameters.
 * Optionally ranks share processor cores, or messages network cards (`motet.simulator.event_loop`); ranks may be slow,
-  and computations take random times longer (`motet.simulator.step_costs`).
+  and computations take random times longer (`motet.simulator.costs`).
 
 Limits: communication costs no processor time.
 """
@@ -17,11 +17,10 @@ from math import inf
 
 from motet.schedule.lower import Program
 from motet.simulator.clock import run_in_order
-from motet.simulator.costs import Costs
+from motet.simulator.costs import Costs, Disturbances, step_costs
 from motet.simulator.event_loop import SharedCards, run_events
 from motet.simulator.replica_folding import Folding
 from motet.simulator.result import SimulationResult
-from motet.simulator.step_costs import Disturbances, step_costs
 
 __all__ = ["SimulationResult", "simulate"]
 

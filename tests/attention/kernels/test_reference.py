@@ -5,9 +5,8 @@ import pytest
 import torch
 from masks import MASKS, attention_in_float64
 
+from motet.attention.kernels.backends import dense_attention, flex, flex_mask
 from motet.attention.kernels.device_mask import device_mask
-from motet.attention.kernels.flex import flex, flex_mask
-from motet.attention.kernels.reference import dense_attention
 
 
 def random_tensors(heads: int, kv_heads: int) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.attention.kernels.tasks import TileMap, make_tasks
+from motet.attention.kernels.device_mask import TileMap, make_tasks
 
 
 @st.composite

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from test_attention_blocks import any_masks
 
 from motet.assignment.sample import Segment
-from motet.attention.masks import custom_masks as own_masks
+from motet.attention.masks import rules as own_masks
 from motet.attention.masks.bitfield import bitfield_mask, lower
-from motet.attention.masks.custom_masks import mask_of_documents, register_mask, rule_named
 from motet.attention.masks.interval_mask import MAX_CLASSES, IntervalMask, interval_mask, side_by_side
-from motet.attention.masks.rules import AttentionRule
+from motet.attention.masks.rules import AttentionRule, mask_of_documents, register_mask, rule_named
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
 

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from motet.cluster.cluster import DEVICES
 from motet.costs.kernel_speeds import kernel_seconds
-from motet.costs.profiling import kernels as profiler_kernels
-from motet.costs.profiling.kernels import kernel_cases, measure_speeds
+from motet.costs.profiling import links as profiler_kernels
+from motet.costs.profiling.links import kernel_cases, measure_speeds
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from motet.data.conversation.chat import tokenize_conversation, tokenize_prompt
+from motet.data.conversation.chat import PlainTokenizer, read_tokenizer, tokenize_conversation, tokenize_prompt
 from motet.data.conversation.example import Message
-from motet.data.conversation.plain_tokenizer import PlainTokenizer, read_tokenizer
 from motet.data.conversation.word_tokenizer import plain_word_level_tokenizer, word_level_tokenizer
 from motet.errors import UserError
 

@@ -12,7 +12,7 @@ from motet.assignment.sample import IGNORED_LABEL, Segment
 from motet.data.conversation.example import Example, Message
 from motet.data.conversation.word_tokenizer import CHAT_TEMPLATE, word_level_tokenizer
 from motet.data.formats.conversations import ConversationExamples
-from motet.data.preparation.preparation_part import Preparation
+from motet.data.preparation.preparation import Preparation
 from motet.errors import UserError
 
 TOKENIZER = word_level_tokenizer(words())

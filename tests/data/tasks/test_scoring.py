@@ -1,7 +1,6 @@
 import pytest
 
-from motet.data.tasks.dial_a_digit import Dialled
-from motet.data.tasks.scoring import accuracy, count_right_digits
+from motet.data.tasks.dial_a_digit import Dialled, accuracy, count_right_digits
 
 
 @pytest.mark.parametrize(

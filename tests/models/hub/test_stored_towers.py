@@ -13,8 +13,7 @@ from test_clip import batch, clip, siglip
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule
-from motet.models.hub.clip import to_transformers
-from motet.models.hub.stored_towers import initial_loss
+from motet.models.hub.clip import initial_loss, to_transformers
 from motet.runtime.assembly import build_module
 
 DTYPE = torch.float64

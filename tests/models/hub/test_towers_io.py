@@ -11,7 +11,7 @@ from motet.config import ModelConfig
 from motet.errors import UserError
 from motet.families.classes import model_class_of
 from motet.models.contrastive import ContrastiveLoss, ContrastiveModule
-from motet.models.hub.export_towers import export_towers, load_towers
+from motet.models.hub.export import export_towers, load_towers
 from motet.models.materialize import read_part_config
 from motet.models.multimodal import ModalityModule
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.models.stages import contrastive_loss
-from motet.models.stages.contrastive_loss import LossKind, Similarity, gradients, values
+from motet.models.stages import contrastive as contrastive_loss
+from motet.models.stages.contrastive import LossKind, Similarity, gradients, values
 
 
 def whole_loss(kind: LossKind, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from motet.assignment.sample import Sample, Segment
-from motet.models.float64 import float64_throughout
+from motet.models.materialize import float64_throughout
 from motet.models.stages.language_model import LanguageModelStage
 
 H = SIZES["hidden_size"]

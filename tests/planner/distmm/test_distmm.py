@@ -16,8 +16,7 @@ from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
 from motet.plan import CONTRASTIVE, Plan
-from motet.planner.distmm.distmm_balance import balance
-from motet.planner.distmm.planner import Assignment, assign_devices, assigned_plan, assignments, distmm
+from motet.planner.distmm.planner import Assignment, assign_devices, assigned_plan, assignments, balance, distmm
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.distmm.units import Choices, unit_choices
 from motet.planner.evaluate import evaluate

@@ -19,8 +19,7 @@ from motet.planner.failures.policies import (
     Times,
     best_grid,
 )
-from motet.planner.failures.replay import KINDS, Members, Usage, replay
-from motet.planner.failures.traces import Change, draw_changes, duration_s, read_trace
+from motet.planner.failures.replay import KINDS, Change, Members, Usage, draw_changes, duration_s, read_trace, replay
 from motet.planner.templates.combinations import best_combinations, combination_s
 from motet.planner.templates.pipelines import Template
 

@@ -6,7 +6,7 @@ import pytest
 from small_problem import small_problem
 
 from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.optimus.kernels import stage_kernels
+from motet.planner.optimus.timeline import stage_kernels
 
 
 def problem_with(**options):

@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.planner.reconfiguration.senders import balanced_sources
+from motet.planner.reconfiguration.copies import balanced_sources
 
 
 @settings(max_examples=60, deadline=None)

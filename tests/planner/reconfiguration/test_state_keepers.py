@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.planner.reconfiguration.state_keepers import SLACK, Holder, Keepers, choose_keepers
+from motet.planner.reconfiguration.optimizer_state import SLACK, Holder, Keepers, choose_keepers
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=25)
 

@@ -18,13 +18,13 @@ from motet.planner.templates.combinations import (
     template_sizes,
     uncovered,
 )
-from motet.planner.templates.microbatches import (
+from motet.planner.templates.pipelines import (
+    Template,
     iteration_s,
     least_variance_counts,
     min_max_counts,
     variance,
 )
-from motet.planner.templates.pipelines import Template
 
 
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(0, 30))

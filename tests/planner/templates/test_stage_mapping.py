@@ -9,8 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from motet.planner.templates.mapping_problem import ChainCosts, CutCosts, MappingProblem
-from motet.planner.templates.stage_mapping import MappedStage, StageMapping, map_stages
+from motet.planner.templates.stage_mapping import (
+    ChainCosts,
+    CutCosts,
+    MappedStage,
+    MappingProblem,
+    StageMapping,
+    map_stages,
+)
 
 Fits = Callable[[int, int, slice, int], bool]
 """(devices, context-parallel size, layers, number from the end) of a stage"""

@@ -11,10 +11,9 @@ from motet.costs.iteration import IterationCosts
 from motet.plan import Replica, Stage
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import PlanningProblem
-from motet.planner.templates.mapping_problem import ChainCosts
 from motet.planner.templates.pipelines import Template, Templates
 from motet.planner.templates.planner import _template, plan_of
-from motet.planner.templates.stage_mapping import map_stages
+from motet.planner.templates.stage_mapping import ChainCosts, map_stages
 from motet.planner.templates.template_costs import mapping_problems
 from motet.schedule.action import Compute, Kind
 from motet.schedule.lower import Message

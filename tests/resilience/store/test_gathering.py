@@ -7,8 +7,16 @@ import pytest
 from test_moving_store import Local
 
 from motet.resilience.membership import Membership
-from motet.resilience.store.gathering import OtherLineError, Vote, gathered, may_go_on, term_of, term_text, vote
-from motet.resilience.store.quorum import FIRST_TERM
+from motet.resilience.store.gathering import (
+    FIRST_TERM,
+    OtherLineError,
+    Vote,
+    gathered,
+    may_go_on,
+    term_of,
+    term_text,
+    vote,
+)
 
 A, B = FIRST_TERM, (1, 3, "10.0.0.3:40003")
 

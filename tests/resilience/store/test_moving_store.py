@@ -30,10 +30,19 @@ from motet.resilience.membership import (
     propose,
     settled_key,
 )
-from motet.resilience.store import store_discovery as whereabouts_module
 from motet.resilience.store import store_failover as reunion_module
-from motet.resilience.store.gathering import GATHERING, MOVES, TERM, gathered, may_go_on, term_text
-from motet.resilience.store.quorum import FIRST_TERM, Term, is_read_by_enough
+from motet.resilience.store import store_failover as whereabouts_module
+from motet.resilience.store.gathering import (
+    FIRST_TERM,
+    GATHERING,
+    MOVES,
+    TERM,
+    Term,
+    gathered,
+    is_read_by_enough,
+    may_go_on,
+    term_text,
+)
 from motet.resilience.store.run_record import KEY
 
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())

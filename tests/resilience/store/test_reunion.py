@@ -30,8 +30,7 @@ from motet.resilience.membership import (
 )
 from motet.resilience.store import store_failover as reunion_module
 from motet.resilience.store.run_record import KEY
-from motet.resilience.store.store_discovery import Whereabouts
-from motet.resilience.store.store_failover import Reunion
+from motet.resilience.store.store_failover import Reunion, Whereabouts
 
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 NUM_NODES = 4

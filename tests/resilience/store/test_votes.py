@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.resilience.membership import Change, Membership
-from motet.resilience.store.quorum import is_valid, may_be_valid, may_open, to_go_on, to_open
+from motet.resilience.store.gathering import is_valid, may_be_valid, may_open, to_go_on, to_open
 
 NODES = range(7)
 

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 
-from motet.resilience.store.watchdog import Watchdog
+from motet.resilience.store.store import Watchdog
 
 
 def test_it_acts_when_nobody_comes_round() -> None:

@@ -8,9 +8,9 @@ import pytest
 from test_moving_store import Local
 
 from motet.resilience.membership import Address
-from motet.resilience.store import store_discovery as whereabouts_module
-from motet.resilience.store.quorum import FIRST_TERM, Term
-from motet.resilience.store.store_discovery import SILENT_GRACES, TURN_S, Whereabouts
+from motet.resilience.store import store_failover as whereabouts_module
+from motet.resilience.store.gathering import FIRST_TERM, Term
+from motet.resilience.store.store_failover import SILENT_GRACES, TURN_S, Whereabouts
 
 GRACE_S = 5.0
 BEFORE = ("10.0.0.1", 29500)

@@ -15,9 +15,9 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from motet import ModalityModule, MultimodalModule, MultimodalParallelModule, MultimodalParallelSpec, ParallelSpec
 from motet.assignment.sample import Segment
-from motet.attention.masks.custom_masks import register_mask
 from motet.attention.masks.interval_mask import IntervalMask, interval_mask
-from motet.models.float64 import float64_throughout
+from motet.attention.masks.rules import register_mask
+from motet.models.materialize import float64_throughout
 from motet.plan import ContextOptions
 
 

@@ -25,9 +25,8 @@ from training import stored_tensors
 from waiting import wait_until
 
 from motet.errors import UserError
-from motet.runtime.checkpoint.checkpoint import load_checkpoint, read_latest
+from motet.runtime.checkpoint.checkpoint import CheckpointWriter, load_checkpoint, read_latest
 from motet.runtime.checkpoint.folder import TrainingState, check_files, complete_checkpoints, read_manifest
-from motet.runtime.checkpoint.writer import CheckpointWriter
 
 PHASES = ("starting", "resuming", "training", "copying", "waiting for the writing", "ended")
 FORK = multiprocessing.get_context("fork")

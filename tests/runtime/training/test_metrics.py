@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from motet.errors import UserError
-from motet.runtime.training.metrics import open_sinks
-from motet.runtime.training.progress import Progress
+from motet.runtime.training.metrics import Progress, open_sinks
 
 
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from motet.config import RunConfig
 from motet.data.loader import Loader
 from motet.data.run_file.datasets import open_data
 from motet.data.service.producer import InProcess
-from motet.models.float64 import float64_throughout
-from motet.models.reference.multimodal import plain_loss
+from motet.models.materialize import float64_throughout
+from motet.models.reference.plain_forward import plain_loss
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.resilience.handover import MOMENTS

@@ -12,7 +12,7 @@ from contrastive_cases import FROZEN_PARTS, TEXTS, Tower
 from distributed import run_distributed
 from torch import Tensor
 
-from motet.models.float64 import float64_throughout
+from motet.models.materialize import float64_throughout
 from motet.runtime.verification.verify import collect_gradients
 
 

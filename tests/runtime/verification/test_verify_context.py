@@ -15,12 +15,11 @@ from one_process import check_together, verify
 from scenario import FROZEN, Scenario, ScenarioBatch
 
 from motet.assignment.sample import Segment
-from motet.attention.masks.custom_masks import register_mask
+from motet.attention.masks.distribution import held_outputs
 from motet.attention.masks.interval_mask import IntervalMask
-from motet.attention.masks.rules import AttentionRule, mask_of
+from motet.attention.masks.rules import AttentionRule, mask_of, register_mask
 from motet.attention.masks.token_layout import Document, layout_of_documents
-from motet.attention.masks.token_ownership import held_outputs
-from motet.models.float64 import float64_throughout
+from motet.models.materialize import float64_throughout
 from motet.parallel import context_attention as context_parallel
 from motet.parallel import context_sequence
 from motet.runtime import stage_runner

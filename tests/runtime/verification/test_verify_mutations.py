@@ -18,8 +18,8 @@ from split_backwards import split_at_random
 from torch import Tensor
 
 from motet.models.stages import causal as causal_stage
+from motet.models.stages import causal as merge
 from motet.models.stages import language_model as language_model_stage
-from motet.models.stages import merge
 from motet.parallel import sequence_parallel
 from motet.runtime import gradient_reduction as gradients
 from motet.runtime import local_model

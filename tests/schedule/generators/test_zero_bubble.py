@@ -14,8 +14,7 @@ from motet.schedule.generators.bubble_filling import bubble_filling
 from motet.schedule.generators.fill_weights import is_within
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
-from motet.schedule.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
-from motet.schedule.generators.zero_bubble_v import zero_bubble_v
+from motet.schedule.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 from motet.schedule.lower import lower
 from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Cell, Routes

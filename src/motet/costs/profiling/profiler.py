@@ -10,7 +10,7 @@ other (caches, memory bandwidth) is part of the cost. Gradients accumulate from 
 microbatches. With `tp_size` > 1 the stages' own collectives are measured with the layers.
 
 Limits: one device type; threads are as the caller set them (1 is what the runtime uses on CPUs). Under autocast each
-forward casts the weights, which a training step does once for all its microbatches (`motet.parallel.cast_weights`).
+forward casts the weights, which a training step does once for all its microbatches (`motet.parallel.split_backward`).
 """
 
 import statistics
@@ -40,8 +40,7 @@ from motet.costs.profiling.links import (
 )
 from motet.costs.profiling.regression import Fit, Measurement, fit_module
 from motet.errors import UserError
-from motet.models.batch import Batch
-from motet.models.stages.stage import StageModule
+from motet.models.stages.stage import Batch, StageModule
 from motet.plan import LayerRange
 from motet.shapes.module_shape import ModuleWorkload
 

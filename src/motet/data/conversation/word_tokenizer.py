@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
+from motet.data.conversation.chat import PlainTokenizer
 from motet.data.conversation.example import PLACEHOLDERS
-from motet.data.conversation.plain_tokenizer import PlainTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

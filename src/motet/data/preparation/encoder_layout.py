@@ -1,16 +1,173 @@
 """What one encoder will make of an image or a clip of a given size. Pure: sizes and configurations, no pixels."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, gcd
 from typing import Any
 
 from motet.assignment.sample import Segment
 from motet.data.conversation.example import PLACEHOLDERS, Media, Modality
-from motet.data.preparation.processor_sizes import ImageRule, Size, SoundRule, image_rule, sound_rule
 from motet.errors import UserError
 from motet.families.token_counts import FeatureSelect, config_value, encoder_segment, grid_of
+
+# What HuggingFace's processors make of an image or a sound of a given size, from their configuration alone. Pure.
+#
+# So layouts are written without pixels, and without the processors' classes, which import torch. Tests compare every
+# rule with the real processor.
+#
+# Limits: image processors of other types than those in `RULES` have no rule; they must be asked.
+
+
+Size = tuple[int, int]
+"""Of an image: (height, width) in pixels. Of a sound: (samples, Hz)."""
+
+Values = Mapping[str, Any]
+"""What stands in a preprocessor_config.json."""
+
+ImageRule = Callable[[Size], Size]
+
+TYPE_OF_FAMILY: Mapping[str, str] = {
+    "siglip_vision_model": "SiglipImageProcessor",
+    "clip_vision_model": "CLIPImageProcessor",
+    "dinov2": "BitImageProcessor",
+    "pixtral": "PixtralImageProcessor",
+    "qwen2_5_vl_vision": "Qwen2VLImageProcessor",
+}
+"""By the encoder's `model_type`: what a configuration means that names no type."""
+
+
+def image_rule(values: Values, family: str) -> ImageRule | None:
+    """(height, width) of an image -> that of the processed one, which is cut into patches. None: no rule is known."""
+    kind = str(values.get("image_processor_type") or values.get("feature_extractor_type") or TYPE_OF_FAMILY.get(family))
+    kind = kind.removesuffix("Pil").removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
+    return RULES[kind](values) if kind in RULES else None
+
+
+@dataclass(frozen=True)
+class SoundRule:
+    """A feature extractor like Whisper's: windows of a fixed length, padded."""
+
+    sampling_rate: int
+    hop_length: int
+    num_samples: int
+    """Of a window."""
+
+    @property
+    def num_frames(self) -> int:
+        return self.num_samples // self.hop_length
+
+
+def sound_rule(values: Values) -> SoundRule:
+    rate = int(values.get("sampling_rate", 16_000))
+    return SoundRule(rate, int(values.get("hop_length", 160)), int(values.get("chunk_length", 30)) * rate)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """One resize, then perhaps a crop from the centre, which pads what is too small."""
+
+    target: Mapping[str, Any] | None
+    crop: Size | None
+
+    def __call__(self, image: Size) -> Size:
+        if self.crop is not None:
+            return self.crop
+        if self.target is None:
+            return image
+        if self.target.get("height") and self.target.get("width"):
+            return int(self.target["height"]), int(self.target["width"])
+        edge = self.target.get("shortest_edge")
+        if not edge or self.target.get("longest_edge"):
+            raise UserError(f"image processor: size {dict(self.target)} is not supported; give height and width")
+        height, width = image
+        return (int(edge * height / width), int(edge)) if width <= height else (int(edge), int(edge * width / height))
+
+
+def _plain(values: Values, *, size: Any, crop: Any = None, is_square: bool = False) -> _Plain:
+    """`size`, `crop`: the type's defaults; types with a crop make it. `is_square`: what one number for a size means."""
+    target = values.get("size") or size
+    if not isinstance(target, Mapping):
+        target = {"height": target, "width": target} if is_square else {"shortest_edge": target}
+    cut = values.get("crop_size") or crop
+    if not (cut and values.get("do_center_crop", crop is not None)):
+        return _Plain(target if values.get("do_resize", True) else None, None)
+    return _Plain(None, (int(cut["height"]), int(cut["width"])) if isinstance(cut, Mapping) else (int(cut), int(cut)))
+
+
+@dataclass(frozen=True)
+class _Pixtral:
+    """The longest edge is limited, the sides are rounded up to whole patches."""
+
+    limits: Size
+    patch: Size
+    resizes: bool
+
+    def __call__(self, image: Size) -> Size:
+        if not self.resizes:
+            return image
+        ratio = max(side / limit for side, limit in zip(image, self.limits, strict=True))
+        height, width = (math.floor(side / ratio) for side in image) if ratio > 1 else image
+        rows, columns = self.patch
+        return math.ceil(height / rows) * rows, math.ceil(width / columns) * columns
+
+
+def _pixtral(values: Values) -> _Pixtral:
+    size, patch = values.get("size") or {"longest_edge": 1024}, values.get("patch_size") or 16
+    edge = size.get("longest_edge")
+    limits = (edge, edge) if edge else (size["height"], size["width"])
+    pair = (patch["height"], patch["width"]) if isinstance(patch, Mapping) else (patch, patch)
+    return _Pixtral(limits, pair, values.get("do_resize", True))
+
+
+@dataclass(frozen=True)
+class _Qwen2VL:
+    """Sides of whole merged patches, the number of pixels between two limits, the aspect ratio nearly kept."""
+
+    fewest: int
+    most: int
+    step: int
+    resizes: bool
+
+    def __call__(self, image: Size) -> Size:
+        height, width = image
+        if max(image) / min(image) > 200:
+            raise UserError(f"an image of {height} x {width} pixels is refused: one side is over 200 times the other")
+        if not self.resizes:
+            return image
+        step = self.step
+        rows, columns = round(height / step), round(width / step)
+        if rows * columns * step**2 > self.most:
+            scale = math.sqrt(height * width / self.most)
+            rows, columns = (max(1, math.floor(side / scale / step)) for side in image)
+        elif rows * columns * step**2 < self.fewest:
+            scale = math.sqrt(self.fewest / (height * width))
+            rows, columns = (math.ceil(side * scale / step) for side in image)
+        return rows * step, columns * step
+
+
+def _qwen2_vl(values: Values) -> _Qwen2VL:
+    size = values.get("size") or {}
+    return _Qwen2VL(
+        fewest=values.get("min_pixels") or size.get("shortest_edge") or 56 * 56,
+        most=values.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280,
+        step=int(values.get("patch_size") or 14) * int(values.get("merge_size") or 2),
+        resizes=values.get("do_resize", True),
+    )
+
+
+_SQUARE = {"height": 224, "width": 224}
+
+RULES: Mapping[str, Callable[[Values], ImageRule]] = {
+    "SiglipImageProcessor": partial(_plain, size=_SQUARE),
+    "ViTImageProcessor": partial(_plain, size=_SQUARE, is_square=True),
+    "CLIPImageProcessor": partial(_plain, size={"shortest_edge": 224}, crop=_SQUARE),
+    "BitImageProcessor": partial(_plain, size={"shortest_edge": 224}, crop=_SQUARE),
+    "PixtralImageProcessor": _pixtral,
+    "Qwen2VLImageProcessor": _qwen2_vl,
+}
+"""By the name of the processor's class, without `Fast` and `Pil`."""
 
 FIXED_SIZE_FAMILIES = ("siglip_vision_model", "clip_vision_model")
 """Their positions are tables for images of one size."""

@@ -3,9 +3,12 @@
 An image processor for whose sizes no rule is known is asked for a blank image of the same size, once for each size.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,23 @@ from PIL import Image
 from scipy.signal import resample_poly
 from torch import Tensor
 
-from motet.data.conversation.example import Media
-from motet.data.preparation.encoder_layout import EncoderLayout
-from motet.data.preparation.processor_sizes import Size
+from motet.data.conversation.example import Example, Media
+from motet.data.preparation.encoder_layout import EncoderLayout, Size
+from motet.data.preparation.sample_layout import SampleLayouts
+from motet.data.preparation.tower_layouts import TextLayout, TowerLayouts, text_of
+from motet.errors import UserError
+from motet.plan import DECODER, LANGUAGE_MODEL
+
+# What a tokenizer or a processor is known by: whatever decides what it makes of a text, an image or a sound.
+
+
+def tool_fingerprint(tool: Any) -> str:
+    """Of a fast tokenizer, an image processor or a feature extractor of transformers, as it was loaded."""
+    if hasattr(tool, "backend_tokenizer"):
+        described = [tool.backend_tokenizer.to_str(), tool.chat_template, tool.all_special_ids]
+    else:
+        described = tool.to_dict()
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -57,3 +74,71 @@ def resample(wave: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
         return wave
     divisor = gcd(own_rate, rate)
     return resample_poly(wave, rate // divisor, own_rate // divisor).astype(np.float32)
+
+
+# From examples to tensors: the tokens of a sample's layout, and what HuggingFace's processors make of its media.
+
+
+@dataclass(frozen=True, eq=False)
+class Preparation(SampleLayouts):
+    """`tokenizer`: a fast tokenizer of transformers."""
+
+    encoders: Mapping[str, EncoderInput]
+    merge: str = "placeholder"
+
+    def features(self, example: Example, module: str) -> dict[str, Tensor]:
+        """The tensors of one module. Raises `UserError` naming the file that cannot be decoded."""
+        if module == LANGUAGE_MODEL:
+            _, text = self.lay_out(example)
+            return {"input_ids": torch.tensor(text.input_ids), "labels": torch.tensor(text.labels)}
+        encoder = self.encoders[module]
+        try:
+            return encoder.features(example.media[encoder.modality])
+        except ValueError as error:
+            raise UserError(f"{example.where or example.id}: {error}") from None
+
+    def prompt(self, example: Example) -> Tensor:
+        """For generation: token ids up to where the last answer begins, as long as the layout says; int64 [tokens]."""
+        _, text = self.lay_out(example, without_last_answer=True)
+        return torch.tensor(text.input_ids)
+
+    @property
+    def tools(self) -> dict[str, Any]:
+        """By module: the tokenizer and the processors."""
+        return {LANGUAGE_MODEL: self.tokenizer, **{name: encoder.processor for name, encoder in self.encoders.items()}}
+
+    def save(self, folder: Path) -> None:
+        """For `from_pretrained`: the tokenizer in the folder itself, each encoder's processor in one of its name."""
+        self.tokenizer.save_pretrained(folder)
+        for name, encoder in self.encoders.items():
+            encoder.processor.save_pretrained(folder / name)
+
+
+# From examples to the tensors that contrastive towers read.
+
+
+@dataclass(frozen=True, eq=False)
+class TowerPreparation(TowerLayouts):
+    towers: Mapping[str, EncoderInput | TextLayout]
+
+    def features(self, example: Example, module: str) -> dict[str, Tensor]:
+        """The tensors of a tower or of the decoder. Raises `UserError` naming the file that cannot be decoded."""
+        if module == DECODER:
+            assert self.captions is not None
+            ids = torch.tensor(self.captions.ids(text_of(example)))
+            return {"input_ids": ids, "labels": ids}
+        fed = self.towers[module]
+        if isinstance(fed, TextLayout):
+            return {"input_ids": torch.tensor([fed.ids(text_of(example))])}
+        try:
+            return fed.features(example.media[fed.modality])
+        except ValueError as error:
+            raise UserError(f"{example.where or example.id}: {error}") from None
+
+    @property
+    def tools(self) -> dict[str, Any]:
+        """By tower, and of the caption decoder: its tokenizer or processor."""
+        towers = {
+            name: fed.tokenizer if isinstance(fed, TextLayout) else fed.processor for name, fed in self.towers.items()
+        }
+        return towers if self.captions is None else {**towers, DECODER: self.captions.tokenizer}

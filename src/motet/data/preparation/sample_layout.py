@@ -56,7 +56,7 @@ class SampleLayouts:
     """Raises `UserError` at once for a tokenizer that cannot serve."""
 
     tokenizer: Any
-    """A fast tokenizer of transformers, or a `motet.data.conversation.plain_tokenizer.PlainTokenizer`."""
+    """A fast tokenizer of transformers, or a `motet.data.conversation.chat.PlainTokenizer`."""
     encoders: Mapping[str, EncoderLayout]
     """By module name, one for each modality."""
     merge: str = "placeholder"

@@ -36,7 +36,7 @@ class TextLayout:
     """How a text tower is fed."""
 
     tokenizer: Any
-    """A tokenizer of transformers, or a `motet.data.conversation.plain_tokenizer.PlainTokenizer`."""
+    """A tokenizer of transformers, or a `motet.data.conversation.chat.PlainTokenizer`."""
     config: Any
     """The tower's configuration: its complete values, or the transformers object."""
     name: str

@@ -21,18 +21,17 @@ from motet.config import (
 )
 from motet.data.conversation.word_tokenizer import word_level_tokenizer
 from motet.data.dataset import ExampleDataset
-from motet.data.preparation.preparation import EncoderInput
-from motet.data.preparation.preparation_part import Preparation
+from motet.data.preparation.preparation import EncoderInput, Preparation, TowerPreparation
 from motet.data.preparation.tower_layouts import CaptionLayout, TextLayout
-from motet.data.preparation.tower_preparation import TowerPreparation
 from motet.data.run_file.samples import (
     check_processor_names,
     check_vocabulary,
+    compared_towers,
     dial_a_digit_processor,
     feed_encoders,
     open_examples,
+    open_tower_examples,
 )
-from motet.data.run_file.towers import compared_towers, open_tower_examples
 from motet.data.tasks.dial_a_digit import QUESTIONS
 from motet.data.tasks.same_digits import NAMES
 from motet.errors import UserError

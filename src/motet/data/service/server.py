@@ -21,11 +21,9 @@ import pyarrow as pa
 from pyarrow import flight
 
 from motet.addresses import free_address
-from motet.data.service.access import is_authorized
-from motet.data.service.local import shares
 from motet.data.service.preparer import Answer
-from motet.data.service.tickets import Corrupt, Ticket, samples_to_json
-from motet.data.service.workers import Workers
+from motet.data.service.tickets import Corrupt, Ticket, is_authorized, samples_to_json
+from motet.data.service.workers import Workers, shares
 from motet.errors import UserError
 
 SCHEMA = pa.schema([("data", pa.large_binary())])

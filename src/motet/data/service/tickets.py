@@ -6,12 +6,98 @@ batch size, plan or number of ranks: these stay with training (`motet.data.loade
 so a server has no state to lose, any server may answer any ticket, and a run under another plan asks the same servers.
 """
 
+import hmac
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from motet.assignment.sample import Sample, Segment
+from motet.config import PartConfig, RunConfig
+from motet.errors import UserError
+from motet.plan import DECODER, LANGUAGE_MODEL
+
+# Who may ask a data server: the token, and where one is found. Pure: no torch.
+#
+# The token comes from an environment variable or a file, never from the command line, which every user of a machine
+# can read. It travels in the clear unless the connection is TLS.
+
+
+TOKEN_VARIABLE = "MOTET_DATA_TOKEN"
+SHORTEST_TOKEN = 16
+"""Characters."""
+
+
+def read_token(token_file: str | None) -> str:
+    """Of the file if one is named, else of the environment. Raises `UserError`: there is no access without a token."""
+    if token_file is None:
+        token, where = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
+        if not token:
+            raise UserError(
+                f"data.token_file: is not given and {TOKEN_VARIABLE} is not set; servers and training share a secret "
+                "token, such as `openssl rand -hex 32` prints"
+            )
+    else:
+        where = f"data.token_file: {token_file}"
+        try:
+            token = Path(token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{where}: cannot be read ({error}); give a file that holds the token") from None
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or any(c.isspace() for c in token):
+        raise UserError(
+            f"{where}: holds no token; give at least {SHORTEST_TOKEN} letters and digits, such as "
+            "`openssl rand -hex 32` prints"
+        )
+    return token
+
+
+def authorization(token: str) -> str:
+    """The header's value."""
+    return f"Bearer {token}"
+
+
+def is_authorized(given: str, token: str) -> bool:
+    """In a time that tells nothing of the token."""
+    return hmac.compare_digest(given.encode(), authorization(token).encode())
+
+
+# What servers and training have to agree on: all of the run file that decides what a sample becomes. Pure: no torch.
+#
+# Not in it: where samples are prepared and how far ahead, seed and batch size, layout, learning rates. Paths are, as
+# they are written; what the files hold, only servers know, and they are compared with one another.
+
+
+HOW_IT_IS_DONE = {
+    "workers",
+    "batches_ahead",
+    "servers",
+    "server_timeout_s",
+    "token_file",
+    "tls_roots",
+}
+"""Keys of `data` that change no sample."""
+
+OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "projector", "loss_weight"}
+"""Keys of a part of the model that change no sample."""
+
+
+def data_facts(config: RunConfig) -> dict[str, Any]:
+    """All keys that decide what a sample becomes, as JSON has them."""
+    model = config.model
+    parts: dict[str, PartConfig] = {**model.encoders, **model.towers}
+    if model.language_model is not None:
+        parts[LANGUAGE_MODEL] = model.language_model
+    if model.decoder is not None:
+        parts[DECODER] = model.decoder
+    return {
+        "data": config.data.model_dump(mode="json", exclude=HOW_IT_IS_DONE),
+        "model": {name: part.model_dump(mode="json", exclude=OF_TRAINING) for name, part in parts.items()},
+        "merge": model.merge,
+        "placeholder_tokens": dict(model.placeholder_tokens),
+    }
+
 
 Split = Literal["train", "held_out"]
 

@@ -32,7 +32,8 @@ from motet.errors import UserError
 from motet.families.classes import Kind, model_class_of
 from motet.families.encoders import ENCODER_FAMILIES
 from motet.families.token_counts import FeatureSelect
-from motet.models.hub.export_readme import export_readme
+from motet.models.contrastive import CaptionDecoder, ContrastiveLoss, ContrastiveModule
+from motet.models.hub.clip import is_transformers_model, to_transformers
 from motet.models.hub.weights import (
     MAX_SHARD_SIZE,
     check_tensors,
@@ -45,7 +46,75 @@ from motet.models.hub.weights import (
 from motet.models.materialize import read_part_config
 from motet.models.multimodal import Merge, ModalityModule, MultimodalModule
 from motet.models.stages.projector import PROJECTORS
-from motet.plan import LANGUAGE_MODEL
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
+
+# The README.md of an exported model: how to load it with transformers and torch alone. A test runs its code.
+
+
+Manifest = Mapping[str, Any]
+"""The content of the export's motet.json."""
+
+_PROJECTORS = {
+    "linear": "OrderedDict(linear=nn.Linear({in_features}, {out_features}))",
+    "mlp": (
+        "OrderedDict(linear_1=nn.Linear({in_features}, {out_features}), act=nn.GELU(), "
+        "linear_2=nn.Linear({out_features}, {out_features}))"
+    ),
+}
+_MERGES = {
+    "placeholder": "replace the embeddings of the tokens with id {placeholder_token_id}, in order",
+    "prepend": "stand before the embeddings of the text",
+    "cross_attention": "are the language model's `cross_attention_states`",
+}
+
+
+def export_readme(manifest: Manifest, *, has_tokenizer: bool) -> str:
+    """Markdown."""
+    code = "\n".join(_loading_code(manifest, has_tokenizer=has_tokenizer))
+    use = "\n".join(_how_features_are_used(name, manifest) for name in manifest["encoders"])
+    return (
+        "# A multimodal model in parts\n\n"
+        "Written by motet. Plain transformers loads every part; run this in the folder of this file:\n\n"
+        f"```python\n{code}\n```\n\n"
+        f"How they are put together (`motet.json` has the same for programs):\n\n{use}\n\n"
+        "An answer is then `language_model.generate(inputs_embeds=..., attention_mask=...)`. "
+        "With motet: `motet.models.hub.export.load_export` and `motet.models.hub.generation.generate_answers`.\n"
+    )
+
+
+def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
+    encoders, language_model = manifest["encoders"], manifest["language_model"]
+    has_projector = any(encoder["projector"] in _PROJECTORS for encoder in encoders.values())
+    classes = {(part["imported_from"], part["model_class"]) for part in (*encoders.values(), language_model)}
+    lines = ["from collections import OrderedDict", ""] if has_projector else []
+    lines += ["from safetensors.torch import load_file", "from torch import nn"] if has_projector else []
+    lines += ["from transformers import AutoTokenizer"] if has_tokenizer else []
+    lines += [f"from {module} import {name}" for module, name in sorted(classes)]
+    lines += ["", f'language_model = {language_model["model_class"]}.from_pretrained("language_model")']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("language_model")'] if has_tokenizer else []
+    for name, encoder in encoders.items():
+        lines.append(f'{name} = {encoder["model_class"]}.from_pretrained("{name}")')
+        if encoder["projector"] in _PROJECTORS:
+            in_features, out_features = encoder["projector_sizes"]
+            layers = _PROJECTORS[encoder["projector"]].format(in_features=in_features, out_features=out_features)
+            lines += [
+                f"{name}_projector = nn.Sequential({layers}).to({name}.dtype)",
+                f'{name}_projector.load_state_dict(load_file("{name}_projector/model.safetensors"))',
+            ]
+    return lines
+
+
+def _how_features_are_used(name: str, manifest: Manifest) -> str:
+    encoder = manifest["encoders"][name]
+    layer = encoder["feature_layer"]
+    features = f"`hidden_states[{layer}]`" if layer is not None else "its output"
+    if encoder["feature_select"] == "patch":
+        features += " without class token and padding"
+    through = {None: "", "own": f", through the user's own projector (`{name}_projector/`)"}
+    projected = through.get(encoder["projector"], f", through `{name}_projector`")
+    merged = _MERGES[manifest["merge"]].format(placeholder_token_id=encoder["placeholder_token_id"])
+    return f"* `{name}`: {features}{projected}: these {merged}."
+
 
 MANIFEST = "motet.json"
 OWN_PROJECTOR = "own"
@@ -349,3 +418,94 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not is_known:
         raise UserError(f"{path}: is of another format; export the model again")
     return manifest
+
+
+# A trained contrastive model as a folder that plain transformers loads: one sub-folder for each part.
+#
+# exported/ image/ config.json, model.safetensors, the image processor image_projector/ config.json, model.safetensors
+# text/ config.json, model.safetensors, the tokenizer text_projector/ ... contrastive/ model.safetensors: logit_scale,
+# logit_bias whole/ the same as one CLIPModel or SiglipModel, where transformers has such a model decoder/ a caption
+# decoder, where there is one, and its tokenizer motet.json how they are put together
+#
+# Features are each encoder's `pooler_output` (Whisper: the mean of its `last_hidden_state` over what is no padding),
+# times the projector, over its length. The decoder's `encoder_hidden_states` are the `last_hidden_state` of the tower
+# that it reads, times the projector.
+
+
+def export_towers(
+    tensors: Mapping[str, Tensor], model: ModelConfig, folder: str | Path, *, processors: Mapping[str, Any]
+) -> None:
+    """Writes every part of a run file's towers for plain `from_pretrained`.
+
+    `tensors`: by name in the whole model, as checkpoints have it. `processors`: by tower, tokenizer or processor."""
+    manifest: dict[str, Any] = {"format": 1, "loss": model.contrastive.loss, "anchor": model.contrastive.anchor}
+    manifest["loss_weight"] = model.contrastive.loss_weight
+    manifest["towers"] = {name: tower.projector for name, tower in model.towers.items()}
+
+    if model.decoder is not None:
+        manifest["decoder"] = {"reads": model.decoder.reads, "loss_weight": model.decoder.loss_weight}
+
+    def write(partial: Path) -> None:
+        for name, tower in model.towers.items():
+            config = read_part_config(tower, "encoder", where=f"model.towers.{name}")
+            part = f"{name}.module"
+            save_part(
+                partial / name,
+                model_class_of(config.model_type, "encoder"),
+                config,
+                tensors_under(tensors, part),
+                where=part,
+            )
+            processors[name].save_pretrained(partial / name)
+            if tower.projector is not None:
+                own = dict(tensors_under(tensors, f"{name}.projector"))
+                matrices = [own[key] for key in sorted(own) if own[key].dim() == 2]
+                (partial / f"{name}_projector").mkdir()
+                sizes = {"in_features": matrices[0].shape[1], "out_features": matrices[-1].shape[0]}
+                write_json(partial / f"{name}_projector" / "config.json", {"projector": tower.projector, **sizes})
+                save_tensors(partial / f"{name}_projector" / "model.safetensors", own)
+        if model.decoder is not None:
+            config = read_part_config(model.decoder, "decoder", where=f"model.{DECODER}")
+            part = f"{DECODER}.module"
+            model_class = model_class_of(config.model_type, "decoder")
+            save_part(partial / DECODER, model_class, config, tensors_under(tensors, part), where=part)
+            processors[DECODER].save_pretrained(partial / DECODER)
+        (partial / CONTRASTIVE).mkdir()
+        save_tensors(partial / CONTRASTIVE / "model.safetensors", dict(tensors_under(tensors, f"{CONTRASTIVE}.module")))
+        write_json(partial / MANIFEST, manifest)
+        whole = load_towers(partial)
+        if is_transformers_model(whole):
+            to_transformers(whole).save_pretrained(partial / "whole")
+
+    write_folder(Path(folder), write, marker=MANIFEST)
+
+
+def load_towers(folder: str | Path) -> ContrastiveModule:
+    """The exported model, in evaluation mode. Raises `UserError` naming the file that is missing or damaged."""
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        towers = {
+            name: ModalityModule(
+                load_part(folder / name, "encoder"),
+                None if projector is None else _load_projector_export_towers(folder / f"{name}_projector"),
+            )
+            for name, projector in manifest["towers"].items()
+        }
+        stored = load_file(folder / CONTRASTIVE / "model.safetensors")
+        loss = ContrastiveLoss(manifest["loss"])
+        loss.load_state_dict(stored)
+        decoder, given = None, manifest.get("decoder")
+        if given is not None:
+            decoder = CaptionDecoder(load_part(folder / DECODER, "decoder"), given["reads"], given["loss_weight"])
+        weight = manifest.get("loss_weight", 1.0)
+        return ContrastiveModule(towers, loss, anchor=manifest["anchor"], decoder=decoder, loss_weight=weight).eval()
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder}: is no exported contrastive model ({error}); export it again") from None
+
+
+def _load_projector_export_towers(folder: Path) -> nn.Module:
+    config = json.loads((folder / "config.json").read_text())
+    projector = PROJECTORS[config["projector"]](config["in_features"], config["out_features"])
+    projector.load_state_dict(load_file(folder / "model.safetensors"))
+    return projector

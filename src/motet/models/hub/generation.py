@@ -24,7 +24,7 @@ from motet.errors import UserError
 from motet.families.encoders import family_of
 from motet.models.hub.export import load_export
 from motet.models.multimodal import ModalityModule, MultimodalModule
-from motet.models.reference.encoder import plain_encoder_output
+from motet.models.reference.plain_forward import plain_encoder_output
 from motet.models.stages.projector import PROJECTORS
 
 BATCH_SIZE = 64

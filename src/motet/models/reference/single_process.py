@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from motet.families.language_models import num_language_model_layers
-from motet.models.batch import Batch
+from motet.models.stages.causal import layout_of
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage
-from motet.models.stages.merge import layout_of
+from motet.models.stages.stage import Batch
 
 if TYPE_CHECKING:
     from motet.models.multimodal import MultimodalModule

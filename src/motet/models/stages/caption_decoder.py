@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import Sample
 from motet.families.language_models import CausalPaths, causal_layer_parts, num_causal_layers
-from motet.models.stages.causal import CausalStage, labels_of, token_ids
-from motet.models.stages.merge import layout_of
+from motet.models.stages.causal import CausalStage, labels_of, layout_of, token_ids
 from motet.plan import LayerRange
 
 

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.assignment.sample import Sample, Segment
+from motet.attention.masks.distribution import FULL, Rows, tokens_of_members
 from motet.attention.masks.token_layout import Document
-from motet.attention.masks.token_ownership import FULL, Rows, tokens_of_members
 from motet.errors import UserError
-from motet.families.encoder_outputs import EncoderOutputs
 from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
+from motet.families.token_counts import EncoderOutputs
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.models.stages.stage import keep_frozen_in_eval_mode
 from motet.parallel.context_attention import ContextParallel

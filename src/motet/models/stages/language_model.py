@@ -2,7 +2,7 @@
 
 The HuggingFace base model's own forward runs, with only the stage's blocks in its list of layers, so masks, rotary
 positions and sliding windows are transformers' own. Between stages travels [rows, columns, hidden_size] (see
-`motet.models.stages.merge.SequenceLayout`).
+`motet.models.stages.causal.SequenceLayout`).
 
 Cross-attention (Mllama): every token of a sample sees all encoder outputs of that sample and of no other. A row of
 zeros is put before them: tokens of samples without an image see only it, and its value is zero because the projections
@@ -17,16 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import IGNORED_LABEL, Sample
+from motet.attention.masks.distribution import Rows, rule_of_text, tokens_of_members
 from motet.attention.masks.token_layout import Document
-from motet.attention.masks.token_ownership import Rows, rule_of_text, tokens_of_members
 from motet.errors import UserError
 from motet.families.language_models import (
     LANGUAGE_MODEL_PATHS,
     base_model,
     cross_attention_layers,
 )
-from motet.models.stages.causal import CausalStage, labels_of, token_ids
-from motet.models.stages.merge import SequenceLayout, layout_of, merge, places_of_outputs
+from motet.models.stages.causal import (
+    CausalStage,
+    SequenceLayout,
+    labels_of,
+    layout_of,
+    merge,
+    places_of_outputs,
+    token_ids,
+)
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_sequence import (
     ATTENTION,

@@ -1,7 +1,7 @@
 """DistMM: each tower its own layout, balanced, on its own devices; towers share devices where that is faster.
 
 The paper's steps (sections 5.1 to 5.4): an adaptive partition of each tower (`motet.planner.distmm.units`), devices and
-batch sizes by dynamic programming (`motet.planner.distmm.distmm_balance`), placement by bandwidth
+batch sizes by dynamic programming (`motet.planner.distmm.planner`), placement by bandwidth
 (`motet.planner.distmm.towers`), DistMM-Pipe as schedule.
 
 Beyond the paper: every way to put towers together on the same ranks is balanced too (all together is what other systems
@@ -15,16 +15,56 @@ Limits: no context or sequence parallelism; a tower's replicas look alike; a dec
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
+
+import numpy as np
 
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.bound_and_simulate import rank
-from motet.planner.distmm.distmm_balance import balance
 from motet.planner.distmm.towers import TowerLayout, decoders, tower_plan
 from motet.planner.distmm.units import Choices, unit_choices
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.ragged_arrays import Floats
+
+# DistMM's load balancer (section 5.2): how many devices each tower gets, so that the slowest is as fast as possible.
+#
+# A dynamic program over towers and devices: the best assignment of d devices to the first towers is a best assignment
+# of fewer devices to all but the last of them, and some to that one. What a tower does best with a number of devices
+# (its partition, its replicas, its microbatches) is decided before, under the memory of a device; infinite where
+# nothing fits.
+
+
+def balance(seconds: Sequence[Floats], num_devices: int) -> tuple[float, tuple[int, ...]]:
+    """The time of the slowest, and the devices of each.
+
+    `seconds[t][n]`: of tower t on exactly n devices, from n = 0 to `num_devices`; infinite where it cannot be. The time
+    is infinite if there is no assignment; of equally fast ones, one of the fewest devices is returned."""
+    best = np.full(num_devices + 1, inf)
+    best[0] = 0.0
+    chosen: list[np.ndarray] = []
+    for of_tower in seconds:
+        assert len(of_tower) == num_devices + 1
+        following, devices = np.full(num_devices + 1, inf), np.zeros(num_devices + 1, dtype=np.int64)
+        # A number of devices with which it is no faster than with fewer is never needed.
+        fewer = np.concatenate([[inf], np.minimum.accumulate(of_tower)[:-1]])
+        for n in np.flatnonzero(of_tower < fewer).tolist():
+            slowest = np.maximum(best[: num_devices + 1 - n], of_tower[n])
+            better = slowest < following[n:]
+            following[n:][better] = slowest[better]
+            devices[n:][better] = n
+        best = following
+        chosen.append(devices)
+    used = int(best.argmin())
+    result: list[int] = []
+    left = used
+    for devices in reversed(chosen):
+        result.append(int(devices[left]))
+        left -= result[-1]
+    return float(best[used]), tuple(reversed(result))
+
 
 NUM_SIMULATED = 4
 SCHEDULE = "distmm_pipe"

@@ -12,8 +12,7 @@ from itertools import permutations
 
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.check_degrees import check_degrees
-from motet.planner.explicit import cut_module
+from motet.planner.explicit import check_degrees, cut_module
 from motet.planner.problem import Degrees, PlanningProblem
 
 

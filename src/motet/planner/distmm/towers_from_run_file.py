@@ -11,7 +11,7 @@ from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.batch_sync import pairs_of
-from motet.shapes.decoders import decoder_workload
+from motet.shapes.families import decoder_workload
 from motet.shapes.module_shape import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
 
 ReadPart = Callable[[PartConfig, str], Config]

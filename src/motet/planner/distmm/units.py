@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.costs.communication_part import BUCKET_BYTES
+from motet.costs.communication import BUCKET_BYTES
 from motet.costs.cost_model import Quadratic, total
 from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import RESERVE, cast_weight_bytes

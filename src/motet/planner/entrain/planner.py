@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.costs.communication_part import all_reduce_seconds, resharding_seconds
+from motet.costs.communication import all_reduce_seconds, resharding_seconds
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, Plan
 from motet.planner.bound_and_simulate import rank

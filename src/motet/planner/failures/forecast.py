@@ -15,8 +15,7 @@ from typing import Any
 from motet.errors import UserError
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.failures.policies import GridMembers, RedundantMembers, TemplateMembers, Times, best_grid
-from motet.planner.failures.replay import Members, Usage, replay
-from motet.planner.failures.traces import Change, most_nodes
+from motet.planner.failures.replay import Change, Members, Usage, most_nodes, replay
 from motet.planner.problem import PlanningProblem
 from motet.planner.templates.combinations import best_combinations
 from motet.planner.templates.planner import MAX_SIMULATED, larger_templates, make_templates, plan_of, total_microbatches

@@ -16,9 +16,15 @@ from motet.planner.failures.replay import Membership
 from motet.planner.reconfiguration.holdings import Copy
 from motet.planner.reconfiguration.optimizer_state import KeptStates, first_keepers
 from motet.planner.reconfiguration.reconfigure import reconfigure_below
-from motet.planner.templates.microbatches import iteration_s, min_max_counts
 from motet.planner.templates.pipeline_sizes import new_sizes
-from motet.planner.templates.pipelines import Template, Templates, build_plan, nodes_of_pipelines
+from motet.planner.templates.pipelines import (
+    Template,
+    Templates,
+    build_plan,
+    iteration_s,
+    min_max_counts,
+    nodes_of_pipelines,
+)
 
 Combine = Callable[[int], Sequence[int]]
 """Number of nodes -> the pipelines' numbers of nodes to start with."""

@@ -21,7 +21,7 @@ from itertools import accumulate, product
 from math import inf
 from operator import itemgetter
 
-from motet.costs.communication_part import all_reduce_seconds, message_seconds
+from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.memory import RESERVE
 from motet.errors import UserError
 from motet.plan import LayerRange
@@ -30,8 +30,7 @@ from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.optimus.bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
-from motet.planner.optimus.kernels import stage_kernels
-from motet.planner.optimus.timeline import Kernels, LlmPipeline, LlmTimeline, llm_timeline
+from motet.planner.optimus.timeline import Kernels, LlmPipeline, LlmTimeline, llm_timeline, stage_kernels
 from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
 

@@ -28,9 +28,15 @@ from motet.planner.reconfiguration.optimizer_state import (
     states_to_copy,
     without_states,
 )
-from motet.planner.templates.microbatches import iteration_s, min_max_counts
 from motet.planner.templates.pipeline_sizes import Step, new_sizes
-from motet.planner.templates.pipelines import Templates, build_plan, nodes_of_pipelines, with_ranks
+from motet.planner.templates.pipelines import (
+    Templates,
+    build_plan,
+    iteration_s,
+    min_max_counts,
+    nodes_of_pipelines,
+    with_ranks,
+)
 
 Outcome = Literal["continue", "save_and_stop", "restore", "stop"]
 

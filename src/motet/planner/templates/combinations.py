@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from motet.errors import UserError
-from motet.planner.templates.microbatches import iteration_s, min_max_counts
-from motet.planner.templates.pipelines import Template
+from motet.planner.templates.pipelines import Template, iteration_s, min_max_counts
 from motet.ragged_arrays import Ints
 
 MAX_ENUMERATED = 2000

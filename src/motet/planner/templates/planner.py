@@ -37,10 +37,8 @@ from motet.planner.templates.combinations import (
     template_sizes,
     uncovered,
 )
-from motet.planner.templates.mapping_problem import MappingProblem
-from motet.planner.templates.microbatches import min_max_counts
-from motet.planner.templates.pipelines import Template, Templates, build_plan
-from motet.planner.templates.stage_mapping import StageMapping, map_stages
+from motet.planner.templates.pipelines import Template, Templates, build_plan, min_max_counts
+from motet.planner.templates.stage_mapping import MappingProblem, StageMapping, map_stages
 from motet.planner.templates.template_costs import mapping_problems
 
 MAX_SIMULATED = 6

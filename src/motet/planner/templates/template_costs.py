@@ -20,18 +20,18 @@ and a backward if the module has one.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from motet.costs.communication_part import message_seconds
+from motet.costs.communication import message_seconds
 from motet.costs.memory import RESERVE, gathered_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.errors import UserError
 from motet.plan import Stage
-from motet.planner.check_degrees import check_degrees
 from motet.planner.cost_estimates.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import template_cp_sizes, tp_sizes
+from motet.planner.explicit import check_degrees
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.planner.templates.mapping_problem import ChainCosts, CutCosts, MappingProblem
+from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from motet.errors import UserError
 from motet.resilience.agent import SEEN_END
-from motet.resilience.children import Children
 from motet.resilience.failure_log import write_store_end
 from motet.resilience.membership import (
     FAILURE,
@@ -42,9 +41,8 @@ from motet.resilience.membership import (
     settled_key,
     unlogged_changes,
 )
-from motet.resilience.node_process import FINISH_S, how_it_ended
-from motet.resilience.store.gathering import MOVES, TERM, Gathered, term_text
-from motet.resilience.store.quorum import FIRST_TERM, Term, is_read_by_enough
+from motet.resilience.node_process import FINISH_S, Children, how_it_ended
+from motet.resilience.store.gathering import FIRST_TERM, MOVES, TERM, Gathered, Term, is_read_by_enough, term_text
 from motet.resilience.store.run_record import RunRecord
 from motet.resilience.store.store import StoreClient, StoreProcess
 

@@ -16,8 +16,7 @@ from uuid import uuid4
 
 from motet.config import RunConfig
 from motet.resilience.membership import Store
-from motet.runtime.checkpoint.atomic_write import write_atomically
-from motet.runtime.checkpoint.folder import Stamp, stamps
+from motet.runtime.checkpoint.folder import Stamp, stamps, write_atomically
 
 KEY = "run"
 EARLIER = "earlier_checkpoints.json"

@@ -18,12 +18,11 @@ from pathlib import Path
 
 from motet.config import RunConfig
 from motet.errors import UserError
-from motet.resilience.children import Children
 from motet.resilience.failure_log import write_store_end
 from motet.resilience.membership import Address, StoreLostError, call_s, silence_s
-from motet.resilience.store.gathering import GATHERING, MOVES, TERM, Gathered, gathered, may_go_on, term_text
+from motet.resilience.node_process import Children
+from motet.resilience.store.gathering import GATHERING, MOVES, TERM, Gathered, Term, gathered, may_go_on, term_text
 from motet.resilience.store.keeper import POLL_S, End, Keeper, StoreDiesError
-from motet.resilience.store.quorum import Term
 from motet.resilience.store.run_record import RunRecord
 from motet.resilience.store.store import StoreClient, StoreNotStartedError, StoreProcess
 from motet.resilience.store.store_failover import REUNION_S

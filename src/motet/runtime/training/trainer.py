@@ -20,17 +20,14 @@ import torch.distributed as dist
 from motet.config import TrainConfig
 from motet.data.loader import LoadedBatch, Loader
 from motet.errors import UserError
-from motet.models.batch import Batch
+from motet.models.stages.stage import Batch
 from motet.runtime.agreement import is_same_on_all_ranks, on_first_rank
-from motet.runtime.checkpoint.checkpoint import checkpoint_bytes, load_checkpoint
-from motet.runtime.checkpoint.folder import TrainingState, check_free_space
-from motet.runtime.checkpoint.model_record import check_same_computation
-from motet.runtime.checkpoint.writer import CheckpointWriter
+from motet.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoint_bytes, load_checkpoint
+from motet.runtime.checkpoint.folder import TrainingState, check_free_space, check_same_computation
 from motet.runtime.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult
-from motet.runtime.training.metrics import Sink, keep_lines, open_sinks
+from motet.runtime.training.metrics import Progress, Sink, keep_lines, open_sinks
 from motet.runtime.training.optimizer import Optimizer
-from motet.runtime.training.progress import Progress
 from motet.timeline import Timeline
 
 WARM_UP_STEPS = 3
@@ -103,7 +100,7 @@ class Trainer:
         computation: Mapping[str, Any] | None = None,
     ) -> None:
         """`computation`: what of the model a checkpoint has to share with it
-        (`motet.runtime.checkpoint.model_record`); None: only what shows in the parameters."""
+        (`motet.runtime.checkpoint.folder`); None: only what shows in the parameters."""
         self.computation = dict(computation or {})
         self.engine, self.optimizer, self.loader, self.held_out = engine, optimizer, loader, held_out
         self.settings = settings

@@ -19,8 +19,7 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
-from motet.runtime.checkpoint.folder import TrainingState
-from motet.runtime.checkpoint.model_record import changes_of_training, computation_of
+from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, computation_of
 from motet.runtime.deadline import StepFailedError, StepOverrunError, StepTimeoutError
 from motet.runtime.engine import Engine
 from motet.runtime.preflight import check_memory, try_links

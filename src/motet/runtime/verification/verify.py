@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.models.batch import Batch
-from motet.models.float64 import float64_throughout
+from motet.models.materialize import float64_throughout
 from motet.models.multimodal import ModalityModule
-from motet.models.reference.multimodal import plain_loss
+from motet.models.reference.plain_forward import plain_loss
+from motet.models.stages.stage import Batch
 from motet.plan import LANGUAGE_MODEL
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel

@@ -15,8 +15,7 @@ from motet.schedule.generators.gpipe import gpipe
 from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interleaved_1f1b_adjusted
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
-from motet.schedule.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
-from motet.schedule.generators.zero_bubble_v import zero_bubble_v
+from motet.schedule.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
 

@@ -18,15 +18,15 @@ many there are of either.
 
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.generators.batch_sync import (
+from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
+from motet.schedule.generators.one_f_one_b import one_f_one_b
+from motet.schedule.generators.turns import (
+    alternate,
     in_flight_without_loss,
     microbatches_per_batch,
     stages_before_the_loss,
     tower_turns,
 )
-from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.one_f_one_b import one_f_one_b
-from motet.schedule.generators.turns import alternate
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
 from motet.schedule.stage_graph import StageKey

@@ -29,8 +29,7 @@ import numpy as np
 from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations, Kind, unit_duration
 from motet.schedule.dependencies import KINDS, NOTHING, Dependencies
-from motet.schedule.generators.action_tables import ActionTables
-from motet.schedule.generators.list_schedule import MemoryLimit
+from motet.schedule.generators.list_schedule import ActionTables, MemoryLimit
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
 

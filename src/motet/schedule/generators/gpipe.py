@@ -13,9 +13,8 @@ import numpy as np
 from motet.ragged_arrays import Ints
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import NOTHING, Dependencies
-from motet.schedule.generators.batch_sync import TowerTurns, tower_turns
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.turns import backward_turns, forward_turns, num_microbatches
+from motet.schedule.generators.turns import TowerTurns, backward_turns, forward_turns, num_microbatches, tower_turns
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
 from motet.schedule.stage_graph import shares_ranks

@@ -19,13 +19,13 @@ made for it). That leaves ranks idle which `motet.schedule.generators.distmm_pip
 
 from motet.schedule.action import Durations
 from motet.schedule.dependencies import Dependencies
-from motet.schedule.generators.batch_sync import (
+from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
+from motet.schedule.generators.turns import (
     in_flight_without_loss,
     microbatches_per_batch,
+    one_group,
     stages_before_the_loss,
 )
-from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
-from motet.schedule.generators.turns import one_group
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule, schedule_of_groups
 from motet.schedule.stage_graph import (
