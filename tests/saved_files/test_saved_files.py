@@ -1,0 +1,65 @@
+"""Files that earlier versions wrote are read by this one, and mean the same (README.md says how they were made)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.cli.main import main
+
+HERE = Path(__file__).parent
+COMMANDS = {
+    (folder.parent, name): arguments
+    for folder in sorted(HERE.glob("*/commands.json"))
+    for name, arguments in json.loads(folder.read_text()).items()
+}
+COMPARED = ("iteration_time_s", "throughput_samples_per_s", "bubble_fraction", "peak_memory_bytes", "lower_bound_s")
+TRAINS = [case for case, arguments in COMMANDS.items() if arguments[0] == "train"]
+PREDICTS = [case for case in COMMANDS if case not in TRAINS]
+
+
+def name_of(value: object) -> str:
+    return value.name if isinstance(value, Path) else str(value)
+
+
+def run(folder: Path, name: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[dict[str, Any], ...]:
+    """What the command prints now, and what it printed."""
+    code = main([*COMMANDS[folder, name], "--json", *more])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return json.loads(printed.out), json.loads((folder / "printed" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize(("folder", "name"), PREDICTS, ids=name_of)
+def test_predictions_are_the_same(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    now, then = run(folder, name, capsys)
+    for key in COMPARED:
+        assert now[key] == pytest.approx(then[key], rel=1e-12, abs=1e-15), key
+    assert now["schedule"] == then["schedule"]
+    assert now["num_devices"] == then["num_devices"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "name"), TRAINS, ids=name_of)
+def test_training_goes_on_from_a_checkpoint(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the losses that the version that wrote it had."""
+    monkeypatch.chdir(folder)
+    now, then = run(folder, name, capsys, "--set", f"train.output={tmp_path}")
+    assert len(then["losses"]) == 2
+    assert now["losses"] == pytest.approx(then["losses"], rel=1e-9)
+    assert now["evaluations"] == pytest.approx(then["evaluations"], rel=1e-9)
+
+
+@pytest.mark.parametrize("folder", sorted({folder for folder, _ in COMMANDS}), ids=name_of)
+def test_every_file_is_read(folder: Path) -> None:
+    """By some command: a file that none reads would prove nothing."""
+    words = " ".join(word for case, arguments in COMMANDS.items() if case[0] == folder for word in arguments)
+    files = [path for kind in ("run_files", "plans", "costs", "checkpoints") for path in (folder / kind).glob("*")]
+    assert files
+    assert [path.name for path in files if str(path.relative_to(folder)) not in words] == []
