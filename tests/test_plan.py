@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from random import Random
 
 import pytest
@@ -40,6 +40,22 @@ def test_modules_come_in_topological_order_and_else_in_that_of_the_file() -> Non
     "plan", [PLAN, chain(3, 2), *(draw_problem(Random(i), Limits(tied=True)).plan for i in range(20))]
 )
 def test_json_round_trips(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_json_keeps_every_field() -> None:
+    plan = replace(
+        PLAN,
+        replica_microbatches=(4,),
+        schedule="gpipe",
+        assignment="entrain",
+        max_packed_tokens=512,
+        planner="auto",
+        recompute=("llm",),
+        recompute_features=("vision",),
+    )
+    defaults = {field.name: field.default for field in fields(Plan) if field.default is not MISSING}
+    assert {name for name, default in defaults.items() if getattr(plan, name) == default} == {"version"}
     assert Plan.from_json(plan.to_json()) == plan
 
 

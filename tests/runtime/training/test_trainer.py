@@ -60,6 +60,21 @@ def test_evaluation_is_without_dropout(tmp_path: Path) -> None:
     assert with_it["evaluations"] == without["evaluations"]
 
 
+def test_every_step_draws_its_own_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, run = tmp_path / "seeds", Engine.run
+
+    def telling(self: Engine, *args: Any, seed: tuple[int, ...] | None = None, **kwargs: Any) -> IterationResult:
+        if dist.get_rank() == 0:
+            with told.open("a") as file:
+                file.write(f"{seed}\n")
+        return run(self, *args, seed=seed, **kwargs)
+
+    monkeypatch.setattr(Engine, "run", telling)
+    train(run_config(tmp_path / "run"))
+    seeds = told.read_text().splitlines()
+    assert len(seeds) == len(set(seeds)) == 4
+
+
 def test_metrics_are_complete_and_not_doubled_when_resumed(tmp_path: Path) -> None:
     common = {"train__eval_every": 2, "train__eval_samples": 6, "train__checkpoint_every": 2}
     path = tmp_path / "metrics.jsonl"
