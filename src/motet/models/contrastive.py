@@ -25,7 +25,7 @@ from motet.models.stages.caption_decoder import CaptionDecoderStage, is_caption_
 from motet.models.stages.contrastive import ContrastiveStage, LossKind
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.projector import projected_size
-from motet.models.stages.stage import Batch
+from motet.models.stages.stage import Batch, StageInput
 from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import pairs_of, whole
 
@@ -181,8 +181,8 @@ class ContrastiveModule(nn.Module):
             able = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
             outputs[name] = self.loss.logit_scale.new_zeros(0, self.width)
             if able:
-                features = [batch.features(name, i) for i in able]
-                outputs[name] = tower_stage(name, tower)(None, {}, features, [batch.samples[i] for i in able])
+                inputs = StageInput([batch.samples[i] for i in able], [batch.features(name, i) for i in able])
+                outputs[name] = tower_stage(name, tower)(inputs).hidden
         return outputs
 
     def caption_loss(self, seen: Tensor, batch: Batch) -> Tensor:
@@ -195,11 +195,12 @@ class ContrastiveModule(nn.Module):
         rows = seen.split([sample.num_outputs(self.reads) for sample in batch.samples])
         stage = CaptionDecoderStage(DECODER, self.decoder, (0, num_decoder_layers(self.decoder)))
         total: Tensor = stage(
-            None,
-            {self.reads: torch.cat([rows[i] for i in able])},
-            [batch.features(DECODER, i) for i in able],
-            [batch.samples[i] for i in able],
-        )
+            StageInput(
+                [batch.samples[i] for i in able],
+                [batch.features(DECODER, i) for i in able],
+                incoming={self.reads: torch.cat([rows[i] for i in able])},
+            )
+        ).loss
         return total / num_tokens
 
     def forward(self, **batch: Any) -> ModelOutput:

@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from motet.families.language_models import num_language_model_layers
-from motet.models.stages.causal import layout_of
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage
-from motet.models.stages.stage import Batch
+from motet.models.stages.stage import Batch, StageInput
 
 if TYPE_CHECKING:
     from motet.models.multimodal import MultimodalModule
@@ -26,7 +25,9 @@ def run_single_process(model: "MultimodalModule", batch: Batch) -> tuple[Tensor,
         if members:
             stage = EncoderStage(name, encoder, (0, num_encoder_layers(encoder.module, encoder.projector)))
             samples = [batch.samples[i] for i in members]
-            incoming[name] = stage(None, {}, [batch.features(name, i) for i in members], samples)
+            output = stage(StageInput(samples, [batch.features(name, i) for i in members])).hidden
+            assert output is not None
+            incoming[name] = output
     name = "language_model"
     causal_lm = model.language_model.module
     language_model = LanguageModelStage(
@@ -37,11 +38,7 @@ def run_single_process(model: "MultimodalModule", batch: Batch) -> tuple[Tensor,
         preprocess_callback=model.preprocess_callback,
     )
     features = [batch.features(name, i) for i in range(len(batch.samples))]
-    sequences = layout_of(batch.samples, name, packed=language_model.packing)
-    context = None
-    if language_model.has_own_attention:
-        context = language_model.shared(batch.samples, features[0]["input_ids"].device)
-    hidden = language_model.hidden_states(None, incoming, features, batch.samples, sequences, context)
+    hidden, sequences, context = language_model.hidden_states(StageInput(batch.samples, features, incoming=incoming))
     num_loss_tokens = sum(sample.num_loss_tokens.get(name, 0) for sample in batch.samples)
     loss = language_model.loss_sum(hidden, features, sequences, context) / num_loss_tokens if num_loss_tokens else None
     logits = language_model.logits(hidden)
