@@ -29,7 +29,7 @@ from motet.attention.masks.distribution import FULL, Rows, tokens_of_members
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
 from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
-from motet.families.token_counts import EncoderOutputs
+from motet.models.stages.encoder_outputs import EncoderOutputs
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.models.stages.stage import keep_frozen_in_eval_mode
 from motet.parallel.context_attention import ContextParallel
