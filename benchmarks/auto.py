@@ -1,7 +1,7 @@
 """Is planner `auto` ever slower than the best named planner, by how much is it faster, how far from a lower bound?
 
 On the configurations of the papers that `motet reproduce` holds as planning problems, and on run files for up to 16,384
-devices, all simulated. The bound is `motet.planner.cost_estimates.lower_bound`'s: no plan of the problem takes less,
+devices, all simulated. The bound is `motet.planner.lower_bound`'s: no plan of the problem takes less,
 whoever makes it.
 
 All of it takes about six minutes of CPU time, and can be ended early (Ctrl-C); `auto.py Optimus:` does one paper.
@@ -25,14 +25,12 @@ from motet.config import load_run_config
 from motet.planner.auto.planner import Choice, choose
 from motet.planner.evaluate import Evaluation
 from motet.planner.problem import PlanningProblem
-from papers import (
-    cornstarch_problems,
-    distmm_problems,
-    disttrain_problems,
-    entrain_problems,
-    oobleck_problems,
-    optimus_problems,
-)
+from papers.cornstarch import problems as cornstarch_problems
+from papers.distmm import systems as distmm_problems
+from papers.disttrain import problems as disttrain_problems
+from papers.entrain import problems as entrain_problems
+from papers.oobleck import problems as oobleck_problems
+from papers.optimus import problems as optimus_problems
 
 PAPERS = {
     "Cornstarch": cornstarch_problems,
