@@ -3,8 +3,8 @@
 The configurations are those of `auto.py`, and the run files in examples/ (those without a model of the hub), planned as
 they say. One JSON file holds, for each configuration and planner, the simulated iteration and a digest of the layout:
 
-    git stash; python benchmarks/planned_results.py before.json; git stash pop
-    python benchmarks/planned_results.py after.json --compare before.json
+    git stash; python -m benchmarks.planned_results before.json; git stash pop
+    python -m benchmarks.planned_results after.json --compare before.json
 
 The file is written after each configuration; started again, the script goes on after those that the file has. The named
 planners come first, then `auto`.

@@ -24,6 +24,7 @@ ROOMS = (
     "models",
     "simulator",
     "costs",
+    "balancing",
     "data",
     "planner",
     "runtime",

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from small_problem import sample, small_problem, with_memory
 
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.layout_costs import LayoutCosts
