@@ -28,7 +28,7 @@ from typing import Any
 
 from auto import EXAMPLES, problems
 
-from motet.cli.typical_batch import read_problem
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.errors import UserError
 from motet.planner import PLANNERS, make_plan
