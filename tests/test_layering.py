@@ -25,6 +25,7 @@ ROOMS = (
     "models",
     "simulator",
     "costs",
+    "balancing",
     "data",
     "planner",
     "runtime",

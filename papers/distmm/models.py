@@ -30,7 +30,8 @@ from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
+from motet.shapes.families import as_tower, module_workload
+from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_projector
 
 NUM_DEVICES, DEVICES_PER_NODE = 64, 8
 IMAGE_SIDE, PATCH, WORDS, FEATURE_SIZE = 336, 14, 77, 512

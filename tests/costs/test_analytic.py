@@ -14,7 +14,8 @@ from motet.costs.kernel_speeds import Speed, Speeds, kernel_seconds
 from motet.costs.kernels import layer_kernels
 from motet.costs.load import Load
 from motet.models.stages.projector import build_projector
-from motet.shapes.module_shape import module_workload, projector_layer
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import projector_layer
 
 TOKENS = 128
 

@@ -10,7 +10,7 @@ import small_problem as small
 from brute_force import best_time_s
 from small_problem import small_problem, with_memory
 
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
 from motet.plan import ContextOptions, Edge
@@ -23,7 +23,8 @@ from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 from papers.entrain.problems import problem as entrain_problem
 
 

@@ -116,7 +116,7 @@ class PlanningProblem:
     schedules: tuple[str, ...] | None = None
     """That planner `auto` may choose from; None: all there are. Other planners take `schedule`."""
     assignment: str = DEFAULT_ASSIGNMENT
-    """How batches are cut: a key of `motet.assignment.policies.ASSIGNMENTS`."""
+    """How batches are cut: a key of `motet.balancing.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
     """As the plan's."""
     recompute: tuple[str, ...] = ()

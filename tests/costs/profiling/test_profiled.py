@@ -7,7 +7,8 @@ from tiny_configs import EVERY_MODEL
 from motet.costs.cost_model import LayerCost, Quadratic
 from motet.costs.load import Load
 from motet.costs.profiling.regression import Measurement, fit_module
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 LOADS = [
     Load(tokens=t * s, pairs=t * t * s, sequences=s, outputs=t * s / 2, tokens_squared=(t * s) ** 2)

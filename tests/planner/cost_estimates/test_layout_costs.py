@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from small_problem import sample, small_problem, with_memory
 
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.cost_estimates.layout_costs import LayoutCosts
 from motet.planner.evaluate import evaluate
