@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.reporting import Report
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.planner.auto.planner import Choice, choose
 from motet.planner.evaluate import Evaluation
