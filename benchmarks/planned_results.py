@@ -26,16 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from motet.cli.typical_batch import read_problem
-
 from benchmarks.auto import EXAMPLES, problems
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.errors import UserError
-from motet.planner import PLANNERS, make_plan
-from motet.planner.auto import choose
+from motet.planner.auto.planner import choose
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import plan_for
 from motet.planner.problem import PlanningProblem
+from motet.planner.registry import PLANNERS, make_plan
 
 RELATIVE_TOLERANCE = 1e-12
 AS_WRITTEN = "run file"
