@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from motet.assignment.sample import Sample, kinds_of_samples
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.cost_model import CostTable
 from motet.costs.layer_gradients import LayerGradients, gradients_of_modules
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions

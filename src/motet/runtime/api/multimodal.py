@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
 from motet.models.dict_batch import DictBatch, batch_from_dict
