@@ -1,7 +1,7 @@
 """Is planner `auto` ever slower than the best named planner, by how much is it faster, how far from a lower bound?
 
 On the configurations of the papers that `python -m papers` holds as planning problems, and on run files for up to
-16,384 devices, all simulated. The bound is `motet.planner.cost_estimates.lower_bound`'s: no plan of the problem takes
+16,384 devices, all simulated. The bound is `motet.planner.lower_bound`'s: no plan of the problem takes
 less, whoever makes it.
 
 All of it takes about six minutes of CPU time, and can be ended early (Ctrl-C); `auto.py Optimus:` does one paper.
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.reporting import Report
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.planner.auto.planner import Choice, choose
 from motet.planner.evaluate import Evaluation

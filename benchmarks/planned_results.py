@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.auto import EXAMPLES, problems
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.errors import UserError
 from motet.planner.auto.planner import choose

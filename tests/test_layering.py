@@ -11,6 +11,7 @@ ROOMS = (
     "errors",
     "ragged_arrays",
     "addresses",
+    "environment",
     "timeline",
     "config",
     "plan",
@@ -30,6 +31,7 @@ ROOMS = (
     "runtime",
     "resilience",
     "report",
+    "api",
     "cli",
 )
 """From the lowest to the highest: a room imports from those before it and from itself."""

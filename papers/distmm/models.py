@@ -151,7 +151,8 @@ def utilization(speeds: Speeds, training: Training) -> float:
 
     def step(layers: Iterable[LayerCost]) -> float:
         return sum(
-            2 * layer.forward.seconds(load) + layer.backward(input_gradient=True, weight_gradient=True).seconds(load)
+            2 * layer.forward.seconds(load)
+            + layer.passes(input_gradient=True, weight_gradient=True).backward.seconds(load)
             for layer in layers
         )
 

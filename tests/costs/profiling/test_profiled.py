@@ -42,7 +42,7 @@ def measure(layers, load, weight_gradient, input_gradient, noise):
         (c.forward if with_graph else c.forward_without_graph).seconds(load) for c in COSTS[first:last]
     )
     backward = STAGE_BACKWARD.seconds(load) + sum(
-        c.backward(input_gradient=input_gradient or i > 0, weight_gradient=weight_gradient).seconds(load)
+        c.passes(input_gradient=input_gradient or i > 0, weight_gradient=weight_gradient).backward.seconds(load)
         for i, c in enumerate(COSTS[first:last])
     )
     return Measurement(
@@ -67,7 +67,7 @@ def measurements(noise=lambda: 1.0):
 def predicted(costs, layers, load, weight, inputs):
     first, last = layers
     return costs.stage_backward.seconds(load) + sum(
-        c.backward(input_gradient=inputs or i > 0, weight_gradient=weight).seconds(load)
+        c.passes(input_gradient=inputs or i > 0, weight_gradient=weight).backward.seconds(load)
         for i, c in enumerate(costs.layers[first:last])
     )
 
