@@ -11,14 +11,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "CaptionDecoder": "motet.models.contrastive",
     "ContrastiveModule": "motet.models.contrastive",
-    "ContrastiveParallelModule": "motet.runtime.api.contrastive",
-    "EncoderModule": "motet.models.multimodal",
-    "ModalityModule": "motet.models.multimodal",
+    "ContrastiveParallelModule": "motet.runtime.parallel_module",
+    "EncoderModule": "motet.models.graph",
+    "ModalityModule": "motet.models.graph",
     "MultimodalModule": "motet.models.multimodal",
-    "MultimodalParallelModule": "motet.runtime.api.multimodal",
-    "MultimodalParallelSpec": "motet.runtime.api.multimodal",
-    "ParallelSpec": "motet.runtime.api.multimodal",
-    "TowerSpec": "motet.runtime.api.contrastive",
+    "MultimodalParallelModule": "motet.runtime.parallel_module",
+    "MultimodalParallelSpec": "motet.runtime.parallel_module",
+    "ParallelSpec": "motet.runtime.parallel_module",
+    "TowerSpec": "motet.runtime.parallel_module",
 }
 
 __all__ = [*_HOMES, "__version__"]
