@@ -39,14 +39,12 @@ from motet.models.stages.projector import PROJECTORS, build_projector, projected
 from motet.models.stages.stage import Batch
 from motet.plan import Edge, LayerRange
 from motet.schedule.batch_sync import Pair
-from motet.shapes.families import decoder_workload
+from motet.shapes.families import as_tower, decoder_workload, module_workload
 from motet.shapes.module_shape import (
     LayerShape,
     Linear,
     ModuleWorkload,
-    as_tower,
     contrastive_loss,
-    module_workload,
     with_projector,
 )
 
