@@ -11,18 +11,7 @@ from checkout import ROOT
 import motet
 
 PURE = (
-    *(
-        "errors",
-        "ragged_arrays",
-        "addresses",
-        "timeline",
-        "plan",
-        "config",
-        "cluster",
-        "shapes",
-        "assignment",
-        "balancing",
-    ),
+    *("errors", "ragged_arrays", "addresses", "timeline", "plan", "config", "cluster", "shapes", "assignment"),
     *("balancing", "schedule", "parallel.tensor_plans", "attention.masks", "simulator", "costs", "planner", "report"),
     *("families.hf_config", "families.token_counts"),
     *("data.formats", "data.conversation", "data.loader", "data.run_file.samples", "data.service.tickets"),
