@@ -15,8 +15,8 @@ from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.plan import DECODER, LANGUAGE_MODEL, Edge, LayerRange
-from motet.shapes.families import decoder_workload
-from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload, module_workload, with_projector
+from motet.shapes.families import decoder_workload, module_workload
+from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload, with_projector
 
 TYPICAL_TEXT_TOKENS = 256
 """Of the sample that stages are balanced for, beside what encoders put into its sequence; half of them carry loss."""

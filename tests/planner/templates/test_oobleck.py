@@ -16,7 +16,8 @@ from motet.planner.reconfiguration.reconfigure import reconfigure
 from motet.planner.registry import PLANNERS, make_plan
 from motet.planner.templates.pipelines import combinations, nodes_of_pipelines
 from motet.planner.templates.planner import check_coverage, make_templates, oobleck, plan_with_sizes
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 
 @pytest.mark.parametrize(("num_nodes", "devices_per_node", "failures"), [(7, 1, 1), (5, 2, 1), (4, 3, 2), (3, 1, 0)])

@@ -12,7 +12,6 @@ from math import sqrt
 from typing import Any
 
 from motet.errors import UserError
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.failures.replay import (
     Change,
     Policy,
@@ -144,7 +143,7 @@ def _checkpoint_bytes(problem: PlanningProblem) -> int:
 
 def _forward_share(problem: PlanningProblem) -> float:
     """The forward's share of forward and backward, over all modules."""
-    times = [time for name in problem.modules for time in layer_times(problem, name, 1, problem.failures + 1)]
+    times = [time for name in problem.modules for time in problem.estimator.layer_times(name, 1, problem.failures + 1)]
     return sum(time.forward_s for time in times) / sum(time.total_s for time in times)
 
 

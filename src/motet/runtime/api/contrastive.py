@@ -54,7 +54,8 @@ from motet.runtime.api.parallel_base import (
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_weights
 from motet.schedule.generators import GENERATORS
-from motet.shapes.module_shape import as_tower, contrastive_loss
+from motet.shapes.families import as_tower
+from motet.shapes.module_shape import contrastive_loss
 
 TYPICAL_CAPTION = 32
 """Tokens of a caption, by which a decoder's stages are cut."""

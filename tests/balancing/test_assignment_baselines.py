@@ -1,7 +1,7 @@
 import numpy as np
 from plans import language_model, module, replica, samples
 
-from motet.assignment.policies import dip_like_assignment, random_assignment
+from motet.balancing.policies import dip_like_assignment, random_assignment
 from motet.plan import Edge, Plan
 
 PLAN = Plan(

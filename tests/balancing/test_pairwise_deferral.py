@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.assignment.entrain import NUM_GRID_STEPS, bottleneck_matching, nearest_subsets, pair_and_defer
+from motet.balancing.entrain import NUM_GRID_STEPS, bottleneck_matching, nearest_subsets, pair_and_defer
 
 works = st.floats(0, 100)
 

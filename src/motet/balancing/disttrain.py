@@ -178,7 +178,7 @@ def reordered_assignment(
     forward_s: Mapping[str, Floats],
     backward_s: Mapping[str, Floats],
 ) -> BatchAssignment:
-    """Both algorithms. `forward_s`, `backward_s`: by module seconds [sample, stage] (`motet.costs.sample_work`)."""
+    """Both algorithms. `forward_s`, `backward_s`: by module seconds [sample, stage] (`motet.balancing.sample_work`)."""
     chain = [name for name in module_order(plan) if plan.modules[name].copy_of is None]
     forward = np.concatenate([forward_s[name] for name in chain], axis=1)
     backward = np.concatenate([backward_s[name] for name in chain], axis=1)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from motet.assignment.batch_assignment import BatchAssignment
+from motet.balancing.sample_work import sample_work
 from motet.costs.iteration import IterationCosts
-from motet.costs.sample_work import sample_work
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees
 from motet.schedule.action import Compute, Kind

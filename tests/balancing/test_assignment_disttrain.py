@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import language_model, module, replica, samples
 
-from motet.assignment.disttrain import balanced_groups, reordered, reordered_assignment
+from motet.balancing.disttrain import balanced_groups, reordered, reordered_assignment
 from motet.plan import Edge, Plan
 from motet.ragged_arrays import Floats
 

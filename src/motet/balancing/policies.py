@@ -20,11 +20,11 @@ from motet.assignment.batch_assignment import (
     cut_evenly,
     packed_sequences,
 )
-from motet.assignment.disttrain import reordered_assignment
-from motet.assignment.entrain import deferring_assignment, plan_deferrals
 from motet.assignment.sample import Sample
+from motet.balancing.disttrain import reordered_assignment
+from motet.balancing.entrain import deferring_assignment, plan_deferrals
+from motet.balancing.sample_work import SampleWork, sample_work
 from motet.costs.cost_model import CostTable
-from motet.costs.sample_work import SampleWork, sample_work
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, Plan
 from motet.ragged_arrays import Floats
@@ -53,11 +53,11 @@ def dip_like_assignment(
     """`encoder_work`: of each sample."""
     shares = random_microbatches(plan, len(samples), seed)
     limit = float(encoder_work.sum()) / sum(map(len, shares)) / pieces
-    cut = [[piece for microbatch in each for piece in _pieces(microbatch, encoder_work, limit)] for each in shares]
+    cut = [[piece for microbatch in each for piece in _cut_by_work(microbatch, encoder_work, limit)] for each in shares]
     return assignment_of_shares(plan, samples, shares, encoder_pieces=cut)
 
 
-def _pieces(microbatch: Microbatch, work: Floats, limit: float) -> list[Microbatch]:
+def _cut_by_work(microbatch: Microbatch, work: Floats, limit: float) -> list[Microbatch]:
     pieces: list[Microbatch] = []
     load = 0.0
     for i in microbatch:
@@ -150,12 +150,12 @@ def _packed(plan: Plan, samples: Sequence[Sample], assignment: BatchAssignment, 
                     f"{num_tokens[longest]} tokens; give at least as many"
                 )
             cut[name] = tuple(
-                tuple(piece for m in replica for piece in _pieces_policies(m, num_tokens, max_tokens))
+                tuple(piece for m in replica for piece in _sequences(m, num_tokens, max_tokens))
                 for replica in cut[name]
             )
     return replace(assignment, microbatches=cut)
 
 
-def _pieces_policies(microbatch: Microbatch, num_tokens: Sequence[int], max_tokens: int) -> Sequence[Microbatch]:
+def _sequences(microbatch: Microbatch, num_tokens: Sequence[int], max_tokens: int) -> Sequence[Microbatch]:
     """An empty microbatch stays one: it is a place in the order."""
     return packed_sequences(microbatch, num_tokens, max_tokens) or [microbatch]

@@ -320,7 +320,7 @@ def plan_deferrals(
     plan: Plan, work: Mapping[str, Floats], *, replica_rule: ReplicaRule = evenly_on_both, fewer: bool = False
 ) -> list[Deferral]:
     """Algorithm 4, for each share of the batch. `work`: for each module the seconds of each sample of the global batch
-    (`motet.costs.sample_work`); that of all encoders is added up, and so is that of all other modules."""
+    (`motet.balancing.sample_work`); that of all encoders is added up, and so is that of all other modules."""
     total = {True: np.zeros(len(next(iter(work.values())))), False: np.zeros(len(next(iter(work.values()))))}
     for name, seconds in work.items():
         total[plan.modules[name].kind == "encoder"] += seconds

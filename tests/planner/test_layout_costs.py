@@ -6,11 +6,10 @@ from random import Random
 import pytest
 from small_problem import sample, small_problem, with_memory
 
-from motet.assignment.policies import ASSIGNMENTS
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.layout_costs import LayoutCosts
+from motet.balancing.policies import ASSIGNMENTS
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.layout_costs import LayoutCosts
 from motet.schedule.generators import GENERATORS
 
 
@@ -85,10 +84,13 @@ def test_fixed_part_and_memory_are_those_of_the_simulation():
 def test_samples_that_lack_a_modality_bring_no_backward_to_a_frozen_language_model():
     """The bound counts a backward only for microbatches that have one."""
     problem = small_problem(frozen=("vision", "audio", "language_model"), encoders=("vision",), num_microbatches=16)
-    times = layer_times(problem, "language_model")
+    times = problem.estimator.layer_times("language_model")
     mixed = replace(problem, samples=tuple(sample(i, image=i % 2 == 0, sound=False, words=40) for i in range(16)))
     every = replace(problem, samples=tuple(sample(i, sound=False, words=40) for i in range(16)))
-    ratio = layer_times(mixed, "language_model")[3].backward_s / layer_times(every, "language_model")[3].backward_s
+    ratio = (
+        mixed.estimator.layer_times("language_model")[3].backward_s
+        / every.estimator.layer_times("language_model")[3].backward_s
+    )
     assert ratio == pytest.approx(0.5)
     assert times[3].backward_s > 0
     assert times[3].weight_s == 0

@@ -56,10 +56,10 @@ def sample_work(
             costs = table.of(name, stage.tp_size, sequence_parallel=module.sequence_parallel).layers
             sums = np.zeros((2, len(Quadratic._fields)))
             for layer in range(*stage.layers):
-                needs, cost = gradients[name][layer], costs[layer]
-                back = cost.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
-                recomputed = needs.any and name in plan.recompute and workload.has_block((layer, layer + 1))
-                sums += [cost.forward, back.plus(cost.forward) if recomputed else back]
+                needs = gradients[name][layer]
+                recompute = name in plan.recompute and workload.has_block((layer, layer + 1))
+                passes = costs[layer].passes(needs.input_gradient, needs.weight_gradient, recompute=recompute)
+                sums += [passes.forward, passes.backward]
             forward.append(loads @ sums[0, 1:])
             backward.append(loads @ sums[1, 1:])
         result[name] = SampleWork(np.stack(forward, axis=1), np.stack(backward, axis=1))

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from motet.costs.estimator import LayerTime
 from motet.costs.memory import RESERVE
-from motet.planner.cost_estimates.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
-from motet.planner.cost_estimates.layer_times import LayerTime, bounding_times
-from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import PlanningProblem
 
@@ -81,14 +79,14 @@ class LayoutCosts:
     def _sum_layers(self, name: str, tp: int, cp: int, dp: int, alone: bool, sequence_parallel: bool) -> _Sums:
         problem, module = self.problem, self.problem.modules[name]
         times, lightest = (
-            bounding_times(
-                problem, name, tp, dp, cp=cp, alone=alone, lightest=lightest, sequence_parallel=sequence_parallel
+            problem.estimator.lower_bound_times(
+                name, tp, dp, cp=cp, alone=alone, lightest=lightest, sequence_parallel=sequence_parallel
             )
             for lightest in (False, True)
         )
-        load = typical_load(problem, name, dp, cp=cp)
-        static = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=cp * dp)
-        saved = saved_bytes_of_layers(problem, name, load, tp_size=tp, sequence_parallel=sequence_parallel)
+        load = problem.estimator.typical_load(name, dp, cp=cp)
+        static = problem.estimator.static_bytes(name, tp=tp, num_holders=cp * dp)
+        saved = problem.estimator.saved_bytes(name, load, tp=tp, sequence_parallel=sequence_parallel)
 
         def prefix(values: Sequence[float]) -> list[float]:
             return [0.0, *accumulate(values)]
@@ -151,7 +149,7 @@ class LayoutCosts:
                 for target, layer in entering.get(chunk.module, [])
             ]
             downstream = rest.get(chunk.module, max(fed, default=0.0))
-            if not self.problem.has_backward(chunk.module, chunk.layers):
+            if not self.problem.estimator.has_backward(chunk.module, chunk.layers):
                 after[i] = downstream
             rest[chunk.module] = downstream + forward[i] + backward[i]
             from_layer.setdefault(chunk.module, []).insert(0, (chunk.layers[0], rest[chunk.module]))

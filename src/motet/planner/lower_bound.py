@@ -28,9 +28,8 @@ from math import gcd, inf
 from operator import itemgetter
 from typing import NamedTuple
 
+from motet.costs.estimator import LayerTime
 from motet.costs.memory import RESERVE
-from motet.planner.cost_estimates.layer_bytes import static_bytes_of_layers
-from motet.planner.cost_estimates.layer_times import LayerTime, least_times, least_total_times
 from motet.planner.degrees import cp_sizes, dp_sizes, tp_sizes
 from motet.planner.problem import PlanningProblem
 
@@ -114,7 +113,7 @@ class _Modules:
         """Parameters, gradients and moments, on all ranks together."""
         if (name, size) not in self._static_bytes:
             num_holders = size.cp * size.num_replicas
-            each = [static_bytes_of_layers(self.problem, name, tp_size=tp, num_holders=num_holders) for tp in size.tp]
+            each = [self.problem.estimator.static_bytes(name, tp=tp, num_holders=num_holders) for tp in size.tp]
             self._static_bytes[name, size] = sum(
                 min(size.num_holders(tp) * num_bytes for tp, num_bytes in zip(size.tp, layer, strict=True))
                 for layer in zip(*each, strict=True)
@@ -140,7 +139,10 @@ def _num_shares(sizes: Sizes) -> int:
 
 def _least_totals(problem: PlanningProblem, name: str, size: Size, *, alone: bool) -> Iterator[tuple[LayerTime, ...]]:
     """For each layer, its times at each of the tensor-parallel sizes."""
-    of_sizes = [least_total_times(problem, name, tp, size.num_replicas, cp=size.cp, alone=alone) for tp in size.tp]
+    of_sizes = [
+        problem.estimator.lower_bound_batch_times(name, tp, size.num_replicas, cp=size.cp, alone=alone)
+        for tp in size.tp
+    ]
     return zip(*of_sizes, strict=True)
 
 
@@ -214,7 +216,9 @@ def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, 
     for name in _in_order(problem):
         tps, cp, replicas = sizes[name]
         smallest = max(1, len(problem.samples) // (replicas * problem.num_microbatches)) if problem.cuts_evenly else 1
-        times = list(zip(*(least_times(problem, name, tp, smallest, cp=cp) for tp in tps), strict=True))
+        times = list(
+            zip(*(problem.estimator.lower_bound_microbatch_times(name, tp, smallest, cp=cp) for tp in tps), strict=True)
+        )
         one[name] = (
             [min(time.forward_s for time in of_layer) for of_layer in times],
             [min(time.backward_s - time.weight_s for time in of_layer) for of_layer in times],

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import language_model, module, replica, samples
 
-from motet.assignment.entrain import (
+from motet.balancing.entrain import (
     ReplicaRule,
     by_encoder_then_llm,
     defer,

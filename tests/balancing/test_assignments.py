@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.assignment.policies import ASSIGNMENTS, assign
 from motet.assignment.sample import Sample
+from motet.balancing.policies import ASSIGNMENTS, assign
 from motet.config import ParallelConfig
 from motet.errors import UserError
 from motet.plan import Plan
