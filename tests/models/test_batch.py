@@ -13,7 +13,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 from motet import ModalityModule, MultimodalModule
 from motet.assignment.sample import Segment
-from motet.models.dict_batch import DictBatch, batch_from_dict
+from motet.models.batch import DictBatch, batch_from_dict
 
 LLM = "language_model"
 

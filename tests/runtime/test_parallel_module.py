@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_named() -> None:
         "num_microbatches is 0; give at least 1",
         "model: vision.projector and audio.projector have the parameter linear.bias in common",
         "this MultimodalModule was parallelized before; build it anew",
-        "this MultimodalModule was handed to a MultimodalParallelModule; call that one's execute",
+        "this MultimodalModule was handed to a parallel module, which has taken its modules; call that one's execute",
         "batch: has 3 samples; give the global batch of 2",
         "batch: labels is missing",
         "batch: the ranks were given different batches; give the same global batch to every rank",

@@ -12,8 +12,8 @@ from two_towers import CASE, batch
 
 from motet.errors import UserError
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
-from motet.models.multimodal import ModalityModule
-from motet.runtime.api.contrastive import ContrastiveParallelModule, TowerSpec
+from motet.models.graph import ModalityModule
+from motet.runtime.parallel_module import ContrastiveParallelModule, TowerSpec
 
 COCA = Coca({"image": Tower("clip"), "text": Tower("siglip_text")}, dtype="float32", family="bert")
 

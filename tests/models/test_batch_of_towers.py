@@ -5,9 +5,10 @@ import torch
 from transformers import BertConfig, BertModel, CLIPVisionConfig, CLIPVisionModel
 
 from motet.errors import UserError
-from motet.models.contrastive import ContrastiveLoss, ContrastiveModule
-from motet.models.multimodal import ModalityModule
-from motet.models.tower_batch import batch_of_towers
+from motet.models.batch import batch_of_towers
+from motet.models.contrastive import ContrastiveModule
+from motet.models.graph import ModalityModule
+from motet.models.stages.contrastive import ContrastiveLoss
 from motet.plan import CONTRASTIVE
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

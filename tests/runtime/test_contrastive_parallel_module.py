@@ -15,8 +15,8 @@ from two_towers import CASE, batch
 
 from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule
-from motet.models.multimodal import ModalityModule
-from motet.runtime.api.contrastive import ContrastiveParallelModule, TowerSpec
+from motet.models.graph import ModalityModule
+from motet.runtime.parallel_module import ContrastiveParallelModule, TowerSpec
 
 
 def test_equals_the_module_in_one_process() -> None:
