@@ -25,7 +25,7 @@ from benchmarks.layouts import chain_plan, describe
 from benchmarks.measuring import measure_in_turn, ratio, seconds
 from benchmarks.reporting import Report
 from benchmarks.workloads import SyntheticBatch, vlm_config
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem

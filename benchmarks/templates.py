@@ -20,8 +20,7 @@ import numpy as np
 
 from benchmarks.reporting import Report
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import Link
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import Link, cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.evaluate import evaluate
