@@ -5,7 +5,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from drawn_templates import draw_templates, plan_of as plan_with_sizes
+from drawn_templates import draw_templates
+from drawn_templates import plan_of as plan_with_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted_training import config_of
