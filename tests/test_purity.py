@@ -13,7 +13,7 @@ import motet
 PURE = (
     *("errors", "ragged_arrays", "addresses", "timeline", "plan", "config", "cluster", "shapes", "assignment"),
     *("balancing", "schedule", "parallel.tensor_plans", "attention.masks", "simulator", "costs", "planner", "report"),
-    *("families.hf_config", "families.token_counts"),
+    *("families.hf_config", "families.token_counts", "api", "cli"),
     *("data.formats", "data.conversation", "data.loader", "data.run_file.samples", "data.service.tickets"),
 )
 """Modules, and packages with all that they hold."""
