@@ -15,7 +15,7 @@ from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
 from motet.parallel.split_backward import CastWeights, make_splittable
-from motet.shapes.module_shape import module_workload
+from motet.shapes.families import module_workload
 
 OPTIONS = {"float32": MemoryOptions(), "bfloat16": MemoryOptions(autocast_bytes=2)}
 

@@ -27,7 +27,8 @@ from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import build_projector
 from motet.models.stages.stage import StageInput
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 TEXT = LlamaConfig(
     hidden_size=64,
