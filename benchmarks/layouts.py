@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.explicit import explicit_plan
+from motet.planner.layout import explicit_plan
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
 

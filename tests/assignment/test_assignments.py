@@ -12,7 +12,7 @@ from motet.assignment.sample import Sample
 from motet.config import ParallelConfig
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.explicit import build_plan
+from motet.planner.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.schedule.routes import derive_routes
 from papers.entrain.problems import problem

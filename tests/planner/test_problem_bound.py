@@ -17,8 +17,7 @@ from motet.plan import ContextOptions, Edge
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.evaluate import evaluate
-from motet.planner.explicit import build_plan
-from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.layout import Chunk, Layout, build_plan, layout_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind

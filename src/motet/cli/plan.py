@@ -19,9 +19,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     out = file_to_write(arguments.out, "--out") if arguments.out else None
     from motet.cli.run_file import read_problem
-    from motet.planner.auto.planner import choose
     from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for
+    from motet.planner.registry import choose
     from motet.report.plan_report import choice_text, report_choice, report_evaluation, report_text
 
     problem = read_problem(config)

@@ -5,11 +5,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from motet.plan import Plan
-from motet.planner.auto.planner import Choice
+from motet.planner.auto import Choice
 from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
 from motet.planner.fsdp import fully_sharded
-from motet.planner.memory_suggestions import remedies
 from motet.planner.problem import PlanningProblem
 from motet.schedule.action import Compute, Kind
 from motet.timeline import Timeline
@@ -57,7 +56,7 @@ def report_evaluation(
         "planner": plan.planner,
         "fits": evaluation.fits,
         "overflows": [str(overflow) for overflow in evaluation.overflows],
-        "remedies": remedies(evaluation) if evaluation.overflows else [],
+        "remedies": memory_suggestions(evaluation) if evaluation.overflows else [],
         "iteration_time_s": evaluation.iteration_time_s,
         "throughput_samples_per_s": len(problem.samples) / evaluation.iteration_time_s,
         "bubble_fraction": evaluation.result.bubble_fraction,

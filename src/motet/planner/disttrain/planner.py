@@ -25,7 +25,6 @@ import numpy as np
 from motet.costs.memory import RESERVE, cast_weight_bytes, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.bound_and_simulate import rank
 from motet.planner.cost_estimates.layer_bytes import gradient_bytes_of_layers, saved_bytes_of_layers
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.cost_estimates.microbatch_loads import typical_load
@@ -33,8 +32,9 @@ from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.disttrain.orchestration import orchestrate
 from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement, cut_module
+from motet.planner.layout import Placement, cut_module
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.selection import rank
 
 NUM_SIMULATED = 6
 MAX_TIGHTENED = 4

@@ -23,12 +23,12 @@ from math import ceil, inf
 
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
-from motet.planner.bound_and_simulate import rank
 from motet.planner.cost_estimates.layer_bytes import copied_bytes_of_layers, state_bytes_of_parameters
 from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
-from motet.planner.explicit import Placement
+from motet.planner.layout import Placement
 from motet.planner.problem import PlanningProblem
+from motet.planner.selection import rank
 from motet.planner.templates.combinations import (
     best_combination,
     best_combinations,

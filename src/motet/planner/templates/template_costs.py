@@ -28,8 +28,7 @@ from motet.plan import Stage
 from motet.planner.cost_estimates.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
 from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.cost_estimates.microbatch_loads import typical_load
-from motet.planner.degrees import template_cp_sizes, tp_sizes
-from motet.planner.explicit import check_degrees
+from motet.planner.degrees import check_degrees, template_cp_sizes, tp_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem
 

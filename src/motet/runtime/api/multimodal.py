@@ -41,7 +41,7 @@ from motet.models.structure import (
 )
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LANGUAGE_MODEL, ContextOptions, ModulePlan, Plan, Stage
-from motet.planner.explicit import Placement, build_plan
+from motet.planner.layout import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.runtime.api.parallel_base import (
     ParallelModule,

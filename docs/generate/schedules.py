@@ -1,4 +1,4 @@
-"""The timelines in docs/schedules.md: `python -m motet.report.schedules_page` prints the page with them renewed.
+"""The timelines in docs/schedules.md: `python -m docs.generate.schedules` prints the page with them renewed.
 
 A timeline stands in a code block after a comment `<!-- timeline: NAME -->`; what is drawn under that name stands here.
 A column is a second. Letters are the language model's microbatches, digits an encoder's.

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import small_problem
 
-from motet.planner.alpa import NUM_LIMITS, StageCounts, assign_stages
 from motet.planner.registry import make_plan
+from papers.optimus.alpa import NUM_LIMITS, StageCounts, assign_stages
 
 
 def run_table(layer_seconds, efficiency):
