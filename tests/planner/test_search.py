@@ -136,7 +136,7 @@ def test_report_has_the_keys_that_users_hold_on_to():
     text = report_text(values)
     assert "language_model" in text
     computes = values["time_shares_s"]["compute"] / sum(values["time_shares_s"].values())
-    assert f"time goes to compute {computes:.1%}, " in text
+    assert f"share of time: compute {computes:.1%}, " in text
 
 
 def test_replicas_that_are_cut_alike_are_shown_once():

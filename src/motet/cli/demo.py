@@ -135,7 +135,7 @@ def _with_overrides(arguments: argparse.Namespace, *overrides: str) -> argparse.
 def _show_plan(config: "RunConfig", problem: Any, plan: Any) -> None:
     from motet.planner.evaluate import evaluate
     from motet.report.plan_report import report_evaluation, report_text
-    from motet.report.timeline_text import timeline_text
+    from motet.report.timelines import timeline_text
 
     evaluation = evaluate(problem, plan)
     print(report_text(report_evaluation(evaluation, dtype=config.train.dtype)))

@@ -247,8 +247,8 @@ def join(config: "RunConfig", address: str) -> None:
 
 
 def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:
-    from motet.report.chrome_trace import save_trace
     from motet.report.pictures import save_timelines
+    from motet.report.timelines import save_trace
 
     output = Path(config.train.output)
     save_timelines(timelines, output / "timeline.png")
