@@ -105,6 +105,9 @@ def data_stats(
 
 
 def _modules(problem: PlanningProblem, plan: Plan, samples: Sequence[Sample]) -> dict[str, ModuleStats]:
+    def own_tokens(sample: Sample, name: str) -> int:
+        return sum(segment.num_tokens for segment in sample.layouts.get(name, ()) if segment.source is None)
+
     workloads = {name: module.workload for name, module in problem.modules.items()}
     stats = {}
     for name, work in sample_work(plan, samples, workloads=workloads, table=problem.table).items():
@@ -114,10 +117,7 @@ def _modules(problem: PlanningProblem, plan: Plan, samples: Sequence[Sample]) ->
         devices = np.array([stage.tp_size for stage in stages], float)
         stats[name] = ModuleStats(
             tokens=np.array([sample.num_tokens(name) for sample in samples], float),
-            own_tokens=np.array(
-                [sum(s.num_tokens for s in sample.layouts.get(name, ()) if s.source is None) for sample in samples],
-                float,
-            ),
+            own_tokens=np.array([own_tokens(sample, name) for sample in samples], float),
             work_s=(work.forward_s + work.backward_s) @ devices,
         )
     return stats
