@@ -36,7 +36,8 @@ from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import lower
 from motet.schedule.routes import Routes, derive_routes
 from motet.schedule.validate import check_complete, liveness
-from motet.shapes.module_shape import ModuleWorkload, module_workload
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import ModuleWorkload
 from motet.simulator.costs import Costs, UniformCosts
 from motet.simulator.replica_folding import Folding, fold
 from motet.simulator.simulate import SimulationResult, simulate

@@ -30,7 +30,8 @@ from motet.planner.templates.combinations import best_combination, num_combinati
 from motet.planner.templates.pipelines import Template, iteration_s, least_variance_counts, min_max_counts
 from motet.planner.templates.planner import make_templates, plan_of
 from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem, map_stages
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 from papers.oobleck.published import PLANNED_LAYERS, PLANNING_S
 from papers.oobleck.replay_model import planning_problem
 

@@ -30,7 +30,8 @@ from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
+from motet.shapes.families import as_tower, module_workload
+from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_projector
 
 NUM_DEVICES, DEVICES_PER_NODE = 64, 8
 IMAGE_SIDE, PATCH, WORDS, FEATURE_SIZE = 336, 14, 77, 512
@@ -151,7 +152,8 @@ def utilization(speeds: Speeds, training: Training) -> float:
 
     def step(layers: Iterable[LayerCost]) -> float:
         return sum(
-            2 * layer.forward.seconds(load) + layer.backward(input_gradient=True, weight_gradient=True).seconds(load)
+            2 * layer.forward.seconds(load)
+            + layer.passes(input_gradient=True, weight_gradient=True).backward.seconds(load)
             for layer in layers
         )
 

@@ -12,7 +12,8 @@ from motet.costs.memory import MemoryOptions
 from motet.families.token_counts import encoder_segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 VISION = {
     "model_type": "qwen2_5_vl_vision",

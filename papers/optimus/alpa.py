@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.plan import Plan
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import common_tp_sizes, dp_sizes
 from motet.planner.layout import Layout, Placement, chunks_of_runs, has_few_stages
 from motet.planner.problem import PlanningProblem
@@ -69,7 +68,7 @@ def _layouts(problem: PlanningProblem) -> Iterator[Layout]:
 
 def _run_seconds(problem: PlanningProblem, tp: int, dp: int) -> Array:
     """[first, last]: forward and backward of layers [first, last) in the row; infinite where there are none."""
-    times = [time.total_s for name in problem.modules for time in layer_times(problem, name, tp, dp)]
+    times = [seconds for name in problem.modules for seconds in problem.estimator.layer_seconds(name, tp, dp)]
     prefix = np.concatenate([[0.0], np.cumsum(times)])
     runs = prefix[None, :] - prefix[:, None]
     runs[np.tril_indices(len(prefix))] = np.inf

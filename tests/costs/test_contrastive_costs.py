@@ -21,7 +21,8 @@ from motet.plan import Plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program
 from motet.schedule.routes import Cell, derive_routes
-from motet.shapes.module_shape import as_tower, contrastive_loss, module_workload, with_projector
+from motet.shapes.families import as_tower, module_workload
+from motet.shapes.module_shape import contrastive_loss, with_projector
 from motet.simulator.simulate import simulate
 
 NAMES = ("image", "text", "audio")

@@ -21,7 +21,7 @@ from motet.families import hf_config as part_values
 from motet.parallel import tensor_plans as shards
 from motet.planner.from_run_file import read_workloads
 from motet.shapes import families as workload_families
-from motet.shapes.module_shape import module_workload
+from motet.shapes.families import module_workload
 
 GUIDE = (ROOT / "docs" / "adding-an-encoder.md").read_text()
 TABLES = {

@@ -8,8 +8,8 @@ from small_problem import small_problem, with_memory
 
 from motet.planner import selection
 from motet.planner.auto import own_layouts
-from motet.planner.cost_estimates.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.layout import layout_plan
+from motet.planner.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.selection import best_layout, within_memory
 from motet.schedule.generators import GENERATORS
 

@@ -17,7 +17,7 @@ from unlike_pipelines import (
     unlike_on_nodes_of_three,
 )
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.reconfiguration.reconfigure import reconfigure

@@ -27,7 +27,7 @@ from interrupted_training import (
 from training import plan_of
 from unlike_pipelines import train_and_join, undisturbed_unlike, unlike_config
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.planner.templates.planner import make_templates
 from motet.planner.templates.planner import plan_of as plan_of_sizes
 from motet.resilience.launch_nodes import train_on_nodes

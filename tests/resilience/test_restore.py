@@ -13,7 +13,7 @@ from interrupted_training import STEPS, all_at, at, before_each_step, die, failu
 from interrupted_training import config_of as recover_config_of
 from interrupted_training import undisturbed as alike_losses
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.planner.templates.planner import plan_of as plan_of_sizes
 from motet.resilience.launch_nodes import train_on_nodes

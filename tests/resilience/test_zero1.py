@@ -33,7 +33,7 @@ from unlike_pipelines import (
 )
 from victims import check_replicas, num_keepers
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.reconfiguration.optimizer_state import first_keepers

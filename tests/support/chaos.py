@@ -24,7 +24,7 @@ from ledger import Ids, applied_ids, recorded
 from training import plan_of, run_config, train
 from victims import PHASES, Board, Kill, Victim, observed
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan, Replica, Stage
 from motet.planner.templates.pipelines import Template, Templates

@@ -135,7 +135,7 @@ class Coca(Case):
     def engine(self, model: ContrastiveModule, plan: Plan) -> Engine:
         def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> nn.Module:
             if module_plan.kind == "loss":
-                return model.loss_stage()
+                return model.nodes[CONTRASTIVE].make_stage((0, 1))
             if name == DECODER:
                 made: nn.Module = CaptionDecoderStage(name, model.decoder, stage.layers, recompute=self.recompute)
                 family = self.family

@@ -13,7 +13,7 @@ from distributed import run_distributed
 from interrupted_training import STEPS, before_each_step, wait_for_a_change
 from training import run_config
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import ContextOptions, Plan, Replica, Stage
 from motet.planner.templates.pipelines import Template, Templates

@@ -1,64 +1,15 @@
-"""`motet train`: train on processes that it starts itself, or as one of those that torchrun started."""
+"""`motet train`: trains on processes that it starts itself, or as one of those that torchrun started."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from motet.config import RunConfig
-    from motet.data.preparation.preparation import Preparation, TowerPreparation
 import argparse
 import json
-import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from motet.addresses import host_and_port
-from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
-from motet.timeline import Timeline
+from motet.cli.run_file import add_plan, add_run_file, load_config
+from motet.errors import UserError
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
-    from motet.plan import Plan
-    from motet.planner.problem import PlanningProblem
-
-
-# The end of a training run: the model as a folder that plain transformers loads.
-
-
-def export_checkpoint(
-    config: "RunConfig", preparation: "Preparation | TowerPreparation", checkpoint: str | Path
-) -> Path:
-    """Writes `export` in the run's output folder and returns it. Raises `UserError` if the checkpoint is damaged."""
-    from motet.data.preparation.preparation import TowerPreparation
-
-    if isinstance(preparation, TowerPreparation):
-        return _export_towers(config, preparation, checkpoint)
-    from motet.models.hub.export import describe_config, export_parts
-    from motet.models.hub.weights import CheckpointTensors
-
-    placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
-    folder = Path(config.train.output) / "export"
-    export_parts(
-        CheckpointTensors(checkpoint),
-        describe_config(config.model, placeholders),
-        folder,
-        tokenizer=preparation.tokenizer,
-        processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
-    )
-    return folder
-
-
-def _export_towers(config: "RunConfig", preparation: "TowerPreparation", checkpoint: str | Path) -> Path:
-    from motet.models.hub.export import export_towers
-    from motet.models.hub.weights import CheckpointTensors
-
-    folder = Path(config.train.output) / "export"
-    export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.tools)
-    return folder
-
-
-LONGEST_START_S = 300.0
-"""For which a rank waits for others before the first step, and while a checkpoint is written."""
 
 HELP = "train; alone it starts its own processes, under torchrun it joins them"
 
@@ -88,21 +39,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.data is not None:
         arguments.overrides.append(f"data.servers={json.dumps(arguments.data.split(','))}")
     config = load_config(arguments)
-    from motet.cli.run_file import read_problem
-    from motet.errors import UserError
-    from motet.planner.from_run_file import plan_for
-    from motet.report.plan_report import report_text
-
     if arguments.join is not None and arguments.listen is not None:
         raise UserError("--listen: does not go with --join: one process listens, and each node joins it")
     if arguments.join is not None:
         join(config, arguments.join)
         return {}
-    problem = read_problem(config)
-    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
-    result = train(
-        config, problem, plan, listen=None if arguments.listen is None else _listen(config, arguments.listen)
-    )
+    listen = None if arguments.listen is None else _listen(config, arguments.listen)
+    from motet.api import train
+    from motet.report.plan_report import report_text
+
+    result = train(config, plan=arguments.plan, listen=listen)
     if result:
         predicted, measured = result["predicted"], result["measured"]
         print(report_text(predicted))
@@ -114,111 +60,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def train(
-    config: "RunConfig", problem: "PlanningProblem", plan: "Plan", *, listen: tuple[str, int] | None = None
-) -> dict[str, Any]:
-    """Trains, and draws predicted above measured. Under torchrun the result is empty on all ranks but the first.
-
-    Raises `UserError` before any process is started if the plan is not one of the model, or does not fit."""
-    from motet.errors import UserError
-    from motet.planner.evaluate import evaluate
-    from motet.report.plan_report import report_evaluation, report_measured
-
-    evaluation = evaluate(problem, plan)
-    if not evaluation.fits:
-        raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
-    _make_output(config)
-    if config.train.failures is not None:
-        result = train_on_nodes(config, problem, plan, listen)
-    else:
-        result = launch_on_plan("train", config, plan, evaluation.result.peak_memory_bytes)
-    if not result:
-        return {}
-    timeline = Timeline.from_json(result["measured"].pop("timeline"))
-    save_timelines(config, {"predicted": evaluation.result.timeline, "measured": timeline})
-    predicted = report_evaluation(evaluation, dtype=config.train.dtype)
-    measured = report_measured(result["measured"], timeline, predicted)
-    return {**result, "measured": measured, "predicted": predicted, "export": export(config, result["checkpoint"])}
-
-
-def _make_output(config: "RunConfig") -> None:
-    from motet.errors import UserError
-
-    try:
-        Path(config.train.output).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"train.output: {config.train.output} cannot be made ({error.strerror}); give another folder"
-        ) from None
-
-
-def export(config: "RunConfig", checkpoint: str | None) -> str | None:
-    """The last checkpoint as plain transformers loads it; None if the run writes no checkpoints."""
-    if checkpoint is None:
-        return None
-    from motet.data.run_file.datasets import open_preparation
-
-    return str(export_checkpoint(config, open_preparation(config), checkpoint))
-
-
-def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: "Plan", *more: Any) -> dict[str, Any]:
-    """What the worker returns on rank 0; under torchrun it is empty on all ranks but the first. Devices for which the
-    plan has no rank stay idle.
-
-    `more`: further arguments of the worker."""
-    from motet.runtime.launch import check_world_size, launch, started_by_torchrun
-
-    check_world_size(plan.num_ranks, config.cluster.num_devices, config.cluster.num_nodes)
-    if plan.num_ranks < config.cluster.num_devices and not started_by_torchrun():
-        print(f"the plan runs on {plan.num_ranks} of {config.cluster.num_devices} devices", file=sys.stderr)
-    # Imported before the processes are forked, so that none has to.
-    from motet.runtime.training.worker import train_worker
-    from motet.runtime.verification.worker import verify_worker
-
-    result = launch(
-        train_worker if what == "train" else verify_worker,
-        config,
-        plan,
-        *more,
-        num_processes=plan.num_ranks,
-        device=config.cluster.device,
-        timeout_s=max(LONGEST_START_S, config.train.step_timeout_s),
-    )
-    return result or {}
-
-
-def train_on_nodes(
-    config: "RunConfig", problem: "PlanningProblem", plan: "Plan", listen: tuple[str, int] | None
-) -> dict[str, Any]:
-    """Trains on processes that go on when some of them fail; groups of them stand for nodes, or nodes come from other
-    machines to where this one listens."""
-    from motet.errors import UserError
-    from motet.resilience.succession import check_survivable, templates_of
-
-    cluster = config.cluster
-    check_survivable(config, plan)
-    from motet.runtime.launch import started_by_torchrun
-
-    if started_by_torchrun():
-        raise UserError(
-            "train.failures: motet starts the processes of such a run itself, and torchrun would end them all with the "
-            "first; run it without torchrun, on several machines by --listen and --join (docs/resilience.md)"
-        )
-    if plan.num_ranks != cluster.num_devices:
-        raise UserError(
-            f"cluster.num_devices: is {cluster.num_devices}, but the plan has {plan.num_ranks} ranks; give "
-            f"cluster.num_devices={plan.num_ranks}, or a layout that fills {cluster.num_devices}"
-        )
-    from motet.resilience.launch_nodes import train_on_nodes
-
-    node_size = cluster.num_devices // cluster.num_nodes
-    templates = templates_of(problem)
-    return train_on_nodes(config, plan, templates, num_nodes=cluster.num_nodes, node_size=node_size, listen=listen)
-
-
 def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
-    from motet.errors import UserError
-
     if config.train.failures is None:
         raise UserError("--listen: train.failures is null; set it, or start the processes by torchrun")
     listen = host_and_port(address)
@@ -231,8 +73,7 @@ def join(config: "RunConfig", address: str) -> None:
     """Runs one node of a training that was started elsewhere with the same run file, until it is over or told to leave.
 
     Raises `UserError` if the address is none, nobody answers there, or the run file is another."""
-    from motet.cli.run_file import read_problem
-    from motet.errors import UserError
+    from motet.api import read_problem
     from motet.resilience.succession import templates_of
 
     store_address = host_and_port(address)
@@ -244,14 +85,3 @@ def join(config: "RunConfig", address: str) -> None:
 
     node_size = config.cluster.num_devices // config.cluster.num_nodes
     join_training(config, lambda: templates_of(read_problem(config)), store_address, node_size)
-
-
-def save_timelines(config: "RunConfig", timelines: Mapping[str, Timeline]) -> None:
-    from motet.report.pictures import save_timelines
-    from motet.report.timelines import save_trace
-
-    output = Path(config.train.output)
-    save_timelines(timelines, output / "timeline.png")
-    save_trace(timelines, output / "trace.json")
-    for title, timeline in timelines.items():
-        (output / f"{title}.json").write_text(timeline.to_json())

@@ -33,6 +33,9 @@ FeatureSelect = Literal["patch", "full"]
 Config = Mapping[str, Any] | Any
 """A transformers configuration: the object, or its complete `to_dict()`."""
 
+LEGACY_END = 2
+"""CLIP configurations with this `eos_token_id` take the features at the token with the highest number."""
+
 
 @dataclass(frozen=True)
 class TokenCounts:

@@ -9,7 +9,7 @@ Candidates are
 
 Then `auto` tries the best few under other schedules, and the best and the fastest that does not fit with sequence
 parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
-(`motet.planner.cost_estimates.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
+(`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
 `motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
 
 `own_layouts` has these families of layouts, some of which no paper has:
@@ -40,13 +40,12 @@ from typing import NamedTuple
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.baselines import frozen_aware_cut
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.layout_costs import LayoutCosts
-from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.degrees import check_degrees, cp_sizes, dp_sizes, most_stages, tp_sizes
 from motet.planner.distmm.local_search import search_towers
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
 from motet.planner.layout import Chunk, Layout, Placement, cut_chain, has_few_stages
+from motet.planner.layout_costs import LayoutCosts
+from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import VIRTUAL_STAGES, language_model
 from motet.planner.partition import partition
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
@@ -128,7 +127,7 @@ def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, sched
     groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
     tp, cp, num_runs = layout.tp(name, groups[0]), layout.cp(name), num_chunks * len(groups)
     if len(groups) > 1 and num_runs <= most_stages(problem, name):
-        times = [time.total_s for time in layer_times(problem, name, tp, layout.dp, cp=cp)]
+        times = problem.estimator.layer_seconds(name, tp, layout.dp, cp=cp)
         runs = problem.remembered(("runs", name, tp, cp, layout.dp, num_runs), lambda: partition(times, num_runs))
         own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
         others = [chunk for chunk in layout.chunks if chunk.module != name]
@@ -160,7 +159,7 @@ class EqualGroups(NamedTuple):
     def layer_seconds(self, problem: PlanningProblem) -> dict[str, list[float]]:
         cp = {name: dict(self.shared).get(name, 1) for name in problem.modules}
         return {
-            name: [time.total_s for time in layer_times(problem, name, self.size // cp[name], self.dp, cp=cp[name])]
+            name: problem.estimator.layer_seconds(name, self.size // cp[name], self.dp, cp=cp[name])
             for name in problem.modules
         }
 

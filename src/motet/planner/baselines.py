@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from motet.costs.analytic import layer_flops
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import common_tp_sizes, dp_sizes, most_stages, uniform_degrees
 from motet.planner.layout import Layout, Placement, cut_module, layout_of_degrees
 from motet.planner.partition import even_partition, partition, stage_costs
@@ -86,7 +84,9 @@ def _colocated_chains(problem: PlanningProblem) -> Iterator[Layout]:
     """For each choice of degrees, the numbers of stages of the encoders and the rest that minimise the slowest stage's
     forward time."""
     for dp, tp, num_groups in uniform_degrees(problem):
-        forward = {name: [time.forward_s for time in layer_times(problem, name, tp, dp)] for name in problem.modules}
+        forward = {
+            name: [time.forward_s for time in problem.estimator.layer_times(name, tp, dp)] for name in problem.modules
+        }
         best: tuple[float, dict[str, int]] | None = None
         for num_encoder_stages in range(1, num_groups):
             counts = _stage_counts(problem, num_encoder_stages, num_groups - num_encoder_stages)
@@ -151,10 +151,10 @@ def _module_flops(problem: PlanningProblem) -> dict[str, float]:
     """FLOPs of a typical microbatch: forward, and the backward that the trainable layers need."""
     result = {}
     for name, module in problem.modules.items():
-        load = typical_load(problem, name)
+        load = problem.estimator.typical_load(name)
         result[name] = sum(
             flops.forward.seconds(load)
-            + flops.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient).seconds(load)
+            + flops.passes(needs.input_gradient, needs.weight_gradient).backward.seconds(load)
             for flops, needs in zip(map(layer_flops, module.workload.layers), problem.gradients[name], strict=True)
         )
     return result

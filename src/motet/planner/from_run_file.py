@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.policies import assign
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
+from motet.balancing.policies import assign
 from motet.cluster.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     CatalogueConfig,
@@ -33,7 +33,8 @@ from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.routes import Routes
-from motet.shapes.module_shape import ModuleWorkload, module_workload, with_feature_layer, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import ModuleWorkload, with_feature_layer, with_projector
 
 MIN_SHARED_TOKENS = 4096
 """Of a sample on each rank of a context-parallel group, where the user sets no limits: with fewer, what the ranks

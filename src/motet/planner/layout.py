@@ -29,7 +29,6 @@ from typing import Literal, NamedTuple
 
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import check_degrees, most_stages
 from motet.planner.partition import partition, partition_by_sizes
 from motet.planner.problem import DEFAULT_CONTEXT, Degrees, PlanningProblem
@@ -103,8 +102,8 @@ def cut_module(
             return partition_by_sizes(num_layers, degrees.layers_per_stage)
         except UserError as error:
             raise UserError(f"parallel: {name}.{error}") from None
-    times = layer_times(problem, name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
-    return partition([time.total_s for time in times], degrees.pp)
+    seconds = problem.estimator.layer_seconds(name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
+    return partition(seconds, degrees.pp)
 
 
 def _check(problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: Placement) -> None:

@@ -15,7 +15,6 @@ row, a case that appendix B leaves open. Stages need not divide the blocks; the 
 from collections.abc import Iterable, Iterator
 
 from motet.plan import LayerRange, Plan
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import check_allows_tp_1, uniform_degrees
 from motet.planner.layout import Chunk, Layout, Placement, cut_chain, has_few_stages
 from motet.planner.partition import even_partition
@@ -91,10 +90,7 @@ def balanced_chains(problem: PlanningProblem, sizes: GroupSizes, num_chunks: int
     for dp, tp, num_groups in sizes:
         if num_chunks * num_groups > total or (num_chunks > 1 and num_groups == 1):
             continue
-        costs = {
-            name: [time.total_s for time in layer_times(problem, name, tp, dp, frozen_aware=False)]
-            for name in problem.modules
-        }
+        costs = {name: problem.estimator.layer_seconds(name, tp, dp, frozen_aware=False) for name in problem.modules}
         chunks = cut_chain(costs, [v % num_groups for v in range(num_chunks * num_groups)])
         if has_few_stages(problem, chunks):
             yield Layout(planner=planner, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)

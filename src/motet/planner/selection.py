@@ -16,11 +16,10 @@ from math import inf
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.cost_estimates.layer_times import least_total_times
-from motet.planner.cost_estimates.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.degrees import cp_sizes, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, Placement, layout_plan
+from motet.planner.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
 
@@ -204,7 +203,7 @@ def _device_seconds(problem: PlanningProblem) -> float:
             min(tp * time.total_s for tp, time in zip(sizes, times, strict=True))
             for name in problem.modules
             for sizes in [tp_sizes(problem, name)]
-            for times in zip(*(least_total_times(problem, name, tp) for tp in sizes), strict=True)
+            for times in zip(*(problem.estimator.lower_bound_batch_times(name, tp) for tp in sizes), strict=True)
         )
 
     return problem.remembered("device-seconds", compute)

@@ -4,8 +4,8 @@ These are the sizes and work of each module, sample by sample (thesis Figure 4.3
 (Figure 4.4) and in batches of growing size, with b_min (Figure 4.5, `motet.planner.entrain.profiling_size`); and the
 plan's predicted iteration and bubble under each assignment (`ASSIGNMENTS`).
 
-Work is in device-seconds, forward and backward, of each sample by itself (`motet.costs.sample_work`), under the plan:
-frozen layers cost less. Limits: b_min assumes that every module has devices of its own, as in Entrain's layouts.
+Work is in device-seconds, forward and backward, of each sample by itself (`motet.balancing.sample_work`), under the
+plan: frozen layers cost less. Limits: b_min assumes that every module has devices of its own, as in Entrain's layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from statistics import fmean
 import numpy as np
 
 from motet.assignment.batch_assignment import num_shares
-from motet.assignment.policies import ASSIGNMENTS
 from motet.assignment.sample import Sample
-from motet.costs.sample_work import sample_work
+from motet.balancing.policies import ASSIGNMENTS
+from motet.balancing.sample_work import sample_work
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, Plan
 from motet.planner.entrain.profiling_size import ProfilingSize, drawing_from, stable_profiling_size

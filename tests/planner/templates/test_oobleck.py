@@ -17,7 +17,8 @@ from motet.planner.registry import PLANNERS, make_plan
 from motet.planner.templates.combinations import combinations
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.planner.templates.planner import check_cover, make_templates, oobleck, plan_of
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 
 @pytest.mark.parametrize(("num_nodes", "devices_per_node", "failures"), [(7, 1, 1), (5, 2, 1), (4, 3, 2), (3, 1, 0)])

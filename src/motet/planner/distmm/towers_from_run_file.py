@@ -11,8 +11,8 @@ from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.batch_sync import pairs_of
-from motet.shapes.families import decoder_workload
-from motet.shapes.module_shape import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
+from motet.shapes.families import as_tower, decoder_workload, module_workload
+from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_projector
 
 ReadPart = Callable[[PartConfig, str], Config]
 """A part's configuration, by the part and its key in the run file."""

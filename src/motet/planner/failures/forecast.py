@@ -13,7 +13,6 @@ from math import sqrt
 from typing import Any
 
 from motet.errors import UserError
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.failures.policies import GridMembers, RedundantMembers, TemplateMembers, Times, best_grid
 from motet.planner.failures.replay import Change, Members, Usage, most_nodes, replay
 from motet.planner.problem import PlanningProblem
@@ -131,7 +130,7 @@ def _checkpoint_bytes(problem: PlanningProblem) -> int:
 
 def _forward_share(problem: PlanningProblem) -> float:
     """Of forward and backward, over all modules."""
-    times = [time for name in problem.modules for time in layer_times(problem, name, 1, problem.failures + 1)]
+    times = [time for name in problem.modules for time in problem.estimator.layer_times(name, 1, problem.failures + 1)]
     return sum(time.forward_s for time in times) / sum(time.total_s for time in times)
 
 

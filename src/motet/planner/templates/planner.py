@@ -23,7 +23,6 @@ from math import ceil, inf
 
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
-from motet.planner.cost_estimates.layer_bytes import copied_bytes_of_layers, state_bytes_of_parameters
 from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import Placement
@@ -151,8 +150,8 @@ def _templates(problem: PlanningProblem, *, fully_sharded: tuple[str, ...]) -> T
         failures=failures,
         devices_per_node=cluster.devices_per_node,
         by_nodes=found,
-        layer_bytes={name: copied_bytes_of_layers(problem, name) for name in problem.modules},
-        state_bytes={name: state_bytes_of_parameters(problem, name) for name in problem.modules}
+        layer_bytes={name: problem.estimator.transferred_bytes(name) for name in problem.modules},
+        state_bytes={name: problem.estimator.optimizer_state_bytes(name) for name in problem.modules}
         if problem.memory.zero1
         else None,
         state_copies=failures + 1,
