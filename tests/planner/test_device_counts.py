@@ -37,11 +37,11 @@ def test_no_planner_gets_slower_by_one_more_device(planner):
     assert all(after[1] <= before[1] * 1.01 for before, after in pairwise(ranks))
 
 
-def test_auto_leaves_a_device_idle_and_says_so():
+def test_auto_leaves_a_device_unused_and_says_so():
     problem = with_degrees(small_problem(num_devices=5, frozen=()), (1,), (4,))
     choice = choose(problem)
     assert choice.evaluation.plan.num_ranks == 4
-    assert "1 of 5 devices idle" in choice.why
+    assert "1 of 5 devices unused" in choice.why
     assert choice.evaluation.iteration_time_s <= choose(problem.with_num_devices(4)).evaluation.iteration_time_s
     assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
 
