@@ -9,7 +9,7 @@ from small_problem import sample, small_problem
 
 from motet.api import read_samples
 from motet.attention.kernels.backends import check_backend
-from motet.cluster.cluster import cluster_from_dict
+from motet.cluster import cluster_from_dict
 from motet.config import RunConfig, parse_strictly
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions

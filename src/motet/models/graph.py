@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
+from motet.families.caption_decoders import num_decoder_layers
 from motet.families.encoders import family_of
 from motet.families.language_models import (
     cross_attention_layers,
@@ -31,7 +32,7 @@ from motet.families.language_models import (
     num_language_model_layers,
 )
 from motet.families.token_counts import FeatureSelect, encoder_segment
-from motet.models.stages.caption_decoder import CaptionDecoderStage, num_decoder_layers
+from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage, PreprocessCallback

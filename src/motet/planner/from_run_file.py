@@ -10,7 +10,7 @@ from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
 from motet.balancing.policies import assign
-from motet.cluster.cluster import Cluster, available_cores, cluster_from_dict
+from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import (
     CatalogueConfig,
     ModuleParallelConfig,

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule

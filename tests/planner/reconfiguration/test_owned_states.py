@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.plan import Plan
-from motet.planner.reconfiguration.holdings import State
-from motet.planner.reconfiguration.optimizer_state import KeptStates, first_keepers
 from motet.planner.reconfiguration.reconfigure import Reconfiguration, reconfigure
+from motet.planner.reconfiguration.shard_map import State
+from motet.planner.reconfiguration.state_owners import OwnedStates, initial_owners
 from motet.planner.templates.pipelines import Templates, nodes_of_pipelines
 
 SPACE = 8
@@ -36,7 +36,7 @@ def with_states(random: Random, templates: Templates) -> Templates:
     return replace(templates, layer_bytes=layers, state_bytes=states, state_copies=templates.failures + 1)
 
 
-def kept_by(plan: Plan, kept: KeptStates) -> list[Kept]:
+def kept_by(plan: Plan, kept: OwnedStates) -> list[Kept]:
     """By rank; every keeper is a tensor-parallel group."""
     result: list[Kept] = [defaultdict(set) for _ in range(plan.num_ranks)]
     for state, groups in kept.items():
@@ -51,20 +51,20 @@ def moved(result: Reconfiguration, what: str) -> float:
     return sum(copy.num_bytes for copy in result.copies if copy.what == what)
 
 
-def check(before: Plan, kept: KeptStates, templates: Templates, result: Reconfiguration) -> None:
+def check(before: Plan, kept: OwnedStates, templates: Templates, result: Reconfiguration) -> None:
     assert result.plan is not None
-    assert result.kept is not None
+    assert result.owned is not None
     assert templates.state_bytes is not None
     pipelines = nodes_of_pipelines(result.plan, templates.devices_per_node)
     pipeline_of = {node: r for r, nodes in enumerate(pipelines) for node in nodes}
-    for groups in result.kept.values():
+    for groups in result.owned.values():
         keeping = [{pipeline_of[rank // templates.devices_per_node] for rank in ranks} for ranks in groups]
         assert all(len(each) == 1 for each in keeping)
         assert len(set.union(*keeping)) == len(groups) == min(templates.failures + 1, len(pipelines))
     old = kept_by(before, kept)
     held: list[Kept] = [old[rank] if rank is not None else defaultdict(set) for rank in result.old_ranks]
     lacking = 0.0
-    for rank, needed in enumerate(kept_by(result.plan, result.kept)):
+    for rank, needed in enumerate(kept_by(result.plan, result.owned)):
         for state, units in needed.items():
             num_bytes = templates.state_bytes[state.module][state.layer][state.number]
             lacking += len(units - held[rank][state]) / SPACE * num_bytes
@@ -80,20 +80,20 @@ def play(seed: int) -> tuple[float, float]:
     drawn = draw_templates(
         random,
         failures=failures,
-        fewest_nodes=fewest,
-        most_nodes=most_total - failures * fewest,
+        min_nodes=fewest,
+        max_nodes=most_total - failures * fewest,
         devices_per_node=random.choice([1, 2, 4]),
     )
     templates = with_states(random, drawn)
     sizes = [fewest] * random.randint(failures + 1, most_total // fewest)
     plan, num_nodes = plan_of(templates, sizes), sum(sizes)
-    kept = first_keepers(plan, templates)
+    kept = initial_owners(plan, templates)
     shared_bytes = whole_bytes = 0.0
     for _ in range(4):
-        can_lose = min(failures, num_nodes - templates.least_total)
+        can_lose = min(failures, num_nodes - templates.min_total_nodes)
         lost = random.sample(range(num_nodes), random.randint(0, can_lose)) if can_lose > 0 else []
         joined = random.randint(0, most_total - num_nodes + len(lost))
-        result = reconfigure(plan, templates, lost=lost, num_joined=joined, kept=kept)
+        result = reconfigure(plan, templates, lost=lost, num_joined=joined, owned=kept)
         whole = reconfigure(plan, templates, lost=lost, num_joined=joined)
         assert result.outcome == "continue", result.message
         assert kept is not None
@@ -106,7 +106,7 @@ def play(seed: int) -> tuple[float, float]:
         if not lost and not joined:
             assert not result.copies
         assert result.plan is not None
-        plan, kept = result.plan, result.kept
+        plan, kept = result.plan, result.owned
         num_nodes = plan.num_ranks // templates.devices_per_node
     return shared_bytes, whole_bytes
 
@@ -119,7 +119,7 @@ def test_any_sequence_of_losses(seed: int) -> None:
 
 def test_all_keepers_of_a_state_are_lost() -> None:
     """More than f nodes at once: others hold the layer, but the last checkpoint has to be loaded."""
-    drawn = draw_templates(Random(1), failures=1, fewest_nodes=1, most_nodes=2, devices_per_node=1)
+    drawn = draw_templates(Random(1), failures=1, min_nodes=1, max_nodes=2, devices_per_node=1)
     lengths = {"vision": 2, "llm": 3}
     templates = replace(
         drawn,
@@ -128,12 +128,12 @@ def test_all_keepers_of_a_state_are_lost() -> None:
         state_copies=2,
     )
     plan = plan_of(templates, [1, 1, 1, 1])
-    kept = first_keepers(plan, templates)
+    kept = initial_owners(plan, templates)
     assert kept is not None
     lost = {ranks[0] for ranks in kept[State("llm", 0, 0)]}
     assert len(lost) == 2
-    result = reconfigure(plan, templates, lost=lost, kept=kept)
+    result = reconfigure(plan, templates, lost=lost, owned=kept)
     assert result.outcome == "restore"
     assert "the optimizer's state of layer 0 of llm" in result.message
-    assert result.kept is not None
+    assert result.owned is not None
     assert reconfigure(plan, templates, lost=lost).outcome == "continue"

@@ -1,43 +1,37 @@
-"""What each rank holds of the model's state, and who sends what to whom so that a new plan can start (thesis 2.5).
+"""Maps ranks to the shards of the model that they hold, and plans the copies for a new plan (thesis 2.5).
 
-Every layer is a row of equal units, as many as all tensor-parallel sizes divide: rank t of T holds the t-th of T runs.
-A layer's parameters, and its optimizer state if it is trainable, travel together.
-
-Who takes which place is chosen so that the fewest bytes move, exactly: an assignment problem between nodes and places,
-with one between the devices of a node and those of a place inside it. Who sends is chosen by
-`motet.planner.reconfiguration.copies`, as in the recovery itself.
+A layer is a row of equal units, as many as all tensor-parallel sizes divide: rank t of T holds the t-th of T runs.
+A layer's parameters, and its optimizer state if it is trainable, travel together. Which node takes which place of a new
+plan is chosen so that the fewest bytes move (exactly): an assignment problem between nodes and places, with one between
+the devices of a node and those of a place inside it. `motet.planner.reconfiguration.copies` chooses the sources.
 
 Limits: parameters that tensor parallelism does not cut (norms, some embeddings, projectors) count as if it did. Whoever
-has any share of a layer has them complete. A layer whose words are tied to the head counts as if it had nothing else.
-Fully sharded stages count as if every layer were cut evenly; their ranks ascend, so among the devices of such a stage
-the best order is not looked for.
+has any share of a layer has them complete. A head with tied weights counts its own parameters only. Fully sharded
+stages count as if every layer were cut evenly; their ranks ascend, so the best order of the devices of such a stage is
+not searched.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import lcm
+from math import gcd, lcm
 from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
-from motet.planner.reconfiguration.copies import Ranges
-from motet.planner.reconfiguration.copies import copies as copies_of_ranges
+from motet.planner.reconfiguration.copies import Ranges, plan_copies
 
 LayerBytes = Mapping[str, Sequence[float]]
-"""Of each layer of each module: what is copied of it, its parameters and optimizer state. Nothing of frozen layers: who
-needs one builds it with its parameters."""
-
-
+"""By module and layer: bytes of parameters and optimizer state; 0 for frozen layers, which are built, not copied."""
 StateBytes = Mapping[str, Sequence[Sequence[float]]]
-"""By module and layer, of each of its parameters' states; nothing of what is frozen."""
+"""By module, layer and parameter: bytes of the optimizer state; nothing for frozen parameters."""
 
 
 class Part(NamedTuple):
-    """[first / of, last / of) of what tensor parallelism cuts."""
+    """The slice [first / of, last / of) of what tensor parallelism cuts."""
 
     first: int = 0
     last: int = 1
@@ -45,12 +39,12 @@ class Part(NamedTuple):
 
 
 What = Literal["all", "values", "states"]
-"""Parameters, and optimizer states where they are trainable; or, with ZeRO-1, either of them."""
+"""Parameters and their optimizer states; or, with ZeRO-1, only one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Of layers, from one rank to another."""
+    """A copy of consecutive layers from one rank to another."""
 
     what: What = "all"
     module: str
@@ -58,7 +52,7 @@ class Copy:
     source: int
     target: int
     part: Part
-    """Of each layer."""
+    """The slice of each layer."""
     num_bytes: float
 
 
@@ -68,36 +62,35 @@ class Unit(NamedTuple):
     share: int
 
 
-class Holdings:
-    """Which units ranks hold under a plan."""
+class ShardMap:
+    """The units that ranks hold. `plans`: all plans whose stages are compared, as they share the size of a unit."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
-        """`plans`: all whose stages are to be compared."""
         self.units_per_layer = lcm(
             *(_num_shares(plan.modules[name], stage) for plan in plans for name, _, _, stage in plan.stages())
         )
 
     def of_stage(self, name: str, module: ModulePlan, stage: Stage, place: int) -> list[Unit]:
-        """What the rank at this place of the stage's group holds. Modules that repeat another are their own."""
+        """Units of the rank at this place of the stage's group, under the name of the module that has the data."""
         owner, units = module.data_module(name), self.units_of(module, stage, place)
         return [Unit(owner, layer, u) for layer in self.layers_of(module, stage) for u in units]
 
     def units_of(self, module: ModulePlan, stage: Stage, place: int) -> range:
-        """Of each of the stage's layers, on the rank at this place."""
+        """Shares of each of the stage's layers on the rank at this place."""
         num_shares = _num_shares(module, stage)
         size = self.units_per_layer // num_shares
-        # Shares of a tensor-parallel shard lie one after the other.
+        # The fully sharded shares of one tensor-parallel shard are adjacent.
         member, shard = divmod(place, stage.tp_size)
         share = shard * (num_shares // stage.tp_size) + member if module.fully_sharded else shard
         return range(share * size, (share + 1) * size)
 
     def layers_of(self, module: ModulePlan, stage: Stage) -> set[int]:
-        """Whoever has a head that is tied to the words has these."""
+        """The stage's layers, and the embedding that its head is tied to."""
         layers = set(range(*stage.layers))
         return layers | {words for words, head in module.tied if head in layers}
 
     def weights(self, plan: Plan, layer_bytes: LayerBytes | None) -> dict[Unit, float]:
-        """Bytes of every unit. `layer_bytes`: None if all layers are equal."""
+        """Returns the bytes of every unit. `layer_bytes`: None if all layers are equal."""
         result: dict[Unit, float] = {}
         for name, module in plan.modules.items():
             of_layers = [1.0] * module.num_layers if layer_bytes is None else list(layer_bytes[name])
@@ -116,20 +109,20 @@ class Holdings:
 
 
 def _num_shares(module: ModulePlan, stage: Stage) -> int:
-    """Into how many shares of equal size the stage's group divides each layer."""
     return stage.tp_size * (stage.cp_size if module.fully_sharded else 1)
 
 
 Node = tuple[frozenset[Unit], ...]
-"""What each of its devices holds."""
+"""The units of each of its devices."""
 
 
 def best_places(nodes: Sequence[Node], places: Sequence[Node], weights: Mapping[Unit, float]) -> list[tuple[int, ...]]:
-    """For each place: the node that takes it, and for each device of the place the node's device.
+    """Assigns nodes to places so that the fewest bytes move.
 
-    Returns rows (node, device, device, ...). The bytes that nodes lack at their places are the fewest possible."""
+    Returns a row (node, device, device, ...) for each place: the node that takes it and, for each device of the place,
+    the node's device."""
+    # Many nodes, and many places, are equal.
     kinds_of_nodes, kinds_of_places = list(dict.fromkeys(nodes)), list(dict.fromkeys(places))
-    # Most nodes, and most places, are alike.
     table = [[_best_devices(node, place, weights) for place in kinds_of_places] for node in kinds_of_nodes]
     rows = [table[kinds_of_nodes.index(node)] for node in nodes]
     columns = [kinds_of_places.index(place) for place in places]
@@ -139,29 +132,29 @@ def best_places(nodes: Sequence[Node], places: Sequence[Node], weights: Mapping[
 
 
 def _best_devices(node: Node, place: Node, weights: Mapping[Unit, float]) -> tuple[float, tuple[int, ...]]:
-    """The most bytes that the node's devices can keep at the place; for each device of the place, the node's device."""
+    """Returns the most bytes that stay in place, and the node's device for each device of the place."""
     kept = np.array([[sum(weights[unit] for unit in held & needed) for held in node] for needed in place])
     rows, columns = linear_sum_assignment(kept, maximize=True)
     return float(kept[rows, columns].sum()), tuple(columns.tolist())
 
 
 def missing_layers(held: Iterable[frozenset[Unit]], needed: Iterable[frozenset[Unit]]) -> list[tuple[str, int]]:
-    """Layers that are needed and of which nobody holds some unit."""
+    """Returns the layers of which some needed unit is held by nobody."""
     lacking = frozenset().union(*needed) - frozenset().union(*held)
     return sorted({(unit.module, unit.layer) for unit in lacking})
 
 
 class State(NamedTuple):
-    """The optimizer's, of one parameter, where not all who hold the parameter keep it (ZeRO-1)."""
+    """The optimizer state of one parameter, where not every replica of the parameter keeps it (ZeRO-1)."""
 
     module: str
     layer: int
     number: int
-    """Among the layer's parameters."""
+    """Index among the layer's parameters."""
 
 
 HeldStates = Mapping[int, Mapping[State, Ranges]]
-"""By rank, the units of each state."""
+"""By rank and state: the units of it."""
 
 
 class StatesToCopy(NamedTuple):
@@ -170,7 +163,7 @@ class StatesToCopy(NamedTuple):
     unit_bytes: Mapping[State, float]
 
 
-def copies(
+def layer_copies(
     held: Sequence[frozenset[Unit]],
     needed: Sequence[frozenset[Unit]],
     weights: Mapping[Unit, float],
@@ -179,10 +172,10 @@ def copies(
     devices_per_node: int,
     states: StatesToCopy | None = None,
 ) -> tuple[Copy, ...]:
-    """What each rank lacks, from ranks that hold it. `held`, `needed`: by rank; somebody holds every unit needed.
-    `states`: None: whoever holds a layer has its states, and `weights` are of both; else of parameters alone."""
-    kept = StatesToCopy({}, {}, {}) if states is None else states
-    made, missing = copies_of_ranges(
+    """Plans the copies of what each rank lacks. `held`, `needed`: by rank; every needed unit must be held by some rank.
+    `states`: None: a layer's states travel with it, and `weights` count both; else `weights` count parameters only."""
+    kept = states or StatesToCopy({}, {}, {})
+    made, missing = plan_copies(
         {rank: {**_ranges(units), **kept.held.get(rank, {})} for rank, units in enumerate(held)},
         {rank: {**_ranges(units), **kept.needed.get(rank, {})} for rank, units in enumerate(needed)},
         {**{(unit.module, unit.layer): num_bytes for unit, num_bytes in weights.items()}, **kept.unit_bytes},
@@ -195,7 +188,8 @@ def copies(
             continue
         module, layer, *number = copy.name
         what: What = "all" if states is None else "states" if number else "values"
-        part = _part(copy.start, copy.start + copy.length, units_per_layer)
+        divisor = gcd(copy.start, copy.length, units_per_layer)
+        part = Part(copy.start // divisor, (copy.start + copy.length) // divisor, units_per_layer // divisor)
         total[what, module, copy.source, copy.target, part, layer] += copy.num_bytes
     return tuple(_joined([(*key, num_bytes) for key, num_bytes in sorted(total.items())]))
 
@@ -204,45 +198,34 @@ _Name = tuple[str, int] | State
 
 
 def _ranges(units: frozenset[Unit]) -> dict[_Name, Ranges]:
-    """Of each layer, the runs of units."""
+    """Returns the consecutive runs of units of each layer."""
     shares: dict[tuple[str, int], list[int]] = defaultdict(list)
     for unit in sorted(units):
         shares[unit.module, unit.layer].append(unit.share)
-    return {name: tuple(_runs(of_layer)) for name, of_layer in shares.items()}
-
-
-def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
-    for _, group in groupby(enumerate(ascending), key=lambda pair: pair[1] - pair[0]):
-        run = [share for _, share in group]
-        yield run[0], run[-1] + 1
-
-
-def _part(first: int, last: int, of: int) -> Part:
-    """In lowest terms."""
-    divisor = int(np.gcd.reduce([first, last, of]))
-    return Part(first // divisor, last // divisor, of // divisor)
+    result: dict[_Name, Ranges] = {}
+    for name, ascending in shares.items():
+        runs = (list(run) for _, run in groupby(enumerate(ascending), key=lambda pair: pair[1] - pair[0]))
+        result[name] = tuple((run[0][1], run[-1][1] + 1) for run in runs)
+    return result
 
 
 def _joined(single: Sequence[tuple[What, str, int, int, Part, int, float]]) -> list[Copy]:
-    """Consecutive layers between the same ranks become one copy. `single`: (what, module, source, target, part, layer,
-    bytes) of each, sorted."""
+    """Joins consecutive layers between the same ranks. `single`: sorted (what, module, source, target, part, layer,
+    bytes)."""
     result: list[Copy] = []
-    between = None
     for what, module, source, target, part, layer, num_bytes in single:
-        if result and between == (what, module, source, target, part) and result[-1].layers[1] == layer:
-            last = result[-1]
-            result[-1] = replace(last, layers=(last.layers[0], layer + 1), num_bytes=last.num_bytes + num_bytes)
-            continue
-        between = what, module, source, target, part
-        result.append(
-            Copy(
-                what=what,
-                module=module,
-                layers=(layer, layer + 1),
-                source=source,
-                target=target,
-                part=part,
-                num_bytes=num_bytes,
-            )
+        new = Copy(
+            what=what,
+            module=module,
+            layers=(layer, layer + 1),
+            source=source,
+            target=target,
+            part=part,
+            num_bytes=num_bytes,
         )
+        last = result[-1] if result else None
+        if last is not None and replace(new, layers=(last.layers[0], layer), num_bytes=last.num_bytes) == last:
+            new = replace(new, layers=(last.layers[0], layer + 1), num_bytes=last.num_bytes + num_bytes)
+            result.pop()
+        result.append(new)
     return result

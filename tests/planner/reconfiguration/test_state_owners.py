@@ -7,14 +7,14 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.planner.reconfiguration.optimizer_state import SLACK, Holder, Keepers, choose_keepers
+from motet.planner.reconfiguration.state_owners import SLACK, ParameterReplica, StateOwners, choose_state_owners
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=25)
 
 
-def pipelines(draw: st.DrawFn, num_pipelines: int) -> dict[str, list[Holder]]:
+def pipelines(draw: st.DrawFn, num_pipelines: int) -> dict[str, list[ParameterReplica]]:
     """Parameters that each pipeline holds somewhere: on one rank, on several alone, or in a group of two."""
-    holders: dict[str, list[Holder]] = {}
+    holders: dict[str, list[ParameterReplica]] = {}
     for i, size in enumerate(draw(SIZES)):
         of_name = []
         for pipeline in range(num_pipelines):
@@ -24,13 +24,13 @@ def pipelines(draw: st.DrawFn, num_pipelines: int) -> dict[str, list[Holder]]:
             for ranks in groups:
                 lacking = draw(st.sampled_from([0, size]))
                 of_name.append(
-                    Holder(ranks=ranks, pipeline=pipeline, num_bytes=size / len(ranks), lacking_bytes=lacking)
+                    ParameterReplica(ranks=ranks, pipeline=pipeline, num_bytes=size / len(ranks), lacking_bytes=lacking)
                 )
         holders[f"p{i}"] = of_name
     return holders
 
 
-def load_of(keepers: Keepers) -> Counter[int]:
+def load_of(keepers: StateOwners) -> Counter[int]:
     load: Counter[int] = Counter()
     for of_name in keepers.values():
         for keeper in of_name:
@@ -44,7 +44,7 @@ def test_any_losses_leave_a_keeper_and_everyone_chooses_alike(
     data: st.DataObject, num_pipelines: int, failures: int, seed: int
 ) -> None:
     holders = data.draw(st.composite(pipelines)(num_pipelines))
-    keepers = choose_keepers(holders, failures + 1)
+    keepers = choose_state_owners(holders, failures + 1)
     assert keepers.keys() == holders.keys()
     for name, of_name in keepers.items():
         assert len(of_name) == min(failures + 1, num_pipelines)
@@ -56,7 +56,7 @@ def test_any_losses_leave_a_keeper_and_everyone_chooses_alike(
         name: Random(seed).sample(holders[name], k=len(holders[name]))
         for name in Random(seed).sample(sorted(holders), k=len(holders))
     }
-    assert choose_keepers(shuffled, failures + 1) == keepers
+    assert choose_state_owners(shuffled, failures + 1) == keepers
 
 
 @given(
@@ -66,10 +66,10 @@ def test_equal_pipelines_keep_equally_much(
     sizes: list[int], num_pipelines: int, number: int, holding: list[bool]
 ) -> None:
     """Also where some have everything already and others nothing: up to one parameter, and `SLACK`."""
-    keepers = choose_keepers(
+    keepers = choose_state_owners(
         {
             f"p{i}": [
-                Holder(ranks=(r,), pipeline=r, num_bytes=size, lacking_bytes=0 if holding[r] else size)
+                ParameterReplica(ranks=(r,), pipeline=r, num_bytes=size, lacking_bytes=0 if holding[r] else size)
                 for r in range(num_pipelines)
             ]
             for i, size in enumerate(sizes)
@@ -86,18 +86,20 @@ def test_equal_pipelines_keep_equally_much(
 def test_who_keeps_goes_on(sizes: list[int], num_pipelines: int, number: int) -> None:
     """What was chosen, and is in place then, is chosen again."""
 
-    def holders(kept: Keepers) -> dict[str, list[Holder]]:
+    def holders(kept: StateOwners) -> dict[str, list[ParameterReplica]]:
         in_place = {(name, keeper.ranks) for name, of_name in kept.items() for keeper in of_name}
         return {
             f"p{i}": [
-                Holder(ranks=(r,), pipeline=r, num_bytes=size, lacking_bytes=0 if (f"p{i}", (r,)) in in_place else size)
+                ParameterReplica(
+                    ranks=(r,), pipeline=r, num_bytes=size, lacking_bytes=0 if (f"p{i}", (r,)) in in_place else size
+                )
                 for r in range(num_pipelines)
             ]
             for i, size in enumerate(sizes)
         }
 
-    first = choose_keepers(holders({}), number)
-    again = choose_keepers(holders(first), number)
+    first = choose_state_owners(holders({}), number)
+    again = choose_state_owners(holders(first), number)
     assert {name: {k.ranks for k in of_name} for name, of_name in first.items()} == {
         name: {k.ranks for k in of_name} for name, of_name in again.items()
     }
@@ -106,9 +108,12 @@ def test_who_keeps_goes_on(sizes: list[int], num_pipelines: int, number: int) ->
 def test_who_joins_takes_over_a_share() -> None:
     """Two pipelines keep all of twelve parameters, and two join: half of it moves, and each keeps a half."""
     names = [f"p{i:02}" for i in range(12)]
-    keepers = choose_keepers(
+    keepers = choose_state_owners(
         {
-            name: [Holder(ranks=(r,), pipeline=r, num_bytes=10, lacking_bytes=0 if r < 2 else 10) for r in range(4)]
+            name: [
+                ParameterReplica(ranks=(r,), pipeline=r, num_bytes=10, lacking_bytes=0 if r < 2 else 10)
+                for r in range(4)
+            ]
             for name in names
         },
         2,

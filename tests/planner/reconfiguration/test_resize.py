@@ -6,12 +6,12 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.planner.templates.pipeline_sizes import new_sizes
+from motet.planner.reconfiguration.reconfigure import resize_pipelines
 
 
 def spares(sizes: Sequence[int], num_joined: int, *, fewest: int, most: int, most_pipelines: int) -> int:
     """Of pipelines of these sizes and nodes that join them; the estimate knows the number of pipelines alone."""
-    after, _, spare = new_sizes(
+    after, _, spare = resize_pipelines(
         sizes,
         sizes,
         num_joined,
