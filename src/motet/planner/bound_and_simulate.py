@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from motet.costs.memory import usable_bytes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, layout_plan
-from motet.planner.layout_costs import LayoutCosts, usable_bytes
+from motet.planner.layout_costs import LayoutCosts
 from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
 
@@ -62,7 +63,7 @@ def within_memory(
         if candidate.bound_s >= fastest or len(evaluations) >= max_simulated:
             break
         num_cells = problem.num_microbatches * len(candidate.layout.chunks)
-        if 0 < candidate.excess_bytes <= MAX_EXCESS * usable_bytes(problem) and num_cells <= MAX_CELLS:
+        if 0 < candidate.excess_bytes <= MAX_EXCESS * usable_bytes(problem.cluster) and num_cells <= MAX_CELLS:
             evaluation = evaluate(problem, layout_plan(problem, candidate.layout, schedule=schedule))
             evaluations.append(evaluation)
             if evaluation.fits:
@@ -104,7 +105,7 @@ def best_layout(
         if candidate.bound_s >= min(fastest, problem.cutoff_s):
             continue
         needed = candidate.needed_bytes * off.get(candidate.family, 1.0)
-        if fastest < inf and needed > usable_bytes(problem):
+        if fastest < inf and needed > usable_bytes(problem.cluster):
             continue
         evaluation = evaluate(problem, layout_plan(problem, candidate.layout))
         evaluations.append(evaluation)
