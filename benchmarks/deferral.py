@@ -31,7 +31,7 @@ from benchmarks.emulated import expectation
 from benchmarks.measuring import Blocks, measure_in_turn, ratio, seconds
 from benchmarks.profiling import measure_costs
 from benchmarks.reporting import REPORTS, Report
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
 from motet.data.loader import Loader
@@ -40,8 +40,8 @@ from motet.data.service.producer import InProcess
 from motet.models.stages.stage import Batch
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import explicit_plan
 from motet.planner.from_run_file import planning_problem
+from motet.planner.layout import explicit_plan
 from motet.planner.problem import Degrees
 from motet.runtime.assembly import build_engine
 from motet.runtime.emulation import emulated_stage_maker

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workloads import SyntheticBatch
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.reporting import Report
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
 from motet.assignment.sample import Sample, Segment, kinds_of_samples
-from motet.cluster.cluster import Cluster, cluster_from_dict
+from motet.cluster import Cluster, cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import Cluster, cluster_from_dict
+from motet.cluster import Cluster, cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge

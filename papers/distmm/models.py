@@ -21,8 +21,7 @@ from functools import cache
 from scipy.optimize import brentq
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import DEVICES, LINKS
-from motet.cluster.cluster import Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table, layer_flops
 from motet.costs.cost_model import LayerCost
 from motet.costs.kernel_speeds import Speed, Speeds, default_speeds

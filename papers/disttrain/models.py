@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from motet.cluster.cluster import DEVICES, LINKS
+from motet.cluster import DEVICES, LINKS
 from motet.costs.analytic import layer_flops
 from motet.costs.load import Load
 from motet.costs.memory import RESERVE

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import DEVICES, LINKS, Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.families.token_counts import encoder_segment

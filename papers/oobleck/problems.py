@@ -9,7 +9,7 @@ survival rests on, and everything is recomputed. Costs are computed, not measure
 from dataclasses import replace
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cluster_from_dict
+from motet.cluster import cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.planner.problem import ModuleProblem, PlanningProblem

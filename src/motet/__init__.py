@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from motet.errors import UserError as UserError
     from motet.models.contrastive import CaptionDecoder as CaptionDecoder
     from motet.models.contrastive import ContrastiveModule as ContrastiveModule
-    from motet.models.multimodal import EncoderModule as EncoderModule
-    from motet.models.multimodal import ModalityModule as ModalityModule
+    from motet.models.graph import EncoderModule as EncoderModule
+    from motet.models.graph import ModalityModule as ModalityModule
     from motet.models.multimodal import MultimodalModule as MultimodalModule
     from motet.plan import Plan as Plan
-    from motet.runtime.api.contrastive import ContrastiveParallelModule as ContrastiveParallelModule
-    from motet.runtime.api.contrastive import TowerSpec as TowerSpec
-    from motet.runtime.api.multimodal import MultimodalParallelModule as MultimodalParallelModule
-    from motet.runtime.api.multimodal import MultimodalParallelSpec as MultimodalParallelSpec
-    from motet.runtime.api.multimodal import ParallelSpec as ParallelSpec
+    from motet.runtime.parallel_module import ContrastiveParallelModule as ContrastiveParallelModule
+    from motet.runtime.parallel_module import MultimodalParallelModule as MultimodalParallelModule
+    from motet.runtime.parallel_module import MultimodalParallelSpec as MultimodalParallelSpec
+    from motet.runtime.parallel_module import ParallelSpec as ParallelSpec
+    from motet.runtime.parallel_module import TowerSpec as TowerSpec
     from motet.timeline import Timeline as Timeline
 
 __version__ = "0.2.0"
@@ -35,18 +35,18 @@ __version__ = "0.2.0"
 _MODULE_OF = {
     "CaptionDecoder": "motet.models.contrastive",
     "ContrastiveModule": "motet.models.contrastive",
-    "ContrastiveParallelModule": "motet.runtime.api.contrastive",
-    "EncoderModule": "motet.models.multimodal",
-    "ModalityModule": "motet.models.multimodal",
+    "ContrastiveParallelModule": "motet.runtime.parallel_module",
+    "EncoderModule": "motet.models.graph",
+    "ModalityModule": "motet.models.graph",
     "MultimodalModule": "motet.models.multimodal",
-    "MultimodalParallelModule": "motet.runtime.api.multimodal",
-    "MultimodalParallelSpec": "motet.runtime.api.multimodal",
-    "ParallelSpec": "motet.runtime.api.multimodal",
+    "MultimodalParallelModule": "motet.runtime.parallel_module",
+    "MultimodalParallelSpec": "motet.runtime.parallel_module",
+    "ParallelSpec": "motet.runtime.parallel_module",
     "Plan": "motet.plan",
     "Prediction": "motet.api",
     "RunConfig": "motet.config",
     "Timeline": "motet.timeline",
-    "TowerSpec": "motet.runtime.api.contrastive",
+    "TowerSpec": "motet.runtime.parallel_module",
     "UserError": "motet.errors",
     "export_checkpoint": "motet.api",
     "load_run_config": "motet.config",

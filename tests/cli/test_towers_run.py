@@ -22,8 +22,8 @@ from motet.data.conversation.word_tokenizer import word_level_tokenizer
 from motet.data.loader import Loader
 from motet.data.run_file.datasets import open_data
 from motet.data.service.producer import InProcess
-from motet.models.contrastive import ContrastiveLoss
 from motet.models.hub.export import load_towers
+from motet.models.stages.contrastive import ContrastiveLoss
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from tiny_configs import EVERY_MODEL
 from torch.utils.flop_counter import FlopCounterMode
 
-from motet.cluster.cluster import LINKS, cpu_cluster
+from motet.cluster import LINKS, cpu_cluster
 from motet.costs.analytic import AnalyticCosts, analytic_table, layer_flops
 from motet.costs.communication import collective_seconds
 from motet.costs.kernel_speeds import Speed, Speeds, kernel_seconds

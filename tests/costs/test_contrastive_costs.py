@@ -12,8 +12,7 @@ from tiny_configs import EVERY_MODEL
 
 from motet.assignment.batch_assignment import contiguous_assignment
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import DEVICES, LINKS
-from motet.cluster.cluster import Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.contrastive import loss_share
 from motet.costs.iteration import IterationCosts

@@ -2,7 +2,7 @@
 
 from checkout import ROOT
 
-from motet.cluster.catalogue import DEVICES, LINKS
+from motet.cluster import DEVICES, LINKS
 from motet.config import ClusterConfig
 from motet.config.reading import read_yaml
 from motet.costs.describe import describe

@@ -8,7 +8,7 @@ from tiny_configs import EVERY_MODEL
 
 from motet.assignment.batch_assignment import contiguous_assignment
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
 from motet.costs.iteration import IterationCosts
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage

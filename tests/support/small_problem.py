@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem

@@ -5,8 +5,7 @@ from dataclasses import replace
 from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import DEVICES, LINKS
-from motet.cluster.cluster import Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem

@@ -107,7 +107,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
 
         save_timelines(timelines, picture, {title: groups})
     if trace:
-        from motet.report.chrome_trace import save_trace
+        from motet.report.timelines import save_trace
 
         save_trace(timelines, trace, {title: result.memory}, {title: groups})
     if memory:
@@ -120,8 +120,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
 
 def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.failures.forecast import STORAGE_BYTES_PER_S, forecast, forecast_text
-    from motet.planner.failures.policies import Times
-    from motet.planner.failures.replay import draw_changes, duration_s, read_trace
+    from motet.planner.failures.replay import Times, draw_changes, duration_s, read_trace
 
     for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
         if getattr(arguments, name):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from motet.assignment.batch_assignment import split_evenly
 from motet.assignment.sample import Sample, kinds_of_samples
-from motet.cluster.cluster import Cluster, Link
+from motet.cluster import Cluster, Link
 from motet.costs.communication import all_reduce_seconds, message_link
 from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost
 from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules

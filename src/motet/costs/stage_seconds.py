@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
 from motet.costs.communication import collective_terms
 from motet.costs.contrastive import LossSeconds, loss_seconds

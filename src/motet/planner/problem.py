@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from motet.assignment.sample import Sample
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.cost_model import CostTable
 from motet.costs.estimator import Estimator
 from motet.costs.layer_gradients import LayerGradients

@@ -13,12 +13,9 @@ from motet.assignment.sample import Sample, Segment
 from motet.data.conversation.example import Example
 from motet.data.preparation.encoder_layout import EncoderLayout
 from motet.errors import UserError
-from motet.families.token_counts import config_value
+from motet.families.token_counts import LEGACY_END, config_value
 from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import num_comparisons
-
-LEGACY_END = 2
-"""CLIP configurations with this `eos_token_id` take the features at the token with the highest number."""
 
 
 def check_tokenizer(tokenizer: Any, config: Any, name: str) -> None:
