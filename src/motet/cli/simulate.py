@@ -107,7 +107,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
 
         save_timelines(timelines, picture, {title: groups})
     if trace:
-        from motet.report.chrome_trace import save_trace
+        from motet.report.timelines import save_trace
 
         save_trace(timelines, trace, {title: result.memory}, {title: groups})
     if memory:

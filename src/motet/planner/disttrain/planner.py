@@ -25,13 +25,13 @@ import numpy as np
 from motet.costs.memory import RESERVE, cast_weight_bytes, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.disttrain.orchestration import orchestrate
 from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement, cut_module
+from motet.planner.layout import Placement, cut_module
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.selection import rank
 
 NUM_SIMULATED = 6
 MAX_TIGHTENED = 4

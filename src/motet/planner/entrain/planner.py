@@ -30,7 +30,6 @@ import numpy as np
 from motet.costs.communication import all_reduce_seconds, resharding_seconds
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, Plan
-from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.entrain.profiling_size import (
     ProfilingSize,
@@ -39,9 +38,10 @@ from motet.planner.entrain.profiling_size import (
     stable_profiling_size,
 )
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement, build_plan
+from motet.planner.layout import Placement, build_plan
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.selection import rank
 
 MAX_SIMULATED = 8
 

@@ -25,8 +25,7 @@ from motet.costs.memory import RESERVE, gathered_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.errors import UserError
 from motet.plan import Stage
-from motet.planner.degrees import template_cp_sizes, tp_sizes
-from motet.planner.explicit import check_degrees
+from motet.planner.degrees import check_degrees, template_cp_sizes, tp_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem
 
