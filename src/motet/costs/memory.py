@@ -20,7 +20,7 @@ from itertools import groupby
 
 import numpy as np
 
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
 from motet.costs.contrastive import loss_saved_bytes, loss_share
 from motet.costs.layer_gradients import LayerGradients, gradients_of_plan
