@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 from motet.assignment.batch_assignment import split_evenly
 from motet.assignment.sample import Sample, kinds_of_samples
 from motet.cluster import Cluster, Link
+from motet.costs.cells import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
 from motet.costs.communication import all_reduce_seconds, message_link
-from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost
-from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
-from motet.costs.load import Load, microbatch_load
+from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, Load, microbatch_load
 from motet.costs.memory import MemoryOptions, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.plan import Edge, LayerRange, Stage

@@ -18,10 +18,9 @@ from motet.config import (
     RunConfig,
     load_catalogue,
 )
-from motet.costs.analytic import analytic_table
+from motet.costs.analytic import Speeds, analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
-from motet.costs.kernel_speeds import Speeds
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError, closest
 from motet.families.hf_config import read_generator, read_part_values
