@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from auto import EXAMPLES, problems
-
 from motet.cli.typical_batch import read_problem
+
 from motet.config import load_run_config
 from motet.errors import UserError
 from motet.planner import PLANNERS, make_plan

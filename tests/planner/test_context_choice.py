@@ -10,7 +10,7 @@ from small_problem import sample, small_problem
 from motet.attention.kernels.backends import check_backend
 from motet.cli.run_file import read_samples
 from motet.cluster.cluster import cluster_from_dict
-from motet.config import RunConfig, parse_strictly
+from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
@@ -26,6 +26,7 @@ from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.registry import PLANNERS, make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
+from motet.strict_parsing import parse_strictly
 
 LM = "language_model"
 

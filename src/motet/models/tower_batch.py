@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
-from motet.data.preparation.tower_layouts import LEGACY_END
 from motet.errors import UserError
 from motet.families.encoders import family_of
+from motet.families.text_layout import LEGACY_END
 from motet.families.token_counts import encoder_segment, grid_of, reads_text
 from motet.models.dict_batch import DictBatch, columns_of, described, texts_of
 from motet.plan import CONTRASTIVE, DECODER

@@ -5,8 +5,9 @@ import pytest
 from motet.assignment.sample import Segment
 from motet.data.conversation.example import Example, Message
 from motet.data.conversation.word_tokenizer import plain_word_level_tokenizer
-from motet.data.preparation.tower_layouts import TextLayout, TowerLayouts
+from motet.data.preparation.tower_layouts import TowerLayouts
 from motet.errors import UserError
+from motet.families.text_layout import TextLayout
 from motet.plan import CONTRASTIVE
 
 WORDS = plain_word_level_tokenizer(["one two three"])

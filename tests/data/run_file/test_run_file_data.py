@@ -10,7 +10,7 @@ from conversation_files import CONVERSATIONS, words, write_conversations, write_
 from feeding import SOUND, SQUARE
 from tiny_configs import AUDIO, DINO, VISION
 
-from motet.config import RunConfig, parse_strictly
+from motet.config import RunConfig
 from motet.data.conversation.word_tokenizer import word_level_tokenizer
 from motet.data.dataset import ExampleDataset
 from motet.data.loader import Loader
@@ -18,6 +18,7 @@ from motet.data.run_file.datasets import open_data
 from motet.data.run_file.samples import LaidOutExamples, open_samples
 from motet.data.service.producer import InProcess
 from motet.errors import UserError
+from motet.strict_parsing import parse_strictly
 
 LLM = {"config": "LlamaConfig", "values": {"vocab_size": 60, "hidden_size": 64}}
 WHISPER = {"config": "WhisperConfig", "values": AUDIO}

@@ -20,8 +20,9 @@ from torch import Tensor
 from motet.data.conversation.example import Example, Media
 from motet.data.preparation.encoder_layout import EncoderLayout, Size
 from motet.data.preparation.sample_layout import SampleLayouts
-from motet.data.preparation.tower_layouts import TextLayout, TowerLayouts, text_of
+from motet.data.preparation.tower_layouts import TowerLayouts, text_of
 from motet.errors import UserError
+from motet.families.text_layout import TextLayout
 from motet.plan import DECODER, LANGUAGE_MODEL
 
 # What a tokenizer or a processor is known by: whatever decides what it makes of a text, an image or a sound.

@@ -22,7 +22,6 @@ from motet.config import (
 from motet.data.conversation.word_tokenizer import word_level_tokenizer
 from motet.data.dataset import ExampleDataset
 from motet.data.preparation.preparation import EncoderInput, Preparation, TowerPreparation
-from motet.data.preparation.tower_layouts import CaptionLayout, TextLayout
 from motet.data.run_file.samples import (
     check_processor_names,
     check_vocabulary,
@@ -35,9 +34,10 @@ from motet.data.run_file.samples import (
 from motet.data.tasks.dial_a_digit import QUESTIONS
 from motet.data.tasks.same_digits import NAMES
 from motet.errors import UserError
+from motet.families.model_graph import read_workloads
+from motet.families.text_layout import CaptionLayout, TextLayout
 from motet.families.token_counts import modality_of, reads_text
 from motet.plan import DECODER, LANGUAGE_MODEL
-from motet.planner.from_run_file import read_workloads
 from motet.shapes.module_shape import ModuleWorkload
 
 PROCESSORS: Mapping[str, type] = {

@@ -28,7 +28,7 @@ from motet.data.formats.described import described_samples
 from motet.data.formats.pairs import PairExamples
 from motet.data.preparation.encoder_layout import EncoderLayout
 from motet.data.preparation.sample_layout import SampleLayouts, SampleSource
-from motet.data.preparation.tower_layouts import CaptionLayout, TextLayout, TowerLayouts
+from motet.data.preparation.tower_layouts import TowerLayouts
 from motet.data.tasks.dial_a_digit import (
     IMAGE_MEAN,
     IMAGE_SIZE,
@@ -40,9 +40,10 @@ from motet.data.tasks.dial_a_digit import (
 )
 from motet.data.tasks.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.errors import UserError
+from motet.families.model_graph import read_workloads
+from motet.families.text_layout import CaptionLayout, TextLayout
 from motet.families.token_counts import modality_of, reads_text
 from motet.plan import DECODER, LANGUAGE_MODEL
-from motet.planner.from_run_file import read_workloads
 from motet.schedule.batch_sync import Pair, pairs_of
 from motet.shapes.module_shape import ModuleWorkload
 
