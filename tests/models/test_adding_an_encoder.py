@@ -14,7 +14,7 @@ from tiny_encoders import VIT
 from transformers import ViTConfig, ViTModel
 
 from motet.config import load_run_config
-from motet.data.preparation import encoder_layout as processor_sizes
+from motet.data import encoder_layout as processor_sizes
 from motet.families import classes as families
 from motet.families import encoders, token_counts
 from motet.families import hf_config as part_values

@@ -1,58 +1,62 @@
-"""`motet demo`: from nothing to a trained multimodal model that plain transformers loads and that answers questions."""
+"""`motet demo`: trains a multimodal model from nothing, exports it, and asks it questions with plain transformers."""
 
 import argparse
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.logging import disable_progress_bar
-
-from motet.cli.run_file import add_run_file, load_config, write_text
-from motet.config import RunConfig
-from motet.data.conversation.example import Modality
-from motet.data.run_file.datasets import open_data
-from motet.data.tasks.dial_a_digit import QUESTIONS, Accuracy, DialADigitExamples, Dialled, accuracy
-from motet.models.hub.generation import Prompt, generate_answers
+from motet.cli.run_file import add_run_file, load_config, read_problem, write_text
+from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
-
-
-# Has an exported model answer held-out questions of *dial a digit*, and counts what is right.
-
+    from motet.data.example import Modality
+    from motet.data.tasks.dial_a_digit import Accuracy, Dialled
 
 MAX_NEW_TOKENS = 12
-"""More than any answer has: a digit is a token, and a sum has at most three."""
+"""More than any answer has: each digit is a token, and a sum has at most three."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    contents: tuple[Dialled, ...]
+    """Questions and the answers of the exported model."""
+
+    contents: "tuple[Dialled, ...]"
     answers: tuple[str, ...]
 
     @property
-    def accuracy(self) -> Accuracy:
+    def accuracy(self) -> "Accuracy":
+        from motet.data.tasks.dial_a_digit import accuracy
+
         return accuracy(zip(self.contents, self.answers, strict=True))
 
     def shown(self, num: int) -> list[dict[str, str]]:
-        """The first few, to be printed."""
+        """The first `num` questions and answers."""
+        from motet.data.tasks.dial_a_digit import QUESTIONS
+
         return [
             {"question": QUESTIONS[content.question], "right": content.answer, "answer": answer}
             for content, answer in list(zip(self.contents, self.answers, strict=True))[:num]
         ]
 
 
-def ask_exported(config: RunConfig, export: Path, *, num_samples: int, denied: Modality | None = None) -> Asked:
-    """Greedy, free-running answers. `denied`: images are blank, or sounds are noise alone."""
+def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied: "Modality | None" = None) -> Asked:
+    """Greedy answers of the exported model to held-out questions. `denied`: images are blank, or sounds only noise."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from motet.data.run_file import open_data
+    from motet.data.tasks.dial_a_digit import DialADigitExamples
+    from motet.models.hub.generation import Prompt, generate_answers
+
     disable_progress_bar()
     data = open_data(config)
     assert data.held_out is not None
     examples: Any = data.held_out.examples
     assert isinstance(examples, DialADigitExamples)
-    preparation = data.conversational
+    preparation = data.preparation
     contents, prompts = [], []
     for i in range(min(num_samples, len(examples))):
         contents.append(examples.task.dialled("held_out", i))
@@ -66,7 +70,7 @@ def ask_exported(config: RunConfig, export: Path, *, num_samples: int, denied: M
                 features={name: preparation.features(example, name) for name, own in segments.items() if own},
             )
         )
-    tokenizer = preparation.tokenizer
+    tokenizer = preparation.conversation.tokenizer
     tokens = generate_answers(export, prompts, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=tokenizer.eos_token_id)
     return Asked(tuple(contents), tuple(tokenizer.batch_decode(tokens, skip_special_tokens=True)))
 
@@ -74,7 +78,7 @@ def ask_exported(config: RunConfig, export: Path, *, num_samples: int, denied: M
 HELP = "the whole way on a small real task: profile, plan, train, export, and ask the exported model"
 
 NUM_ASKED = 500
-"""Held-out samples that the exported model answers."""
+"""Held-out questions that the exported model answers."""
 NUM_SHOWN = 4
 
 
@@ -86,7 +90,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     config = load_config(arguments)
     from motet.cli.profile import measure
-    from motet.cli.run_file import read_problem
     from motet.cli.train import train
     from motet.planner.from_run_file import plan_for
 
@@ -120,8 +123,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(config: "RunConfig") -> None:
-    from motet.errors import UserError
-
     if config.data.kind != "dial-a-digit":
         raise UserError(f"data.kind: is {config.data.kind}; the demo is of dial-a-digit, use motet train for your data")
     if not config.train.checkpoint_every:
@@ -143,9 +144,7 @@ def _show_plan(config: "RunConfig", problem: Any, plan: Any) -> None:
 
 
 def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
-    """Accuracy of free-running answers, and of those of the model when it is denied the image or the sound."""
-    from dataclasses import asdict
-
+    """The accuracy of answers, and of answers without the image or without the sound."""
     whole: Asked = ask_exported(config, export, num_samples=NUM_ASKED)
     blind = ask_exported(config, export, num_samples=NUM_ASKED, denied="image")
     deaf = ask_exported(config, export, num_samples=NUM_ASKED, denied="audio")

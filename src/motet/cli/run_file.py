@@ -16,8 +16,8 @@ from motet.errors import UserError
 if TYPE_CHECKING:
     from motet.assignment.sample import Sample
     from motet.config import RunConfig
+    from motet.data.layouts import SampleSource
     from motet.data.loader import LoadedBatch
-    from motet.data.preparation.sample_layout import SampleSource
     from motet.planner.problem import PlanningProblem
 
 
@@ -130,8 +130,8 @@ MANY_SAMPLES = 200_000
 def read_batch(config: "RunConfig") -> "LoadedBatch":
     """With its tensors. Raises `UserError` naming the key or file that is wrong."""
     from motet.data.loader import Loader
-    from motet.data.run_file.datasets import open_data
-    from motet.data.service.producer import InProcess
+    from motet.data.run_file import open_data
+    from motet.data.service.tickets import InProcess
 
     train = open_data(config).train
     _check_size(config, len(train))
@@ -141,7 +141,7 @@ def read_batch(config: "RunConfig") -> "LoadedBatch":
 def read_samples(config: "RunConfig", most: int | None = None) -> "tuple[Sample, ...]":
     """The metadata of the same batch, without torch; or of the first epoch's samples up to `most`. Of data servers, if
     there are any."""
-    from motet.data.run_file.samples import open_samples
+    from motet.data.run_file import open_samples
 
     if getattr(config.data, "servers", ()):
         return _samples_of_servers(config, most)

@@ -1,19 +1,16 @@
-"""`motet train`: train on processes that it starts itself, or as one of those that torchrun started."""
+"""`motet train`: trains on processes that it starts itself, or as one of those that torchrun started."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from motet.config import RunConfig
-    from motet.data.preparation.preparation import Preparation, TowerPreparation
 import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from motet.addresses import host_and_port
-from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
+from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan, read_problem
+from motet.errors import UserError
+from motet.plan import LANGUAGE_MODEL
 from motet.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -21,44 +18,8 @@ if TYPE_CHECKING:
     from motet.plan import Plan
     from motet.planner.problem import PlanningProblem
 
-
-# The end of a training run: the model as a folder that plain transformers loads.
-
-
-def export_checkpoint(
-    config: "RunConfig", preparation: "Preparation | TowerPreparation", checkpoint: str | Path
-) -> Path:
-    """Writes `export` in the run's output folder and returns it. Raises `UserError` if the checkpoint is damaged."""
-    from motet.data.preparation.preparation import TowerPreparation
-
-    if isinstance(preparation, TowerPreparation):
-        return _export_towers(config, preparation, checkpoint)
-    from motet.models.hub.export import describe_config, export_parts
-    from motet.models.hub.weights import CheckpointTensors
-
-    placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
-    folder = Path(config.train.output) / "export"
-    export_parts(
-        CheckpointTensors(checkpoint),
-        describe_config(config.model, placeholders),
-        folder,
-        tokenizer=preparation.tokenizer,
-        processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
-    )
-    return folder
-
-
-def _export_towers(config: "RunConfig", preparation: "TowerPreparation", checkpoint: str | Path) -> Path:
-    from motet.models.hub.export import export_towers
-    from motet.models.hub.weights import CheckpointTensors
-
-    folder = Path(config.train.output) / "export"
-    export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.tools)
-    return folder
-
-
 LONGEST_START_S = 300.0
-"""For which a rank waits for others before the first step, and while a checkpoint is written."""
+"""How long a rank waits for others before the first step, and while a checkpoint is written."""
 
 HELP = "train; alone it starts its own processes, under torchrun it joins them"
 
@@ -88,8 +49,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.data is not None:
         arguments.overrides.append(f"data.servers={json.dumps(arguments.data.split(','))}")
     config = load_config(arguments)
-    from motet.cli.run_file import read_problem
-    from motet.errors import UserError
     from motet.planner.from_run_file import plan_for
     from motet.report.plan_report import report_text
 
@@ -117,10 +76,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def train(
     config: "RunConfig", problem: "PlanningProblem", plan: "Plan", *, listen: tuple[str, int] | None = None
 ) -> dict[str, Any]:
-    """Trains, and draws predicted above measured. Under torchrun the result is empty on all ranks but the first.
+    """Trains and writes the predicted and the measured timeline. Under torchrun only rank 0 gets a result.
 
-    Raises `UserError` before any process is started if the plan is not one of the model, or does not fit."""
-    from motet.errors import UserError
+    Raises `UserError` before any process is started if the plan is not one of the model or does not fit."""
     from motet.planner.evaluate import evaluate
     from motet.report.plan_report import report_evaluation, report_measured
 
@@ -142,7 +100,6 @@ def train(
 
 
 def _make_output(config: "RunConfig") -> None:
-    from motet.errors import UserError
 
     try:
         Path(config.train.output).mkdir(parents=True, exist_ok=True)
@@ -153,19 +110,27 @@ def _make_output(config: "RunConfig") -> None:
 
 
 def export(config: "RunConfig", checkpoint: str | None) -> str | None:
-    """The last checkpoint as plain transformers loads it; None if the run writes no checkpoints."""
+    """Writes the last checkpoint as a folder that plain transformers loads, and returns the folder; None if the run
+    writes no checkpoints. Raises `UserError` if the checkpoint is damaged."""
     if checkpoint is None:
         return None
-    from motet.data.run_file.datasets import open_preparation
+    from motet.data.run_file import open_preparation
+    from motet.models.hub.export import describe_config, export_parts, export_towers
+    from motet.models.hub.weights import CheckpointTensors
 
-    return str(export_checkpoint(config, open_preparation(config), checkpoint))
+    preparation = open_preparation(config)
+    tools, tensors, folder = preparation.tools, CheckpointTensors(checkpoint), Path(config.train.output) / "export"
+    if LANGUAGE_MODEL in tools:
+        description = describe_config(config.model, preparation.conversation.placeholder_ids)
+        export_parts(tensors, description, folder, tokenizer=tools.pop(LANGUAGE_MODEL), processors=tools)
+    else:
+        export_towers(tensors, config.model, folder, processors=tools)
+    return str(folder)
 
 
 def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: "Plan", *more: Any) -> dict[str, Any]:
-    """What the worker returns on rank 0; under torchrun it is empty on all ranks but the first. Devices for which the
-    plan has no rank stay idle.
-
-    `more`: further arguments of the worker."""
+    """Returns the result of the worker on rank 0; under torchrun it is empty on all other ranks. Devices without a rank
+    in the plan stay idle. `more`: further arguments of the worker."""
     from motet.runtime.launch import check_world_size, launch, started_by_torchrun
 
     check_world_size(plan.num_ranks, config.cluster.num_devices, config.cluster.num_nodes)
@@ -190,9 +155,7 @@ def launch_on_plan(what: Literal["train", "verify"], config: "RunConfig", plan: 
 def train_on_nodes(
     config: "RunConfig", problem: "PlanningProblem", plan: "Plan", listen: tuple[str, int] | None
 ) -> dict[str, Any]:
-    """Trains on processes that go on when some of them fail; groups of them stand for nodes, or nodes come from other
-    machines to where this one listens."""
-    from motet.errors import UserError
+    """Trains with nodes that may fail: groups of local processes, or nodes of other machines that join at `listen`."""
     from motet.resilience.succession import check_survivable, templates_of
 
     cluster = config.cluster
@@ -217,7 +180,6 @@ def train_on_nodes(
 
 
 def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
-    from motet.errors import UserError
 
     if config.train.failures is None:
         raise UserError("--listen: train.failures is null; set it, or start the processes by torchrun")
@@ -228,11 +190,9 @@ def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
 
 
 def join(config: "RunConfig", address: str) -> None:
-    """Runs one node of a training that was started elsewhere with the same run file, until it is over or told to leave.
+    """Runs one node of a training that was started elsewhere with the same run file, until it ends or is told to leave.
 
-    Raises `UserError` if the address is none, nobody answers there, or the run file is another."""
-    from motet.cli.run_file import read_problem
-    from motet.errors import UserError
+    Raises `UserError` if the address is invalid, nothing answers there, or the run file differs."""
     from motet.resilience.succession import templates_of
 
     store_address = host_and_port(address)

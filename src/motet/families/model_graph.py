@@ -20,9 +20,10 @@ from motet.config import (
 )
 from motet.errors import UserError
 from motet.families.hf_config import read_generator, read_part_values
+from motet.families.token_counts import Pooling
 from motet.parallel.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange
-from motet.schedule.batch_sync import pairs_of
+from motet.schedule.batch_sync import Pair, pairs_of
 from motet.shapes.families import decoder_workload
 from motet.shapes.module_shape import (
     ModuleWorkload,
@@ -47,6 +48,8 @@ class ModuleNode:
     trainable: tuple[LayerRange, ...]
     loss_weight: float = 0.0
     """Weight of the loss that the module computes; 0: it computes none."""
+    pooling: Pooling | None = None
+    """What an encoder of a contrastive model outputs; None: it does not pool."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class ModelGraph:
     def feature_size(self) -> int:
         """Width of the features that a contrastive loss compares."""
         return self.modules[CONTRASTIVE].workload.hidden_size
+
+    @property
+    def compared(self) -> tuple[Pair, ...]:
+        """The pairs of modules whose features a contrastive loss compares."""
+        return tuple((first, second) for first, second in self.modules[CONTRASTIVE].workload.config["pairs"])
 
     def of_kind(self, *kinds: str) -> dict[str, ModuleNode]:
         return {name: node for name, node in self.modules.items() if node.workload.kind in kinds}
@@ -142,7 +150,8 @@ def _contrastive_graph(config: RunConfig) -> Graph:
         key = f"model.towers.{name}"
         if part.projector is not None:
             _check_stored_projection(key, part, encoders[name], width)
-        modules[name] = _with_projector(key, part, encoders[name], width)
+        is_read = model.decoder is not None and model.decoder.reads == name
+        modules[name] = _with_projector(key, part, encoders[name], width, "first" if is_read else "alone")
     modules[CONTRASTIVE] = ModuleNode(
         part=loss,
         key=f"model.{CONTRASTIVE}",
@@ -235,13 +244,15 @@ def _whole(
     return ModuleNode(part=part, key=key, workload=workload, trainable=trainable, loss_weight=loss_weight)
 
 
-def _with_projector(key: str, part: EncoderConfig | TowerConfig, encoder: ModuleWorkload, width: int) -> ModuleNode:
+def _with_projector(
+    key: str, part: EncoderConfig | TowerConfig, encoder: ModuleWorkload, width: int, pooling: Pooling | None = None
+) -> ModuleNode:
     """An encoder or tower; its projector is its last layer and is trained or frozen by itself."""
     workload = encoder if part.projector is None else with_projector(encoder, part.projector, width)
     last = workload.num_layers - (part.projector is not None)
     ranges: tuple[LayerRange, ...] = ((0, last),) if part.train.module else ()
     if part.projector is not None and part.train.projector:
         ranges = ((0 if ranges else last, workload.num_layers),)
-    if isinstance(part, TowerConfig):
+    if pooling is not None:
         workload = as_tower(workload)
-    return ModuleNode(part=part, key=key, workload=workload, trainable=ranges)
+    return ModuleNode(part=part, key=key, workload=workload, trainable=ranges, pooling=pooling)

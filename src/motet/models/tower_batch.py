@@ -28,8 +28,7 @@ from torch import Tensor
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
 from motet.families.encoders import family_of
-from motet.families.text_layout import LEGACY_END
-from motet.families.token_counts import encoder_segment, grid_of, reads_text
+from motet.families.token_counts import LEGACY_END, encoder_segment, grid_of, reads_text
 from motet.models.dict_batch import DictBatch, columns_of, described, texts_of
 from motet.plan import CONTRASTIVE, DECODER
 from motet.schedule.batch_sync import num_comparisons

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoTokenizer, LlamaForCausalLM, SiglipImageProcessor
 
 from motet.config import EncoderConfig, LanguageModelConfig, ModelConfig
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 from motet.errors import UserError
 from motet.models.hub.export import (
     describe_config,

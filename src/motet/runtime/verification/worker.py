@@ -10,8 +10,8 @@ from torch import nn
 
 from motet.config import RunConfig
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import RunData, open_data
-from motet.data.service.producer import InProcess
+from motet.data.run_file import RunData, open_data
+from motet.data.service.tickets import InProcess
 from motet.families.classes import model_class_of
 from motet.families.model_graph import read_graph
 from motet.models.contrastive import ContrastiveLoss
@@ -58,7 +58,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
             lambda: plainly_built(config),
             dtype=config.train.dtype,
             merge=config.model.merge,
-            placeholder_token_ids={name: data.conversational.placeholder_id(name) for name in config.model.encoders},
+            placeholder_token_ids=data.preparation.conversation.placeholder_ids,
             media_attention=_media_attention(config),
             autocast=autocast_for(config, engine.device),
         )
