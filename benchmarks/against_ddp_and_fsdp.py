@@ -25,7 +25,7 @@ from benchmarks.layouts import chain_plan, describe
 from benchmarks.measuring import measure_in_turn, ratio, seconds
 from benchmarks.reporting import Report
 from benchmarks.workloads import SyntheticBatch, vlm_config
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem
@@ -158,6 +158,7 @@ def main(arguments: list[str] | None = None) -> Report:
             num_llm_blocks=args.layers,
             width=args.width,
             image_size=args.image_size,
+            num_samples=args.microbatches,
             num_microbatches=args.microbatches,
             trains=trains,
         )

@@ -22,7 +22,7 @@ import torch
 from benchmarks.reporting import Report
 from benchmarks.thesis_batches import NUM_REPLICAS, NUM_SAMPLES, Batch, planned, simulated
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.policies import ASSIGNMENTS, assign
+from motet.balancing.policies import ASSIGNMENTS, assign
 
 SIZES = ((NUM_SAMPLES, NUM_REPLICAS), (8192, 64))
 WIDTH = 192

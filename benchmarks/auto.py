@@ -1,8 +1,8 @@
 """Is planner `auto` ever slower than the best named planner, by how much is it faster, how far from a lower bound?
 
-On the configurations of the papers that `motet reproduce` holds as planning problems, and on run files for up to 16,384
-devices, all simulated. The bound is `motet.planner.cost_estimates.lower_bound`'s: no plan of the problem takes less,
-whoever makes it.
+On the configurations of the papers that `python -m papers` holds as planning problems, and on run files for up to
+16,384 devices, all simulated. The bound is `motet.planner.lower_bound`'s: no plan of the problem takes
+less, whoever makes it.
 
 All of it takes about six minutes of CPU time, and can be ended early (Ctrl-C); `auto.py Optimus:` does one paper.
 """
@@ -20,19 +20,17 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.reporting import Report
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.planner.auto.planner import Choice, choose
 from motet.planner.evaluate import Evaluation
 from motet.planner.problem import PlanningProblem
-from papers import (
-    cornstarch_problems,
-    distmm_problems,
-    disttrain_problems,
-    entrain_problems,
-    oobleck_problems,
-    optimus_problems,
-)
+from papers.cornstarch import problems as cornstarch_problems
+from papers.distmm import systems as distmm_problems
+from papers.disttrain import problems as disttrain_problems
+from papers.entrain import problems as entrain_problems
+from papers.oobleck import problems as oobleck_problems
+from papers.optimus import problems as optimus_problems
 
 PAPERS = {
     "Cornstarch": cornstarch_problems,
@@ -42,7 +40,7 @@ PAPERS = {
     "DistMM": distmm_problems,
     "DistTrain": disttrain_problems,
 }
-LEFT_OUT = """What `motet reproduce` has beside these is no question of a layout, or cannot be asked:
+LEFT_OUT = """What `python -m papers` has beside these is no question of a layout, or cannot be asked:
 
 * Cornstarch's Tables 2 and 3 print the seconds of a stage, not of a layer, so that nothing but their own stages can be
   planned from them; the models, batches and devices are those above. Table 4 and the thesis' Tables 3.3 and 3.4 divide
@@ -54,8 +52,9 @@ LEFT_OUT = """What `motet reproduce` has beside these is no question of a layout
   encoder with Llama3-3b) no size of image gives with computed costs (5.4 at most, whatever the texts), so they are not
   told apart: samples are drawn as `entrain_problems` says. Its 64 GPUs are four such replicas, in turn.
 * Oobleck's Tables 2.2 to 2.4, Figures 2.10 and 2.11 are about failures; its models are planned on all of its 30 nodes.
-* DistMM's Megatron-LM and its own published layouts stand in `motet reproduce distmm`, whose clock sums gradients after
-  the last backward. Here `distmm` is the only named planner that lays out towers, and there is no bound for them."""
+* DistMM's Megatron-LM and its own published layouts stand in `python -m papers distmm`, whose clock sums gradients
+  after the last backward. Here `distmm` is the only named planner that lays out towers, and there is no bound for
+  them."""
 WANTED_GAIN, WANTED_DISTANCE = 0.05, 0.03
 NUM_FARTHEST = 3
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -22,16 +22,16 @@ from benchmarks.reporting import Report
 from benchmarks.thesis_batches import NUM_MICROBATCHES, NUM_REPLICAS, Batch, Works, planned, simulated
 from benchmarks.uneven_data import DATA_SETS, SEED
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.disttrain import reordered_assignment
-from motet.assignment.entrain import (
+from motet.balancing.disttrain import reordered_assignment
+from motet.balancing.entrain import (
     ReplicaRule,
     by_encoder_then_llm,
     deferring_assignment,
     evenly_on_both,
     plan_deferrals,
 )
-from motet.assignment.policies import assign, dip_like_assignment, random_assignment
-from motet.costs.sample_work import SampleWork
+from motet.balancing.policies import assign, dip_like_assignment, random_assignment
+from motet.balancing.sample_work import SampleWork
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 
 

@@ -22,7 +22,7 @@ from benchmarks.layouts import chain_plan
 from benchmarks.measuring import Spread, measure_in_turn, seconds
 from benchmarks.reporting import Report
 from benchmarks.workloads import SyntheticBatch, vlm_config
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem
@@ -89,6 +89,7 @@ def main(arguments: list[str] | None = None) -> Report:
         num_llm_blocks=args.layers,
         width=args.width,
         image_size=192,
+        num_samples=16,
         num_microbatches=4,
         trains="all",
     )

@@ -26,7 +26,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 from benchmarks.reporting import Report
-from motet.models.stages.contrastive import BLOCK_BYTES, ContrastiveStage
+from motet.models.stages.contrastive import BLOCK_BYTES, ContrastiveLoss, ContrastiveStage
 from motet.parallel.context_attention import ContextParallel
 from motet.schedule.batch_sync import Shares
 
@@ -70,7 +70,7 @@ def measure(
         )
         loss = loss / num_processes  # Its gradients are such that the mean over processes is right.
     else:
-        stage = ContrastiveStage("softmax", [("image", "text")], width, scale, None)
+        stage = ContrastiveStage(ContrastiveLoss("softmax", scale.item()), [("image", "text")], width)
         share = num_samples // num_processes
         places = [np.arange(r * share, (r + 1) * share) for r in range(num_processes)]
         stage.share_context(ContextParallel(dist.group.WORLD if num_processes > 1 else None, rank, num_processes))

@@ -31,7 +31,7 @@ from benchmarks.emulated import expectation
 from benchmarks.measuring import Blocks, measure_in_turn, ratio, seconds
 from benchmarks.profiling import measure_costs
 from benchmarks.reporting import REPORTS, Report
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
 from motet.data.loader import Loader

@@ -24,7 +24,6 @@ from benchmarks.workloads import SyntheticBatch, vlm_config
 from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
 from motet.plan import Plan
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import PlanningProblem
 from motet.runtime.assembly import build_engine
@@ -71,7 +70,7 @@ def show(report: Report, blocks: dict, plans: dict[str, Plan], predicted: dict[s
 
 
 def cost_summary(problem: PlanningProblem) -> str:
-    times = {name: layer_times(problem, name) for name in problem.modules}
+    times = {name: problem.estimator.layer_times(name) for name in problem.modules}
     return "; ".join(
         f"{name}: forward {sum(t.forward_s for t in layers) * 1e3:.1f} ms, backward "
         f"{sum(t.backward_s for t in layers) * 1e3:.1f} ms"
@@ -102,6 +101,7 @@ def main(arguments: list[str] | None = None) -> Report:
         "width": args.width,
         "llm_intermediate": args.llm_intermediate,
         "image_size": args.image_size,
+        "num_samples": args.microbatches,
         "num_microbatches": args.microbatches,
     }
     config = vlm_config(trains="projector", **shape)

@@ -5,8 +5,8 @@ from itertools import permutations, product
 
 import numpy as np
 
-from motet.assignment.disttrain import balanced_groups, reordered
-from motet.assignment.entrain import by_encoder_then_llm, defer, evenly_on_both, stratified_microbatches
+from motet.balancing.disttrain import balanced_groups, reordered
+from motet.balancing.entrain import by_encoder_then_llm, defer, evenly_on_both, stratified_microbatches
 from motet.ragged_arrays import Floats
 
 Ratio = Callable[[np.random.Generator], float]

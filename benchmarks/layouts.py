@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from motet.plan import LayerRange, ModulePlan, Plan, Replica, Stage
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.explicit import explicit_plan
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
@@ -63,7 +62,7 @@ def chain_plan(
     """All modules, one after the other, as one chain that the exact partition cuts into stages (thesis 3.4.1).
 
     A stage in which one module ends and the next begins is a stage of both, on the same ranks."""
-    times = {n: layer_times(problem, n, tp, dp, frozen_aware=frozen_aware) for n in problem.modules}
+    times = {n: problem.estimator.layer_times(n, tp, dp, frozen_aware=frozen_aware) for n in problem.modules}
     cut = partition([time.total_s for of_module in times.values() for time in of_module], num_stages)
     begins = [0]
     for of_module in times.values():
@@ -95,7 +94,7 @@ def modality_parallel_plan(problem: PlanningProblem, *, frozen_aware: bool) -> P
     """Stages of one module each, on all of the cluster's devices: of all ways to share them out between an encoder and
     the language model, and of all cuts, the one whose slowest stage is fastest, as far as `frozen_aware` lets see."""
     encoder, language_model = problem.modules
-    times = {n: [t.total_s for t in layer_times(problem, n, frozen_aware=frozen_aware)] for n in problem.modules}
+    times = {n: problem.estimator.layer_seconds(n, frozen_aware=frozen_aware) for n in problem.modules}
 
     def slowest_s(num_encoder_stages: int) -> float:
         stages = {encoder: num_encoder_stages, language_model: problem.num_devices - num_encoder_stages}

@@ -3,8 +3,8 @@
 The configurations are those of `auto.py`, and the run files in examples/ (those without a model of the hub), planned as
 they say. One JSON file holds, for each configuration and planner, the simulated iteration and a digest of the layout:
 
-    git stash; python benchmarks/planned_results.py before.json; git stash pop
-    python benchmarks/planned_results.py after.json --compare before.json
+    git stash; python -m benchmarks.planned_results before.json; git stash pop
+    python -m benchmarks.planned_results after.json --compare before.json
 
 The file is written after each configuration; started again, the script goes on after those that the file has. The named
 planners come first, then `auto`.
@@ -26,16 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from auto import EXAMPLES, problems
-from motet.cli.typical_batch import read_problem
-
+from benchmarks.auto import EXAMPLES, problems
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.errors import UserError
-from motet.planner import PLANNERS, make_plan
-from motet.planner.auto import choose
+from motet.planner.auto.planner import choose
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import plan_for
 from motet.planner.problem import PlanningProblem
+from motet.planner.registry import PLANNERS, make_plan
 
 RELATIVE_TOLERANCE = 1e-12
 AS_WRITTEN = "run file"

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reporting import Report
+from benchmarks.reporting import Report
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tests", "benchmarks", "examples", "docs", "papers", "pyproject.toml", "README.md", "CONTRIBUTING.md")

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workloads import SyntheticBatch
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
-from motet.families.model_graph import read_graph
+from motet.families.configured_graph import read_graph
 from motet.models.stages.stage import StageModule
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import LayerRange

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.reporting import Report
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
 from motet.assignment.sample import Sample, Segment, kinds_of_samples
-from motet.cluster.cluster import Cluster, cluster_from_dict
+from motet.cluster import Cluster, cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
@@ -36,7 +36,8 @@ from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import lower
 from motet.schedule.routes import Routes, derive_routes
 from motet.schedule.validate import check_complete, liveness
-from motet.shapes.module_shape import ModuleWorkload, module_workload
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import ModuleWorkload
 from motet.simulator.costs import Costs, UniformCosts
 from motet.simulator.replica_folding import Folding, fold
 from motet.simulator.simulate import SimulationResult, simulate

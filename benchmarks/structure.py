@@ -1,6 +1,6 @@
 """How large is the code, how is it cut into files and functions, and how deep is a training's first matrix product?
 
-The measured tree is data: `python benchmarks/structure.py CHECKOUT` also counts a checkout of another commit, whose
+The measured tree is data: `python -m benchmarks.structure CHECKOUT` also counts a checkout of another commit, whose
 modules may have other paths. Only `motet.cli.main:main` and `examples/tiny.yaml` have to exist there.
 
 Rules of the counts:
@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reporting import Report
+from benchmarks.reporting import Report
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,17 +20,24 @@ import numpy as np
 
 from benchmarks.reporting import Report
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import Link
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import Link, cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.planner.templates.combinations import best_combination, num_combinations, template_sizes
-from motet.planner.templates.pipelines import Template, iteration_s, least_variance_counts, min_max_counts
-from motet.planner.templates.planner import make_templates, plan_of
+from motet.planner.templates.pipelines import (
+    Template,
+    best_combination,
+    iteration_s,
+    min_max_counts,
+    num_combinations,
+    template_sizes,
+)
+from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem, map_stages
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
+from papers.oobleck.microbatch_variance import least_variance_counts
 from papers.oobleck.published import PLANNED_LAYERS, PLANNING_S
 from papers.oobleck.replay_model import planning_problem
 
@@ -142,7 +149,7 @@ def drawn_template(random: Random, num_nodes: int) -> Template:
     return Template(
         num_nodes=num_nodes,
         replicas={},
-        first_s=slowest_s * num_nodes * random.uniform(0.8, 1.0),
+        fill_s=slowest_s * num_nodes * random.uniform(0.8, 1.0),
         slowest_s=slowest_s,
     )
 
@@ -242,7 +249,7 @@ def messages(report: Report, num_problems: int) -> None:
             templates = make_templates(planned)
             for num_nodes, template in templates.by_nodes.items():
                 smaller = problem.with_num_devices(num_nodes * problem.cluster.devices_per_node)
-                evaluation = evaluate(smaller, plan_of(smaller, templates, (num_nodes,)))
+                evaluation = evaluate(smaller, plan_with_sizes(smaller, templates, (num_nodes,)))
                 simulated_s = evaluation.iteration_time_s - evaluation.costs.fixed_s
                 errors[what].append(template.iteration_s(problem.num_microbatches) / simulated_s - 1)
     report.add(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.uneven_data import draw
 from motet.assignment.batch_assignment import BatchAssignment
+from motet.balancing.sample_work import SampleWork, sample_work
 from motet.costs.iteration import IterationCosts
-from motet.costs.sample_work import SampleWork, sample_work
 from motet.plan import Plan, Replica
 from motet.planner.explicit import build_plan
 from motet.planner.problem import Degrees, PlanningProblem

@@ -11,6 +11,7 @@ ROOMS = (
     "errors",
     "ragged_arrays",
     "addresses",
+    "environment",
     "timeline",
     "strict_parsing",
     "plan",
@@ -25,11 +26,13 @@ ROOMS = (
     "models",
     "simulator",
     "costs",
+    "balancing",
     "data",
     "planner",
     "runtime",
     "resilience",
     "report",
+    "api",
     "cli",
 )
 """From the lowest to the highest: a room imports from those before it and from itself."""

@@ -1,4 +1,4 @@
-"""What decides imports no torch: a laptop without it can plan, and `motet plan --help` is quick."""
+"""The rooms that decide import no torch: a laptop without it can plan, and `motet plan --help` is quick."""
 
 import json
 import pkgutil
@@ -6,97 +6,20 @@ import subprocess
 import sys
 
 import pytest
+from checkout import ROOT
 
 import motet
 
 PURE = (
-    "motet.plan",
-    "motet.addresses",
-    "motet.config",
-    "motet.ragged_arrays",
-    "motet.cluster.catalogue",
-    "motet.cluster.cluster",
-    "motet.cluster.catalogue",
-    "motet.shapes.module_shape",
-    "motet.shapes.diffusion",
-    "motet.timeline",
-    "motet.errors",
-    "motet.assignment.sample",
-    "motet.assignment.batch_assignment",
-    "motet.data.formats.registry",
-    "motet.data.formats.described",
-    "motet.assignment.policies",
-    "motet.assignment.disttrain",
-    "motet.assignment.entrain",
-    "motet.assignment.policies",
-    "motet.assignment.batch_assignment",
-    "motet.assignment.entrain",
-    "motet.data.encoder_layout",
-    "motet.data.loader",
-    "motet.data.chat",
-    "motet.data.service.tickets",
-    "motet.data.service.tickets",
-    "motet.data.service.tickets",
-    "motet.data.service.tickets",
-    "motet.data.encoder_layout",
-    "motet.data.run_file",
-    "motet.data.layouts",
-    "motet.families.hf_config",
-    "motet.families.token_counts",
-    "motet.attention.masks.interval_mask",
-    "motet.attention.masks.token_layout",
-    "motet.attention.masks.rules",
-    "motet.attention.masks.rules",
-    "motet.attention.masks.bitfield",
-    "motet.attention.masks.tile_counts",
-    "motet.attention.masks.distribution",
-    "motet.attention.masks.attention_time",
-    "motet.attention.kernels.device_mask",
-    "motet.attention.masks.distribution",
-    "motet.schedule",
-    "motet.simulator",
-    "motet.planner",
-    "motet.report",
-    "motet.costs",
-    "motet.planner.templates.pipelines",
-    "motet.planner.templates.pipelines",
-    "motet.planner.templates.pipeline_sizes",
-    "motet.planner.reconfiguration.holdings",
-    "motet.planner.reconfiguration.optimizer_state",
-    "motet.planner.reconfiguration.reconfigure",
-    "motet.planner.templates.node_tables",
-    "motet.planner.templates.stage_mapping",
-    "motet.planner.failures.replay",
-    "motet.addresses",
-    "motet.planner.failures.policies",
-    "motet.resilience.interruptible_wait",
-    "motet.planner.failures.replay",
-    "motet.planner.failures.forecast",
-    "motet.planner.templates.node_tables",
-    "motet.planner.templates.combinations",
-    "motet.planner.templates.stage_mapping",
-    "motet.resilience.agent",
-    "motet.resilience.node_process",
-    "motet.resilience.control",
-    "motet.planner.reconfiguration.copies",
-    "motet.planner.reconfiguration.optimizer_state",
-    "motet.planner.reconfiguration.copies",
-    "motet.resilience.failure_log",
-    "motet.resilience.store.gathering",
-    "motet.resilience.membership",
-    "motet.resilience.store.store_failover",
-    "motet.resilience.store.run_record",
-    "motet.resilience.stragglers",
-    "motet.resilience.succession",
-    "motet.resilience.store.gathering",
-    "motet.resilience.store.store",
-    "motet.resilience.node_process",
-    "motet.resilience.store.store_failover",
+    *("errors", "ragged_arrays", "addresses", "timeline", "plan", "config", "cluster", "shapes", "assignment"),
+    *("balancing", "schedule", "parallel.tensor_plans", "attention.masks", "simulator", "costs", "planner", "report"),
+    *("families.hf_config", "families.token_counts", "api", "cli"),
+    *("data.formats", "data.conversation", "data.loader", "data.run_file.samples", "data.service.tickets"),
 )
 """Modules, and packages with all that they hold."""
 
-IMPURE = "motet.costs.profiling"
-"""What begins so measures on real devices."""
+IMPURE = ("costs.profiling",)
+"""Of these packages, what measures on real devices."""
 
 SCRIPT = """
 import importlib, json, sys
@@ -109,13 +32,9 @@ print(json.dumps(guilty))
 """
 
 
-def pure_modules() -> list[str]:
+def modules(*rooms: str) -> list[str]:
     every = [module.name for module in pkgutil.walk_packages(motet.__path__, "motet.", onerror=lambda name: None)]
-    return [
-        name
-        for name in every
-        if any(name == pure or name.startswith(f"{pure}.") for pure in PURE) and not name.startswith(IMPURE)
-    ]
+    return [name for name in every if any(f"{name}.".startswith(f"motet.{room}.") for room in rooms)]
 
 
 def first_to_import_torch(names: list[str]) -> list[str]:
@@ -126,12 +45,21 @@ def first_to_import_torch(names: list[str]) -> list[str]:
 
 
 def test_what_decides_imports_no_torch() -> None:
-    assert first_to_import_torch(pure_modules()) == []
+    impure = modules(*IMPURE)
+    assert first_to_import_torch([name for name in modules(*PURE) if name not in impure]) == []
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_every_pure_name_exists(name: str) -> None:
-    assert name in pure_modules()
+@pytest.mark.parametrize("name", [*PURE, *IMPURE])
+def test_every_name_exists(name: str) -> None:
+    assert modules(name)
+
+
+def test_plans_without_torch_installed() -> None:
+    block = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+    script = f"{block}from motet.cli.main import main\nsys.exit(max(main(['plan', file]) for file in sys.argv[1:]))"
+    files = [str(ROOT / "examples" / f"{name}.yaml") for name in ("tiny", "three_towers")]
+    result = subprocess.run([sys.executable, "-c", script, *files], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_test_can_fail() -> None:

@@ -21,8 +21,7 @@ from functools import cache
 from scipy.optimize import brentq
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import DEVICES, LINKS
-from motet.cluster.cluster import Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table, layer_flops
 from motet.costs.cost_model import LayerCost
 from motet.costs.kernel_speeds import Speed, Speeds, default_speeds
@@ -30,7 +29,8 @@ from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import ModuleWorkload, as_tower, contrastive_loss, module_workload, with_projector
+from motet.shapes.families import as_tower, module_workload
+from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_projector
 
 NUM_DEVICES, DEVICES_PER_NODE = 64, 8
 IMAGE_SIDE, PATCH, WORDS, FEATURE_SIZE = 336, 14, 77, 512
@@ -151,7 +151,8 @@ def utilization(speeds: Speeds, training: Training) -> float:
 
     def step(layers: Iterable[LayerCost]) -> float:
         return sum(
-            2 * layer.forward.seconds(load) + layer.backward(input_gradient=True, weight_gradient=True).seconds(load)
+            2 * layer.forward.seconds(load)
+            + layer.passes(input_gradient=True, weight_gradient=True).backward.seconds(load)
             for layer in layers
         )
 

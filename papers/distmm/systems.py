@@ -127,7 +127,7 @@ def _model_flops(given: PlanningProblem, tower: str) -> float:
     module = given.modules[tower]
     load = microbatch_load(module.workload, tower, given.samples)
     return sum(
-        cost.forward.plus(cost.backward(input_gradient=needs.input_gradient, weight_gradient=True)).seconds(load)
+        cost.forward.plus(cost.passes(input_gradient=needs.input_gradient, weight_gradient=True).backward).seconds(load)
         for cost, needs in zip(map(layer_flops, module.workload.layers), given.gradients[tower], strict=True)
     )
 

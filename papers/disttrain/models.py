@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from motet.cluster.cluster import DEVICES, LINKS
+from motet.cluster import DEVICES, LINKS
 from motet.costs.analytic import layer_flops
 from motet.costs.load import Load
 from motet.costs.memory import RESERVE
 from motet.planner.disttrain.units import OrchestrationProblem, Unit
 from motet.shapes.diffusion import generator_workload
-from motet.shapes.module_shape import ModuleWorkload, module_workload
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import ModuleWorkload
 
 SEQUENCE = 8192
 PEAK_FLOPS = DEVICES["a800"].peak("bfloat16")

@@ -8,7 +8,7 @@ batches and what is frozen are those of Figures 15 to 20; the paper prints neith
 from collections.abc import Iterator, Mapping
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import DEVICES, LINKS, Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge, LayerRange

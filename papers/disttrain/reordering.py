@@ -8,7 +8,7 @@ words), until the next does not fit.
 
 Devices and degrees are the orchestration's (8.2). Each replica of the language model has a pipeline with its share of
 the encoder's and the generator's devices, to which the images of a sample are dealt (8.1), and is simulated under 1F1B.
-"Random order" is the order in which samples are drawn; reordered is `motet.assignment.disttrain`, the assignment
+"Random order" is the order in which samples are drawn; reordered is `motet.balancing.disttrain`, the assignment
 that training can use. Each gain is the mean over several batches.
 """
 
@@ -20,8 +20,8 @@ from statistics import mean
 import numpy as np
 
 from motet.assignment.batch_assignment import contiguous_assignment
-from motet.assignment.disttrain import balanced_groups, reordered
 from motet.assignment.sample import Sample, Segment
+from motet.balancing.disttrain import balanced_groups, reordered
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.disttrain.orchestration import orchestrate

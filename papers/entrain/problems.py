@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import DEVICES, LINKS, Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.families.token_counts import encoder_segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 VISION = {
     "model_type": "qwen2_5_vl_vision",

@@ -9,11 +9,11 @@ survival rests on, and everything is recomputed. Costs are computed, not measure
 from dataclasses import replace
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cluster_from_dict
+from motet.cluster import cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import module_workload
+from motet.shapes.families import module_workload
 from papers.oobleck.published import MODELS, NUM_NODES, Model
 from papers.oobleck.replay_model import DEVICE_BYTES, num_microbatches, unit_templates
 

@@ -12,10 +12,17 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from motet.planner.failures.policies import GridMembers, RedundantMembers, SizeMembers, Times
-from motet.planner.failures.replay import Change, Members, Usage, draw_changes, replay
-from motet.planner.templates.combinations import best_combinations, combination_s, template_sizes
-from motet.planner.templates.pipelines import Template, Templates
+from motet.planner.failures.replay import (
+    Change,
+    Policy,
+    RedundancyPolicy,
+    RestartPolicy,
+    Times,
+    Usage,
+    draw_changes,
+    replay,
+)
+from motet.planner.templates.pipelines import Template, Templates, best_combinations, combination_s, template_sizes
 from motet.planner.templates.stage_mapping import ChainCosts, MappingProblem, map_stages
 from papers.oobleck.published import (
     FREE_EVERY,
@@ -25,6 +32,7 @@ from papers.oobleck.published import (
     SAVE_EVERY,
     Model,
 )
+from papers.oobleck.size_policy import SizePolicy
 
 FAILURES = 1
 """f, which the thesis does not give for its experiments."""
@@ -61,7 +69,7 @@ def unit_templates(model: Model) -> Templates:
     found = {n: best for n in range(1, model.num_layers + 1) if (best := map_stages(problem, n)) is not None}
     sizes = [n for n in template_sizes(NUM_NODES, FAILURES, min(found)) if n in found]
     by_nodes = {
-        n: Template(num_nodes=n, replicas={}, first_s=found[n].fill_s, slowest_s=found[n].slowest_s) for n in sizes
+        n: Template(num_nodes=n, replicas={}, fill_s=found[n].fill_s, slowest_s=found[n].slowest_s) for n in sizes
     }
     return Templates(failures=FAILURES, devices_per_node=1, by_nodes=by_nodes)
 
@@ -69,7 +77,7 @@ def unit_templates(model: Model) -> Templates:
 def scaled(model: Model, layer_s: float) -> Templates:
     unit = unit_templates(model)
     by_nodes = {
-        n: Template(num_nodes=n, replicas={}, first_s=t.first_s * layer_s, slowest_s=t.slowest_s * layer_s)
+        n: Template(num_nodes=n, replicas={}, fill_s=t.fill_s * layer_s, slowest_s=t.slowest_s * layer_s)
         for n, t in unit.by_nodes.items()
     }
     return Templates(failures=FAILURES, devices_per_node=1, by_nodes=by_nodes)
@@ -106,16 +114,16 @@ class System:
     free: bool = False
     """Checkpoints cost nothing and are taken more often (Table 2.4)."""
 
-    def members(self) -> Members:
+    def members(self) -> Policy:
         """For one replay. They put new lists in the place of old ones, so what was computed before is shared."""
         return copy(self._members)
 
     @cached_property
-    def _members(self) -> Members:
+    def _members(self) -> Policy:
         model, by_nodes = self.model, scaled(self.model, self.layer_s).by_nodes
         if self.kind == "Oobleck":
             unit_s = _iteration_s(model)
-            return SizeMembers(
+            return SizePolicy(
                 scaled(model, self.layer_s),
                 _combine(model),
                 lambda sizes: unit_s(tuple(sorted(sizes))) * self.layer_s,
@@ -125,9 +133,9 @@ class System:
             )
         if self.kind == "Bamboo":
             total = -(-model.global_batch // model.redundant_microbatch)
-            return RedundantMembers(by_nodes, total, self.times, NUM_NODES, SAVE_EVERY, 0.0)
+            return RedundancyPolicy(by_nodes, total, self.times, NUM_NODES, SAVE_EVERY, 0.0)
         every, save_s = (FREE_EVERY, 0.0) if self.free else (SAVE_EVERY, model.save_s)
-        return GridMembers(by_nodes, num_microbatches(model), self.times, NUM_NODES, every, save_s)
+        return RestartPolicy(by_nodes, num_microbatches(model), self.times, NUM_NODES, every, save_s)
 
     @property
     def times(self) -> Times:

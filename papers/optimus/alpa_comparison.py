@@ -16,7 +16,7 @@ these makes.
 from dataclasses import replace
 from functools import cache
 
-from motet.cluster.catalogue import DEVICES
+from motet.cluster import DEVICES
 from motet.planner.optimus.timeline import Kernel
 from motet.planner.partition import partition
 from papers.optimus import published as paper

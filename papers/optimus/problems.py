@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cluster_from_dict
+from motet.cluster import cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 from papers.optimus.published import (
     BATCH,
     FIGURE_15,

@@ -124,7 +124,7 @@ class Plan:
     schedule: str = "1f1b"
     """A key of `motet.schedule.generators.GENERATORS`."""
     assignment: str = DEFAULT_ASSIGNMENT
-    """How every global batch is cut: a key of `motet.assignment.policies.ASSIGNMENTS`."""
+    """How every global batch is cut: a key of `motet.balancing.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
     """Most tokens of a packed sequence: language-model microbatches of more are cut; None: no limit."""
     planner: str = "explicit"

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import planted_bugs
 import pytest
-import structure
-from planted_bugs import Bug, Project
+
+from benchmarks import planted_bugs, structure
+from benchmarks.planted_bugs import Bug, Project
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-import planned_results
 import pytest
+
+from benchmarks import planned_results
 
 OPTIONS = ["--only", "VLM-S with the small|examples: tiny", "--planners", "even,distmm,run file"]
 

@@ -11,8 +11,8 @@ import pytest
 from quick_profile import profile_quickly
 from tiny_run import write_tiny_run
 
+from motet.api import read_batch
 from motet.cli.main import COMMANDS, main
-from motet.cli.run_file import read_batch
 from motet.config import load_run_config
 from motet.costs.cost_model import CostTable
 from motet.planner.from_run_file import plan_for, planning_problem

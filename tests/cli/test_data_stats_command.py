@@ -8,7 +8,7 @@ from mistakes import expect_mistake
 from test_without_torch import run_blocked
 from tiny_run import write_tiny_run
 
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 from motet.cli.main import main
 
 

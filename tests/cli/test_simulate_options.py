@@ -134,6 +134,6 @@ def test_large_batches_are_announced(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     iteration_s(capsys, run_file)
-    monkeypatch.setattr("motet.cli.run_file.MANY_SAMPLES", 1)
+    monkeypatch.setattr("motet.api.MANY_SAMPLES", 1)
     assert main(["simulate", str(run_file), "--set", LAYOUT]) == 0
     assert "samples of a batch, which may take minutes" in capsys.readouterr().err

@@ -22,8 +22,8 @@ from motet.data.chat import word_level_tokenizer
 from motet.data.loader import Loader
 from motet.data.run_file import open_data
 from motet.data.service.tickets import InProcess
-from motet.models.contrastive import ContrastiveLoss
 from motet.models.hub.export import load_towers
+from motet.models.stages.contrastive import ContrastiveLoss
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from motet.cluster.catalogue import ALIASES, DEVICES, LINKS
+from motet.cluster import ALIASES, DEVICES, LINKS
 
 ASKED_FOR = ("a40", "a100-40", "a100-80", "a800", "h100", "h800", "h200", "v100-16", "b200", "cpu")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.cluster import DEVICES, LINKS, Cluster, cluster_from_dict
+from motet.cluster import DEVICES, LINKS, Cluster, cluster_from_dict
 from motet.config import load_catalogue
 from motet.errors import UserError
 

@@ -7,14 +7,15 @@ import torch
 from tiny_configs import EVERY_MODEL
 from torch.utils.flop_counter import FlopCounterMode
 
-from motet.cluster.cluster import LINKS, cpu_cluster
+from motet.cluster import LINKS, cpu_cluster
 from motet.costs.analytic import AnalyticCosts, analytic_table, layer_flops
 from motet.costs.communication import collective_seconds
 from motet.costs.kernel_speeds import Speed, Speeds, kernel_seconds
 from motet.costs.kernels import layer_kernels
 from motet.costs.load import Load
 from motet.models.stages.projector import build_projector
-from motet.shapes.module_shape import module_workload, projector_layer
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import projector_layer
 
 TOKENS = 128
 
@@ -71,7 +72,7 @@ def assert_equal_parts(cost, load, parts, tolerance=0.01):
     forward, input_only, both, weights_only = parts
     assert cost.forward.seconds(load) == pytest.approx(forward, rel=tolerance)
     assert cost.input_gradient.seconds(load) == pytest.approx(input_only, rel=tolerance)
-    full = cost.backward(input_gradient=True, weight_gradient=True)
+    full = cost.passes(input_gradient=True, weight_gradient=True).backward
     assert full.seconds(load) == pytest.approx(both, rel=tolerance)
     assert cost.weight_gradient_alone.seconds(load) == pytest.approx(weights_only, rel=tolerance)
 
@@ -100,11 +101,11 @@ def test_language_models(name):
     costs = [layer_flops(layer) for layer in workload.layers[1:]]
     assert sum(c.forward.seconds(load) for c in costs) == pytest.approx(parts[0], rel=0.01)
     assert sum(c.input_gradient.seconds(load) for c in costs) == pytest.approx(parts[1], rel=0.01)
-    both = sum(c.backward(input_gradient=True, weight_gradient=True).seconds(load) for c in costs)
+    both = sum(c.passes(input_gradient=True, weight_gradient=True).backward.seconds(load) for c in costs)
     assert both == pytest.approx(parts[2], rel=0.01)
     first, *rest = costs
     alone = first.weight_gradient_alone.seconds(load) + sum(
-        c.backward(input_gradient=True, weight_gradient=True).seconds(load) for c in rest
+        c.passes(input_gradient=True, weight_gradient=True).backward.seconds(load) for c in rest
     )
     assert alone == pytest.approx(parts[3], rel=0.01)
 
@@ -146,7 +147,7 @@ def test_cross_attention_block():
     )
     cost = layer_flops(workload.layers[2])
     assert cost.forward.seconds(load) == pytest.approx(forward, rel=0.01)
-    full = cost.backward(input_gradient=True, weight_gradient=True)
+    full = cost.passes(input_gradient=True, weight_gradient=True).backward
     assert full.seconds(load) == pytest.approx(backward, rel=0.01)
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.catalogue import Link
-from motet.cluster.cluster import Cluster, cluster_from_dict
+from motet.cluster import Cluster, Link, cluster_from_dict
 from motet.costs.communication import (
     collective_seconds,
     collective_terms,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from motet.cluster.cluster import LINKS, cpu_cluster
+from motet.cluster import LINKS, cpu_cluster
 from motet.costs.communication import BUCKET_BYTES, all_reduce_seconds, fit_link, message_seconds
 from motet.costs.cost_model import CostTable, LinkCost
 

@@ -12,8 +12,7 @@ from tiny_configs import EVERY_MODEL
 
 from motet.assignment.batch_assignment import contiguous_assignment
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import DEVICES, LINKS
-from motet.cluster.cluster import Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.contrastive import loss_share
 from motet.costs.iteration import IterationCosts
@@ -21,7 +20,8 @@ from motet.plan import Plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program
 from motet.schedule.routes import Cell, derive_routes
-from motet.shapes.module_shape import as_tower, contrastive_loss, module_workload, with_projector
+from motet.shapes.families import as_tower, module_workload
+from motet.shapes.module_shape import contrastive_loss, with_projector
 from motet.simulator.simulate import simulate
 
 NAMES = ("image", "text", "audio")

@@ -38,7 +38,7 @@ def test_seconds_of_a_load():
     [(True, True, 12), (True, False, 5), (False, True, 11), (False, False, 0)],
 )
 def test_backward_of_every_combination(input_gradient, weight_gradient, expected):
-    cost = LAYER.backward(input_gradient=input_gradient, weight_gradient=weight_gradient)
+    cost = LAYER.passes(input_gradient=input_gradient, weight_gradient=weight_gradient).backward
     assert cost.seconds(Load(tokens=1)) == expected
 
 

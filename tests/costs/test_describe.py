@@ -2,7 +2,7 @@
 
 from checkout import ROOT
 
-from motet.cluster.catalogue import DEVICES, LINKS
+from motet.cluster import DEVICES, LINKS
 from motet.config import ClusterConfig, RunConfig
 from motet.costs.describe import describe
 from motet.strict_parsing import read_yaml

@@ -60,7 +60,7 @@ def test_flops_of_forward_and_backward(case):
         output.sum().backward()
     costs = [layer_flops(layer) for layer in generator_workload(config).layers]
     assert sum(cost.forward.seconds(load) for cost in costs) == pytest.approx(forward.get_total_flops(), rel=0.01)
-    both = sum(cost.backward(input_gradient=True, weight_gradient=True).seconds(load) for cost in costs[1:])
+    both = sum(cost.passes(input_gradient=True, weight_gradient=True).backward.seconds(load) for cost in costs[1:])
     embed = model.conv_in if config is UNET else model.patches
     # The first layer has no input gradient here; torch computes one for the latent image.
     first = costs[0].weight_gradient_alone.seconds(load) + counted_input_gradient(embed, inputs[0])

@@ -21,8 +21,7 @@ from bound_costs import (
     unlike_stages,
 )
 
-from motet.cluster.catalogue import Link
-from motet.cluster.cluster import LINKS, cpu_cluster
+from motet.cluster import LINKS, Link, cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.load import Load
 from motet.costs.memory import MemoryOptions

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.costs.kernels import layer_kernels, total_flops
 from motet.costs.load import Load
-from motet.shapes.module_shape import LayerShape, Linear, module_workload, projector_layer
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import LayerShape, Linear, projector_layer
 
 LOADS = st.builds(
     Load,

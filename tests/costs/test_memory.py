@@ -14,7 +14,7 @@ from motet.costs.memory import MemoryOptions, cast_weight_bytes, gathered_bytes,
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.parallel.split_backward import CastWeights, make_splittable
-from motet.shapes.module_shape import module_workload
+from motet.shapes.families import module_workload
 
 OPTIONS = {"float32": MemoryOptions(), "bfloat16": MemoryOptions(autocast_bytes=2)}
 

@@ -18,7 +18,7 @@ from motet.models.stages.language_model import LanguageModelStage
 from motet.parallel import tensor_plans as shards
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.shapes import families as workload_families
-from motet.shapes.module_shape import module_workload
+from motet.shapes.families import module_workload
 
 GUIDE = ROOT / "docs" / "adding-a-model-family.md"
 SETTINGS = {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}

@@ -18,10 +18,10 @@ from motet.data import encoder_layout as processor_sizes
 from motet.families import classes as families
 from motet.families import encoders, token_counts
 from motet.families import hf_config as part_values
-from motet.families.model_graph import read_workloads
+from motet.families.configured_graph import read_workloads
 from motet.parallel import tensor_plans as shards
 from motet.shapes import families as workload_families
-from motet.shapes.module_shape import module_workload
+from motet.shapes.families import module_workload
 
 GUIDE = (ROOT / "docs" / "adding-an-encoder.md").read_text()
 TABLES = {

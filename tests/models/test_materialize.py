@@ -11,8 +11,8 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.config import EncoderConfig, LanguageModelConfig, PartConfig
 from motet.errors import UserError
+from motet.models.graph import ModalityModule
 from motet.models.materialize import float64_throughout, layer_parts, materialize, num_module_layers, read_part_config
-from motet.models.multimodal import ModalityModule
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage
 

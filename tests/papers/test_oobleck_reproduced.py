@@ -108,7 +108,7 @@ def test_shares_add_up() -> None:
 
 
 def test_models_need_the_nodes_that_their_states_fill() -> None:
-    fewest = {model.name: unit_templates(model).fewest_nodes for model in MODELS}
+    fewest = {model.name: unit_templates(model).min_nodes for model in MODELS}
     assert fewest == {"BERT-Large": 1, "GPT-2": 1, "GPT-3 Medium": 1, "GPT-3 2.7b": 2, "GPT-3 6.7b": 3}
 
 

@@ -29,7 +29,7 @@ from motet.parallel.tensor_parallel import (
     tp_reduce_gradients,
 )
 from motet.parallel.tensor_plans import SHARDS, layer_pattern
-from motet.shapes.module_shape import module_workload
+from motet.shapes.families import module_workload
 
 MODES = (False, True)
 """Sequence parallelism off and on."""

@@ -9,8 +9,8 @@ from small_problem import small_problem, with_memory
 from motet.planner import bound_and_simulate
 from motet.planner.auto.planner import own_layouts
 from motet.planner.bound_and_simulate import best_layout, within_memory
-from motet.planner.cost_estimates.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.layout import layout_plan
+from motet.planner.layout_costs import LayoutCosts, usable_bytes
 from motet.schedule.generators import GENERATORS
 
 

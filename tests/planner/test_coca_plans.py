@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.planner.auto.towers import search_towers
 from motet.planner.distmm.towers import TowerLayout, tower_plan

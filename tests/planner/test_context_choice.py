@@ -7,22 +7,21 @@ import pytest
 import torch
 from small_problem import sample, small_problem
 
+from motet.api import read_samples
 from motet.attention.kernels.backends import check_backend
-from motet.cli.run_file import read_samples
-from motet.cluster.cluster import cluster_from_dict
+from motet.cluster import cluster_from_dict
 from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
 from motet.plan import ContextOptions
 from motet.planner.auto.planner import NOT_TRIED, choose, own_layouts
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.layout_costs import LayoutCosts
-from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.degrees import cp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
 from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.layout_costs import LayoutCosts
+from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.registry import PLANNERS, make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
@@ -122,7 +121,7 @@ def test_layer_times_are_what_the_simulation_takes_but_for_the_exchange(num_samp
     layout = Layout(planner="one", chunks=(Chunk(LM, (0, num_layers), 0),), group_sizes=(cp,), shared=((LM, cp),))
     evaluation = evaluate(problem, layout_plan(problem, layout))
     cell = evaluation.costs.routes.cells[0]
-    times = layer_times(problem, LM, cp=cp)
+    times = problem.estimator.layer_times(LM, cp=cp)
     for kind, seconds in (
         (Kind.FORWARD, sum(time.forward_s for time in times)),
         (Kind.BACKWARD, sum(time.backward_s for time in times)),

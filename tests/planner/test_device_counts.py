@@ -10,7 +10,6 @@ from motet.costs.memory import RESERVE
 from motet.errors import UserError
 from motet.planner.auto.planner import choose
 from motet.planner.bound_and_simulate import rank
-from motet.planner.cost_estimates.layer_times import least_total_times
 from motet.planner.device_counts import device_counts, on_best_count
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import TooSlowError
@@ -74,7 +73,9 @@ def test_counts_that_cannot_win_count_as_too_slow(cutoff_share):
     def too_slow(problem, *, placement):
         raise TooSlowError(1e9)
 
-    least_s = sum(time.total_s for name in problem.modules for time in least_total_times(problem, name, 1))
+    least_s = sum(
+        time.total_s for name in problem.modules for time in problem.estimator.lower_bound_batch_times(name, 1)
+    )
     assert device_counts(problem) == [9, 8]
     cutoff_s = cutoff_share * least_s / 9  # 0.5: no count can win; 2: both may.
     for planner in (refuses, too_slow):

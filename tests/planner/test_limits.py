@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import sample, small_problem
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem
 
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import uniform_degrees
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import layout_plan
@@ -49,7 +48,7 @@ def test_balanced_chains_are_cut_where_the_slowest_run_is_fastest(num_chunks):
     groups = [chunk.group for chunk in layout.chunks]
     order = [group for i, group in enumerate(groups) if i == 0 or group != groups[i - 1]]
     assert order == [v % 3 for v in range(3 * num_chunks)]
-    times = {n: [t.total_s for t in layer_times(problem, n, frozen_aware=False)] for n in problem.modules}
+    times = {n: problem.estimator.layer_seconds(n, frozen_aware=False) for n in problem.modules}
     runs: list[float] = []
     for i, chunk in enumerate(layout.chunks):
         (seconds,) = stage_costs(times[chunk.module], [chunk.layers])

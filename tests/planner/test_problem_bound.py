@@ -10,20 +10,20 @@ import small_problem as small
 from brute_force import best_time_s
 from small_problem import small_problem, with_memory
 
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
 from motet.plan import ContextOptions, Edge
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan
 from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 from papers.entrain.problems import problem as entrain_problem
 
 
@@ -236,7 +236,7 @@ def test_pigeonholes_tell_of_one_layer_too_many():
     """33 equal blocks on 32 devices: some device has two."""
     problem = small_problem(num_devices=8, encoders=(), frozen=(), num_microbatches=64)
     problem = replace(problem, samples=(small.sample(0, image=False, sound=False, words=400),) * 64)
-    times = [time.total_s for time in layer_times(problem, "language_model")]
+    times = problem.estimator.layer_seconds("language_model")
     assert problem_lower_bound_s(problem) >= 64 * (times[0] + times[-1] + min(times[1:-1]) - max(times)) > 0
     nine = replace(problem, cluster=replace(problem.cluster, num_devices=9))
     assert problem_lower_bound_s(nine) <= problem_lower_bound_s(problem)

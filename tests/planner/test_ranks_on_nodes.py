@@ -7,7 +7,7 @@ import pytest
 from drawing import draw_problem
 from small_problem import small_problem
 
-from motet.cluster.cluster import LINKS
+from motet.cluster import LINKS
 from motet.costs.communication import collective_seconds
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import build_plan

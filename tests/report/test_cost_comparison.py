@@ -6,7 +6,6 @@ import pytest
 from small_problem import small_problem
 
 from motet.costs.cost_model import LayerCost
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.registry import make_plan
 from motet.report.plan_report import compare_costs, report, report_text
 
@@ -47,7 +46,7 @@ def test_ratios_are_those_of_the_tables(problem):
     for name, (forward, backward) in expected.items():
         assert rows[name]["forward_ratio"] == pytest.approx(forward)
         assert rows[name]["backward_ratio"] == pytest.approx(backward)
-        times = layer_times(problem, name, rows[name]["tp_size"])
+        times = problem.estimator.layer_times(name, rows[name]["tp_size"])
         assert rows[name]["measured_forward_s"] == pytest.approx(sum(time.forward_s for time in times))
 
 

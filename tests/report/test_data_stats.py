@@ -7,7 +7,7 @@ import pytest
 from small_problem import sample, small_problem
 
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 from motet.costs.iteration import IterationCosts
 from motet.plan import Plan
 from motet.planner.evaluate import evaluate

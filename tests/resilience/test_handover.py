@@ -17,13 +17,12 @@ from unlike_pipelines import (
     unlike_on_nodes_of_three,
 )
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan
 from motet.planner.reconfiguration.reconfigure import reconfigure
 from motet.planner.templates.pipelines import Templates
-from motet.planner.templates.planner import make_templates
-from motet.planner.templates.planner import plan_of as plan_of_sizes
+from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.launch_nodes import train_on_nodes
 
 
@@ -46,7 +45,7 @@ def test_pipelines_become_others_and_copy_what_they_lack(tmp_path: Path, rank: i
     config = unlike_config(tmp_path, 3)
     problem = read_problem(config)
     templates = make_templates(problem)
-    plan = plan_of_sizes(problem, templates, (1, 2))
+    plan = plan_with_sizes(problem, templates, (1, 2))
     failure = lose(config, templates, plan, rank)
     # What moves is the fewest bytes that the plan can do with, by the sizes of the layers.
     planned = reconfigure(plan, templates, lost=[rank // 2]).copies

@@ -27,9 +27,8 @@ from interrupted_training import (
 from training import plan_of
 from unlike_pipelines import train_and_join, undisturbed_unlike, unlike_config
 
-from motet.cli.run_file import read_problem
-from motet.planner.templates.planner import make_templates
-from motet.planner.templates.planner import plan_of as plan_of_sizes
+from motet.api import read_problem
+from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import leave_world
 from motet.runtime.executor import Executor
@@ -139,7 +138,7 @@ def test_too_few_nodes_save_and_stop_if_told_to(tmp_path: Path) -> None:
     config = unlike_config(tmp_path, 2, failures=failures_config)
     problem = read_problem(config)
     templates = make_templates(problem)
-    plan = plan_of_sizes(problem, templates, (1, 1))
+    plan = plan_with_sizes(problem, templates, (1, 1))
     with (
         before_each_step(at(2, 0, die)),
         pytest.raises(WorkerFailedError, match=r"1 nodes are left, but 2 pipelines .* need 2.*step_00000002"),
@@ -156,7 +155,7 @@ def test_who_is_left_and_warned_saves_and_stops(tmp_path: Path, second: Callable
     config = unlike_config(tmp_path, 2, failures={"tolerate": 1, "detect_s": 2})
     problem = read_problem(config)
     templates = make_templates(problem)
-    plan = plan_of_sizes(problem, templates, (1, 1))
+    plan = plan_with_sizes(problem, templates, (1, 1))
     acts = [at(2, 0, warn_node), at(2, 2, second)]
 
     def both(trainer: Trainer) -> None:
@@ -179,7 +178,7 @@ def test_a_node_that_joins_is_taken_in_after_the_iteration(tmp_path: Path) -> No
     config = unlike_config(tmp_path, 2)
     problem = read_problem(config)
     templates = make_templates(problem)
-    result = train_and_join(config, plan_of_sizes(problem, templates, (1, 1)), templates)
+    result = train_and_join(config, plan_with_sizes(problem, templates, (1, 1)), templates)
     assert result["losses"] == pytest.approx(undisturbed_unlike(), rel=1e-12)
     assert result["world_size"] == 6
     [line] = failures(config)

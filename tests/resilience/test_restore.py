@@ -13,9 +13,9 @@ from interrupted_training import STEPS, all_at, at, before_each_step, die, failu
 from interrupted_training import config_of as recover_config_of
 from interrupted_training import undisturbed as alike_losses
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
-from motet.planner.templates.planner import plan_of as plan_of_sizes
+from motet.planner.templates.planner import plan_with_sizes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
 from motet.resilience.store.store import StoreProcess
@@ -98,7 +98,7 @@ def test_who_no_template_takes_leaves(tmp_path: Path) -> None:
     _, templates = plan_and_templates(UNLIKE, 1, (2, 3))
     assert templates is not None
     templates = replace(templates, by_nodes={2: templates.by_nodes[2]})
-    plan = plan_of_sizes(read_problem(config), templates, (2, 2))
+    plan = plan_with_sizes(read_problem(config), templates, (2, 2))
     with before_each_step(at(2, 0, die)):
         result = train_on_nodes(config, plan, templates, num_nodes=4, node_size=1)
     assert result["losses"] == pytest.approx(undisturbed(1, UNLIKE)[0], rel=1e-12)

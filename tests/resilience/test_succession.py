@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from drawn_templates import draw_templates
-from drawn_templates import plan_of as plan_of_sizes
+from drawn_templates import plan_of as plan_with_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted_training import config_of
@@ -49,27 +49,27 @@ def test_who_joins_takes_the_place_of_a_lost_node() -> None:
 
 def test_unequal_pipelines_that_lose_one_keep_their_microbatches() -> None:
     """Of a plan for which there are no templates."""
-    plan = plan_of_sizes(TEMPLATES, [1, 2, 1], 9)
+    plan = plan_with_sizes(TEMPLATES, [1, 2, 1], 9)
     plan = replace(plan, replica_microbatches=(2, 3, 4), num_microbatches=4)
     first = Membership(generation=1, nodes=(0, 1, 2, 3), num_known=4, plan=plan.to_json())
     told = Plan.from_json(Succession(1, None)(first, [Change("lost", 3, "", 0.0)]).plan)
     assert (told.replica_microbatches, told.num_microbatches) == ((2, 3), 3)
 
 
-TEMPLATES = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=3, devices_per_node=1)
+TEMPLATES = draw_templates(Random(0), failures=1, min_nodes=1, max_nodes=3, devices_per_node=1)
 
 
 def test_nodes_that_join_wait_where_there_are_no_microbatches_for_them() -> None:
-    templates = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=1, devices_per_node=1)
-    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_of_sizes(templates, [1, 1], 3).to_json())
+    templates = draw_templates(Random(0), failures=1, min_nodes=1, max_nodes=1, devices_per_node=1)
+    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_with_sizes(templates, [1, 1], 3).to_json())
     joined = [Change("joined", node, "", 0.0) for node in (2, 3)]
     told = Succession(1, templates)(first, joined)
     assert (told.nodes, told.waiting) == ((0, 1, 2), (3,))
 
 
 def test_survivors_that_no_template_takes_hand_over_and_leave() -> None:
-    templates = draw_templates(Random(0), failures=1, fewest_nodes=2, most_nodes=2, devices_per_node=1)
-    plan = plan_of_sizes(templates, [2, 2], 4)
+    templates = draw_templates(Random(0), failures=1, min_nodes=2, max_nodes=2, devices_per_node=1)
+    plan = plan_with_sizes(templates, [2, 2], 4)
     first = Membership(generation=1, nodes=(0, 1, 2, 3), num_known=4, plan=plan.to_json())
     told = Succession(1, templates)(first, [Change("lost", 0, "", 0.0)])
     assert (len(told.nodes), len(told.leaving), sorted(told.everyone)) == (2, 1, [1, 2, 3])
@@ -78,7 +78,7 @@ def test_survivors_that_no_template_takes_hand_over_and_leave() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_nodes_that_are_all_warned_save_and_stop(at_once: bool) -> None:
     """The one that is told second hears that the first is leaving when it tells of itself."""
-    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_of_sizes(TEMPLATES, [1, 1], 4).to_json())
+    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_with_sizes(TEMPLATES, [1, 1], 4).to_json())
     successor = Succession(1, TEMPLATES)
     warnings = [Change("leaving", node, "", 0.0) for node in (0, 1)]
     told = successor(first, warnings) if at_once else successor(successor(first, warnings[:1]), warnings[1:])
@@ -89,7 +89,7 @@ def test_nodes_that_are_all_warned_save_and_stop(at_once: bool) -> None:
 
 
 def test_a_training_that_is_to_stop_stops_when_who_leaves_has_left() -> None:
-    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_of_sizes(TEMPLATES, [1, 1], 4).to_json())
+    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_with_sizes(TEMPLATES, [1, 1], 4).to_json())
     successor = Succession(1, TEMPLATES, stops_below_guarantee=True)
     told = successor(first, [Change("leaving", 1, "", 0.0)])
     assert (told.nodes, told.leaving, told.saves) == ((0,), (1,), True)
@@ -104,10 +104,10 @@ def play(seed: int) -> None:
     failures, size = random.randint(0, 2), random.choice([1, 2])
     fewest = random.randint(1, 3)
     templates = draw_templates(
-        random, failures=failures, fewest_nodes=fewest, most_nodes=fewest + random.randint(0, 3), devices_per_node=size
+        random, failures=failures, min_nodes=fewest, max_nodes=fewest + random.randint(0, 3), devices_per_node=size
     )
-    sizes = [random.randint(fewest, templates.most_nodes) for _ in range(failures + 1 + random.randint(0, 1))]
-    plan = plan_of_sizes(templates, sizes, len(sizes) + random.choice([0, 1, 50]))
+    sizes = [random.randint(fewest, templates.max_nodes) for _ in range(failures + 1 + random.randint(0, 1))]
+    plan = plan_with_sizes(templates, sizes, len(sizes) + random.choice([0, 1, 50]))
     successor = Succession(size, random.choice([templates, None]), stops_below_guarantee=random.choice([True, False]))
     now = Membership(generation=1, nodes=tuple(range(sum(sizes))), num_known=sum(sizes), plan=plan.to_json())
     may_die = random.choice([True, False])

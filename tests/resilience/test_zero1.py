@@ -33,14 +33,13 @@ from unlike_pipelines import (
 )
 from victims import check_replicas, num_keepers
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan
-from motet.planner.reconfiguration.optimizer_state import first_keepers
 from motet.planner.reconfiguration.reconfigure import reconfigure
+from motet.planner.reconfiguration.state_owners import initial_owners
 from motet.planner.templates.pipelines import Templates
-from motet.planner.templates.planner import make_templates
-from motet.planner.templates.planner import plan_of as plan_of_sizes
+from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
 from motet.runtime.executor import Executor
@@ -64,7 +63,7 @@ def three_pipelines(config: RunConfig) -> tuple[Plan, Templates]:
 def pipelines_of(config: RunConfig, sizes: tuple[int, ...]) -> tuple[Plan, Templates]:
     problem = read_problem(config)
     templates = make_templates(problem)
-    return plan_of_sizes(problem, templates, sizes), templates
+    return plan_with_sizes(problem, templates, sizes), templates
 
 
 @contextmanager
@@ -115,7 +114,7 @@ def test_a_lost_node_takes_no_state_along(tmp_path: Path) -> None:
     assert 0.5 < failure["moved_bytes"] / moments < 0.85
     # That is what the plan says, which knows layers' parameters by their sizes alone.
     plan, templates = three_pipelines(config)
-    planned = reconfigure(plan, templates, lost=[1], kept=first_keepers(plan, templates))
+    planned = reconfigure(plan, templates, lost=[1], owned=initial_owners(plan, templates))
     assert {copy.what for copy in planned.copies} == {"states"}
     assert sum(copy.num_bytes for copy in planned.copies) == pytest.approx(failure["moved_bytes"], rel=0.1)
 

@@ -16,9 +16,9 @@ from plans import language_model, module, replica
 from toy_model import ToyBatch, reference, toy_stage_maker
 
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.policies import ASSIGNMENTS
 from motet.assignment.sample import Sample, Segment
-from motet.costs.sample_work import SampleWork
+from motet.balancing.policies import ASSIGNMENTS
+from motet.balancing.sample_work import SampleWork
 from motet.plan import Edge, Plan
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.engine import Engine

@@ -7,7 +7,7 @@ import torch
 from distributed import run_distributed
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.families.token_counts import encoder_segment

@@ -6,15 +6,8 @@ from tiny_configs import EVERY_MODEL, LANGUAGE_MODELS, meta_model
 from motet.families.encoders import ENCODER_FAMILIES
 from motet.models.stages.projector import build_projector
 from motet.shapes.defaults import DEFAULTS
-from motet.shapes.families import FAMILIES
-from motet.shapes.module_shape import (
-    as_tower,
-    contrastive_loss,
-    module_workload,
-    projector_layer,
-    with_feature_layer,
-    with_projector,
-)
+from motet.shapes.families import FAMILIES, as_tower, module_workload
+from motet.shapes.module_shape import contrastive_loss, projector_layer, with_feature_layer, with_projector
 
 
 @pytest.mark.parametrize("name", EVERY_MODEL)

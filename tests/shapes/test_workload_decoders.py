@@ -10,7 +10,7 @@ from motet.costs.cost_model import Quadratic
 from motet.costs.kernels import layer_kernels, total_flops
 from motet.costs.load import microbatch_load
 from motet.errors import UserError
-from motet.models.stages.caption_decoder import decoder_family, decoder_layer_parts
+from motet.families.caption_decoders import decoder_family, decoder_layer_parts
 from motet.shapes.defaults import DEFAULTS
 from motet.shapes.families import decoder_workload
 

@@ -8,13 +8,14 @@ from tiny_configs import EVERY_MODEL
 
 from motet.assignment.batch_assignment import contiguous_assignment
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
 from motet.costs.iteration import IterationCosts
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, derive_routes
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 VISION = with_projector(module_workload(EVERY_MODEL["siglip"][0]), "mlp", 64)
 TEXT = module_workload(EVERY_MODEL["llama"][0])

@@ -24,12 +24,11 @@ from ledger import Ids, applied_ids, recorded
 from training import plan_of, run_config, train
 from victims import PHASES, Board, Kill, Victim, observed
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import Plan, Replica, Stage
 from motet.planner.templates.pipelines import Template, Templates
-from motet.planner.templates.planner import make_templates
-from motet.planner.templates.planner import plan_of as plan_of_sizes
+from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.runtime.assembly import build_module
@@ -162,7 +161,7 @@ def plan_and_templates(
     templates = make_templates(problem)
     if layout == "shards":
         templates = replace(templates, by_nodes=_shards(*(m.workload.num_layers for m in problem.modules.values())))
-    return plan_of_sizes(problem, templates, pipelines), templates
+    return plan_with_sizes(problem, templates, pipelines), templates
 
 
 def _shards(num_vision_layers: int, num_layers: int) -> dict[int, Template]:

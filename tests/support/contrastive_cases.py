@@ -14,8 +14,9 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.assignment.sample import Sample, Segment
 from motet.families.token_counts import encoder_segment
-from motet.models.contrastive import ContrastiveLoss, ContrastiveModule
-from motet.models.multimodal import ModalityModule
+from motet.models.contrastive import ContrastiveModule
+from motet.models.graph import ModalityModule
+from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import CONTRASTIVE, Edge, ModulePlan, Plan, Replica, Stage
@@ -199,7 +200,7 @@ class Case:
     def engine(self, model: ContrastiveModule, plan: Plan) -> Engine:
         def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> nn.Module:
             if module_plan.kind == "loss":
-                return model.loss_stage()
+                return model.nodes[CONTRASTIVE].make_stage((0, 1))
             module = model.modality_modules()[name]
             made = EncoderStage(name, module, stage.layers)
             if tp.size > 1:

@@ -9,11 +9,11 @@ ENCODER, LANGUAGE_MODEL = "vision", "llm"
 
 
 def draw_templates(
-    random: Random, *, failures: int, fewest_nodes: int, most_nodes: int, devices_per_node: int
+    random: Random, *, failures: int, min_nodes: int, max_nodes: int, devices_per_node: int
 ) -> Templates:
     """An encoder on the first group of devices and a language model on the others, cut anyhow."""
-    num_layers = 1 + most_nodes * devices_per_node
-    by_nodes = {n: _draw_template(random, n, devices_per_node, num_layers) for n in range(fewest_nodes, most_nodes + 1)}
+    num_layers = 1 + max_nodes * devices_per_node
+    by_nodes = {n: _draw_template(random, n, devices_per_node, num_layers) for n in range(min_nodes, max_nodes + 1)}
     return Templates(failures=failures, devices_per_node=devices_per_node, by_nodes=by_nodes)
 
 
@@ -41,7 +41,7 @@ def _draw_template(random: Random, num_nodes: int, devices_per_node: int, num_la
             ENCODER: Replica(stages=(Stage(layers=(0, 2), ranks=encoder, tp_size=len(encoder)),)),
             LANGUAGE_MODEL: Replica(stages=stages),
         },
-        first_s=slowest_s * len(groups) * random.uniform(0.6, 1),
+        fill_s=slowest_s * len(groups) * random.uniform(0.6, 1),
         slowest_s=slowest_s,
     )
 

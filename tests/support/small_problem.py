@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.cluster import cpu_cluster
+from motet.cluster import cpu_cluster
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 VISION = {
     "model_type": "siglip_vision_model",

@@ -7,8 +7,9 @@ from torch import nn
 
 from motet.families.encoders import family_of
 from motet.families.token_counts import encoder_segment
+from motet.models.graph import ModalityModule
 from motet.models.hub.generation import Prompt
-from motet.models.multimodal import ModalityModule, MultimodalModule
+from motet.models.multimodal import MultimodalModule
 
 IMAGE_ID, AUDIO_ID = SIZES["vocab_size"] - 1, SIZES["vocab_size"] - 2
 

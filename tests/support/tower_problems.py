@@ -5,13 +5,12 @@ from dataclasses import replace
 from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster.catalogue import DEVICES, LINKS
-from motet.cluster.cluster import Cluster
+from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.families import decoder_workload
-from motet.shapes.module_shape import as_tower, contrastive_loss, module_workload, with_projector
+from motet.shapes.families import as_tower, decoder_workload, module_workload
+from motet.shapes.module_shape import contrastive_loss, with_projector
 
 CLUSTER = Cluster(
     num_devices=8,

@@ -13,12 +13,11 @@ from distributed import run_distributed
 from interrupted_training import STEPS, before_each_step, wait_for_a_change
 from training import run_config
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig
 from motet.plan import ContextOptions, Plan, Replica, Stage
 from motet.planner.templates.pipelines import Template, Templates
-from motet.planner.templates.planner import make_templates
-from motet.planner.templates.planner import plan_of as plan_of_sizes
+from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.launch_nodes import run_agent, train_on_nodes
 from motet.resilience.membership import Call
 from motet.resilience.recover import TrainingProcess
@@ -49,7 +48,7 @@ def undisturbed_unlike() -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         config = unlike_config(Path(folder), 2)
         problem = read_problem(config)
-        plan = plan_of_sizes(problem, make_templates(problem), (1, 1))
+        plan = plan_with_sizes(problem, make_templates(problem), (1, 1))
         return run_distributed(lambda rank: train_worker(config, plan), plan.num_ranks)[0]["losses"]
 
 
@@ -134,7 +133,7 @@ def unlike_on_nodes_of_three(
     modules = {name: replace(module, context=context) for name, module in problem.modules.items()}
     problem = replace(problem, modules=modules)
     templates = templates_of(*(module.workload.num_layers for module in problem.modules.values()))
-    return config, templates, plan_of_sizes(problem, templates, sizes)
+    return config, templates, plan_with_sizes(problem, templates, sizes)
 
 
 def train_and_join(config: RunConfig, plan: Plan, templates: Templates) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_plan, add_run_file, add_seed, load_config, picture_file, read_plan
+from motet.cli.run_file import add_plan, add_run_file, add_seed, load_config, picture_file
 from motet.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,13 +36,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for option in ("samples", "batches"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option}: is {getattr(arguments, option)}; give at least 1")
-    from motet.cli.run_file import read_problem, read_samples
-    from motet.planner.from_run_file import plan_for
+    from motet.api import read_or_make_plan, read_problem, read_samples
     from motet.report.data_stats import data_stats
 
     picture = picture_file(arguments.picture, "--picture") if arguments.picture else None
     problem = read_problem(config)
-    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
+    plan = read_or_make_plan(arguments.plan, config, problem)
     samples = read_samples(config, max(arguments.samples, len(problem.samples)))
     stats = data_stats(problem, plan, samples, num_batches=arguments.batches, seed=arguments.seed)
     result = as_json(stats)

@@ -1,4 +1,4 @@
-"""`motet demo`: trains a multimodal model from nothing, exports it, and asks it questions with plain transformers."""
+"""`motet demo`: from nothing to a trained multimodal model that plain transformers loads and that answers questions."""
 
 import argparse
 import textwrap
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_run_file, load_config, read_problem, write_text
+from motet.cli.run_file import file_to_write, load_config, write_text
 from motet.errors import UserError
 from motet.plan import LANGUAGE_MODEL
 
@@ -16,14 +16,19 @@ if TYPE_CHECKING:
     from motet.data.example import Modality
     from motet.data.tasks.dial_a_digit import Accuracy, Dialled
 
+HELP = "the whole way on a small real task: profile, plan, train, export, and ask the exported model"
+
+RUN_FILE = Path(__file__).with_name("demo.yaml")
+
+NUM_ASKED = 500
+"""Held-out samples that the exported model answers."""
+NUM_SHOWN = 4
 MAX_NEW_TOKENS = 12
-"""More than any answer has: each digit is a token, and a sum has at most three."""
+"""More than any answer has: a digit is a token, and a sum has at most three."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions and the answers of the exported model."""
-
     contents: "tuple[Dialled, ...]"
     answers: tuple[str, ...]
 
@@ -34,7 +39,7 @@ class Asked:
         return accuracy(zip(self.contents, self.answers, strict=True))
 
     def shown(self, num: int) -> list[dict[str, str]]:
-        """The first `num` questions and answers."""
+        """The first few, to be printed."""
         from motet.data.tasks.dial_a_digit import QUESTIONS
 
         return [
@@ -44,7 +49,7 @@ class Asked:
 
 
 def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied: "Modality | None" = None) -> Asked:
-    """Greedy answers of the exported model to held-out questions. `denied`: images are blank, or sounds only noise."""
+    """Greedy, free-running answers to held-out questions. `denied`: images are blank, or sounds are noise alone."""
     from transformers.utils.logging import disable_progress_bar
 
     from motet.data.run_file import open_data
@@ -75,42 +80,41 @@ def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied:
     return Asked(tuple(contents), tuple(tokenizer.batch_decode(tokens, skip_special_tokens=True)))
 
 
-HELP = "the whole way on a small real task: profile, plan, train, export, and ask the exported model"
-
-NUM_ASKED = 500
-"""Held-out questions that the exported model answers."""
-NUM_SHOWN = 4
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_file(parser)
+    parser.add_argument(
+        "run_file", metavar="RUN.yaml", nargs="?", default=str(RUN_FILE), help="a run file of dial-a-digit (its own)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     config = load_config(arguments)
-    from motet.cli.profile import measure
-    from motet.cli.train import train
-    from motet.planner.from_run_file import plan_for
+    if config.data.kind != "dial-a-digit":
+        raise UserError(f"data.kind: is {config.data.kind}; the demo is of dial-a-digit, use motet train for your data")
+    if not config.train.checkpoint_every:
+        raise UserError("train.checkpoint_every: is 0, so there would be nothing to export; give the demo a number")
+    from motet.api import make_plan, profile, train
+    from motet.report.plan_report import report_text
+    from motet.report.timeline_text import timeline_text
 
-    _check(config)
     output = Path(config.train.output)
 
     _headline("1. Profile: what each layer costs on this machine")
     costs = Path(config.cluster.costs or output / "costs.json")
     if config.cluster.costs is None:
-        write_text(costs, measure(config).to_json() + "\n", "train.output")
-        config = load_config(_with_overrides(arguments, f"cluster.costs={costs}"))
+        write_text(file_to_write(str(costs), "train.output"), profile(config).to_json() + "\n", "train.output")
+        arguments.overrides.append(f"cluster.costs={costs}")
+        config = load_config(arguments)
     print(f"costs are in {costs}")
 
     _headline("2. Plan: who holds what, and what an iteration will take")
-    problem = read_problem(config)
-    plan = plan_for(config, problem)
-    write_text(output / "plan.json", plan.to_json() + "\n", "train.output")
-    _show_plan(config, problem, plan)
+    prediction = make_plan(config)
+    write_text(output / "plan.json", prediction.plan.to_json() + "\n", "train.output")
+    print(report_text(prediction.report))
+    print(f"\nPredicted timeline of one iteration:\n{timeline_text(prediction.timeline)}")
 
-    _headline(f"3. Train: {config.train.steps} steps on {plan.num_ranks} processes")
-    result = train(config, problem, plan)
+    _headline(f"3. Train: {config.train.steps} steps on {prediction.plan.num_ranks} processes")
+    result = train(config, plan=prediction.plan)
 
     _headline("4. Ask the exported model, loaded by transformers in one process")
     answers = _ask(config, Path(result["export"]))
@@ -122,30 +126,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _check(config: "RunConfig") -> None:
-    if config.data.kind != "dial-a-digit":
-        raise UserError(f"data.kind: is {config.data.kind}; the demo is of dial-a-digit, use motet train for your data")
-    if not config.train.checkpoint_every:
-        raise UserError("train.checkpoint_every: is 0, so there would be nothing to export; give the demo a number")
-
-
-def _with_overrides(arguments: argparse.Namespace, *overrides: str) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(arguments), "overrides": [*arguments.overrides, *overrides]})
-
-
-def _show_plan(config: "RunConfig", problem: Any, plan: Any) -> None:
-    from motet.planner.evaluate import evaluate
-    from motet.report.plan_report import report_evaluation, report_text
-    from motet.report.timeline_text import timeline_text
-
-    evaluation = evaluate(problem, plan)
-    print(report_text(report_evaluation(evaluation, dtype=config.train.dtype)))
-    print(f"\nPredicted timeline of one iteration:\n{timeline_text(evaluation.result.timeline)}")
-
-
 def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
-    """The accuracy of answers, and of answers without the image or without the sound."""
-    whole: Asked = ask_exported(config, export, num_samples=NUM_ASKED)
+    """Accuracy of free-running answers, and of those of the model when it is denied the image or the sound."""
+    whole = ask_exported(config, export, num_samples=NUM_ASKED)
     blind = ask_exported(config, export, num_samples=NUM_ASKED, denied="image")
     deaf = ask_exported(config, export, num_samples=NUM_ASKED, denied="audio")
     return {

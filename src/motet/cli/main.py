@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from motet import __version__
 from motet.cli import data_stats, demo, plan, profile, serve_data, simulate, train, verify
+from motet.environment import set_environment
 from motet.errors import UserError
 
 
@@ -68,12 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code."""
-    # Before torch is imported: forked processes must not inherit a pool of threads.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Each connection that is lost would be told with a page of C++ frames; what follows from it, we tell.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_environment()
     try:
         arguments = build_parser().parse_args(argv)
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():

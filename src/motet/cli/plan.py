@@ -1,8 +1,7 @@
-"""`motet plan`: lay the model out, and say what an iteration would take."""
+"""`motet plan`: lays the model out, and predicts an iteration."""
 
 import argparse
 import sys
-import time
 from typing import Any
 
 from motet.cli.run_file import add_run_file, file_to_write, load_config, write_text
@@ -18,26 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
     out = file_to_write(arguments.out, "--out") if arguments.out else None
-    from motet.cli.run_file import read_problem
-    from motet.planner.auto.planner import choose
-    from motet.planner.evaluate import evaluate
-    from motet.planner.from_run_file import plan_for
-    from motet.report.plan_report import choice_text, report_choice, report_evaluation, report_text
+    from motet.api import make_plan
+    from motet.report.plan_report import choice_text, report_text
 
-    problem = read_problem(config)
-    started = time.perf_counter()
-    choice = choose(problem, placement=config.parallel.placement) if config.parallel.planner == "auto" else None
-    plan = choice.evaluation.plan if choice else plan_for(config, problem)
-    planning_time_s = time.perf_counter() - started
-    evaluation = choice.evaluation if choice else evaluate(problem, plan)
-    result = report_evaluation(evaluation, planning_time_s=planning_time_s, dtype=config.train.dtype)
-    print(report_text(result))
-    if plan.num_ranks < problem.num_devices:
-        print(f"the plan leaves {problem.num_devices - plan.num_ranks} of {problem.num_devices} devices idle")
-    if choice:
-        result["choice"] = report_choice(choice)
-        print(choice_text(result["choice"]))
+    prediction = make_plan(config)
+    plan, num_devices = prediction.plan, config.cluster.num_devices
+    print(report_text(prediction.report))
+    if plan.num_ranks < num_devices:
+        print(f"the plan leaves {num_devices - plan.num_ranks} of {num_devices} devices idle")
+    if prediction.choice:
+        print(choice_text(prediction.report["choice"]))
     if out:
         write_text(out, plan.to_json() + "\n", "--out")
         print(f"plan written to {arguments.out}", file=sys.stderr)
-    return result
+    return dict(prediction.report)

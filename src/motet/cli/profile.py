@@ -1,4 +1,4 @@
-"""`motet profile`: measure what every layer costs on this machine."""
+"""`motet profile`: measures what every layer costs on this machine."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,6 @@ from motet.cli.run_file import add_run_file, file_to_write, load_config, write_t
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
-    from motet.costs.cost_model import CostTable
 
 HELP = "measure each layer's forward, input gradient and weight gradient on this machine"
 
@@ -25,7 +24,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.speeds:
         return _calibrate(config, file_to_write(arguments.speeds, "--speeds"))
     path = file_to_write(arguments.out or f"{config.train.output}/costs.json", "--out")
-    table = measure(config)
+    from motet.api import profile
+
+    table = profile(config)
     write_text(path, table.to_json() + "\n", "--out")
     print(f"costs written to {path}; use them by --set cluster.costs={path}")
     fits = {key: note for key, note in table.notes.items() if isinstance(note, dict)}
@@ -53,36 +54,3 @@ def _calibrate(config: "RunConfig", path: Path) -> dict[str, Any]:
         peak = f"{speed.limit:.1%} of {described.name}'s peak"
         print(f"{kind}: {peak} when large, {speed.overhead_s * 1e6:.1f} us on top of each kernel")
     return {"path": str(path), **asdict(speeds)}
-
-
-def measure(config: "RunConfig") -> "CostTable":
-    """All modules at the tensor-parallel sizes that the run file asks for, on as many processes as it has devices."""
-    from dataclasses import replace
-
-    from motet.cli.run_file import read_batch
-    from motet.costs.cost_model import ModuleCosts
-    from motet.runtime.launch import launch
-    from motet.runtime.profile_worker import profile_worker
-
-    batch = read_batch(config)
-    modules_of_size: dict[int, list[str]] = {1: list(config.model.module_names)}
-    for name, given in config.parallel.explicit.items():
-        if given.tp > 1:
-            modules_of_size.setdefault(given.tp, []).append(name)
-    costs: dict[str, dict[int, ModuleCosts]] = {name: {} for name in config.model.module_names}
-    tables = []
-    for tp_size, names in sorted(modules_of_size.items()):
-        table = launch(
-            profile_worker,
-            config,
-            batch,
-            tuple(names),
-            tp_size,
-            num_processes=max(1, config.cluster.num_devices // config.cluster.num_nodes // tp_size) * tp_size,
-            device=config.cluster.device,
-        )
-        tables.append(table)
-        for name in names:
-            costs[name][tp_size] = table.of(name, tp_size)
-    notes = {key: note for table in tables for key, note in table.notes.items()}
-    return replace(tables[0], modules=costs, notes=notes)

@@ -2,11 +2,10 @@
 
 import argparse
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.cli.run_file import add_plan, add_run_file, add_seed, file_to_write, load_config, picture_file, read_plan
+from motet.cli.run_file import add_plan, add_run_file, add_seed, file_to_write, load_config, picture_file
 from motet.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
 MOST_LANES = 64
 """Of more ranks, only those that differ are drawn and traced."""
-
-MOST_JITTER = 100
-MOST_STRAGGLING = 1_000_000
 
 HELP = "predict what an iteration of a plan takes, and draw its timeline"
 
@@ -68,32 +64,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = load_config(arguments)
-    from motet.cli.run_file import read_problem
-    from motet.planner.evaluate import evaluate
-    from motet.planner.from_run_file import plan_for
-    from motet.report.plan_report import report_evaluation, report_text
+    from motet.api import read_problem, simulate
+    from motet.report.plan_report import report_text
 
     for name in ("duration", "back_after", "warning", "storage", "start"):
         if getattr(arguments, name) is not None and arguments.failures is None:
             raise UserError(f"--{name.replace('_', '-')}: goes with --failures; give a trace or a rate")
-    problem = read_problem(config)
     if arguments.failures is not None:
-        return _with_failures(problem, config.train, arguments)
+        return _with_failures(read_problem(config), config.train, arguments)
     files = _files(arguments)
-    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
-    if plan.num_ranks > problem.num_devices:
-        raise UserError(
-            f"--plan: has {plan.num_ranks} ranks, but cluster.num_devices is {problem.num_devices}; give as many "
-            "devices, or another plan"
-        )
-    is_disturbed = bool(arguments.straggler or arguments.jitter or arguments.share_cards)
-    evaluation = evaluate(problem, plan, folded=not is_disturbed)
-    if is_disturbed:
-        evaluation = _disturbed(evaluation, arguments)
-    result = report_evaluation(evaluation, dtype=config.train.dtype)
-    print(report_text(result))
-    _draw(evaluation, **files)
-    return result
+    prediction = simulate(
+        config,
+        plan=arguments.plan,
+        straggler_factors=_straggler_factors(arguments.straggler),
+        jitter=arguments.jitter,
+        seed=arguments.seed,
+        shares_cards=arguments.share_cards,
+    )
+    print(report_text(prediction.report))
+    _draw(prediction.evaluation, **files)
+    return dict(prediction.report)
 
 
 def _files(arguments: argparse.Namespace) -> dict[str, Path | None]:
@@ -130,8 +120,7 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
 
 def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: argparse.Namespace) -> dict[str, Any]:
     from motet.planner.failures.forecast import STORAGE_BYTES_PER_S, forecast, forecast_text
-    from motet.planner.failures.policies import Times
-    from motet.planner.failures.replay import draw_changes, duration_s, read_trace
+    from motet.planner.failures.replay import Times, draw_changes, duration_s, read_trace
 
     for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
         if getattr(arguments, name):
@@ -184,39 +173,16 @@ def _seconds(arguments: argparse.Namespace, name: str) -> float | None:
     return seconds
 
 
-def _disturbed(evaluation: "Evaluation", arguments: argparse.Namespace) -> "Evaluation":
-    """The same plan on ranks that are slow, uneven or share network cards."""
-    from motet.simulator.costs import Disturbances
-    from motet.simulator.event_loop import SharedCards
-    from motet.simulator.simulate import simulate
-
-    if not 0 <= arguments.jitter <= MOST_JITTER:
-        raise UserError(f"--jitter: is {arguments.jitter}; give a share of 0 to {MOST_JITTER}, such as 0.05")
+def _straggler_factors(texts: list[str]) -> dict[int, float]:
+    """Factors by rank, from `RANK=FACTOR`."""
     factors: dict[int, float] = {}
-    for text in arguments.straggler:
-        rank, factor = _straggler(text, evaluation.plan.num_ranks)
-        if rank in factors:
-            raise UserError(f"--straggler: rank {rank} is given twice; give one factor for each rank")
-        factors[rank] = factor
-    cluster = evaluation.problem.cluster
-    result = simulate(
-        evaluation.program,
-        evaluation.costs,
-        num_cores=evaluation.problem.num_cores,
-        cards=SharedCards(cluster.node, cluster.num_nics) if arguments.share_cards else None,
-        disturbances=Disturbances(straggler_factors=factors, jitter=arguments.jitter, seed=arguments.seed),
-    )
-    return replace(evaluation, result=result)
-
-
-def _straggler(text: str, num_ranks: int) -> tuple[int, float]:
-    rank, _, factor = text.partition("=")
-    try:
-        number, times = int(rank), float(factor)
-    except ValueError:
-        raise UserError(f"--straggler: {text!r} is not RANK=FACTOR, such as 3=1.5") from None
-    if not 0 <= number < num_ranks or not 0 < times <= MOST_STRAGGLING:
-        raise UserError(
-            f"--straggler: {text!r} needs a rank of 0..{num_ranks - 1} and a factor above 0, at most {MOST_STRAGGLING}"
-        )
-    return number, times
+    for text in texts:
+        rank, _, factor = text.partition("=")
+        try:
+            number, times = int(rank), float(factor)
+        except ValueError:
+            raise UserError(f"--straggler: {text!r} is not RANK=FACTOR, such as 3=1.5") from None
+        if number in factors:
+            raise UserError(f"--straggler: rank {number} is given twice; give one factor for each rank")
+        factors[number] = times
+    return factors

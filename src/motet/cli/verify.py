@@ -1,10 +1,9 @@
-"""`motet verify`: every parameter's gradient under the run's plan against the same model in one process."""
+"""`motet verify`: compares every gradient under the run's plan with the same model in one process."""
 
 import argparse
 from typing import Any
 
-from motet.cli.run_file import add_plan, add_run_file, load_config, read_plan
-from motet.cli.train import launch_on_plan
+from motet.cli.run_file import add_plan, add_run_file, load_config
 
 HELP = "check loss and every gradient of the distributed run against one process of plain transformers"
 
@@ -20,15 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.dtype:
         arguments.overrides.append(f"train.dtype={arguments.dtype}")
-    config = load_config(arguments)
-    from motet.cli.run_file import read_problem
-    from motet.planner.evaluate import check_same_model
-    from motet.planner.from_run_file import plan_for
+    from motet.api import verify
 
-    problem = read_problem(config)
-    plan = read_plan(arguments.plan, config) if arguments.plan else plan_for(config, problem)
-    check_same_model(problem, plan)
-    result = launch_on_plan("verify", config, plan)
+    result = verify(load_config(arguments), plan=arguments.plan)
     if not result:
         return {}
     print(_text(result))

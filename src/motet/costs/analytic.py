@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.communication import collective_terms
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic, total
 from motet.costs.kernel_speeds import Speeds, default_speeds

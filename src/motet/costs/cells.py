@@ -110,10 +110,8 @@ class Cells:
             for layer, needs, count in kind.different:
                 if layer not in known:
                     known[layer] = layer_flops(layer)
-                backward = known[layer].backward(
-                    input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient
-                )
-                parts.append(known[layer].forward.plus(backward).times(count))
+                passes = known[layer].passes(needs.input_gradient, needs.weight_gradient)
+                parts.append(passes.forward.plus(passes.backward).times(count))
             terms.append(total([] if self.plan.modules[kind.module].copy_of is not None else parts))
         pairs, place = np.unique(np.stack([self.kind, self.load]), axis=1, return_inverse=True)
         counts = np.bincount(place.reshape(-1), weights)

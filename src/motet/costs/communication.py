@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.cost_model import CostTable, LinkCost
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]

@@ -12,7 +12,7 @@ are counted as if they had it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.communication import collective_terms
 from motet.costs.cost_model import LayerCost, Quadratic
 from motet.plan import Plan

@@ -60,6 +60,21 @@ def _shares(cp_size: int) -> Load:
 ZERO = Quadratic()
 
 
+class LayerPasses(NamedTuple):
+    """Seconds of one layer's passes, given which gradients it computes."""
+
+    forward: Quadratic
+    input_gradient: Quadratic
+    weight_gradient: Quadratic
+    """Of the weight half of a backward."""
+    recomputation: Quadratic
+    """The forward that the backward repeats."""
+
+    @property
+    def backward(self) -> Quadratic:
+        return self.input_gradient.plus(self.weight_gradient).plus(self.recomputation)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Seconds of one layer on each rank of a tensor-parallel group, its collectives included."""
@@ -71,10 +86,16 @@ class LayerCost:
     weight_gradient: Quadratic
     weight_gradient_alone: Quadratic
 
-    def backward(self, *, input_gradient: bool, weight_gradient: bool) -> Quadratic:
-        if input_gradient:
-            return self.input_gradient.plus(self.weight_gradient) if weight_gradient else self.input_gradient
-        return self.weight_gradient_alone if weight_gradient else ZERO
+    def passes(self, input_gradient: bool, weight_gradient: bool, *, recompute: bool = False) -> LayerPasses:
+        """The passes of a layer that computes these gradients; `recompute` matters only if it computes any."""
+        keeps_graph = (input_gradient or weight_gradient) and not recompute
+        alone = self.weight_gradient if input_gradient else self.weight_gradient_alone
+        return LayerPasses(
+            forward=self.forward if keeps_graph else self.forward_without_graph,
+            input_gradient=self.input_gradient if input_gradient else ZERO,
+            weight_gradient=alone if weight_gradient else ZERO,
+            recomputation=self.forward if recompute and (input_gradient or weight_gradient) else ZERO,
+        )
 
     def of_rank(self, cp_size: int) -> "LayerCost":
         """As functions of one rank's load, of a layer that each rank of a context-parallel group computes for all."""

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from motet.cluster.catalogue import DEVICES, LINKS
+from motet.cluster import DEVICES, LINKS
 
 DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 DEVICES_HEADING, LINKS_HEADING = "## Devices\n", "## Links\n"

@@ -15,7 +15,7 @@ from math import lcm
 import numpy as np
 
 from motet.assignment.sample import Sample
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
 from motet.costs.communication import all_reduce_seconds, collective_seconds, message_seconds
 from motet.costs.cost_model import CostTable, Quadratic

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.cluster.catalogue import Device
+from motet.cluster import Device
 from motet.costs.kernels import Kernel, KernelKind
 from motet.errors import UserError
 

@@ -75,15 +75,27 @@ DEFAULT_MEMORY = MemoryOptions()
 
 
 def static_layer_bytes(
-    layer: LayerShape, *, trainable: bool, tp_size: int, num_holders: int, options: MemoryOptions, num_shares: int = 1
+    layer: LayerShape,
+    *,
+    trainable: bool,
+    tp_size: int,
+    num_holders: int,
+    options: MemoryOptions,
+    has_backward: bool = False,
+    num_shares: int = 1,
+    fully_sharded: bool = False,
 ) -> int:
-    """Parameters, gradients and moments of one layer on one rank. `num_holders`: ranks that hold the same shard.
-    `num_shares`: ranks that keep a share each of all three (FSDP), of equal size."""
+    """Parameters, gradients, optimizer state and casts of one layer on one rank.
+
+    `num_holders`: ranks that hold the same shard. `has_backward`: autocast's copy of the weights stays for all
+    microbatches, unless the stage is fully sharded. `num_shares`: ranks of a fully sharded stage, each of which keeps
+    an equal share of the rest."""
+    cast = cast_weight_bytes(layer, tp_size=tp_size, options=options) if has_backward and not fully_sharded else 0
     size = layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
     if not trainable:
-        return -(-size // num_shares)
+        return -(-size // num_shares) + cast
     state = layer.num_parameters_per_rank(tp_size) * options.state_bytes * options.num_keepers(num_holders)
-    return -(-(2 * size - (-state // num_holders)) // num_shares)
+    return -(-(2 * size - (-state // num_holders)) // num_shares) + cast
 
 
 def cast_weight_bytes(layer: LayerShape, *, tp_size: int, options: MemoryOptions) -> int:
@@ -327,19 +339,15 @@ class RankMemory:
             static_layer_bytes(
                 workload.layers[index],
                 trainable=module.is_trainable((index, index + 1)),
+                has_backward=self._gradients[self.cells.owner(name)][index].any,
                 tp_size=tp_size,
                 num_holders=num_holders,
                 options=self.options,
                 num_shares=num_shares,
+                fully_sharded=module.fully_sharded,
             )
             for index in range(*layers)
         )
-        if not module.fully_sharded:
-            static += sum(
-                cast_weight_bytes(workload.layers[index], tp_size=tp_size, options=self.options)
-                for index in range(*layers)
-                if self._gradients[self.cells.owner(name)][index].any
-            )
         of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
         return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.options)
 

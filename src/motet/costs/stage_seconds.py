@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from motet.cluster.cluster import Cluster
+from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
 from motet.costs.communication import collective_terms
 from motet.costs.contrastive import LossSeconds, loss_seconds
@@ -72,24 +72,23 @@ class StageSeconds:
                 input_half.append(costs.blocks_backward)
         for index, needs in zip(range(*stage.layers), gradients, strict=True):
             layer = self._on_each_rank(kind, workload.layers[index], costs.layers[index])
-            recomputed = needs.any and name in self.cells.plan.recompute and workload.has_block((index, index + 1))
-            with_graph = needs.any and not recomputed and not reruns
+            recomputed = name in self.cells.plan.recompute and workload.has_block((index, index + 1))
+            passes = layer.passes(needs.input_gradient, needs.weight_gradient, recompute=recomputed or reruns)
             exchange = self._key_exchange(workload.layers[index], stage)
             gather = self._parameter_gather(name, workload.layers[index], stage)
-            forward += [layer.forward if with_graph else layer.forward_without_graph, exchange, gather]
+            forward += [passes.forward, exchange, gather]
             if is_gathered_in_backward(workload.layers[index], needs, gradients):
                 input_half.append(gather)
             if needs.weight_gradient:
                 weight_half.append(gather)  # As much is sent when gradients are summed.
-            if recomputed:
+            if recomputed and needs.any:
                 input_half += [layer.forward, exchange]
             if reruns:
                 input_half += [layer.forward if needs.any else layer.forward_without_graph, exchange, gather]
-            if needs.input_gradient:
-                input_half += [exchange, layer.input_gradient]
-                weight_half.append(layer.weight_gradient if needs.weight_gradient else ZERO)
-            elif needs.weight_gradient:
-                weight_half += [exchange, layer.weight_gradient_alone]
+            if needs.any:
+                (input_half if needs.input_gradient else weight_half).append(exchange)
+            input_half.append(passes.input_gradient)
+            weight_half.append(passes.weight_gradient)
         if reruns:
             input_half += [costs.stage_forward, costs.blocks_forward if has_block else ZERO]
         return StageCosts(total(forward), total(input_half), total(weight_half))

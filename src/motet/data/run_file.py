@@ -25,7 +25,7 @@ from motet.data.layouts import (
 )
 from motet.data.tools import NeedsTransformersError, PlainTools, Tools, TransformersTools
 from motet.errors import UserError
-from motet.families.model_graph import ModelGraph, read_graph
+from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.families.token_counts import modality_of, reads_text
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ def data_to_prepare(config: RunConfig) -> PreparedDataConfig:
     return config.data
 
 
-def _open_examples(config: RunConfig, graph: ModelGraph) -> Examples:
+def _open_examples(config: RunConfig, graph: ConfiguredGraph) -> Examples:
     data: Any = config.data
     _check_processor_names(data, graph)
     return DATA_KINDS[type(data)].open(data, graph)
 
 
-def _check_processor_names(data: Any, graph: ModelGraph) -> None:
+def _check_processor_names(data: Any, graph: ConfiguredGraph) -> None:
     encoders = graph.of_kind("encoder", "tower")
     for name in getattr(data, "processors", ()):
         if name not in encoders:
@@ -121,7 +121,7 @@ def _check_processor_names(data: Any, graph: ModelGraph) -> None:
 
 
 def _module_layouts(
-    config: RunConfig, graph: ModelGraph, tools: Tools, encoder_class: Callable[..., E]
+    config: RunConfig, graph: ConfiguredGraph, tools: Tools, encoder_class: Callable[..., E]
 ) -> dict[str, ModuleLayout]:
     """The layout of every module of the graph. `encoder_class`: the layout of encoders of images and sounds.
 

@@ -15,7 +15,7 @@ from motet.config import PartConfig
 from motet.data.chat import plain_word_level_tokenizer, read_tokenizer, word_level_tokenizer
 from motet.data.tasks.dial_a_digit import IMAGE_MEAN, IMAGE_SIZE, IMAGE_STD, SAMPLING_RATE
 from motet.errors import UserError
-from motet.families.model_graph import ModuleNode
+from motet.families.configured_graph import ConfiguredModule
 from motet.families.token_counts import modality_of
 
 PROCESSOR_FILES = (
@@ -30,9 +30,9 @@ class NeedsTransformersError(Exception):
 
 
 class Tools(Protocol):
-    def tokenizer(self, node: ModuleNode) -> Any: ...
+    def tokenizer(self, node: ConfiguredModule) -> Any: ...
 
-    def processor(self, name: str, node: ModuleNode) -> Any:
+    def processor(self, name: str, node: ConfiguredModule) -> Any:
         """The processor of the encoder `name`. Raises `UserError` naming the key that is wrong."""
 
 
@@ -44,7 +44,7 @@ class PlainTools:
     def __init__(self, data: Any, words: Sequence[str]) -> None:
         self._data, self._words = data, words
 
-    def tokenizer(self, node: ModuleNode) -> Any:
+    def tokenizer(self, node: ConfiguredModule) -> Any:
         if self._words:
             return plain_word_level_tokenizer(self._words)
         tokenizer = read_tokenizer(partial(_stored_file, self._data.tokenizer or _source_of(node)))
@@ -52,7 +52,7 @@ class PlainTools:
             raise NeedsTransformersError
         return tokenizer
 
-    def processor(self, name: str, node: ModuleNode) -> Mapping[str, Any]:
+    def processor(self, name: str, node: ConfiguredModule) -> Mapping[str, Any]:
         """The values of the processor."""
         if self._words:
             return task_processor(node)
@@ -72,12 +72,12 @@ class TransformersTools:
     def __init__(self, data: Any, words: Sequence[str]) -> None:
         self._data, self._words = data, words
 
-    def tokenizer(self, node: ModuleNode) -> Any:
+    def tokenizer(self, node: ConfiguredModule) -> Any:
         if self._words:
             return word_level_tokenizer(self._words)
         return self._stored("AutoTokenizer", self._data.tokenizer, node, "data.tokenizer")
 
-    def processor(self, name: str, node: ModuleNode) -> Any:
+    def processor(self, name: str, node: ConfiguredModule) -> Any:
         if not self._words:
             modality = modality_of(node.workload.config)
             kind = "AutoImageProcessor" if modality == "image" else "AutoFeatureExtractor"
@@ -97,7 +97,7 @@ class TransformersTools:
         kind = values.pop("image_processor_type", None) or values.pop("feature_extractor_type")
         return classes[kind](**values)
 
-    def _stored(self, kind: str, given: str | None, node: ModuleNode, key: str) -> Any:
+    def _stored(self, kind: str, given: str | None, node: ConfiguredModule, key: str) -> Any:
         """Loads a tokenizer or processor from the given source, or from that of the module's weights."""
         import transformers
 
@@ -110,7 +110,7 @@ class TransformersTools:
             raise UserError(f"{key}: {source} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
 
 
-def task_processor(node: ModuleNode) -> dict[str, Any]:
+def task_processor(node: ConfiguredModule) -> dict[str, Any]:
     """The values of a processor that fits the images and sounds of tasks to the encoder's sizes."""
     config = node.workload.config
     if modality_of(config) == "audio":
@@ -154,7 +154,7 @@ def _task_extractor(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     }
 
 
-def _source_of(node: ModuleNode) -> str | None:
+def _source_of(node: ConfiguredModule) -> str | None:
     """The folder or hub id of the module's weights."""
     assert isinstance(node.part, PartConfig)
     return node.part.path or node.part.hub

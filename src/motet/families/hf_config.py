@@ -11,7 +11,8 @@ from motet.config import DecoderConfig, LanguageModelConfig, PartConfig, TowerCo
 from motet.errors import UserError, closest
 from motet.shapes.defaults import DEFAULTS
 from motet.shapes.diffusion import DIT_DEFAULTS, GENERATORS, UNET_DEFAULTS, generator_workload
-from motet.shapes.module_shape import ModuleWorkload, module_workload
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import ModuleWorkload
 
 # What a stored CLIPModel or SiglipModel is made of: which of its parts is which tower, and what else is trained of it.
 #

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.plan import Plan
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import best_plan, dp_sizes, has_few_stages, tp_sizes
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout
@@ -57,7 +56,7 @@ def _layouts(problem: PlanningProblem) -> Iterator[Layout]:
 
 def _run_seconds(problem: PlanningProblem, tp: int, dp: int) -> Array:
     """[first, last]: forward and backward of layers [first, last) in the row; infinite where there are none."""
-    times = [time.total_s for name in problem.modules for time in layer_times(problem, name, tp, dp)]
+    times = [time.total_s for name in problem.modules for time in problem.estimator.layer_times(name, tp, dp)]
     prefix = np.concatenate([[0.0], np.cumsum(times)])
     runs = prefix[None, :] - prefix[:, None]
     runs[np.tril_indices(len(prefix))] = np.inf

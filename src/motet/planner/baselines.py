@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from motet.costs.analytic import layer_flops
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import best_plan, dp_sizes, most_stages, tp_sizes, uniform_degrees
 from motet.planner.explicit import Placement, cut_module
 from motet.planner.layout import Layout, layout_of_degrees
@@ -65,7 +63,9 @@ def _even_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[in
 def _colocated_chains(problem: PlanningProblem) -> Iterator[Layout]:
     """For each choice of degrees, the shares of encoders and the rest that seem fastest by forward times alone."""
     for dp, tp, num_groups in uniform_degrees(problem):
-        forward = {name: [time.forward_s for time in layer_times(problem, name, tp, dp)] for name in problem.modules}
+        forward = {
+            name: [time.forward_s for time in problem.estimator.layer_times(name, tp, dp)] for name in problem.modules
+        }
         best: tuple[float, dict[str, int]] | None = None
         for num_encoder_stages in range(1, num_groups):
             counts = _stage_counts(problem, num_encoder_stages, num_groups - num_encoder_stages)
@@ -130,10 +130,10 @@ def _module_flops(problem: PlanningProblem) -> dict[str, float]:
     """Forward and the backward that the trainable layers need, of a typical microbatch."""
     result = {}
     for name, module in problem.modules.items():
-        load = typical_load(problem, name)
+        load = problem.estimator.typical_load(name)
         result[name] = sum(
             flops.forward.seconds(load)
-            + flops.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient).seconds(load)
+            + flops.passes(needs.input_gradient, needs.weight_gradient).backward.seconds(load)
             for flops, needs in zip(map(layer_flops, module.workload.layers), problem.gradients[name], strict=True)
         )
     return result

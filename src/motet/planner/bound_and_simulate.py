@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from motet.planner.cost_estimates.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, layout_plan
+from motet.planner.layout_costs import LayoutCosts, usable_bytes
 from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
 

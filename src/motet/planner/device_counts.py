@@ -13,7 +13,6 @@ from itertools import product
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.bound_and_simulate import rank
-from motet.planner.cost_estimates.layer_times import least_total_times
 from motet.planner.degrees import cp_sizes, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement
@@ -74,7 +73,7 @@ def _share_s(problem: PlanningProblem) -> float:
             min(tp * time.total_s for tp, time in zip(sizes, times, strict=True))
             for name in problem.modules
             for sizes in [tp_sizes(problem, name)]
-            for times in zip(*(least_total_times(problem, name, tp) for tp in sizes), strict=True)
+            for times in zip(*(problem.estimator.lower_bound_batch_times(name, tp) for tp in sizes), strict=True)
         )
 
     return problem.remembered("device-seconds", compute)

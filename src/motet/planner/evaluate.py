@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.policies import assign
+from motet.balancing.policies import assign
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import RESERVE
 from motet.errors import UserError

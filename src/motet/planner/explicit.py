@@ -23,7 +23,6 @@ from motet.attention.masks.distribution import check_ulysses
 from motet.errors import UserError
 from motet.parallel.tensor_plans import check_tp
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.partition import partition, partition_by_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 
@@ -139,7 +138,7 @@ def cut_module(
             return partition_by_sizes(num_layers, degrees.layers_per_stage)
         except UserError as error:
             raise UserError(f"parallel: {name}.{error}") from None
-    times = layer_times(problem, name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
+    times = problem.estimator.layer_times(name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
     return partition([time.total_s for time in times], degrees.pp)
 
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from motet.assignment.batch_assignment import BatchAssignment
-from motet.assignment.policies import assign
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
-from motet.cluster.cluster import Cluster, available_cores, cluster_from_dict
+from motet.balancing.policies import assign
+from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import CatalogueConfig, ModuleParallelConfig, RunConfig, load_catalogue
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
@@ -21,7 +21,7 @@ from motet.costs.iteration import IterationCosts
 from motet.costs.kernel_speeds import Speeds
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError, closest
-from motet.families.model_graph import ModelGraph, read_graph
+from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, Plan
 from motet.planner.distmm.planner import SCHEDULE
 from motet.planner.distmm.towers import TowerLayout, tower_plan
@@ -94,7 +94,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     )
 
 
-def _check_schedule(config: RunConfig, graph: ModelGraph) -> None:
+def _check_schedule(config: RunConfig, graph: ConfiguredGraph) -> None:
     schedule = config.parallel.schedule
     if schedule not in GENERATORS:
         near = closest(schedule.lower(), GENERATORS, "give one of")

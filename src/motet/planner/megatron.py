@@ -15,7 +15,6 @@ where appendix B has no answer. Stages need not divide the blocks; the first one
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from motet.plan import LayerRange, Plan
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import best_plan, check_may_be_whole, has_few_stages, uniform_degrees
 from motet.planner.explicit import Placement
 from motet.planner.layout import Chunk, Layout, cut_chain
@@ -104,10 +103,7 @@ def balanced_chains(problem: PlanningProblem, sizes: GroupSizes, num_chunks: int
 def layer_seconds(
     problem: PlanningProblem, tp: int, dp: int, *, frozen_aware: bool = True
 ) -> Mapping[str, Sequence[float]]:
-    return {
-        name: [time.total_s for time in layer_times(problem, name, tp, dp, frozen_aware=frozen_aware)]
-        for name in problem.modules
-    }
+    return {name: problem.estimator.layer_seconds(name, tp, dp, frozen_aware=frozen_aware) for name in problem.modules}
 
 
 def language_model(problem: PlanningProblem) -> str:

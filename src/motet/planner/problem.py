@@ -1,7 +1,6 @@
 """What a planner is given: the model's shape and trainability, its costs, the devices, and a typical global batch.
 
-What follows from it: `motet.planner.cost_estimates.microbatch_loads`, `motet.planner.cost_estimates.layer_times`,
-`motet.planner.cost_estimates.layer_bytes`.
+`PlanningProblem.estimator` answers what layers take in seconds and bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +9,11 @@ from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
-from motet.assignment.sample import Sample, kinds_of_samples
-from motet.cluster.cluster import Cluster
+from motet.assignment.sample import Sample
+from motet.cluster import Cluster
 from motet.costs.cost_model import CostTable
-from motet.costs.layer_gradients import LayerGradients, gradients_of_modules
+from motet.costs.estimator import Estimator
+from motet.costs.layer_gradients import LayerGradients
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
@@ -116,7 +116,7 @@ class PlanningProblem:
     schedules: tuple[str, ...] | None = None
     """That planner `auto` may choose from; None: all there are. Other planners take `schedule`."""
     assignment: str = DEFAULT_ASSIGNMENT
-    """How batches are cut: a key of `motet.assignment.policies.ASSIGNMENTS`."""
+    """How batches are cut: a key of `motet.balancing.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
     """As the plan's."""
     recompute: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ class PlanningProblem:
     @property
     def sample_kinds(self) -> list[int]:
         """A number for each sample, from 0 on, the same for those that cost the same."""
-        return self.remembered("kinds of samples", lambda: kinds_of_samples(self.samples))
+        return self.estimator.sample_kinds
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -224,18 +224,27 @@ class PlanningProblem:
         return other
 
     @cached_property
-    def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
-        """For each layer of each module, when every modality is there."""
-        return gradients_of_modules(
-            {name: module.trainable_layers for name, module in self.modules.items()}, self.edges
+    def estimator(self) -> Estimator:
+        """Estimates seconds and bytes of layers under any degrees of parallelism."""
+        return Estimator(
+            workloads={name: module.workload for name, module in self.modules.items()},
+            trainable={name: module.trainable_layers for name, module in self.modules.items()},
+            edges=self.edges,
+            table=self.table,
+            cluster=self.cluster,
+            memory=self.memory,
+            samples=self.samples,
+            num_microbatches=self.num_microbatches,
+            recompute=self.recompute,
+            cuts_evenly=self.cuts_evenly,
+            known=self._known,
         )
 
-    def has_backward(self, name: str, layers: LayerRange) -> bool:
-        return any(needs.any for needs in self.gradients[name][slice(*layers)])
+    @property
+    def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
+        """The gradients that each layer of each module computes when every modality is present."""
+        return self.estimator.gradients
 
     def remembered(self, key: object, compute: Callable[[], T]) -> T:
-        """What `compute` returned for this key the first time; planners ask the same of a problem many times."""
-        if key not in self._known:
-            self._known[key] = compute()
-        value: T = self._known[key]
-        return value
+        """Returns what `compute` returned for this key the first time."""
+        return self.estimator.remembered(key, compute)

@@ -13,12 +13,11 @@ from math import comb, inf
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.bound_and_simulate import best_layout, rank
-from motet.planner.cost_estimates.layer_times import bounding_times, layer_times
-from motet.planner.cost_estimates.layout_costs import LayoutCosts
 from motet.planner.degrees import cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.explicit import Placement, build_plan
 from motet.planner.layout import Chunk, Layout, layout_of_degrees
+from motet.planner.layout_costs import LayoutCosts
 from motet.planner.partition import fewest_stages, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
@@ -74,7 +73,7 @@ class _Cutoff:
 
     def _slowest_s(self, name: str, degrees: Degrees, runs: "Runs") -> float:
         if (name, degrees) not in self._stage_s:
-            times = bounding_times(self._problem, name, degrees.tp, degrees.dp, cp=degrees.cp)
+            times = self._problem.estimator.lower_bound_times(name, degrees.tp, degrees.dp, cp=degrees.cp)
             slowest = max(stage_costs([time.total_s for time in times], runs(name, degrees)))
             self._stage_s[name, degrees] = self._problem.num_microbatches * slowest + self._problem.program_s
         return self._stage_s[name, degrees]
@@ -175,8 +174,10 @@ def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[in
     """Of the busiest stage: its part of the sink, and a forward of every encoder; copies whose output nobody reads keep
     no graph."""
     frozen = problem.remembered("frozen", lambda: _frozen(problem))
-    times = [time.total_s for time in bounding_times(problem, problem.sinks[0], tp, dp)]
-    encoders = sum(time.forward_s for name in problem.sources for time in bounding_times(frozen, name, tp, dp))
+    times = [time.total_s for time in problem.estimator.lower_bound_times(problem.sinks[0], tp, dp)]
+    encoders = sum(
+        time.forward_s for name in problem.sources for time in frozen.estimator.lower_bound_times(name, tp, dp)
+    )
     return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise([0, *accumulate(cut)])))))
 
 
@@ -301,9 +302,7 @@ def loosely_coupled(
 ) -> Iterator[tuple[int, ...]]:
     """Cornstarch Algorithm 1: for each number of stages of the language model, each encoder gets the fewest stages that
     keep up with it. Devices that are left go, stage by stage, to the slowest module. `sizes`: degrees but for them."""
-    times = {
-        name: [t.total_s for t in layer_times(problem, name, own.tp, own.dp, cp=own.cp)] for name, own in sizes.items()
-    }
+    times = {name: problem.estimator.layer_seconds(name, own.tp, own.dp, cp=own.cp) for name, own in sizes.items()}
     sink = next(i for i, unit in enumerate(units) if unit.is_sink)
 
     @cache

@@ -3,10 +3,10 @@
 Sizes and work of each module, sample by sample (thesis Figure 4.3); how they relate, in single samples (Figure 4.4) and
 in batches of growing size, with b_min (Figure 4.5, `motet.planner.entrain.profiling_size`); and what the plan's
 iteration would take, and how long ranks would idle, under each way to cut the global batch
-(`motet.assignment.policies`).
+(`motet.balancing.policies`).
 
-Work is in device-seconds, forward and backward, of each sample by itself (`motet.costs.sample_work`), under the plan:
-what is frozen costs less. Limits: b_min takes every module to have devices of its own, as Entrain's layouts do.
+Work is in device-seconds, forward and backward, of each sample by itself (`motet.balancing.sample_work`), under the
+plan: what is frozen costs less. Limits: b_min takes every module to have devices of its own, as Entrain's layouts do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from statistics import fmean
 import numpy as np
 
 from motet.assignment.batch_assignment import num_shares
-from motet.assignment.policies import ASSIGNMENTS
 from motet.assignment.sample import Sample
-from motet.costs.sample_work import sample_work
+from motet.balancing.policies import ASSIGNMENTS
+from motet.balancing.sample_work import sample_work
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, Plan
 from motet.planner.entrain.profiling_size import ProfilingSize, drawing_from, stable_profiling_size

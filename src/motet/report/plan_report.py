@@ -6,7 +6,6 @@ from typing import Any
 
 from motet.plan import Plan
 from motet.planner.auto.planner import Choice
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.fsdp import fully_sharded
 from motet.planner.memory_suggestions import remedies
@@ -33,7 +32,7 @@ def compare_costs(problem: PlanningProblem, plan: Plan) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"module": name, "tp_size": tp_size}
         for part in ("forward_s", "backward_s"):
             measured, computed = (
-                sum(getattr(time, part) for time in layer_times(source, name, tp_size, len(module.replicas)))
+                sum(getattr(time, part) for time in source.estimator.layer_times(name, tp_size, len(module.replicas)))
                 for source in (problem, computed_problem)
             )
             row |= {f"measured_{part}": measured, f"computed_{part}": computed}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.parallel.tensor_plans import Shard, local_ranges
-from motet.planner.reconfiguration.copies import Copy, Ranges, copies, moved_bytes
+from motet.planner.reconfiguration.copies import Copy, Ranges, num_moved_bytes, plan_copies
 from motet.runtime.local_model import LocalModel, LocalParameter
 from motet.runtime.training.optimizer import Optimizer
 
@@ -168,14 +168,14 @@ def plan_handover(held: Sequence[Described], needed: Sequence[Described], *, dev
     everything = [(item, d) for rank in (*held, *needed) for item, d in rank.items()]
     dims = {item: 0 for item, _ in everything} | {item: d.shard.dim for item, d in everything if d.shard is not None}
     unit_bytes = {item: d.num_bytes // d.shape[dims[item]] for item, d in everything}
-    made, missing = copies(
+    made, missing = plan_copies(
         {rank: {item: d.ranges(dims[item]) for item, d in parts.items()} for rank, parts in enumerate(held)},
         {rank: {item: d.ranges(dims[item]) for item, d in parts.items()} for rank, parts in enumerate(needed)},
         unit_bytes,
         devices_per_node=devices_per_node,
     )
     steps = {item.parameter: d.steps for rank in held for item, d in rank.items() if item.kind == "moments"}
-    return Handover(made, missing, round(moved_bytes(made)), dims, steps)
+    return Handover(made, missing, round(num_moved_bytes(made)), dims, steps)
 
 
 @torch.no_grad()

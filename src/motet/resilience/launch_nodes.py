@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import torch
 
 from motet.addresses import address_text, interface_towards
-from motet.cluster.cluster import available_cores
+from motet.cluster import available_cores
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.plan import Plan

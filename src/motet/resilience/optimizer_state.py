@@ -1,7 +1,7 @@
 """ZeRO-1 on pipelines that may be lost: f + 1 holders keep the optimizer's state of each parameter, and update it.
 
 Gradients are summed as ever, so every holder has them whole. Then the keepers of a parameter
-(`motet.planner.reconfiguration.optimizer_state`) apply the update, all with the same bits, and send the new values to
+(`motet.planner.reconfiguration.state_owners`) apply the update, all with the same bits, and send the new values to
 those holders that are none: in the pieces of both ranks' shards, so pipelines may differ in tensor parallelism. A
 rank's own part of the update needs no other rank.
 
@@ -28,8 +28,8 @@ from functools import partial
 import torch.distributed as dist
 
 from motet.plan import Plan
-from motet.planner.reconfiguration.copies import take, wanted_parts
-from motet.planner.reconfiguration.optimizer_state import Holder, Keepers, choose_keepers
+from motet.planner.reconfiguration.copies import local_parts, match_parts
+from motet.planner.reconfiguration.state_owners import ParameterReplica, StateOwners, choose_state_owners
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.handover import Described, Description, Handover, Holding, Item, carry_out, plan_handover
 from motet.runtime.executor import Executor
@@ -46,7 +46,7 @@ def groups_of(holding: Holding) -> Groups:
     }
 
 
-def agree_on_keepers(
+def agree_on_state_owners(
     plan: Plan,
     held: Sequence[Described],
     could_hold: Sequence[Described],
@@ -54,7 +54,7 @@ def agree_on_keepers(
     *,
     number: int,
     devices_per_node: int,
-) -> Keepers:
+) -> StateOwners:
     """Of every parameter of the plan, the same on all ranks. `held`, `could_hold`, `groups`: by rank; what there is,
     what its stages have room for, and with whom."""
     pipeline_of = {
@@ -66,7 +66,7 @@ def agree_on_keepers(
             members[name].add(ranks)
     holders = {
         name: [
-            Holder(
+            ParameterReplica(
                 ranks=ranks,
                 pipeline=pipeline_of[ranks[0] // devices_per_node],
                 num_bytes=_num_bytes(could_hold[ranks[0]][Item(name, "moments")]),
@@ -76,7 +76,7 @@ def agree_on_keepers(
         ]
         for name, groups_of_name in members.items()
     }
-    return choose_keepers(holders, number)
+    return choose_state_owners(holders, number)
 
 
 def _num_bytes(description: Description) -> float:
@@ -87,11 +87,11 @@ def _lacking_bytes(held: Described, wanted: Described, item: Item) -> float:
     description = wanted[item]
     dim = 0 if description.shard is None else description.shard.dim
     there = held[item].ranges(dim) if item in held else ()
-    _, lacking = take(wanted_parts(description.ranges(dim)), there)
+    _, lacking = match_parts(local_parts(description.ranges(dim)), there)
     return sum(b - a for a, b, _ in lacking) * description.num_bytes / description.shape[dim]
 
 
-def kept_by_rank(keepers: Keepers, num_ranks: int) -> list[set[str]]:
+def kept_by_rank(keepers: StateOwners, num_ranks: int) -> list[set[str]]:
     """The parameters of which each rank keeps the state."""
     result: list[set[str]] = [set() for _ in range(num_ranks)]
     for name, of_name in keepers.items():
@@ -101,7 +101,7 @@ def kept_by_rank(keepers: Keepers, num_ranks: int) -> list[set[str]]:
     return result
 
 
-def without_others_moments(could_hold: Sequence[Described], keepers: Keepers) -> list[Described]:
+def without_others_moments(could_hold: Sequence[Described], keepers: StateOwners) -> list[Described]:
     """What every rank needs: all values, and the moments that it keeps."""
     return [
         {item: d for item, d in of_rank.items() if item.kind == "values" or item.parameter in kept}
@@ -113,7 +113,7 @@ def keep_alone(
     new: Holding,
     executor: Executor,
     could_hold: Sequence[Described],
-    keepers: Keepers,
+    keepers: StateOwners,
     *,
     devices_per_node: int,
 ) -> None:

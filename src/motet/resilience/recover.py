@@ -38,7 +38,13 @@ from motet.resilience.failure_log import Recovery, write_recovery, write_straggl
 from motet.resilience.handover import Described, Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.interruptible_wait import release_in_background
 from motet.resilience.membership import Address, Call, Membership, call_s, unlogged_changes
-from motet.resilience.optimizer_state import Groups, agree_on_keepers, groups_of, keep_alone, without_others_moments
+from motet.resilience.optimizer_state import (
+    Groups,
+    agree_on_state_owners,
+    groups_of,
+    keep_alone,
+    without_others_moments,
+)
 from motet.resilience.store.run_record import RunRecord, earlier_checkpoints
 from motet.resilience.store.store import is_listening
 from motet.resilience.stragglers import StragglerWatch
@@ -263,7 +269,7 @@ class TrainingProcess:
         assert self._config.train.failures is not None
         number = self._config.train.failures.tolerate + 1
         size = self._node_size
-        keepers = agree_on_keepers(plan, held, could_hold, groups, number=number, devices_per_node=size)
+        keepers = agree_on_state_owners(plan, held, could_hold, groups, number=number, devices_per_node=size)
         keep_alone(new, engine.executor, could_hold, keepers, devices_per_node=size)
         return without_others_moments(could_hold, keepers)
 

@@ -11,10 +11,10 @@ from torch import nn
 from motet.attention.masks.rules import rule_of_family
 from motet.config import DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.families.classes import Kind
-from motet.families.model_graph import read_graph
+from motet.families.configured_graph import read_graph
+from motet.models.graph import ModalityModule
 from motet.models.hub.clip import initial_loss, read_projection
 from motet.models.materialize import layer_seed, materialize, read_part_config
-from motet.models.multimodal import ModalityModule
 from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.contrastive import ContrastiveStage
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
@@ -116,14 +116,7 @@ def build_loss(config: RunConfig, dtype: torch.dtype) -> ContrastiveStage:
     loss = initial_loss(config.model).to(dtype)
     _set_trainable(loss, given.train)
     pairs = pairs_of(tuple(config.model.towers), given.anchor)
-    return ContrastiveStage(
-        given.loss,
-        pairs,
-        read_graph(config).feature_size,
-        loss.logit_scale,
-        loss.logit_bias,
-        max_logit_scale=given.max_logit_scale,
-    )
+    return ContrastiveStage(loss, pairs, read_graph(config).feature_size)
 
 
 def _set_trainable(part: nn.Module, trainable: bool) -> None:

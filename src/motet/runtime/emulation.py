@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from motet.assignment.sample import Sample
 from motet.costs.iteration import IterationCosts
 from motet.models.stages.causal import layout_of
-from motet.models.stages.contrastive import ContrastiveStage
+from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
 from motet.parallel import split_backward
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Stage
@@ -167,7 +167,7 @@ def emulated_stage_maker(costs: IterationCosts) -> StageMaker:
         workload = costs.workloads[owner]
         if module.kind == "loss":
             pairs = [(a, b) for a, b in workload.config["pairs"]]
-            return ContrastiveStage("softmax", pairs, workload.hidden_size, nn.Parameter(torch.zeros(())), None)
+            return ContrastiveStage(ContrastiveLoss("softmax", 0.0), pairs, workload.hidden_size)
         return EmulatedStage(
             owner,
             workload,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
-from motet.assignment.policies import check_assignment
 from motet.assignment.sample import Sample
+from motet.balancing.policies import check_assignment
 from motet.errors import UserError
 from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from motet.cluster.cluster import available_cores
+from motet.cluster import available_cores
 from motet.errors import UserError
 from motet.runtime.checkpoint.folder import write_atomically
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
-from motet.families.model_graph import read_graph
+from motet.families.configured_graph import read_graph
 from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange

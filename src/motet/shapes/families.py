@@ -5,6 +5,7 @@ To add a family, write one function from `Reader` to `ModuleWorkload`, one entry
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 from motet.errors import UserError
@@ -478,3 +479,26 @@ def _decoder(read: Reader, embed: LayerShape, head: LayerShape, *, inner: int) -
         arrangement="padded",
         tied=((0, len(layers) - 1),) if read.flag("tie_word_embeddings") else (),
     )
+
+
+def as_tower(encoder: ModuleWorkload) -> ModuleWorkload:
+    """The encoder (with the projector, if there is one) as a tower, whose head makes one vector of each item."""
+    layers = tuple(pooling_head(encoder, layer) if layer.part == "head" else layer for layer in encoder.layers)
+    return replace(encoder, kind="tower", layers=layers)
+
+
+def module_workload(config: Any, *, packing: bool = False) -> ModuleWorkload:
+    """The shape of a language model or an encoder (without projector).
+
+    `config`: a transformers configuration, its `to_dict()`, or what stands in a config.json. `packing`: a language
+    model's samples stand in one row instead of being padded to the longest.
+    Raises `ValueError` for a family that is not known, and for a value that is missing or wrong.
+    """
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    family = str(values.get("model_type"))
+    if family not in FAMILIES:
+        raise UserError(f"model: model_type {family!r} is not known; known are {', '.join(FAMILIES)}")
+    workload = FAMILIES[family](Reader(family, values))
+    if workload.kind == "language_model":
+        return replace(workload, arrangement="packed" if packing else "padded")
+    return workload

@@ -208,14 +208,6 @@ def with_projector(encoder: ModuleWorkload, projector: str, out_features: int) -
     return replace(encoder, layers=(*encoder.layers, layer), output_size=out_features)
 
 
-def as_tower(encoder: ModuleWorkload) -> ModuleWorkload:
-    """The encoder (with the projector, if there is one) as a tower, whose head makes one vector of each item."""
-    from motet.shapes.families import pooling_head
-
-    layers = tuple(pooling_head(encoder, layer) if layer.part == "head" else layer for layer in encoder.layers)
-    return replace(encoder, kind="tower", layers=layers)
-
-
 def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num_parameters: int = 1) -> ModuleWorkload:
     """The loss that compares towers. `pairs`: of their names; `num_parameters`: the logit scale, and a bias."""
     layer = LayerShape("loss", feature_size, other_parameters=num_parameters, num_comparisons=2 * len(pairs))
@@ -254,22 +246,3 @@ def with_feature_layer(encoder: ModuleWorkload, feature_layer: int) -> ModuleWor
         for index, layer in enumerate(encoder.layers)
     )
     return replace(encoder, layers=layers)
-
-
-def module_workload(config: Any, *, packing: bool = False) -> ModuleWorkload:
-    """The shape of a language model or an encoder (without projector).
-
-    `config`: a transformers configuration, its `to_dict()`, or what stands in a config.json. `packing`: a language
-    model's samples stand in one row instead of being padded to the longest.
-    Raises `ValueError` for a family that is not known, and for a value that is missing or wrong.
-    """
-    from motet.shapes.families import FAMILIES, Reader
-
-    values = config if isinstance(config, Mapping) else config.to_dict()
-    family = str(values.get("model_type"))
-    if family not in FAMILIES:
-        raise UserError(f"model: model_type {family!r} is not known; known are {', '.join(FAMILIES)}")
-    workload = FAMILIES[family](Reader(family, values))
-    if workload.kind == "language_model":
-        return replace(workload, arrangement="packed" if packing else "padded")
-    return workload

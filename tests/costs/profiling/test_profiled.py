@@ -7,7 +7,8 @@ from tiny_configs import EVERY_MODEL
 from motet.costs.cost_model import LayerCost, Quadratic
 from motet.costs.load import Load
 from motet.costs.profiling.regression import Measurement, fit_module
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 LOADS = [
     Load(tokens=t * s, pairs=t * t * s, sequences=s, outputs=t * s / 2, tokens_squared=(t * s) ** 2)
@@ -41,7 +42,7 @@ def measure(layers, load, weight_gradient, input_gradient, noise):
         (c.forward if with_graph else c.forward_without_graph).seconds(load) for c in COSTS[first:last]
     )
     backward = STAGE_BACKWARD.seconds(load) + sum(
-        c.backward(input_gradient=input_gradient or i > 0, weight_gradient=weight_gradient).seconds(load)
+        c.passes(input_gradient=input_gradient or i > 0, weight_gradient=weight_gradient).backward.seconds(load)
         for i, c in enumerate(COSTS[first:last])
     )
     return Measurement(
@@ -66,7 +67,7 @@ def measurements(noise=lambda: 1.0):
 def predicted(costs, layers, load, weight, inputs):
     first, last = layers
     return costs.stage_backward.seconds(load) + sum(
-        c.backward(input_gradient=inputs or i > 0, weight_gradient=weight).seconds(load)
+        c.passes(input_gradient=inputs or i > 0, weight_gradient=weight).backward.seconds(load)
         for i, c in enumerate(costs.layers[first:last])
     )
 

@@ -26,7 +26,8 @@ from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profi
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import build_projector
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 TEXT = LlamaConfig(
     hidden_size=64,

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from conversation_files import CONVERSATIONS, write_conversations, write_media
 
-from motet.data.example import PLACEHOLDERS, Example
-from motet.data.example import ExampleSource
+from motet.data.example import PLACEHOLDERS, Example, ExampleSource
 from motet.data.formats.registry import open_conversations
 from motet.errors import UserError
 

@@ -15,8 +15,8 @@ from transformers import (
 
 from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule
+from motet.models.graph import ModalityModule
 from motet.models.hub.clip import from_transformers, to_transformers
-from motet.models.multimodal import ModalityModule
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGE = {**SMALL, "image_size": 16, "patch_size": 8}

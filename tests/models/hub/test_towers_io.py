@@ -10,10 +10,11 @@ from transformers import CLIPModel
 from motet.config import ModelConfig
 from motet.errors import UserError
 from motet.families.classes import model_class_of
-from motet.models.contrastive import ContrastiveLoss, ContrastiveModule
+from motet.models.contrastive import ContrastiveModule
+from motet.models.graph import ModalityModule
 from motet.models.hub.export import export_towers, load_towers
 from motet.models.materialize import read_part_config
-from motet.models.multimodal import ModalityModule
+from motet.models.stages.contrastive import ContrastiveLoss
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODEL = ModelConfig.model_validate(

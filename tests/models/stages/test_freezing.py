@@ -7,7 +7,8 @@ from tiny_language_models import tiny_language_model
 from torch import nn
 
 from motet.errors import UserError
-from motet.models.multimodal import EncoderModule, ModalityModule, MultimodalModule
+from motet.models.graph import EncoderModule, ModalityModule
+from motet.models.multimodal import MultimodalModule
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 

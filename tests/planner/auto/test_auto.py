@@ -9,9 +9,9 @@ from small_problem import sample, small_problem, with_memory
 from motet.costs.memory import RESERVE
 from motet.planner.auto.planner import NOT_TRIED, Choice, bound_of_all, choose, own_layouts
 from motet.planner.bound_and_simulate import rank
-from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.registry import PLANNERS, make_plan
 from motet.schedule.generators import GENERATORS
 

@@ -15,7 +15,7 @@ from tower_problems import tower_problem as problem
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
-from motet.families.model_graph import read_workloads
+from motet.families.configured_graph import read_workloads
 from motet.plan import CONTRASTIVE, Plan
 from motet.planner.distmm.planner import Assignment, assign_devices, assigned_plan, assignments, balance, distmm
 from motet.planner.distmm.towers import TowerLayout, tower_plan

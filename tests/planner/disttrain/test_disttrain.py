@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_problem import small_problem, with_memory
 
 from motet.assignment.sample import Segment
-from motet.cluster.catalogue import LINKS
+from motet.cluster import LINKS
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import RESERVE
 from motet.plan import Edge, Plan, check_plan

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import small_problem, with_memory
 
-from motet.cluster.catalogue import LINKS
+from motet.cluster import LINKS
 from motet.plan import Edge, Plan, check_plan
 from motet.planner.entrain.planner import (
     Component,

@@ -11,23 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.errors import UserError
-from motet.planner.failures.policies import (
-    GridMembers,
-    RedundantMembers,
-    SizeMembers,
-    TemplateMembers,
+from motet.planner.failures.replay import (
+    KINDS,
+    Change,
+    Policy,
+    RedundancyPolicy,
+    RestartPolicy,
+    TemplatePolicy,
     Times,
+    Usage,
     best_grid,
+    draw_changes,
+    duration_s,
+    read_trace,
+    replay,
 )
-from motet.planner.failures.replay import KINDS, Change, Members, Usage, draw_changes, duration_s, read_trace, replay
-from motet.planner.templates.combinations import best_combinations, combination_s
-from motet.planner.templates.pipelines import Template
+from motet.planner.templates.pipelines import Template, best_combinations, combination_s
+from papers.oobleck.size_policy import SizePolicy
 
-TEMPLATES = {n: Template(num_nodes=n, replicas={}, first_s=2.0, slowest_s=2.0 / n) for n in (1, 2, 3)}
+TEMPLATES = {n: Template(num_nodes=n, replicas={}, fill_s=2.0, slowest_s=2.0 / n) for n in (1, 2, 3)}
 TIMES = Times(detect_s=1.0, rebuild_s=2.0, start_s=5.0, load_s=3.0)
 
 
-def grid(kind: type[GridMembers] = GridMembers, **values: float) -> GridMembers:
+def grid(kind: type[RestartPolicy] = RestartPolicy, **values: float) -> RestartPolicy:
     return kind(TEMPLATES, 12, TIMES, 6, 2, 1.0, **values)  # type: ignore[arg-type]
 
 
@@ -55,7 +61,7 @@ def test_a_warning_saves_what_is_there() -> None:
 def test_neighbours_lost_at_once_are_a_restart_for_redundancy() -> None:
     templates = {3: TEMPLATES[3]}
     for lost, restarts in ((("n0",), 0), (("n0", "n1"), 1), (("n0", "n2"), 1), (("n2", "n3"), 0), (("n1", "n4"), 0)):
-        members = RedundantMembers(templates, 12, TIMES, 8, 0, 0.0)
+        members = RedundancyPolicy(templates, 12, TIMES, 8, 0, 0.0)
         usage = replay([Change(0.0, (), nodes(8)), Change(40.0, lost)], 80.0, members)
         assert usage.num_restarts == restarts, lost
 
@@ -64,7 +70,7 @@ def test_redundancy_needs_pipelines_of_two_nodes() -> None:
     """Those of one would be the fastest, but nobody could take over. Starts at 8 s, 2 + 11 s for an iteration."""
 
     def usage(*changes: Change) -> Usage:
-        return replay(changes, 40.0, RedundantMembers(TEMPLATES, 12, TIMES, 6, 0, 0.0))
+        return replay(changes, 40.0, RedundancyPolicy(TEMPLATES, 12, TIMES, 6, 0, 0.0))
 
     assert usage(Change(0.0, (), nodes(1))).iterations == 0
     assert usage(Change(0.0, (), nodes(2))).iterations == pytest.approx(32 / 13)
@@ -78,8 +84,8 @@ def test_the_fastest_grid() -> None:
     assert best_grid({3: TEMPLATES[3]}, 2, 12) == (0, 0, float("inf"))
 
 
-@pytest.mark.parametrize("kind", [GridMembers, RedundantMembers])
-def test_spare_nodes_come_and_go_without_a_trace(kind: type[GridMembers]) -> None:
+@pytest.mark.parametrize("kind", [RestartPolicy, RedundancyPolicy])
+def test_spare_nodes_come_and_go_without_a_trace(kind: type[RestartPolicy]) -> None:
     """Of 8 nodes two pipelines of 3 use 6. Starts at 8 s; an iteration takes 2 + 5 x 2 / 3 s."""
     members = kind({3: TEMPLATES[3]}, 12, TIMES, 8, 0, 0.0)
     changes = [
@@ -101,16 +107,14 @@ def test_spare_nodes_come_and_go_without_a_trace(kind: type[GridMembers]) -> Non
     assert faster.seconds["recovery"] > 8
 
 
-def template_members(**values: bool) -> TemplateMembers:
+def template_members(**values: bool) -> TemplatePolicy:
     """Pipelines of one to three nodes, one failure to survive."""
-    templates = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=3, devices_per_node=1)
+    templates = draw_templates(Random(0), failures=1, min_nodes=1, max_nodes=3, devices_per_node=1)
 
     def combine(num_nodes: int) -> tuple[int, ...]:
         return best_combinations(templates.by_nodes, num_nodes, 1, 64, most=1)[0]
 
-    return TemplateMembers(
-        plan_of(templates, [1, 1]), templates, combine, 64, TIMES, 4, checkpoint_every=1000, **values
-    )
+    return TemplatePolicy(plan_of(templates, [1, 1]), templates, combine, 64, TIMES, 4, checkpoint_every=1000, **values)
 
 
 def test_below_the_guarantee_training_goes_on_unless_it_is_to_stop() -> None:
@@ -131,7 +135,7 @@ def test_below_the_guarantee_training_goes_on_unless_it_is_to_stop() -> None:
 
 def test_states_that_a_lost_node_kept_are_copied_to_others() -> None:
     """With ZeRO-1, though all three pipelines hold every layer; without it nothing has to move."""
-    templates = draw_templates(Random(0), failures=1, fewest_nodes=1, most_nodes=1, devices_per_node=1)
+    templates = draw_templates(Random(0), failures=1, min_nodes=1, max_nodes=1, devices_per_node=1)
     plan = plan_of(templates, [1, 1, 1])
     lengths = {name: module.num_layers for name, module in plan.modules.items()}
     layer_bytes = {name: [9.0] * length for name, length in lengths.items()}
@@ -140,11 +144,11 @@ def test_states_that_a_lost_node_kept_are_copied_to_others() -> None:
     for states in (None, state_bytes):
         sized = replace(templates, layer_bytes=layer_bytes, state_bytes=states, state_copies=2)
         times = replace(TIMES, bytes_per_s=1.0)
-        members = TemplateMembers(plan, sized, lambda n: [1] * n, 64, times, 3)
+        members = TemplatePolicy(plan, sized, lambda n: [1] * n, 64, times, 3)
         members.change((), nodes(3), warned=False)
-        kept = members.kept
+        kept = members.owned
         pauses.append(members.change(("n2",), (), warned=False).pause_s - TIMES.rebuild_s - TIMES.detect_s)
-        assert (members.kept is None) == (kept is None) == (states is None)
+        assert (members.owned is None) == (kept is None) == (states is None)
     assert pauses[0] == 0
     assert kept is not None
     # The two that are left keep everything; each lacks what the lost node kept together with the other one.
@@ -178,16 +182,16 @@ def test_who_joins_while_all_start_does_not_end_the_start() -> None:
 
 
 def test_while_there_are_too_few_all_nodes_are_idle() -> None:
-    usage = replay([Change(0.0, (), nodes(2))], 50.0, GridMembers({3: TEMPLATES[3]}, 12, TIMES, 8, 0, 0.0))
+    usage = replay([Change(0.0, (), nodes(2))], 50.0, RestartPolicy({3: TEMPLATES[3]}, 12, TIMES, 8, 0, 0.0))
     assert usage.seconds["waiting"] == 50
     assert usage.idle_node_s == usage.node_s == 100
 
 
-def draw_members(random: Random) -> tuple[list[Members], int]:
+def draw_members(random: Random) -> tuple[list[Policy], int]:
     failures, fewest = random.randint(0, 2), random.randint(1, 3)
     most = (failures + 1) * fewest + random.randint(0, 4)
     templates = draw_templates(
-        random, failures=failures, fewest_nodes=fewest, most_nodes=most - failures * fewest, devices_per_node=1
+        random, failures=failures, min_nodes=fewest, max_nodes=most - failures * fewest, devices_per_node=1
     )
 
     def combine(num_nodes: int) -> tuple[int, ...]:
@@ -197,7 +201,7 @@ def draw_members(random: Random) -> tuple[list[Members], int]:
         return combination_s(templates.by_nodes, sizes, 64)
 
     return [
-        TemplateMembers(
+        TemplatePolicy(
             plan_of(templates, [fewest] * (failures + 1)),
             templates,
             combine,
@@ -207,9 +211,9 @@ def draw_members(random: Random) -> tuple[list[Members], int]:
             stops_below_guarantee=random.random() < 0.5,
             checkpoint_every=3,
         ),
-        SizeMembers(templates, combine, iteration_s, TIMES, most, model_bytes=1.0),
-        GridMembers(templates.by_nodes, 64, TIMES, most, 3, 0.5),
-        RedundantMembers(templates.by_nodes, 64, TIMES, most, 3, 0.0, slowdown=1.3),
+        SizePolicy(templates, combine, iteration_s, TIMES, most, model_bytes=1.0),
+        RestartPolicy(templates.by_nodes, 64, TIMES, most, 3, 0.5),
+        RedundancyPolicy(templates.by_nodes, 64, TIMES, most, 3, 0.0, slowdown=1.3),
     ], most
 
 

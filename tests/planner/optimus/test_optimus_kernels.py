@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from small_problem import small_problem
 
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.optimus.timeline import stage_kernels
 
 
@@ -22,7 +21,7 @@ def test_a_stage_s_kernels_take_what_its_layers_take(name, tp, frozen, recompute
     num_layers = problem.modules[name].workload.num_layers
     stages = [(0, 2), (2, 5), (5, num_layers)]
     forward, backward = stage_kernels(problem, name, tp, 1, stages)
-    times = layer_times(problem, name, tp, 1)
+    times = problem.estimator.layer_times(name, tp, 1)
     for (first, last), there, back in zip(stages, forward, backward, strict=True):
         assert sum(kernel.seconds for kernel in there) == pytest.approx(sum(t.forward_s for t in times[first:last]))
         assert sum(kernel.seconds for kernel in back) == pytest.approx(sum(t.backward_s for t in times[first:last]))

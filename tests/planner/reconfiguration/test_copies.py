@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from motet.parallel.tensor_plans import Shard, local_ranges
-from motet.planner.reconfiguration.copies import copies
+from motet.planner.reconfiguration.copies import plan_copies
 
 LENGTH = 24
 SECTIONS = {"query": (1,), "fused": (2, 1, 1), "gate": (1, 1)}
@@ -35,7 +35,7 @@ def ranges(name: str, cut: Cut) -> tuple[tuple[int, int], ...]:
 @settings(max_examples=300, deadline=None)
 @given(everyone, everyone, st.integers(1, 3))
 def test_every_rank_gets_what_it_lacks(held: list[dict[str, Cut]], needed: list[dict[str, Cut]], size: int) -> None:
-    made, missing = copies(
+    made, missing = plan_copies(
         {rank: {name: ranges(name, cut) for name, cut in parts.items()} for rank, parts in enumerate(held)},
         {rank: {name: ranges(name, cut) for name, cut in parts.items()} for rank, parts in enumerate(needed)},
         UNIT_BYTES,
@@ -79,12 +79,13 @@ def test_holders_of_other_nodes_share_the_sending() -> None:
     whole, half = ((0, LENGTH),), ((0, LENGTH // 2),)
     names = ["query", "fused", "gate"]
     unit = dict.fromkeys(names, 1.0)
-    made, _ = copies(
+    made, _ = plan_copies(
         {rank: dict.fromkeys(names, whole) for rank in range(3)},
         {rank: dict.fromkeys(names, whole) for rank in (3, 4, 5)},
         unit,
         devices_per_node=3,
     )
     assert Counter(copy.source for copy in made) == {0: 3, 1: 3, 2: 3}
-    made, _ = copies({0: {"query": whole}, 2: {"query": half}, 3: {}}, {3: {"query": whole}}, unit, devices_per_node=2)
+    held = {0: {"query": whole}, 2: {"query": half}, 3: {}}
+    made, _ = plan_copies(held, {3: {"query": whole}}, unit, devices_per_node=2)
     assert {(copy.source, copy.start, copy.length) for copy in made} == {(2, 0, 12), (0, 12, 12)}

@@ -72,17 +72,17 @@ def play(seed: int, num_events: int = 5) -> Counter[str]:
     templates = draw_templates(
         random,
         failures=failures,
-        fewest_nodes=fewest,
-        most_nodes=most_total - failures * fewest,
+        min_nodes=fewest,
+        max_nodes=most_total - failures * fewest,
         devices_per_node=random.choice([1, 2, 4]),
     )
     sizes = [fewest] * random.randint(failures + 1, most_total // fewest)
     for _ in range(most_total - sum(sizes)):
-        sizes[random.choice([r for r, size in enumerate(sizes) if size < templates.most_nodes])] += 1
+        sizes[random.choice([r for r, size in enumerate(sizes) if size < templates.max_nodes])] += 1
     plan = plan_of(templates, sizes, len(sizes) + random.choice([0, 1, 2, 50]))
     num_nodes, steps = most_total, Counter[str]()
     for _ in range(num_events):
-        can_lose = min(failures, num_nodes - templates.least_total)
+        can_lose = min(failures, num_nodes - templates.min_total_nodes)
         out = random.sample(range(num_nodes), random.randint(0, can_lose)) if can_lose > 0 else []
         warned = random.randint(0, len(out))
         lost, leaving = out[warned:], out[:warned]
@@ -142,7 +142,7 @@ def fewest_bytes(
 def test_no_other_places_move_fewer_bytes(seed: int) -> None:
     random = Random(seed)
     size = random.choice([1, 2])
-    templates = draw_templates(random, failures=1, fewest_nodes=1, most_nodes=4, devices_per_node=size)
+    templates = draw_templates(random, failures=1, min_nodes=1, max_nodes=4, devices_per_node=size)
     layer_bytes = {  # Embeddings may be a hundred times a layer, and frozen layers are not moved.
         name: [random.choice([0.0, 1.0, 1.5, 100.0]) for _ in range(replica.stages[-1].layers[1])]
         for name, replica in templates.by_nodes[1].replicas.items()
@@ -159,7 +159,7 @@ def test_no_other_places_move_fewer_bytes(seed: int) -> None:
 
 
 def three_pipelines(failures: int) -> tuple[Templates, Plan]:
-    templates = draw_templates(Random(0), failures=failures, fewest_nodes=2, most_nodes=4, devices_per_node=1)
+    templates = draw_templates(Random(0), failures=failures, min_nodes=2, max_nodes=4, devices_per_node=1)
     return templates, plan_of(templates, [2, 2, 2])
 
 
@@ -192,7 +192,7 @@ def test_a_layer_that_nobody_holds_comes_from_the_checkpoint() -> None:
 
 
 def test_a_node_that_no_template_takes_waits() -> None:
-    templates = draw_templates(Random(0), failures=1, fewest_nodes=2, most_nodes=2, devices_per_node=1)
+    templates = draw_templates(Random(0), failures=1, min_nodes=2, max_nodes=2, devices_per_node=1)
     result = reconfigure(plan_of(templates, [2, 2]), templates, num_joined=1)
     assert result.num_spares == 1
     assert sum(copy.num_bytes for copy in result.copies) == 0
@@ -201,7 +201,7 @@ def test_a_node_that_no_template_takes_waits() -> None:
 
 def test_survivors_that_no_template_takes_are_left_out() -> None:
     """And give what they hold to the others. Templates of n0 nodes alone are all that 2 n0 nodes need for f = 1."""
-    templates = draw_templates(Random(0), failures=1, fewest_nodes=2, most_nodes=2, devices_per_node=1)
+    templates = draw_templates(Random(0), failures=1, min_nodes=2, max_nodes=2, devices_per_node=1)
     plan = plan_of(templates, [2, 2])
     for lost in range(4):
         result = reconfigure(plan, replace(templates, failures=0), lost=[lost])
@@ -243,8 +243,8 @@ def test_more_nodes_than_the_templates_are_made_for(seed: int) -> None:
     templates = draw_templates(
         random,
         failures=failures,
-        fewest_nodes=fewest,
-        most_nodes=most,
+        min_nodes=fewest,
+        max_nodes=most,
         devices_per_node=random.choice([1, 3]),
     )
     num_microbatches = failures + 1 + random.choice([0, 1, 2, 50])

@@ -8,23 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.errors import UserError
-from motet.planner.templates.combinations import (
+from motet.planner.templates.pipelines import (
+    Template,
     best_combination,
     best_combinations,
     combination_s,
     combinations,
+    iteration_s,
+    min_max_counts,
     num_combinations,
     recommended_batch,
     template_sizes,
-    uncovered,
+    unreachable_totals,
 )
-from motet.planner.templates.pipelines import (
-    Template,
-    iteration_s,
-    least_variance_counts,
-    min_max_counts,
-    variance,
-)
+from papers.oobleck.microbatch_variance import least_variance_counts, variance
 
 
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(0, 30))
@@ -33,7 +30,7 @@ def test_every_number_of_nodes_has_a_combination(fewest: int, failures: int, mor
     num_nodes = (failures + 1) * fewest + more
     sizes = template_sizes(num_nodes, failures, fewest)
     assert sizes[-1] == num_nodes - failures * fewest
-    assert uncovered(sizes, num_nodes, failures) == []
+    assert unreachable_totals(sizes, num_nodes, failures) == []
     for n in range((failures + 1) * fewest, num_nodes + 1):
         assert num_combinations(sizes, n, failures + 1) > 0
     if failures:
@@ -41,8 +38,8 @@ def test_every_number_of_nodes_has_a_combination(fewest: int, failures: int, mor
 
 
 def test_a_gap_is_found() -> None:
-    assert uncovered(range(3, 5), 12, 0) == [5]
-    assert uncovered(range(4, 5), 9, 1) == [9]
+    assert unreachable_totals(range(3, 5), 12, 0) == [5]
+    assert unreachable_totals(range(4, 5), 9, 1) == [9]
 
 
 def test_too_few_nodes() -> None:
@@ -76,7 +73,7 @@ def draw_templates(random: Random, sizes: range) -> dict[int, Template]:
     for n in sizes:
         slowest_s = random.choice([1.0, random.uniform(0.5, 2)]) / n
         templates[n] = Template(
-            num_nodes=n, replicas={}, first_s=slowest_s * random.uniform(1, 2 * n), slowest_s=slowest_s
+            num_nodes=n, replicas={}, fill_s=slowest_s * random.uniform(1, 2 * n), slowest_s=slowest_s
         )
     return templates
 

@@ -14,10 +14,10 @@ from motet.planner.evaluate import evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.reconfiguration.reconfigure import reconfigure
 from motet.planner.registry import PLANNERS, make_plan
-from motet.planner.templates.combinations import combinations
-from motet.planner.templates.pipelines import nodes_of_pipelines
-from motet.planner.templates.planner import check_cover, make_templates, oobleck, plan_of
-from motet.shapes.module_shape import module_workload, with_projector
+from motet.planner.templates.pipelines import combinations, nodes_of_pipelines
+from motet.planner.templates.planner import check_coverage, make_templates, oobleck, plan_with_sizes
+from motet.shapes.families import module_workload
+from motet.shapes.module_shape import with_projector
 
 
 @pytest.mark.parametrize(("num_nodes", "devices_per_node", "failures"), [(7, 1, 1), (5, 2, 1), (4, 3, 2), (3, 1, 0)])
@@ -37,13 +37,13 @@ def test_no_combination_is_simulated_faster() -> None:
     assert list(templates.by_nodes) == [3, 4]
     best = evaluate(problem, oobleck(problem)).iteration_time_s
     for sizes in combinations(range(3, 5), 7, 2):
-        assert best <= evaluate(problem, plan_of(problem, templates, sizes)).iteration_time_s * (1 + 1e-9)
+        assert best <= evaluate(problem, plan_with_sizes(problem, templates, sizes)).iteration_time_s * (1 + 1e-9)
 
 
 def test_it_survives_losses_until_too_few_nodes_are_left() -> None:
     problem = on_nodes(8, 2, frozen=())
     templates, plan = make_templates(problem), oobleck(problem)
-    assert templates.fewest_nodes == 2
+    assert templates.min_nodes == 2
     for left in range(7, 3, -1):
         result = reconfigure(plan, templates, lost=[left // 2])
         assert result.outcome == "continue"
@@ -59,9 +59,9 @@ def test_less_memory_needs_more_nodes() -> None:
     problem = on_nodes(12, frozen=(), recompute=("vision", "audio", "language_model"))
     plan = oobleck(problem)
     largest = max(evaluate(problem, plan).result.peak_memory_bytes)
-    smallest = make_templates(problem).fewest_nodes
+    smallest = make_templates(problem).min_nodes
     tight = with_memory(problem, int(largest * 1.4))
-    assert make_templates(tight).fewest_nodes > smallest
+    assert make_templates(tight).min_nodes > smallest
     assert evaluate(tight, oobleck(tight)).fits
 
 
@@ -70,11 +70,11 @@ def test_states_that_some_pipelines_keep_are_counted_so() -> None:
     problem = on_nodes(9, frozen=())
     shared = replace(problem, memory=replace(problem.memory, zero1=True, state_copies=2))
     tight = int(max(evaluate(problem, oobleck(problem)).result.peak_memory_bytes) * 1.5)
-    n0 = make_templates(with_memory(problem, tight)).fewest_nodes
-    assert make_templates(with_memory(shared, tight)).fewest_nodes == n0
+    n0 = make_templates(with_memory(problem, tight)).min_nodes
+    assert make_templates(with_memory(shared, tight)).min_nodes == n0
     templates = make_templates(problem)
     for sizes in ((3, 3, 3), (4, 5)):
-        plan = plan_of(problem, templates, sizes)
+        plan = plan_with_sizes(problem, templates, sizes)
         kept, kept_by_some = (evaluate(p, plan).result.peak_memory_bytes for p in (problem, shared))
         if len(sizes) == 2:
             assert list(kept) == list(kept_by_some)
@@ -92,9 +92,9 @@ def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(UserError, match=r"parallel\.placement: oobleck gives every module its own ranks"):
         oobleck(on_nodes(8), placement="colocated")
     with pytest.raises(UserError, match=r"has templates for 4 to 5 nodes only .* do not make 6, 7, 11 nodes"):
-        check_cover(range(4, 6), 11, 0)
+        check_coverage(range(4, 6), 11, 0)
     with pytest.raises(UserError, match="do not make merged pipelines"):
-        check_cover(range(3, 5), 8, 1)
+        check_coverage(range(3, 5), 8, 1)
 
 
 def test_templates_with_context_parallelism_are_no_slower() -> None:
@@ -102,7 +102,7 @@ def test_templates_with_context_parallelism_are_no_slower() -> None:
     plain = make_templates(problem)
     for fully in (False, True):
         templates = make_templates(shared(problem, 2, 4, fully=fully))
-        assert templates.fewest_nodes <= plain.fewest_nodes
+        assert templates.min_nodes <= plain.min_nodes
         for n, template in plain.by_nodes.items():
             assert templates.by_nodes[n].iteration_s(4) <= template.iteration_s(4) * (1 + 1e-9)
 

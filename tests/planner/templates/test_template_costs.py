@@ -12,7 +12,7 @@ from motet.plan import Replica, Stage
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.templates.pipelines import Template, Templates
-from motet.planner.templates.planner import _template, plan_of
+from motet.planner.templates.planner import _template, plan_with_sizes
 from motet.planner.templates.stage_mapping import ChainCosts, map_stages
 from motet.planner.templates.template_costs import mapping_problems
 from motet.schedule.action import Compute, Kind
@@ -23,7 +23,7 @@ from motet.schedule.routes import Cell
 def check_costs(problem: PlanningProblem, template: Template, *names: str, fully: tuple[str, ...] = ()) -> None:
     """Those of these modules' stages against two such pipelines' simulation: seconds and memory."""
     pair = Templates(failures=1, devices_per_node=4, by_nodes={2: template}, fully_sharded=fully)
-    plan = plan_of(problem, pair, (2, 2))
+    plan = plan_with_sizes(problem, pair, (2, 2))
     assert {name for name, module in plan.modules.items() if module.fully_sharded} == set(fully)
     costs = evaluate(problem, plan).costs
     for name in names:

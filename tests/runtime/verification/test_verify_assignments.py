@@ -14,7 +14,7 @@ import pytest
 from one_process import check_together
 from scenario import FROZEN, Scenario
 
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 
 USUAL_SEED = "5"
 SEED = os.environ.get("MOTET_FUZZ_SEED", USUAL_SEED)

@@ -13,7 +13,7 @@ import yaml
 from distributed import run_distributed
 from tiny_run import write_tiny_run
 
-from motet.cli.run_file import read_problem
+from motet.api import read_problem
 from motet.config import RunConfig, load_run_config
 from motet.plan import Plan
 from motet.planner.optimus.layouts import EncoderLayout, LlmLayout, LlmSide

@@ -13,7 +13,7 @@ from one_process import check_together
 from scenario import FROZEN, Scenario
 from test_verify_assignments import LONGEST, no_media
 
-from motet.assignment.policies import ASSIGNMENTS
+from motet.balancing.policies import ASSIGNMENTS
 from motet.schedule.generators import CONTRASTING, GENERATORS
 
 SEED = os.environ.get("MOTET_FUZZ_SEED", "2")

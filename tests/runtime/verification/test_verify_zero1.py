@@ -19,7 +19,7 @@ from test_verify_unlike import draw as draw_unlike
 
 from motet.config import RunConfig
 from motet.resilience.handover import Holding
-from motet.resilience.optimizer_state import agree_on_keepers, groups_of, keep_alone
+from motet.resilience.optimizer_state import agree_on_state_owners, groups_of, keep_alone
 from motet.runtime.assembly import build_optimizer
 from motet.runtime.engine import Engine
 from motet.runtime.training.optimizer import Optimizer
@@ -63,7 +63,7 @@ def share(engine: Engine, optimizer: Optimizer, number: int) -> None:
     could_hold = gathered(holding.describe())
     groups = gathered(groups_of(holding))
     nothing: list[dict] = [{} for _ in could_hold]
-    keepers = agree_on_keepers(engine.plan, nothing, could_hold, groups, number=number, devices_per_node=1)
+    keepers = agree_on_state_owners(engine.plan, nothing, could_hold, groups, number=number, devices_per_node=1)
     keep_alone(holding, engine.executor, could_hold, keepers, devices_per_node=1)
 
 

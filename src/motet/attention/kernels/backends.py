@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from motet.attention.kernels.device_mask import DeviceMask, TileMap
+from motet.attention.kernels.device_mask import MOST_HEAD_DIM, DeviceMask, TileMap
 from motet.attention.masks.tile_counts import most_block_tokens
 from motet.errors import UserError
 
@@ -98,8 +98,6 @@ def _padded_rows(
 
 BackendName = Literal["auto", "triton", "flex", "dense"]
 
-MOST_HEAD_DIM = 256
-"""Of kernels on a GPU."""
 
 Saved = tuple[Tensor, ...]
 """What a forward leaves for its backward beside inputs and output."""

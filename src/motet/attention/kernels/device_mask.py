@@ -25,6 +25,10 @@ from motet.attention.masks.tile_counts import EMPTY, FULL, block_map
 Int32 = NDArray[np.int32]
 
 
+MOST_HEAD_DIM = 256
+"""Of kernels on a GPU."""
+
+
 @dataclass(frozen=True, eq=False)
 class TileMap:
     """The non-empty tiles of rows of blocks, row after row."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from motet.attention.kernels import triton_kernels as kernels
-from motet.attention.kernels.backends import MOST_HEAD_DIM
-from motet.attention.kernels.device_mask import DeviceMask, DeviceTasks
+from motet.attention.kernels.device_mask import MOST_HEAD_DIM, DeviceMask, DeviceTasks
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:

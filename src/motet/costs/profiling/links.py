@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from motet.cluster.cluster import Device
+from motet.cluster import Device
 from motet.costs.communication import fit_link
 from motet.costs.cost_model import LinkCost
 from motet.costs.kernel_speeds import KernelTime, Speeds, fit_speeds

@@ -7,7 +7,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.config import DescribedConfig, EncoderConfig, RunConfig
 from motet.config.data_section import DescribedImagesConfig
 from motet.errors import UserError
-from motet.families.model_graph import ModelGraph, ModuleNode
+from motet.families.configured_graph import ConfiguredGraph, ConfiguredModule
 from motet.families.token_counts import config_value, encoder_segment, grid_of, pooled, reads_text
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
 from motet.shapes.module_shape import ModuleWorkload
@@ -32,7 +32,7 @@ class DescribedSamples:
         return Sample(f"described {index}", self.layouts, self.num_loss_tokens)
 
 
-def described_samples(config: RunConfig, data: DescribedConfig, graph: ModelGraph) -> DescribedSamples:
+def described_samples(config: RunConfig, data: DescribedConfig, graph: ConfiguredGraph) -> DescribedSamples:
     """Lays one sample out for every module of the graph.
 
     Raises `UserError` for an encoder that the model does not have, and for a size that an encoder cannot take."""
@@ -54,7 +54,7 @@ def described_samples(config: RunConfig, data: DescribedConfig, graph: ModelGrap
     return DescribedSamples(layouts, num_loss_tokens, data.num_train)
 
 
-def _encoder_layouts(data: DescribedConfig, graph: ModelGraph) -> dict[str, tuple[Segment, ...]]:
+def _encoder_layouts(data: DescribedConfig, graph: ConfiguredGraph) -> dict[str, tuple[Segment, ...]]:
     encoders = graph.of_kind("encoder", "tower")
     for name in (*data.images, *data.sounds):
         if name not in encoders:
@@ -73,7 +73,7 @@ def _encoder_layouts(data: DescribedConfig, graph: ModelGraph) -> dict[str, tupl
     return layouts
 
 
-def _items(node: ModuleNode, grid: tuple[int, ...], count: int) -> tuple[Segment, ...]:
+def _items(node: ConfiguredModule, grid: tuple[int, ...], count: int) -> tuple[Segment, ...]:
     """The layout of `count` items; encoders that pool have one in each sample."""
     if node.pooling is not None:
         return (pooled(encoder_segment(node.workload.config, item=0, grid=grid), node.pooling),)

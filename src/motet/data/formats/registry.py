@@ -22,7 +22,7 @@ from motet.data.formats.webdataset import ShardExamples
 from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigit, DialADigitExamples
 from motet.data.tasks.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.errors import UserError
-from motet.families.model_graph import ModelGraph
+from motet.families.configured_graph import ConfiguredGraph
 from motet.families.token_counts import modality_of, reads_text
 
 Folders = Mapping[Modality, Path]
@@ -43,13 +43,13 @@ class Examples:
 
 @dataclass(frozen=True)
 class DataKind:
-    open: Callable[[Any, ModelGraph], Examples]
+    open: Callable[[Any, ConfiguredGraph], Examples]
     """Opens the examples of a section `data`. Raises `UserError` naming the key or file that is wrong."""
     words: tuple[str, ...] = ()
     """Of a task: everything that its texts hold. Tokenizer and processors are made for it. (): they are stored."""
 
 
-def _open_dial_a_digit(data: DialADigitConfig, graph: ModelGraph) -> Examples:
+def _open_dial_a_digit(data: DialADigitConfig, graph: ConfiguredGraph) -> Examples:
     task = DialADigit(
         seed=data.seed,
         max_digits=data.max_digits,
@@ -64,20 +64,20 @@ def _open_dial_a_digit(data: DialADigitConfig, graph: ModelGraph) -> Examples:
     )
 
 
-def _open_same_digits(data: SameDigitsConfig, graph: ModelGraph) -> Examples:
+def _open_same_digits(data: SameDigitsConfig, graph: ConfiguredGraph) -> Examples:
     task = SameDigits(seed=data.seed, min_digits=data.min_digits, max_digits=data.max_digits)
     return Examples(
         SameDigitsExamples(task, "train", data.num_train), SameDigitsExamples(task, "held_out", data.num_held_out)
     )
 
 
-def _open_conversations(data: ConversationsConfig, graph: ModelGraph) -> Examples:
+def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
     folders = _folders(data)
     train = open_conversations(data.files, folders)
     return Examples(train, open_conversations(data.eval_files, folders) if data.eval_files else None)
 
 
-def _open_pairs(data: PairsConfig, graph: ModelGraph) -> Examples:
+def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
     kinds = {
         name: "text" if reads_text(workload.config) else modality_of(workload.config)
         for name, workload in graph.workloads.items()

@@ -13,9 +13,10 @@ from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 from motet.config import ModelConfig, TowerConfig
 from motet.errors import UserError
 from motet.families.hf_config import COMPOSITE_TOWERS, STORED_PROJECTIONS
-from motet.models.contrastive import ContrastiveLoss, ContrastiveModule
+from motet.models.contrastive import ContrastiveModule
+from motet.models.graph import ModalityModule
 from motet.models.materialize import stored_model_type, stored_tensor
-from motet.models.multimodal import ModalityModule
+from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.projector import Projection
 
 ARCHITECTURES = {

@@ -32,7 +32,8 @@ from motet.errors import UserError
 from motet.families.classes import Kind, model_class_of
 from motet.families.encoders import ENCODER_FAMILIES
 from motet.families.token_counts import FeatureSelect
-from motet.models.contrastive import CaptionDecoder, ContrastiveLoss, ContrastiveModule
+from motet.models.contrastive import CaptionDecoder, ContrastiveModule
+from motet.models.graph import Merge, ModalityModule
 from motet.models.hub.clip import is_transformers_model, to_transformers
 from motet.models.hub.weights import (
     MAX_SHARD_SIZE,
@@ -44,7 +45,8 @@ from motet.models.hub.weights import (
     write_json,
 )
 from motet.models.materialize import read_part_config
-from motet.models.multimodal import Merge, ModalityModule, MultimodalModule
+from motet.models.multimodal import MultimodalModule
+from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.projector import PROJECTORS
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
 

@@ -22,8 +22,9 @@ from transformers import GenerationConfig
 from motet.assignment.sample import Segment
 from motet.errors import UserError
 from motet.families.encoders import family_of
+from motet.models.graph import ModalityModule
 from motet.models.hub.export import load_export
-from motet.models.multimodal import ModalityModule, MultimodalModule
+from motet.models.multimodal import MultimodalModule
 from motet.models.reference.plain_forward import plain_encoder_output
 from motet.models.stages.projector import PROJECTORS
 

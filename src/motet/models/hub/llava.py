@@ -19,6 +19,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProces
 from motet.errors import UserError
 from motet.families.classes import model_class_of
 from motet.families.token_counts import FeatureSelect, token_counts
+from motet.models.graph import ModalityModule
 from motet.models.hub.export import (
     EncoderDescription,
     ModelDescription,
@@ -29,7 +30,7 @@ from motet.models.hub.export import (
     write_folder,
 )
 from motet.models.hub.weights import MAX_SHARD_SIZE, RenamedTensors, save_part
-from motet.models.multimodal import ModalityModule, MultimodalModule
+from motet.models.multimodal import MultimodalModule
 from motet.models.stages.projector import MlpProjector
 from motet.plan import LANGUAGE_MODEL
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from motet.assignment.sample import Sample
+from motet.config.model_section import INITIAL_LOGIT_SCALE
+from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel
 from motet.plan import ContextOptions
 from motet.ragged_arrays import Ints
@@ -202,50 +204,65 @@ def gradients(
 ALONE = ContextParallel(group=None, rank=0, size=1, options=ContextOptions())
 
 
+LOSSES: tuple[LossKind, ...] = ("softmax", "sigmoid")
+SIGLIP_BIAS = -10.0
+
+
+class ContrastiveLoss(nn.Module):
+    """The parameters of a contrastive loss: transformers' `logit_scale` (a logarithm, at most `max_logit_scale`) and,
+    for the sigmoid loss, `logit_bias`."""
+
+    def __init__(
+        self,
+        kind: LossKind,
+        logit_scale: float | None = None,
+        logit_bias: float | None = None,
+        *,
+        max_logit_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in LOSSES:
+            raise UserError(f"loss: {kind!r} is not known; give one of {', '.join(LOSSES)}")
+        if kind == "softmax" and logit_bias is not None:
+            raise UserError("logit_bias: the softmax loss does not depend on one; leave it out")
+        self.kind, self.max_logit_scale = kind, max_logit_scale
+        initial = INITIAL_LOGIT_SCALE[kind] if logit_scale is None else logit_scale
+        self.logit_scale = nn.Parameter(torch.tensor(initial))
+        self.logit_bias: nn.Parameter | None = None
+        if kind == "sigmoid":
+            self.logit_bias = nn.Parameter(torch.tensor(SIGLIP_BIAS if logit_bias is None else logit_bias))
+
+
 class ContrastiveStage(nn.Module):
-    """Stands among the stages as the one layer of the module "contrastive".
+    """The contrastive loss as a stage: the only layer of the module "contrastive".
 
     Args:
-        kind: "softmax" (CLIP) or "sigmoid" (SigLIP).
+        loss: its kind and parameters.
         pairs: the pairs of towers that are compared.
         width: of features.
-        logit_scale: log of the scale, a parameter or a plain number's tensor.
-        logit_bias: None: there is none.
-        max_logit_scale: most that the logarithm may be; None: no limit.
     """
 
     needs_features = False
     layers = (0, 1)
 
-    def __init__(
-        self,
-        kind: LossKind,
-        pairs: Sequence[Pair],
-        width: int,
-        logit_scale: nn.Parameter,
-        logit_bias: nn.Parameter | None,
-        *,
-        max_logit_scale: float | None = None,
-    ) -> None:
+    def __init__(self, loss: ContrastiveLoss, pairs: Sequence[Pair], width: int) -> None:
         super().__init__()
-        self.kind, self.pairs = kind, tuple(pairs)
+        self.module, self.pairs = loss, tuple(pairs)
         self.hidden_size = self.output_size = width
-        self.logit_scale, self.logit_bias = logit_scale, logit_bias
-        self.max_logit_scale = max_logit_scale
         self._cp = ALONE
 
     @torch.no_grad()
     def after_update(self) -> None:
         """CLIP keeps the scale below 100, so that training stays stable (Radford et al. 2021)."""
-        if self.max_logit_scale is not None:
-            self.logit_scale.clamp_(max=self.max_logit_scale)
+        if self.module.max_logit_scale is not None:
+            self.module.logit_scale.clamp_(max=self.module.max_logit_scale)
 
     def share_context(self, cp: ContextParallel) -> None:
         """The group that shares the rows."""
         self._cp = cp
 
     def canonical_name(self, local_name: str) -> str:
-        return f"module.{local_name}"
+        return local_name
 
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         return (0,)
@@ -261,13 +278,12 @@ class ContrastiveStage(nn.Module):
         `features`: for each tower of which this rank holds some: [own samples, width], in the order of its places.
         The backward exchanges nothing."""
         own = {name: nn.functional.normalize(tensor, dim=-1) for name, tensor in features.items()}
-        reference = self.logit_scale
+        scale, bias = self.module.logit_scale, self.module.logit_bias
         towers = dict.fromkeys(name for pair in self.pairs for name in pair)
-        rows = [own.get(name, reference.new_zeros(0, self.hidden_size)) for name in towers]
-        bias = reference.new_zeros(()) if self.logit_bias is None else self.logit_bias
-        share = _Share(self.kind, self.pairs, tuple(towers), shares, self._cp)
-        with torch.autocast(reference.device.type, enabled=False):
-            return _ContrastiveLoss.apply(share, self.logit_scale.exp(), bias, *rows)
+        rows = [own.get(name, scale.new_zeros(0, self.hidden_size)) for name in towers]
+        share = _Share(self.module.kind, self.pairs, tuple(towers), shares, self._cp)
+        with torch.autocast(scale.device.type, enabled=False):
+            return _SummedLoss.apply(share, scale.exp(), scale.new_zeros(()) if bias is None else bias, *rows)
 
 
 class _Compared(NamedTuple):
@@ -404,7 +420,7 @@ class RowExchange:
             whole[at.to(whole.device)] = buffer
 
 
-class _ContrastiveLoss(torch.autograd.Function):
+class _SummedLoss(torch.autograd.Function):
     """(share, scale, bias, rows of each tower) -> the loss, summed over pairs and samples. Its backward is computed
     from blocks of similarities, which are computed a second time."""
 

@@ -17,6 +17,7 @@ function: a stage that holds a later one calls `preprocess_callback` too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -29,7 +30,7 @@ from motet.attention.masks.distribution import FULL, Rows, tokens_of_members
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
 from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
-from motet.families.token_counts import EncoderOutputs
+from motet.families.token_counts import Selection, selection_of
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.models.stages.stage import keep_frozen_in_eval_mode
 from motet.parallel.context_attention import ContextParallel
@@ -60,6 +61,85 @@ def encoder_layer_parts(module: nn.Module, layer: int) -> tuple[str, ...]:
     parts = {0: family.embed_parts, head_layer: family.head_parts}.get(layer, ())
     present = {name for name, _ in module.named_modules()}
     return tuple(part for part in parts if part in present)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOutputs:
+    """What leaves each layer of an encoder: how many tokens of each sample, how wide, and which are handed on.
+
+    Derived from configuration and layouts alone, so that shapes are known before anything is computed."""
+
+    name: str
+    """The module whose layouts are read."""
+    config: Any
+    """Of the transformers model."""
+    head_layer: int
+    block_width: int
+    head_width: int
+    projector_width: int | None
+    """None: there is no projector."""
+    is_pooled: bool
+    """Whether the head hands on what a tower's pooling makes, which layouts count."""
+    has_callback_after_head: bool
+
+    def width(self, layer: int) -> int:
+        """Of what enters `layer` (of what leaves the last one)."""
+        if layer <= self.head_layer:
+            return self.block_width
+        if layer == self.head_layer + 1:
+            return self.head_width
+        assert self.projector_width is not None
+        return self.projector_width
+
+    def num_tokens(self, layer: int, samples: Sequence[Sample]) -> list[int]:
+        """Of each sample, of what enters `layer` (of what leaves the last one)."""
+        if layer <= self.head_layer:
+            return [sample.num_tokens(self.name) for sample in samples]
+        if layer == self.head_layer + 1 and self.projector_width is not None:
+            return self.projector_inputs(samples)
+        return self.final(samples)
+
+    def of_head(self, samples: Sequence[Sample]) -> list[int]:
+        """Tokens of each sample that the head hands on, before the callback after it."""
+        if self.is_pooled:
+            return self.final(samples)
+        return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
+
+    def projector_inputs(self, samples: Sequence[Sample]) -> list[int]:
+        """A callback after the head makes what the layout says, or the shape here would not be known from metadata."""
+        return self.final(samples) if self.has_callback_after_head else self.of_head(samples)
+
+    def final(self, samples: Sequence[Sample]) -> list[int]:
+        return [sample.num_outputs(self.name) for sample in samples]
+
+    def tiles(self, samples: Sequence[Sample]) -> list[tuple[tuple[int, ...], int]]:
+        """(grid, number of tokens) of every image or clip in order."""
+        tiles = []
+        for sample in samples:
+            for segment in sample.layouts[self.name]:
+                num_tiles = selection_of(self.config, segment).num_tiles
+                tiles += [(segment.grid, segment.num_tokens // num_tiles)] * num_tiles
+        return tiles
+
+    def select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Of each tile's features after the head, those that the layout hands on."""
+        if self.is_pooled:
+            return hidden
+        selections = self._selections(samples)
+        if all(selection.num_tokens == selection.num_full for selection in selections):
+            return hidden
+        items = hidden.split([selection.num_tiles * selection.num_full for selection in selections])
+        return torch.cat(
+            [
+                item.unflatten(0, (selection.num_tiles, selection.num_full))
+                .narrow(1, selection.first, selection.num_tokens)
+                .flatten(0, 1)
+                for item, selection in zip(items, selections, strict=True)
+            ]
+        )
+
+    def _selections(self, samples: Sequence[Sample]) -> list[Selection]:
+        return [selection_of(self.config, segment) for sample in samples for segment in sample.layouts[self.name]]
 
 
 class EncoderStage(nn.Module):

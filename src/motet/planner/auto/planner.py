@@ -7,7 +7,7 @@ keep too much are simulated under a schedule that goes by memory. Then the best 
 with sequence parallelism the best and the fastest that does not fit without.
 
 What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
-(`motet.planner.cost_estimates.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are
+(`motet.planner.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are
 searched by `motet.planner.auto.towers`.
 
 Context parallelism of the language model is a degree of its own layouts; the planners that it asks choose none.
@@ -29,14 +29,13 @@ from motet.plan import Plan
 from motet.planner.auto.towers import search_towers
 from motet.planner.baselines import frozen_aware_cut
 from motet.planner.bound_and_simulate import best_layout, rank, within_memory
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.layout_costs import LayoutCosts
-from motet.planner.cost_estimates.lower_bound import problem_lower_bound_s
 from motet.planner.degrees import check_limits, cp_sizes, dp_sizes, has_few_stages, most_stages, tp_sizes
 from motet.planner.device_counts import device_counts
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
 from motet.planner.explicit import Placement, check_degrees
 from motet.planner.layout import Chunk, Layout, cut_chain
+from motet.planner.layout_costs import LayoutCosts
+from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import VIRTUAL_STAGES, language_model
 from motet.planner.partition import partition
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
@@ -122,7 +121,7 @@ def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, sched
     groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
     tp, cp, num_runs = layout.tp(name, groups[0]), layout.cp(name), num_chunks * len(groups)
     if len(groups) > 1 and num_runs <= most_stages(problem, name):
-        times = [time.total_s for time in layer_times(problem, name, tp, layout.dp, cp=cp)]
+        times = problem.estimator.layer_seconds(name, tp, layout.dp, cp=cp)
         runs = problem.remembered(("runs", name, tp, cp, layout.dp, num_runs), lambda: partition(times, num_runs))
         own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
         chunks = [chunk for other in problem.modules for chunk in (own if other == name else _chunks_of(layout, other))]
@@ -155,7 +154,10 @@ class EqualGroups(NamedTuple):
     def layer_seconds(self, problem: PlanningProblem) -> dict[str, list[float]]:
         cp = {name: dict(self.shared).get(name, 1) for name in problem.modules}
         return {
-            name: [time.total_s for time in layer_times(problem, name, self.size // cp[name], self.dp, cp=cp[name])]
+            name: [
+                time.total_s
+                for time in problem.estimator.layer_times(name, self.size // cp[name], self.dp, cp=cp[name])
+            ]
             for name in problem.modules
         }
 

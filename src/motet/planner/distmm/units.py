@@ -28,7 +28,6 @@ from motet.costs.communication import BUCKET_BYTES
 from motet.costs.cost_model import Quadratic, total
 from motet.costs.load import Load, microbatch_load
 from motet.costs.memory import RESERVE, cast_weight_bytes
-from motet.planner.cost_estimates.layer_bytes import saved_bytes_of_layers
 from motet.planner.degrees import tp_sizes
 from motet.planner.distmm.towers import decoders
 from motet.planner.partition import partition, stage_costs
@@ -188,7 +187,7 @@ class _Estimate:
         self.load = _mean_load(problem, name)
         self.forward = total([layer.forward for layer in costs.layers])
         self.backward = total(
-            layer.backward(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient)
+            layer.passes(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient).backward
             for layer, needs in zip(costs.layers, gradients, strict=True)
         )
         if name in problem.recompute:
@@ -199,7 +198,7 @@ class _Estimate:
             ]
             self.backward = total([self.backward, *blocks])
         self.trains = any(needs.any for needs in gradients)
-        work = [layer.forward.plus(layer.backward(input_gradient=True, weight_gradient=True)) for layer in costs.layers]
+        work = [layer.forward.plus(layer.passes(True, True).backward) for layer in costs.layers]
         times = [cost.seconds(self.load) for cost in work]
         self.stages = partition(times, self.pp)
         self.time_share = max(stage_costs(times, self.stages)) / sum(times)
@@ -265,7 +264,7 @@ class _Estimate:
     @property
     def _graph_bytes(self) -> float:
         """Of one sample on the fullest stage."""
-        saved = saved_bytes_of_layers(self.problem, self.name, self.load, tp_size=self.tp)
+        saved = self.problem.estimator.saved_bytes(self.name, self.load, tp=self.tp)
         return max(stage_costs(saved, self.stages))
 
     @property

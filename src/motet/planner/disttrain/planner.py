@@ -26,9 +26,6 @@ from motet.costs.memory import RESERVE, cast_weight_bytes, static_layer_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
-from motet.planner.cost_estimates.layer_bytes import gradient_bytes_of_layers, saved_bytes_of_layers
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.disttrain.orchestration import orchestrate
 from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
@@ -142,7 +139,7 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
         with_optimizer += cast
     return Unit(
         role=role,
-        layer_costs=tuple(time.total_s for time in layer_times(problem, name, min(fits), dp_sizes[0])),
+        layer_costs=tuple(problem.estimator.layer_seconds(name, min(fits), dp_sizes[0])),
         seconds={size: per_sample for size, (per_sample, _) in fits.items()},
         microbatch_s={size: constant for size, (_, constant) in fits.items()},
         state_bytes=state,
@@ -158,13 +155,13 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
 
 def _saved_bytes(problem: PlanningProblem, name: str, tp_size: int, dp: int) -> float:
     """What a typical microbatch leaves in the whole module for its backward, on each rank of a group."""
-    return sum(saved_bytes_of_layers(problem, name, typical_load(problem, name, dp), tp_size=tp_size))
+    return sum(problem.estimator.saved_bytes(name, problem.estimator.typical_load(name, dp), tp=tp_size))
 
 
 def _boundary_s(problem: PlanningProblem, name: str, dp: int) -> float:
     """A sample's message to the next stage, and its gradient's way back."""
     workload = problem.modules[name].workload
-    tokens = typical_load(problem, name, dp).tokens / _samples_per_microbatch(problem, dp)
+    tokens = problem.estimator.typical_load(name, dp).tokens / _samples_per_microbatch(problem, dp)
     num_bytes = tokens * workload.hidden_size * problem.memory.activation_bytes
     returns = any(needs.any for needs in problem.gradients[name])
     measured = problem.table.message
@@ -175,7 +172,7 @@ def _boundary_s(problem: PlanningProblem, name: str, dp: int) -> float:
 
 def _reduce_s(problem: PlanningProblem, name: str) -> float:
     """All gradients' bytes over the bandwidth of one device."""
-    num_bytes = sum(gradient_bytes_of_layers(problem, name, tp_size=1))
+    num_bytes = sum(problem.estimator.gradient_bytes(name, tp=1))
     measured = problem.table.all_reduce
     if measured is not None:
         return num_bytes / measured.bytes_per_s
@@ -191,9 +188,7 @@ def _linear_fit(problem: PlanningProblem, name: str, tp_size: int, dp_sizes: tup
     """Seconds of a sample and seconds of each microbatch beside, through the typical microbatches of the largest and
     the smallest size (the paper interpolates between trials)."""
     sizes = [_samples_per_microbatch(problem, dp) for dp in (min(dp_sizes), max(dp_sizes))]
-    large, small = (
-        sum(time.total_s for time in layer_times(problem, name, tp_size, dp)) for dp in (min(dp_sizes), max(dp_sizes))
-    )
+    large, small = (sum(problem.estimator.layer_seconds(name, tp_size, dp)) for dp in (min(dp_sizes), max(dp_sizes)))
     if sizes[0] == sizes[1]:
         return large / sizes[0], 0.0
     per_sample = min((large - small) / (sizes[0] - sizes[1]), large / sizes[0])

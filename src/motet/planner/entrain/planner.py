@@ -31,8 +31,6 @@ from motet.costs.communication import all_reduce_seconds, resharding_seconds
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, Plan
 from motet.planner.bound_and_simulate import rank
-from motet.planner.cost_estimates.layer_bytes import gradient_bytes_of_layers
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.entrain.profiling_size import (
     ProfilingSize,
@@ -177,12 +175,12 @@ def _with_dp(problem: PlanningProblem) -> Iterator[tuple[int, Configuration]]:
 def device_seconds(problem: PlanningProblem, name: str) -> float:
     """Of one device for the module's share of the global batch: what devices are allocated by."""
     tp = min(tp_sizes(problem, name))
-    return tp * problem.num_microbatches * sum(time.total_s for time in layer_times(problem, name, tp))
+    return tp * problem.num_microbatches * sum(problem.estimator.layer_seconds(name, tp))
 
 
 def _component(problem: PlanningProblem, name: str, dp: int) -> Component:
     return Component(
-        layer_s=lambda tp, cp: [time.total_s for time in layer_times(problem, name, tp, dp)],
+        layer_s=lambda tp, cp: problem.estimator.layer_seconds(name, tp, dp),
         tp_sizes=tp_sizes(problem, name),
         max_stages=problem.modules[name].max_stages,
     )
@@ -224,7 +222,7 @@ def _transfers(senders: range, receivers: range, num_bytes: float) -> list[tuple
 def _reduction(problem: PlanningProblem, dp: int) -> Reduce:
     def seconds(name: str, shapes: Mapping[str, Shape], stages: Sequence[LayerRange]) -> float:
         shape, first_rank = shapes[name], _first_ranks(shapes)[name]
-        of_layers = gradient_bytes_of_layers(problem, name, tp_size=shape.tp)
+        of_layers = problem.estimator.gradient_bytes(name, tp=shape.tp)
         most = max(sum(of_layers[first:last]) for first, last in stages)
         stride = sum(each.num_ranks for each in shapes.values())
         holders = [first_rank + d * stride + c * shape.tp for d in range(dp) for c in range(shape.cp)]

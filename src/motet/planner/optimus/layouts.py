@@ -25,9 +25,6 @@ from motet.costs.communication import all_reduce_seconds, message_seconds
 from motet.costs.memory import RESERVE
 from motet.errors import UserError
 from motet.plan import LayerRange
-from motet.planner.cost_estimates.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.optimus.bubbles import BubbleSchedule, EncoderPipelines, can_take_less, schedule_bubbles
 from motet.planner.optimus.timeline import Kernels, LlmPipeline, LlmTimeline, llm_timeline, stage_kernels
@@ -165,7 +162,7 @@ class LlmSide:
     def least_s(self) -> float:
         """No iteration is shorter: what a place computes, and what the places before it do with a microbatch until it
         can begin and after it has ended."""
-        times = layer_times(self.problem, self.name, self.layout.tp, self.layout.dp)
+        times = self.problem.estimator.layer_times(self.name, self.layout.tp, self.layout.dp)
         seconds = [sum(times[i].total_s for i in range(*stage)) for stage in self.stages]
         places = self.layout.pp
         before = accumulate(seconds[: places - 1], initial=0.0)
@@ -222,7 +219,7 @@ class LlmSide:
         if layout.pp == 1:
             return 0.0
         num_bytes = (
-            typical_load(problem, name, layout.dp).tokens
+            problem.estimator.typical_load(name, layout.dp).tokens
             * problem.modules[name].workload.hidden_size
             * problem.memory.activation_bytes
         )
@@ -318,11 +315,11 @@ class LlmSide:
         return tuple(map(sum, zip(own, self._encoder_state_bytes(encoder), activations, strict=True)))
 
     def _state_bytes(self, name: str, layers: LayerRange, tp: int, num_replicas: int) -> int:
-        return sum(static_bytes_of_layers(self.problem, name, tp_size=tp, num_holders=num_replicas)[slice(*layers)])
+        return sum(self.problem.estimator.static_bytes(name, tp=tp, num_holders=num_replicas)[slice(*layers)])
 
     def _saved_bytes(self, name: str, layers: LayerRange, tp: int) -> int:
-        load = typical_load(self.problem, name, self.layout.dp)
-        return sum(saved_bytes_of_layers(self.problem, name, load, tp_size=tp)[slice(*layers)])
+        load = self.problem.estimator.typical_load(name, self.layout.dp)
+        return sum(self.problem.estimator.saved_bytes(name, load, tp=tp)[slice(*layers)])
 
 
 def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) -> list[int]:
@@ -343,4 +340,4 @@ def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) ->
 
 def cut(problem: PlanningProblem, name: str, tp: int, dp: int, num_stages: int) -> tuple[LayerRange, ...]:
     """The stages whose slowest one is fastest."""
-    return partition([time.total_s for time in layer_times(problem, name, tp, dp)], num_stages)
+    return partition(problem.estimator.layer_seconds(name, tp, dp), num_stages)

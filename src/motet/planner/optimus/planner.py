@@ -17,7 +17,6 @@ from motet.assignment.batch_assignment import BatchAssignment, split_evenly
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan, Replica, Stage
 from motet.planner.bound_and_simulate import rank
-from motet.planner.cost_estimates.layer_times import layer_times
 from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
 from motet.planner.explicit import Placement
@@ -101,9 +100,9 @@ def _encoder_replicas(solution: Solution, name: str) -> tuple[Replica, ...]:
 def encoder_pieces(solution: Solution, name: str) -> list[list[LayerRange]]:
     """For each stage of the encoder's pipeline, its runs of layers: no more in all than it may have stages."""
     problem, tp, dp = solution.problem, solution.encoder.tp, solution.llm.dp
-    times = [time.total_s for time in layer_times(problem, name, tp, dp)]
+    times = problem.estimator.layer_seconds(name, tp, dp)
     side = LlmSide(problem, solution.llm)
-    of_llm = layer_times(problem, side.name, solution.llm.tp, dp)
+    of_llm = problem.estimator.layer_times(side.name, solution.llm.tp, dp)
     pass_s = max(sum(of_llm[i].total_s for i in range(*stage)) for stage in side.stages)
     most = most_stages(problem, name) // solution.encoder.pp
     result = []
@@ -173,7 +172,7 @@ class _Times:
             seconds = {
                 (name, k): sum(
                     (time.backward_s if kind else time.forward_s)
-                    for time in layer_times(problem, name, tp, dp)[slice(*layers)]
+                    for time in problem.estimator.layer_times(name, tp, dp)[slice(*layers)]
                 )
                 for name in problem.sources
                 for k, layers in enumerate(pieces[name][s])

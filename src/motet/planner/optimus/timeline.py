@@ -22,8 +22,6 @@ from motet.costs.kernel_speeds import default_speeds
 from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels
 from motet.costs.layer_gradients import LayerGradients
 from motet.plan import LayerRange
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.problem import PlanningProblem
 from motet.shapes.module_shape import LayerShape
 
@@ -252,11 +250,11 @@ class StageKernels(NamedTuple):
 def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages: Sequence[LayerRange]) -> StageKernels:
     """`dp`: of the language model."""
     assumed = _assumed_costs(problem)
-    load = typical_load(problem, name, dp)
+    load = problem.estimator.typical_load(name, dp)
     known: dict[tuple[LayerShape, LayerGradients, float, float], tuple[Kernels, Kernels]] = {}
     layers = []
     for i, (layer, time) in enumerate(
-        zip(problem.modules[name].workload.layers, layer_times(problem, name, tp, dp), strict=True)
+        zip(problem.modules[name].workload.layers, problem.estimator.layer_times(name, tp, dp), strict=True)
     ):
         gradients = problem.gradients[name][i]
         key = (layer, gradients, time.forward_s, time.backward_s)

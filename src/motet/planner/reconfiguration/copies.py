@@ -1,11 +1,10 @@
-"""Who sends which part of what to whom, so that every rank has what its new stages need (thesis 2.5).
+"""Plans the copies that move tensor slices between ranks, so that every rank has what its new stages need (thesis 2.5).
 
-Pure, and the one definition for the plans of `motet.planner.reconfiguration.holdings` (names are layers) and for
-recoveries (`motet.resilience.handover`: names are parameters, derived from what survivors really hold, as a failure
-may come while an earlier recovery is half done). Parts are ranges of a whole tensor, so holder and receiver may differ
-in tensor parallelism. What a rank has itself it never receives. A holder in the receiver's own node goes first: it
-needs no network. Among the others the rank that sends most sends as little as possible
-(`motet.planner.reconfiguration.copies`).
+Pure. It serves the plans of `motet.planner.reconfiguration.shard_map`, where names are layers, and recoveries
+(`motet.resilience.state_transfer`), where names are parameters and `held` is what survivors really hold, as a failure
+may come while an earlier recovery is half done. Parts are ranges of a whole tensor, so source and target may differ in
+tensor parallelism. What a rank has itself it never receives. A source in the target's own node is preferred: it needs
+no network. Among the other sources, the rank that sends most sends as little as possible.
 """
 
 from collections import defaultdict
@@ -18,14 +17,12 @@ import numpy as np
 
 from motet.ragged_arrays import Floats
 
-# Which holder sends each piece, so that the rank that sends most sends as little as possible (thesis 2.5).
-#
-# Pure. From the largest piece to the smallest the least loaded holder, then pieces are passed on along chains of
-# holders while that helps: exact for pieces of equal size, as Harvey et al. 2003 show for semi-matchings.
-
 
 def balanced_sources(sizes: Sequence[float], holders: Sequence[Sequence[int]], *, num_ranks: int) -> list[int]:
-    """For each piece, which of its holders sends it."""
+    """Chooses the holder that sends each piece, so that the rank that sends most sends as little as possible.
+
+    From the largest piece to the smallest it takes the least loaded holder; then pieces are passed on along chains of
+    holders while that helps. Exact for pieces of equal size, as Harvey et al. 2003 show for semi-matchings."""
     load: Floats = np.zeros(num_ranks)
     source = [-1] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], len(holders[i]))):
@@ -55,9 +52,10 @@ def _relieving_chain(
     sent: Mapping[int, set[int]],
     load: Floats,
 ) -> list[tuple[int, int]] | None:
-    """Pieces to pass on, each to the next holder, after which every rank concerned sends less than the fullest did."""
+    """Returns (piece, its new source) along a chain from the fullest rank, after which every rank of the chain sends
+    less than the fullest did; None if there is none."""
     came_by: dict[int, tuple[int, int]] = {}
-    """For each rank reached: the piece that it would take, and its size before."""
+    """By rank reached: the piece that it would take, and the rank that sends it now."""
     queue, seen = [fullest], {fullest}
     while queue:
         rank = queue.pop(0)
@@ -65,7 +63,7 @@ def _relieving_chain(
             for other in holders[i]:
                 if other in seen or sizes[i] <= 0:
                     continue
-                # Passed on along the chain, `other` takes piece i and may give one of its own.
+                # Along the chain, `other` takes piece i and may pass on one of its own.
                 seen.add(other)
                 came_by[other] = (i, rank)
                 if load[other] + sizes[i] < load[fullest] * (1 - 1e-12):
@@ -90,20 +88,21 @@ def _chain(
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""Half-open ranges of the dimension along which a tensor is cut, in the order in which they lie in the local part."""
+"""Half-open ranges of the dimension along which a tensor is cut, in their order in the local part."""
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Copy(Generic[Name]):
+    """One slice of a tensor, from one rank's local part to another's."""
+
     name: Name
     source: int
     target: int
     start: int
-    """In the whole tensor, along the dimension."""
+    """Along the dimension, in the whole tensor; the next two are in the local parts of source and target."""
     source_start: int
-    """In the source's local part, along the dimension."""
     target_start: int
     length: int
     num_bytes: float
@@ -111,7 +110,7 @@ class Copy(Generic[Name]):
 
 @dataclass(frozen=True)
 class _Piece(Generic[Name]):
-    """What one target lacks and the same ranks hold, each in one of its ranges."""
+    """A slice that one target lacks and that the same ranks hold."""
 
     name: Name
     target: int
@@ -121,18 +120,18 @@ class _Piece(Generic[Name]):
     holders: tuple[int, ...]
 
 
-def copies(
+def plan_copies(
     held: Mapping[int, Mapping[Name, Ranges]],
     needed: Mapping[int, Mapping[Name, Ranges]],
     unit_bytes: Mapping[Name, float],
     *,
     devices_per_node: int,
 ) -> tuple[list[Copy[Name]], list[Name]]:
-    """All copies, those within a rank included, and the names of tensors of which some part is held by nobody.
+    """Returns all copies, including those within a rank, and the names of tensors of which nobody holds some part.
 
     Args:
         held, needed: by rank and name, the ranges of the local part.
-        unit_bytes: of each tensor, per unit along the dimension.
+        unit_bytes: bytes of each tensor per unit along the dimension.
         devices_per_node: node n has the ranks [n * devices_per_node, (n + 1) * devices_per_node)."""
     segments = _segments(held)
     within: list[Copy[Name]] = []
@@ -140,12 +139,14 @@ def copies(
     missing: dict[Name, None] = {}
     for target in sorted(needed):
         for name, wanted in needed[target].items():
-            found, lacking = take(wanted_parts(wanted), held.get(target, {}).get(name, ()))
+            found, lacking = match_parts(local_parts(wanted), held.get(target, {}).get(name, ()))
             unit = unit_bytes[name]
             within += [Copy(name, target, target, start, s, t, length, unit * length) for start, s, t, length in found]
-            given, rest = _pieces(name, target, lacking, segments.get(name, ()), devices_per_node)
-            pieces += given
-            if rest:
+            for low, high, ranks in segments.get(name, ()):
+                near = tuple(rank for rank in ranks if rank // devices_per_node == target // devices_per_node)
+                found, lacking = match_parts(lacking, ((low, high),))
+                pieces += [_Piece(name, target, start, t, length, near or ranks) for start, _, t, length in found]
+            if lacking:
                 missing[name] = None
     sources = balanced_sources(
         [unit_bytes[piece.name] * piece.length for piece in pieces],
@@ -158,7 +159,11 @@ def copies(
             source=source,
             target=piece.target,
             start=piece.start,
-            source_start=_place(held[source][piece.name], piece.start),
+            source_start=next(
+                place + piece.start - first
+                for first, last, place in local_parts(held[source][piece.name])
+                if first <= piece.start < last
+            ),
             target_start=piece.target_start,
             length=piece.length,
             num_bytes=unit_bytes[piece.name] * piece.length,
@@ -169,11 +174,11 @@ def copies(
 
 
 _Segment = tuple[int, int, tuple[int, ...]]
-"""(first, last, the ranks that hold all of it), without a boundary of anybody's range in it."""
+"""(first, last, the ranks that hold all of it); no rank's range begins or ends inside of it."""
 
 
 def _segments(held: Mapping[int, Mapping[Name, Ranges]]) -> dict[Name, list[_Segment]]:
-    """Of each tensor, what somebody holds."""
+    """Returns the segments of each tensor that some rank holds."""
     holders: dict[Name, list[tuple[int, Ranges]]] = defaultdict(list)
     for rank in sorted(held):
         for name, ranges in held[rank].items():
@@ -193,19 +198,8 @@ Part = tuple[int, int, int]
 """(first, last, place of `first` in the local part)."""
 
 
-def _pieces(
-    name: Name, target: int, lacking: Sequence[Part], segments: Sequence[_Segment], devices_per_node: int
-) -> tuple[list[_Piece[Name]], list[Part]]:
-    """And what nobody holds."""
-    pieces = []
-    for low, high, ranks in segments:
-        near = tuple(rank for rank in ranks if rank // devices_per_node == target // devices_per_node)
-        found, lacking = take(lacking, ((low, high),))
-        pieces += [_Piece(name, target, start, t, length, near or ranks) for start, _, t, length in found]
-    return pieces, list(lacking)
-
-
-def wanted_parts(ranges: Ranges) -> list[Part]:
+def local_parts(ranges: Ranges) -> list[Part]:
+    """Returns the ranges of a local part with their places in it."""
     parts, place = [], 0
     for first, last in ranges:
         parts.append((first, last, place))
@@ -213,19 +207,14 @@ def wanted_parts(ranges: Ranges) -> list[Part]:
     return parts
 
 
-def _place(ranges: Ranges, at: int) -> int:
-    """In the local part."""
-    return next(place + at - first for first, last, place in wanted_parts(ranges) if first <= at < last)
-
-
-def take(wanted: Sequence[Part], held: Ranges) -> tuple[list[tuple[int, int, int, int]], list[Part]]:
-    """What of `wanted` a holder has, as (start in the whole, in its part, in the wanted part, length), and what is
-    left."""
+def match_parts(wanted: Sequence[Part], held: Ranges) -> tuple[list[tuple[int, int, int, int]], list[Part]]:
+    """Returns what a holder has of `wanted`, as (start in the whole tensor, in its local part, in the wanted part,
+    length), and the parts that it lacks."""
     found = []
     rest: list[Part] = []
     for first, last, place in wanted:
         open_parts = [(first, last)]
-        for have_first, have_last, have_place in wanted_parts(held):
+        for have_first, have_last, have_place in local_parts(held):
             still_open = []
             for a, b in open_parts:
                 low, high = max(a, have_first), min(b, have_last)
@@ -239,6 +228,6 @@ def take(wanted: Sequence[Part], held: Ranges) -> tuple[list[tuple[int, int, int
     return found, rest
 
 
-def moved_bytes(made: Iterable[Copy[Name]]) -> float:
-    """Between ranks."""
+def num_moved_bytes(made: Iterable[Copy[Name]]) -> float:
+    """Bytes that travel between different ranks."""
     return sum(copy.num_bytes for copy in made if copy.source != copy.target)

@@ -1,15 +1,19 @@
-"""What whole nodes and parts of them can hold of a chain of layers: the sub-problems of `stage_mapping`.
+"""Dynamic-programming tables of the cheapest stages on nodes and parts of nodes: the sub-problems of `stage_mapping`.
 
-No stage leaves its node and no device is idle, so a chain falls apart at nodes' borders: first all ways to fill c
+No stage spans nodes and every device is used, so a chain of layers separates at node borders: first all ways to fill c
 devices of one node with the layers [u, v), then node after node. Everything is computed for a whole batch of limits X
 on the slowest stage at once, as arrays [batch, u, v].
 
-With the slowest stage's seconds X given, T1 + T2 + T3 is a sum over stages (`stage_mapping`): t for those before the
-slowest stage k*, 2 t - X for k* and those after it, and `per_stage` X for each of them. So three kinds of runs:
+Given the seconds X of the slowest stage, T1 + T2 + T3 is a sum over stages (`stage_mapping`): t for stages before the
+slowest stage k*, 2 t - X for k* and later stages, and `per_stage` X for every stage. So runs are of three kinds:
 
-* `before`: no stage of the run is k* or after it;
-* `after`: all are after k*, and faster;
-* `slowest`: k* is among them.
+* `before`: all stages are before k*;
+* `after`: all stages are after k*, and faster;
+* `slowest`: k* is among the stages.
+
+`NodeTables` ignore how many microbatches are in flight. In 1F1B a stage keeps the activations of as many microbatches
+as there are stages from it to the last, so what fits at the end of a pipeline may not fit at its beginning.
+`CountedTables` number the stages from the last one back, device by device: slower, and used only where it matters.
 """
 
 from collections.abc import Mapping
@@ -32,24 +36,23 @@ class Limits:
     low: Floats
     high: Floats
     per_stage: float
-    """How often X counts for each stage: 4 if there are four microbatches for each, else 0."""
+    """Multiples of X that each stage adds: 4 if there are four microbatches per stage, else 0."""
 
     @cached_property
     def exact(self) -> Bools:
-        """Where the interval is one value: k* must be the last stage that is so slow."""
+        """Intervals of one value, where k* must be the last stage that is so slow."""
         return self.low == self.high
 
 
 class Group(NamedTuple):
-    """What a stage may be on."""
+    """The devices of a stage: `size` in total, in tensor-parallel groups of size / cp_size."""
 
     size: int
-    """In devices: those of all tensor-parallel groups."""
     cp_size: int = 1
 
 
 class StageCosts(NamedTuple):
-    """[batch, first layer], of all stages of one group and length; infinite where there is no such stage."""
+    """By kind, [batch, first layer]: costs of all stages of one group and length; infinite where none is possible."""
 
     before: Floats
     after: Floats
@@ -62,33 +65,32 @@ class Segments:
 
     num_layers: int
     by_group: Mapping[Group, Floats]
-    """[u, v]: seconds of the layers [u, v) on such a group, forward and backward; infinite where they do not fit."""
+    """[u, v]: seconds of the layers [u, v) on this group, forward and backward; infinite where they do not fit."""
     in_flight: Mapping[Group, Floats]
-    """[u, v]: the microbatches that may be in flight for the stage to fit; infinite where nothing is kept of them."""
+    """[u, v]: microbatches in flight for which the stage has memory; infinite where it keeps nothing of them."""
     cut_s: Mapping[Group, Floats]
-    """[is the last one on its node, v]: seconds of the fill in which what a stage that ends before v has made, and its
-    gradients, are under way. Of the chain's end both say the same."""
+    """[is the node's last stage, v]: seconds of the fill spent on messages after a stage that ends before layer v, and
+    on their gradients. At the end of the chain both rows are equal."""
     is_on_every_path: bool = True
-    """Else T3 does not count its stages: they cost t wherever k* is."""
+    """Else T3 does not count these stages: they cost t wherever k* is."""
 
     def groups(self, size: int) -> list[Group]:
-        """Of so many devices."""
         return [group for group in self.by_group if group.size == size]
 
     def longest(self, group: Group, limit: float) -> int:
-        """Layers of the longest stage that takes at most `limit`."""
+        """Returns the layers of the longest stage that takes at most `limit` seconds."""
         lengths = (self.by_group[group] <= limit).sum(axis=1)
         return int(lengths.max())
 
     def costs_of_size(self, size: int, length: int, limits: Limits, *, at_end: bool) -> StageCosts:
-        """On the best of the groups of so many devices, which for the slowest stage is not always the fastest."""
+        """Costs on the best group of `size` devices, which for the slowest stage is not always the fastest group."""
         of_groups = [self.costs(group, length, limits, at_end=at_end) for group in self.groups(size)]
         if len(of_groups) == 1:
             return of_groups[0]
         return StageCosts(*(np.minimum.reduce(kind) for kind in zip(*of_groups, strict=True)))
 
     def costs(self, group: Group, length: int, limits: Limits, *, at_end: bool) -> StageCosts:
-        """`at_end`: of stages that are the last ones on their node."""
+        """Costs of all stages of this group and length. `at_end`: they are the last stages of their nodes."""
         seconds = np.diagonal(self.by_group[group], length)[None]
         low, high = limits.low[:, None], limits.high[:, None]
         allowed = seconds <= high
@@ -105,16 +107,16 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class NodeTables:
-    """[c][batch, u, w]: the least cost of the layers [u, u + w) on exactly c devices of one node; kinds as above.
+    """By kind, [c][batch, u, w]: the least cost of the layers [u, u + w) on exactly c devices of one node.
 
     `w` goes as far as a node can hold layers within the limits."""
 
     segments: Segments
     limits: Limits
     stages: Mapping[int, list[StageCosts]]
-    """By size; entry d - 1 is of stages with d layers."""
+    """By number of devices; entry d - 1 is for stages of d layers."""
     last_stages: Mapping[int, list[StageCosts]]
-    """Of those that are the last ones on their node."""
+    """The same for the last stages of nodes."""
     before: list[Floats]
     after: list[Floats]
     slowest: list[Floats]
@@ -142,7 +144,7 @@ def node_tables(segments: Segments, limits: Limits, devices_per_node: int) -> No
     last_stages = of_all(at_end=True) if segments.cut_s else stages
     width = [0]
     for c in range(1, devices_per_node + 1):
-        # So few devices may be fewer than any stage has.
+        # No group may be as small as c devices.
         fitting = (min(num_layers, end + width[c - size]) for size, end in longest.items() if size <= c)
         width.append(max(fitting, default=0))
     nothing = np.full((batch, num_layers + 1, max(width) + 1), INFINITE)
@@ -184,7 +186,7 @@ class Suffixes:
 
 
 def suffixes(tables: NodeTables, num_nodes: int) -> Suffixes:
-    """Of a chain whose last stage is in the last node."""
+    """Computes the suffixes of a chain that ends with the last node."""
     batch, num_layers = len(tables.limits.low), tables.num_layers
     last = np.full((batch, num_layers + 1), INFINITE)
     slowest = [last.copy()]
@@ -205,8 +207,7 @@ def _then(table: Floats, rest: Floats) -> Floats:
 
 
 def from_each_device(tables: NodeTables, rests: Suffixes, num_nodes: int) -> tuple[Floats, Floats]:
-    """[batch, a]: the least cost of the whole chain on the devices from a to the last; (all stages after k*, k* among
-    them)."""
+    """Returns [batch, a]: the least cost of the whole chain on the devices from a on; kinds (after, slowest)."""
     size = len(tables.before) - 1
     after, slowest = [], []
     for a in range(num_nodes * size):
@@ -227,9 +228,9 @@ def from_each_device(tables: NodeTables, rests: Suffixes, num_nodes: int) -> tup
     return np.stack(after, axis=1), np.stack(slowest, axis=1)
 
 
-def spans(tables: NodeTables, num_nodes: int) -> tuple[Floats, Floats]:
-    """[batch, o, n]: the least cost of the whole chain on n devices in a row, the first of them the o-th of its node;
-    (all stages before k*, k* among them)."""
+def device_spans(tables: NodeTables, num_nodes: int) -> tuple[Floats, Floats]:
+    """Returns [batch, o, n]: the least cost of the whole chain on n consecutive devices, the first of them the o-th of
+    its node; kinds (before, slowest)."""
     size, num_layers = len(tables.before) - 1, tables.num_layers
     batch, num_devices = len(tables.limits.low), num_nodes * size
     to_before, to_after, to_slowest = (
@@ -289,8 +290,8 @@ Kind = str
 
 
 def trace(tables: NodeTables, parts: list[int], kind: Kind) -> list[tuple[int, int, Group]]:
-    """The stages (first layer, end, group) of the best way to put the whole chain on parts of nodes in a row, of so
-    many devices each; `kind`: where k* is. `tables` must be of one interval; there must be such a way."""
+    """Returns the stages (first layer, end, group) of the cheapest way to put the whole chain on consecutive parts of
+    nodes, with `parts` devices each. `tables` must have one interval; a solution must exist."""
     num_layers = tables.num_layers
     end = np.full((1, num_layers + 1), INFINITE)
     slowest = [end.copy()]
@@ -340,7 +341,7 @@ def _trace_part(tables: NodeTables, part: int, kind: Kind, u: int, v: int) -> li
 
 
 def _best_group(tables: NodeTables, size: int, length: int, kind: Kind, u: int, *, at_end: bool) -> Group:
-    """For the stage of this size and length that begins at u."""
+    """Returns the group of the cheapest stage of this size and length that begins at layer u."""
 
     def cost(group: Group) -> float:
         of_kind: Floats = getattr(tables.segments.costs(group, length, tables.limits, at_end=at_end), kind)
@@ -349,17 +350,10 @@ def _best_group(tables: NodeTables, size: int, length: int, kind: Kind, u: int, 
     return min(tables.segments.groups(size), key=cost)
 
 
-# As `node_tables`, for one interval, where memory depends on how many stages follow.
-#
-# In 1F1B a stage keeps the activations of as many microbatches as there are stages from it to the last, so what fits
-# at the end of a pipeline may not fit at its beginning. Stages are counted from the last one back, and the tables are
-# by their number, device after device: slower, so it is used only where the number matters.
-
-
 @dataclass(frozen=True, eq=False)
 class CountedTables:
-    """[number of stages][a, u]: the least cost of the layers from u on, on the devices from a to the last; kinds as in
-    `node_tables`."""
+    """By kind, [number of stages][a, u]: the least cost of the layers from u on, on the devices from a to the last, for
+    one interval."""
 
     segments: Segments
     devices_per_node: int
@@ -367,18 +361,18 @@ class CountedTables:
     stages: dict[tuple[Group, int], StageCosts]
     """By group and number of layers."""
     last_stages: dict[tuple[Group, int], StageCosts]
-    """Of those that are the last ones on their node."""
+    """The same for the last stages of nodes."""
     after: list[Floats]
     slowest: list[Floats]
 
     def fits(self, group: Group, length: int, number: int) -> Bools:
-        """[u]: whether a stage fits where it is the `number`-th from the end."""
+        """Returns [u]: whether the stage fits as the `number`-th from the end."""
         in_flight = np.diagonal(self.segments.in_flight[group], length)
         fitting: Bools = in_flight >= min(number, self.most_in_flight)
         return fitting
 
     def from_each_device(self) -> tuple[Floats, Floats]:
-        """[1, a], with whatever number of stages is best; (all stages after k*, k* among them)."""
+        """Returns [1, a] for the best number of stages; kinds (after, slowest)."""
         after = np.min([table[:-1, 0] for table in self.after], axis=0)
         slowest = np.min([table[:-1, 0] for table in self.slowest], axis=0)
         return after[None], slowest[None]
@@ -387,7 +381,7 @@ class CountedTables:
 def counted_tables(
     segments: Segments, limits: Limits, *, num_devices: int, devices_per_node: int, most_in_flight: int
 ) -> CountedTables:
-    """`limits`: of one interval. `most_in_flight`: the number of microbatches."""
+    """Makes the tables for `limits` of one interval. `most_in_flight`: the number of microbatches."""
     num_layers, high = segments.num_layers, float(limits.high[0])
     stages, last_stages = (
         {
@@ -406,14 +400,16 @@ def counted_tables(
     most_layers = max((length for _, length in stages), default=0)
     for number in range(1, min(num_devices, num_layers) + 1):
         after, slowest = nothing.copy(), nothing.copy()
-        # So many stages begin no earlier and no later than there.
-        devices = max(0, num_devices - number * largest), num_devices - number + 1
-        layers = max(0, num_layers - number * most_layers), num_layers - number + 1
+        # The first devices and layers at which so many stages can begin.
+        first_devices = max(0, num_devices - number * largest), num_devices - number + 1
+        first_layers = max(0, num_layers - number * most_layers), num_layers - number + 1
         for (group, length), costs in stages.items():
             fits = tables.fits(group, length, number)
             if fits.any():
                 last = last_stages[group, length]
-                window = _window(group.size, length, devices, layers, num_devices, num_layers)
+                size, (a, a_end), (u, u_end) = group.size, first_devices, first_layers
+                a_end, u_end = min(a_end, num_devices - size + 1), min(u_end, num_layers - length + 1)
+                window = _Window(size, length, a, max(a, a_end), u, max(u, u_end))
                 _lower_counted(after, costs.after, last.after, tables.after[-1], fits, window, devices_per_node)
                 _lower_counted(slowest, costs.slowest, last.slowest, tables.after[-1], fits, window, devices_per_node)
                 _lower_counted(slowest, costs.before, last.before, tables.slowest[-1], fits, window, devices_per_node)
@@ -435,19 +431,11 @@ class _Window(NamedTuple):
     u_end: int
 
 
-def _window(
-    size: int, length: int, devices: tuple[int, int], layers: tuple[int, int], num_devices: int, num_layers: int
-) -> _Window:
-    a, a_end = devices[0], min(devices[1], num_devices - size + 1)
-    u, u_end = layers[0], min(layers[1], num_layers - length + 1)
-    return _Window(size, length, a, max(a, a_end), u, max(u, u_end))
-
-
 def _lower_counted(
     table: Floats, cost: Floats, last_cost: Floats, rest: Floats, fits: Bools, window: _Window, devices_per_node: int
 ) -> None:
-    """table[a, u] = min(itself, cost[u] + rest[a + size, u + length]) where the stage stays in its node; `last_cost`:
-    where it ends with it."""
+    """table[a, u] = min(itself, cost[u] + rest[a + size, u + length]) where the stage does not span nodes. `last_cost`
+    is for stages that end with their node."""
     size, length, a, a_end, u, u_end = window
     behind = rest[a + size : a_end + size, u + length : u_end + length]
     lowered = np.where(fits, cost[0], INFINITE)[u:u_end] + behind
@@ -460,7 +448,7 @@ def _lower_counted(
 
 
 def trace_counted(tables: CountedTables, first: int, kind: Kind) -> list[tuple[int, int, Group]]:
-    """The stages (first layer, end, group) of the best way to put the whole chain on the devices from `first` on."""
+    """Returns the stages (first layer, end, group) of the cheapest way to put the chain on the devices from `first`."""
     of_kind = tables.after if kind == "after" else tables.slowest
     number = min(range(len(of_kind)), key=lambda number: float(of_kind[number][first, 0]))
     stages: list[tuple[int, int, Group]] = []

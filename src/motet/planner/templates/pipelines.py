@@ -1,12 +1,27 @@
-"""Pipelines of whole nodes: what templates say, and plans made of them (thesis 2.3.1, 2.4).
+"""Pipeline templates (Oobleck), plans built from them, microbatch counts and combinations (thesis 2.3.1, 2.4, app. A).
 
-A pipeline is one copy of the whole model: replica r of every module. The node is the unit of failure, so a pipeline has
-nodes of its own. A template is what a pipeline on a given number of nodes looks like; a plan puts each place of a
-template, a whole node, on a node of the cluster. Node n has the ranks [n * devices_per_node, (n + 1) * ...).
+A pipeline is one copy of the whole model: replica r of every module. The node is the unit of failure, so each pipeline
+has whole nodes of its own. A template describes a pipeline on a given number of nodes. Node n has the ranks
+[n * devices_per_node, (n + 1) * devices_per_node).
+
+**Sizes.** n0 is the smallest number of nodes on which the model fits. There is a template for each of n0 .. N - f n0
+nodes: the largest pipeline is what remains when f pipelines have n0 nodes. Appendix A asks for more than n0 - 1
+templates, which is sufficient but not necessary: k pipelines of consecutive sizes n0 .. n_max have any number of nodes
+in [k n0, k n_max], so all N' in [(f + 1) n0, N] are reachable if these intervals, for k > f, leave no gap. With
+n_max = N - f n0 they never do. (The Frobenius number, (A.2), lost a factor n0 in the thesis.)
+
+**Microbatches.** A pipeline with n microbatches takes fill_s + (n - 1) slowest_s. (The thesis multiplies the time of
+one microbatch, which is the fill, by n.) The iteration ends when the last pipeline does, so `min_max_counts` minimises
+the maximum; the thesis' equation 2.6 minimises the variance, which can be slower (docs/resilience.md).
+
+**Combinations** of sizes are enumerated (coin change) while there are few. Beyond, the best one is found by bisection
+over the times at which some pipeline finishes a microbatch: whether N nodes can compute all microbatches within a time
+is a knapsack problem. This is exact for `iteration_s`.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,8 +29,14 @@ import numpy as np
 
 from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
-from motet.planner.reconfiguration.holdings import LayerBytes, StateBytes
+from motet.planner.reconfiguration.shard_map import LayerBytes, StateBytes
 from motet.ragged_arrays import Ints
+
+MAX_ENUMERATED = 2000
+"""Combinations beyond which they are not enumerated."""
+
+UNREACHABLE = np.iinfo(np.int64).min // 2
+"""Marks numbers of nodes that no pipelines add up to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +45,14 @@ class Template:
 
     num_nodes: int
     replicas: Mapping[str, Replica]
-    """Of every module, on the ranks 0, 1, ... num_nodes * devices_per_node - 1; all of them are used."""
-    first_s: float = 0.0
+    """By module, on the ranks 0, 1, ... num_nodes * devices_per_node - 1; all of them are used."""
+    fill_s: float = 0.0
     """Seconds of an iteration with one microbatch."""
     slowest_s: float = 1.0
     """Seconds that each further microbatch takes: the slowest stage's forward and backward."""
 
     def iteration_s(self, num_microbatches: int) -> float:
-        return self.first_s + (num_microbatches - 1) * self.slowest_s
+        return self.fill_s + (num_microbatches - 1) * self.slowest_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +60,32 @@ class Templates:
     """The templates of one training job, consecutive in their numbers of nodes."""
 
     failures: int
-    """f: so many nodes may fail at once; at least f + 1 pipelines are kept."""
+    """f: the number of nodes that may fail at once; at least f + 1 pipelines are kept."""
     devices_per_node: int
     by_nodes: Mapping[int, Template]
     layer_bytes: LayerBytes | None = None
-    """For plans that move the fewest bytes; None: all layers are equal."""
+    """Used to move the fewest bytes; None: all layers are equal."""
     state_bytes: StateBytes | None = None
-    """What of `layer_bytes` are optimizer states, if not all pipelines keep them (ZeRO-1); None: all do."""
+    """The optimizer states' part of `layer_bytes` where not all pipelines keep them (ZeRO-1); None: all do."""
     state_copies: int = 1
-    """Pipelines that keep each of them, then."""
+    """Under ZeRO-1: the number of pipelines that keep each state."""
     fully_sharded: tuple[str, ...] = ()
-    """Modules of which context-parallel ranks share the parameters."""
+    """Modules whose parameters context-parallel ranks share."""
 
     @cached_property
-    def fewest_nodes(self) -> int:
-        """n0."""
+    def min_nodes(self) -> int:
+        """n0: nodes of the smallest pipeline."""
         return min(self.by_nodes)
 
     @cached_property
-    def most_nodes(self) -> int:
-        """Of one pipeline."""
+    def max_nodes(self) -> int:
+        """Nodes of the largest pipeline."""
         return max(self.by_nodes)
 
     @property
-    def least_total(self) -> int:
+    def min_total_nodes(self) -> int:
         """(f + 1) n0: with fewer nodes the guarantee cannot be kept."""
-        return (self.failures + 1) * self.fewest_nodes
+        return (self.failures + 1) * self.min_nodes
 
     def __post_init__(self) -> None:
         if self.failures < 0:
@@ -74,8 +95,8 @@ class Templates:
 
 
 def build_plan(like: Plan, templates: Templates, sizes: Sequence[int], counts: Sequence[int]) -> Plan:
-    """The plan of `like`'s model with pipelines on so many nodes each, one after the other. `counts`: microbatches of
-    each pipeline."""
+    """Builds the plan of `like`'s model with one pipeline on each number of nodes in `sizes`, one after the other.
+    `counts`: microbatches of each pipeline."""
     replicas: dict[str, list[Replica]] = {name: [] for name in like.modules}
     first = 0
     for num_nodes in sizes:
@@ -91,24 +112,24 @@ def build_plan(like: Plan, templates: Templates, sizes: Sequence[int], counts: S
     )
 
 
-def with_ranks(plan: Plan, rank_of: Mapping[int, int]) -> Plan:
-    """The same plan on other ranks. Groups with context parallelism stay ascending, as plans have them."""
+def renumber_ranks(plan: Plan, rank_of: Mapping[int, int]) -> Plan:
+    """Returns the plan with rank r replaced by `rank_of[r]`. Groups with context parallelism stay ascending."""
 
-    def moved(stage: Stage) -> Stage:
+    def renumbered(stage: Stage) -> Stage:
         ranks = [rank_of[rank] for rank in stage.ranks]
         return replace(stage, ranks=tuple(sorted(ranks) if stage.cp_size > 1 else ranks))
 
     modules = {}
     for name, module in plan.modules.items():
-        replicas = tuple(Replica(stages=tuple(map(moved, replica.stages))) for replica in module.replicas)
+        replicas = tuple(Replica(stages=tuple(map(renumbered, replica.stages))) for replica in module.replicas)
         modules[name] = replace(module, replicas=replicas)
     return replace(plan, modules=modules)
 
 
 def nodes_of_pipelines(plan: Plan, devices_per_node: int) -> list[tuple[int, ...]]:
-    """The nodes of each pipeline, ascending.
+    """Returns the nodes of each pipeline, ascending.
 
-    Raises `UserError` for a plan that has no pipelines of whole nodes: modules with unequal numbers of replicas, or
+    Raises `UserError` for a plan without pipelines of whole nodes: modules with unequal numbers of replicas, or
     pipelines that share a node."""
     numbers = {name: len(module.replicas) for name, module in plan.modules.items()}
     if len(set(numbers.values())) > 1:
@@ -131,20 +152,12 @@ def nodes_of_pipelines(plan: Plan, devices_per_node: int) -> list[tuple[int, ...
     return [tuple(sorted(nodes)) for nodes in result]
 
 
-# How many microbatches each pipeline gets (thesis 2.4.2.2, eq. 2.6).
-#
-# A pipeline with n microbatches takes first_s + (n - 1) slowest_s: the first one fills it, then the slowest stage sets
-# the pace. (The thesis multiplies the time of one microbatch, which is the fill, by n.) The iteration ends when the
-# last pipeline does, so `min_max_counts` is what is used; `least_variance_counts` is eq. 2.6, which can be slower
-# (docs/resilience.md).
-
-
 def min_max_counts(templates: Sequence[Template], total: int) -> tuple[int, ...]:
-    """Counts of at least 1 that add up to `total`, with the shortest iteration; exact.
+    """Returns microbatches per pipeline, at least 1 each and `total` together, with the shortest iteration (exact).
 
-    One after the other is given to the pipeline that would end first with it. Raises `UserError` if `total` is less
+    Each further microbatch goes to the pipeline that would finish first with it. Raises `UserError` if `total` is less
     than the number of pipelines."""
-    check_total(len(templates), total)
+    check_num_microbatches(total, len(templates))
     counts = [1] * len(templates)
     queue = [(template.iteration_s(2), i) for i, template in enumerate(templates)]
     heapq.heapify(queue)
@@ -155,7 +168,7 @@ def min_max_counts(templates: Sequence[Template], total: int) -> tuple[int, ...]
     return tuple(counts)
 
 
-def check_total(num_pipelines: int, total: int) -> None:
+def check_num_microbatches(total: int, num_pipelines: int) -> None:
     if total < num_pipelines:
         raise UserError(
             f"{total} microbatches cannot be shared out among {num_pipelines} pipelines; "
@@ -164,55 +177,145 @@ def check_total(num_pipelines: int, total: int) -> None:
 
 
 def iteration_s(templates: Sequence[Template], counts: Sequence[int]) -> float:
-    """Of all pipelines together; reductions are not counted."""
+    """Returns the seconds of an iteration of all pipelines, without reductions."""
     return max(template.iteration_s(count) for template, count in zip(templates, counts, strict=True))
 
 
-def variance(templates: Sequence[Template], counts: Sequence[int]) -> float:
-    """The objective of eq. 2.6: squared differences from the mean of the pipelines' times."""
-    times = np.array([template.iteration_s(count) for template, count in zip(templates, counts, strict=True)])
-    return float(((times - times.mean()) ** 2).sum())
+def template_sizes(num_nodes: int, failures: int, min_nodes: int) -> range:
+    """n0, n0 + 1, ... N - f n0. Raises `UserError` if there are fewer than (f + 1) n0 nodes."""
+    least = (failures + 1) * min_nodes
+    if num_nodes < least:
+        raise UserError(
+            f"{num_nodes} nodes are too few to survive {failures} failures: {failures + 1} pipelines of at least "
+            f"{min_nodes} nodes need {least}; give more nodes, fewer failures, or devices with more memory"
+        )
+    return range(min_nodes, num_nodes - failures * min_nodes + 1)
 
 
-def least_variance_counts(templates: Sequence[Template], total: int) -> tuple[int, ...]:
-    """The exact integer optimum of eq. 2.6.
+def unreachable_totals(sizes: range, num_nodes: int, failures: int) -> list[int]:
+    """The numbers of nodes from (f + 1) n0 to N that no f + 1 or more pipelines of these sizes add up to."""
+    fewest, most = sizes[0], sizes[-1]
+    return [
+        n
+        for n in range((failures + 1) * fewest, num_nodes + 1)
+        if not any(k * fewest <= n <= k * most for k in range(failures + 1, n // fewest + 1))
+    ]
 
-    The mean is the c that minimises the sum of (y_i - c)^2, so the optimum is among those for a fixed c, where the
-    problem falls apart into marginal costs. As c rises the best counts change where two lines -2 c sum(y) + sum(y^2)
-    cross; those crossings are found by bisection, and intervals that cannot hold their own mean are left out."""
-    check_total(len(templates), total)
-    first = np.array([template.first_s for template in templates])
-    slowest = np.array([template.slowest_s for template in templates])
-    extra = total - len(templates)
-    steps = np.arange(max(1, extra))
-    before = first[:, None] + slowest[:, None] * steps
-    base, slope = slowest[:, None] * (2 * before + slowest[:, None]), 2 * slowest[:, None]
 
-    def best_for(c: float) -> Ints:
-        marginal = base - slope * c
-        taken = np.argsort(marginal, axis=None, kind="stable")[:extra]
-        return 1 + np.bincount(taken // marginal.shape[1], minlength=len(first))
+def num_combinations(sizes: Sequence[int], num_nodes: int, least_pipelines: int) -> int:
+    """Counts the combinations of at least `least_pipelines` pipelines that use exactly `num_nodes` nodes."""
+    ways = np.zeros((least_pipelines + 1, num_nodes + 1), dtype=object)
+    ways[0, 0] = 1
+    for size in sizes:
+        for n in range(size, num_nodes + 1):
+            # The last row holds all combinations of at least so many pipelines.
+            ways[-1, n] += ways[-1, n - size]
+            ways[1:, n] += ways[:-1, n - size]
+    return int(ways[-1, num_nodes])
 
-    def times(counts: Ints) -> np.ndarray:
-        return first + (counts - 1) * slowest
 
-    def mean(counts: Ints) -> float:
-        return float(times(counts).mean())
+def combinations(sizes: Sequence[int], num_nodes: int, least_pipelines: int) -> Iterator[tuple[int, ...]]:
+    """Yields every combination as the pipelines' numbers of nodes, ascending."""
 
-    lowest, highest = float(first.min()), float((first + slowest * extra).max())
-    low, high = best_for(lowest), best_for(highest)
-    found = [low, high]
-    intervals = [(lowest, low, highest, high)]
-    while intervals:
-        c_left, left, c_right, right = intervals.pop()
-        # The optimum is best for its own mean: that must lie in the interval.
-        if mean(left) >= mean(right) or mean(right) < c_left or mean(left) > c_right:
-            continue
-        squares = (times(right) ** 2).sum() - (times(left) ** 2).sum()
-        crossing = float(squares / (2 * (times(right).sum() - times(left).sum())))
-        middle = best_for(crossing)
-        if mean(left) < mean(middle) < mean(right):
-            found.append(middle)
-            intervals += [(c_left, left, crossing, middle), (crossing, middle, c_right, right)]
-    best = min(found, key=lambda counts: variance(templates, counts.tolist()))
-    return tuple(best.tolist())
+    def extend(chosen: tuple[int, ...], first: int, left: int) -> Iterator[tuple[int, ...]]:
+        if left == 0:
+            if len(chosen) >= least_pipelines:
+                yield chosen
+            return
+        for i in range(first, len(sizes)):
+            if sizes[i] <= left:
+                yield from extend((*chosen, sizes[i]), i, left - sizes[i])
+
+    return extend((), 0, num_nodes)
+
+
+def best_combinations(
+    templates: Mapping[int, Template], num_nodes: int, failures: int, total: int, *, most: int
+) -> list[tuple[int, ...]]:
+    """Returns the fastest combinations for `total` microbatches, the fastest first: up to `most`, or only the best one
+    where there are too many to enumerate.
+
+    Raises `UserError` if there is none: no combination of templates has exactly `num_nodes` nodes, or there are fewer
+    microbatches than pipelines."""
+    sizes = sorted(templates)
+    number = num_combinations(sizes, num_nodes, failures + 1)
+    found: list[tuple[int, ...]] = []
+    if number <= MAX_ENUMERATED:
+        fitting = (each for each in combinations(sizes, num_nodes, failures + 1) if len(each) <= total)
+        found = sorted(fitting, key=lambda each: combination_s(templates, each, total))[:most]
+    elif (best := best_combination(templates, num_nodes, failures, total)) is not None:
+        found = [best]
+    if not found and number:
+        check_num_microbatches(total, failures + 1)
+    if not found:
+        raise UserError(
+            f"no {failures + 1} or more pipelines of {sizes[0]} to {sizes[-1]} nodes, with a microbatch each of the "
+            f"{total}, use exactly {num_nodes} nodes; give another number of nodes, or more microbatches"
+        )
+    return found
+
+
+def combination_s(templates: Mapping[int, Template], sizes: Sequence[int], total: int) -> float:
+    """Returns the seconds of an iteration of pipelines of these sizes with the best microbatch counts."""
+    chosen = [templates[size] for size in sizes]
+    return iteration_s(chosen, min_max_counts(chosen, total))
+
+
+def best_combination(
+    templates: Mapping[int, Template], num_nodes: int, failures: int, total: int
+) -> tuple[int, ...] | None:
+    """Returns the fastest combination without enumerating them; None if there is none."""
+    first = np.array([t.fill_s for t in templates.values()])
+    slowest = np.array([t.slowest_s for t in templates.values()])
+    times = np.unique(first[:, None] + slowest[:, None] * np.arange(total))
+    sizes = np.array(list(templates))
+
+    def chosen(i: int) -> tuple[int, ...] | None:
+        within = np.floor((times[i] * (1 + 1e-12) - first) / slowest).astype(np.int64) + 1
+        return _most_microbatches(sizes, np.minimum(within, total), num_nodes, failures + 1, total)
+
+    i = bisect_left(range(len(times)), True, key=lambda i: chosen(i) is not None)
+    return chosen(i) if i < len(times) else None
+
+
+def _most_microbatches(
+    sizes: Ints, within: Ints, num_nodes: int, least_pipelines: int, total: int
+) -> tuple[int, ...] | None:
+    """Returns pipelines that use all nodes and compute at least `total` microbatches, or None. `within`: microbatches
+    that a pipeline of each size computes in the given time. There are at most as many pipelines as microbatches."""
+    sizes, within = sizes[within >= 1], within[within >= 1]
+    if not len(sizes):
+        return None
+    # Pipelines are counted exactly only where there could be more of them than microbatches.
+    is_counted = num_nodes // int(sizes.min()) > total
+    last = total if is_counted else least_pipelines
+    # [pipelines, nodes]: the most microbatches; the size that was added last; the row that it was added to.
+    most = np.full((last + 1, num_nodes + 1), UNREACHABLE)
+    added, rows = np.zeros_like(most), np.zeros_like(most)
+    most[0, 0] = 0
+    for n in range(1, num_nodes + 1):
+        fitting = sizes <= n
+        computed = most[:, n - sizes[fitting]] + within[fitting]
+        steps = [(slice(1, None), slice(None, -1))]
+        if not is_counted:
+            steps.append((slice(last, None), slice(last, None)))
+        for to_row, from_rows in steps if fitting.any() else ():
+            best = computed[from_rows].argmax(axis=1)
+            value = np.take_along_axis(computed[from_rows], best[:, None], axis=1)[:, 0]
+            better = value > most[to_row, n]
+            most[to_row, n][better] = value[better]
+            added[to_row, n][better] = sizes[fitting][best[better]]
+            rows[to_row, n][better] = np.arange(last + 1)[from_rows][better]
+    row = least_pipelines + int(most[least_pipelines:, num_nodes].argmax()) if least_pipelines <= last else 0
+    if most[row, num_nodes] < total:
+        return None
+    pipelines, n = [], num_nodes
+    while n:
+        pipelines.append(int(added[row, n]))
+        row, n = int(rows[row, n]), n - pipelines[-1]
+    return tuple(sorted(pipelines))
+
+
+def recommended_batch(global_batch_size: int, total: int) -> int:
+    """The multiple of `total` that is nearest, at least one: microbatches of equal size."""
+    return max(1, round(global_batch_size / total)) * total

@@ -1,4 +1,4 @@
-"""Which devices of a pipeline's nodes hold which layers: the exact optimum of T1 + T2 + T3 (thesis 2.4.1.2).
+"""Maps the layers of a pipeline to the devices of its nodes: the exact optimum of T1 + T2 + T3 (thesis 2.4.1.2).
 
 For stages with t_0, t_1, ... seconds (forward and backward of one microbatch), the last slowest of them k*, X = t_k*,
 and N_b microbatches,
@@ -7,30 +7,30 @@ and N_b microbatches,
       = (N_b - 1) X + (sum of t before k*) + (sum of 2 t - X from k* on).
 
 The thesis keeps one best solution of each sub-problem, which is not exact, because a solution with more of one term may
-have less of another. With X given, T is a sum over stages, and one best is enough: so we look for the best X. Intervals
-of X give lower bounds, those below the best known T are split, and the values that remain are solved exactly. (That is
-the Pareto set of T1, slowest stage and T3, one slowest stage at a time.)
+have less of another. Given X, T is a sum over stages, and one best solution is enough, so this module searches for the
+best X: intervals of X give lower bounds, intervals below the best known T are split, and single values are solved
+exactly. (That is the Pareto set of T1, slowest stage and T3, one slowest stage at a time.)
 
-Several modules: encoders on devices of their own, one module after the other in the order given, each contiguous; a
-node may hold stages of two modules. T1 is then the longest path, and T3 counts the stages that lie on every path: those
-of the last module, which all others enter, and those of the encoder if there is only one.
+Several modules: encoders have devices of their own, one module after the other, each contiguous; a node may hold stages
+of two modules. T1 is then the longest path, and T3 counts the stages that lie on every path: those of the last module,
+which all others enter, and those of the encoder if there is only one.
 
-Messages between stages count in the fill, each way once, by where the cut lies: inside a node or at its end. In the
-further microbatches they are taken to travel while stages compute. 1F1B may wait for them, for up to a message and its
-answer in each microbatch where all stages are equally slow; how much depends on all stages that follow, which is no sum
-over stages (benchmarks/templates.py: how far that is from the simulation). What a stage gathers for another that shares
-out its tokens otherwise depends on both stages' groups, and costs nothing here.
+Messages between stages count in the fill, once each way, by whether the cut is inside a node or at its end. Messages of
+further microbatches are taken to overlap with computation. 1F1B may wait for them, for up to a message and its answer
+per microbatch where all stages are equally slow; that wait depends on all later stages, so it is no sum over stages
+(benchmarks/templates.py compares with the simulation). Tokens gathered between stages of different context-parallel
+sizes depend on both stages' groups, and cost nothing here.
 
-A stage may be on several kinds of groups of one size (tensor and context parallelism); each chooses by itself.
+A stage may be on several kinds of groups of one size (tensor and context parallelism); each stage chooses its own.
 
 `num_microbatches` None is the thesis' N_b = 4 S. It compares unequal amounts of work (fewer stages, fewer
 microbatches), so it prefers tensor parallelism; planners give the number. With fewer microbatches than stages the
-formula does not hold; one more than there may be stages is assumed then.
-Memory: a stage keeps what it saves of as many microbatches as 1F1B has in flight there, one for each stage from it to
-the last. The best mapping without regard to that is taken if it fits; else stages are counted (`counted_tables`). An
-encoder's stages must fit with as many in flight as the pipeline can have stages.
+formula does not hold; one more than the largest number of stages is assumed then.
+Memory: a stage keeps the activations of as many microbatches as 1F1B has in flight there, one for each stage from it to
+the last. The best mapping that ignores this is taken if it fits; else stages are counted (`counted_tables`). An
+encoder's stages must fit with as many microbatches in flight as the pipeline can have stages.
 Limits: all devices are used, no stage spans nodes; an encoder that enters at a later layer (cross-attention) counts as
-if it entered at the first; what encoders hand to the last module goes to another node, if there are several.
+if it entered at the first; encoders' outputs go to another node, if there are several.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,46 +51,47 @@ from motet.planner.templates.node_tables import (
     NodeTables,
     Segments,
     counted_tables,
+    device_spans,
     from_each_device,
     node_tables,
-    spans,
     suffixes,
     trace,
     trace_counted,
 )
 from motet.ragged_arrays import Floats
 
-# What mapping layers to devices is given, and which runs of layers fit on them
-# (`motet.planner.templates.stage_mapping`).
+BATCH = 16
+"""Number of intervals of X that are bounded at once."""
+FIRST_RATIO = 1.06
+"""Ratio of the ends of an interval of X, before it is split."""
 
 
 class CutCosts(NamedTuple):
-    """By the layer before which a stage ends, and for the whole chain's end: seconds until what it has made of one
-    microbatch is where the next stage is, and until the gradients of it are back."""
+    """Message seconds of one microbatch, output and gradient, by the layer before which a stage ends, and for the end
+    of the whole chain."""
 
     within: Sequence[float]
     """The next stage is on the same node."""
     between: Sequence[float]
-    """It is on the next one. At the chain's end: the last module may be on another node, as there are several."""
+    """The next stage is on the next node. At the chain's end: the last module may be on another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainCosts:
-    """One module's layers, for each number of devices that a stage may have under one context-parallel size."""
+    """Costs of one module's layers by the number of devices of a stage, for one context-parallel size. None: zero."""
 
     seconds: Mapping[int, Sequence[float]]
-    """Forward and backward of one microbatch, as far as there is one (frozen layers), on so many devices."""
+    """Forward and backward of one microbatch (no backward of frozen layers that need none)."""
     static_bytes: Mapping[int, Sequence[float]] | None = None
-    """On each of so many devices, whatever is in flight; None: nothing."""
+    """Bytes on each device, independent of the microbatches in flight."""
     saved_bytes: Mapping[int, Sequence[float]] | None = None
-    """On each of so many devices, for each microbatch in flight."""
+    """Bytes on each device for each microbatch in flight."""
     fixed_bytes: Mapping[int, float] | None = None
-    """On each of so many devices, whatever layers a stage has; None: nothing."""
+    """Bytes on each device, independent of the stage's layers."""
     cut_s: CutCosts | None = None
-    """None: nothing."""
     cp_size: int = 1
     others: tuple["ChainCosts", ...] = ()
-    """The same layers' under other context-parallel sizes: each stage may choose."""
+    """Costs of the same layers for other context-parallel sizes; each stage chooses one."""
 
     @property
     def layers(self) -> range:
@@ -98,11 +99,11 @@ class ChainCosts:
 
     @property
     def all(self) -> tuple["ChainCosts", ...]:
-        """Under each context-parallel size."""
+        """Costs by context-parallel size."""
         return self, *self.others
 
     def groups(self) -> Iterator[tuple[Group, "ChainCosts"]]:
-        """All that a stage may have, and the costs that say what it takes there."""
+        """Yields every group that a stage may have, with its costs."""
         for costs in self.all:
             for size in costs.seconds:
                 yield Group(size, costs.cp_size), costs
@@ -117,17 +118,20 @@ class MappingProblem:
     device_bytes: float = inf
 
 
-def segments_of(
+def _segments(
     problem: MappingProblem, costs: ChainCosts, least_in_flight: int, *, num_nodes: int, is_on_every_path: bool
 ) -> Segments:
-    """The stages that fit with so many microbatches in flight."""
+    """Returns the stages that fit with at least so many microbatches in flight."""
     num_layers = len(costs.layers)
     by_group, cut_s, in_flight = {}, {}, {}
     for group, of_group in costs.groups():
-        # Rounded, so that runs of the same layers at other places take exactly as long.
-        table = _rounded(_sums(of_group.seconds[group.size]))
+        table = _sums(of_group.seconds[group.size])
+        if (largest := table.max()) > 0:  # It is 0 if no sample has the module's modality.
+            # To 40 of a float's 53 bits, so that equal runs of layers at different places take exactly as long.
+            unit = 2.0 ** (np.ceil(np.log2(largest)) - 40)
+            table = np.round(table / unit) * unit
         table[np.tril_indices(num_layers + 1)] = inf
-        in_flight[group] = in_flight_of(problem, of_group, group.size)
+        in_flight[group] = _max_in_flight(problem, of_group, group.size)
         table[in_flight[group] < least_in_flight] = inf
         by_group[group] = table
         if of_group.cut_s is not None:
@@ -136,8 +140,8 @@ def segments_of(
     return Segments(num_layers, by_group, in_flight, cut_s, is_on_every_path)
 
 
-def in_flight_of(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:
-    """[u, v]: how many microbatches may be in flight in a stage with these layers; less than 1: it does not fit."""
+def _max_in_flight(problem: MappingProblem, costs: ChainCosts, size: int) -> Floats:
+    """Returns [u, v]: the most microbatches in flight for which a stage of these layers has memory; below 1: none."""
     if costs.static_bytes is None or costs.saved_bytes is None:
         return np.full((len(costs.layers) + 1, len(costs.layers) + 1), inf)
     fixed = 0.0 if costs.fixed_bytes is None else costs.fixed_bytes[size]
@@ -148,25 +152,10 @@ def in_flight_of(problem: MappingProblem, costs: ChainCosts, size: int) -> Float
 
 
 def _sums(values: Sequence[float]) -> Floats:
-    """[u, v]: of those from u to before v."""
+    """Returns [u, v]: the sum of the values from u to before v."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     table: Floats = sums[None, :] - sums[:, None]
     return table
-
-
-def _rounded(seconds: Floats) -> Floats:
-    """To 40 of a float's 53 bits, of the largest. All are 0 if no sample has the module's modality."""
-    largest = seconds.max()
-    if largest == 0:
-        return seconds
-    unit = 2.0 ** (np.ceil(np.log2(largest)) - 40)
-    return np.round(seconds / unit) * unit
-
-
-BATCH = 16
-"""Intervals of X that are bounded at once."""
-FIRST_RATIO = 1.06
-"""Of the ends of an interval of X, before it is split."""
 
 
 class MappedStage(NamedTuple):
@@ -188,22 +177,18 @@ class StageMapping:
 
 
 def map_stages(problem: MappingProblem, num_nodes: int) -> StageMapping | None:
-    """The best way to put all modules on so many nodes; None if there is none."""
+    """Returns the best mapping of all modules to `num_nodes` nodes; None if there is none."""
     found = _Search(problem, num_nodes).run()
-    if found is None or _fits(problem, found):
-        return found
-    return _CountedSearch(problem, num_nodes).run()
-
-
-def _fits(problem: MappingProblem, mapping: StageMapping) -> bool:
-    """Whether every stage of the last module has room for what is in flight there."""
-    last = [stage for stage in mapping.stages if stage.module == list(problem.modules)[-1]]
+    if found is None:
+        return None
+    last = [stage for stage in found.stages if stage.module == list(problem.modules)[-1]]
     limit = problem.num_microbatches or len(last)
     of_cp = {costs.cp_size: costs for costs in problem.modules[last[0].module].all}
-    return all(
-        in_flight_of(problem, of_cp[cp_size], size)[layers] >= min(number, limit)
+    fits = all(
+        _max_in_flight(problem, of_cp[cp_size], size)[layers] >= min(number, limit)
         for number, (_, layers, _, size, cp_size) in enumerate(reversed(last), start=1)
     )
+    return found if fits else _CountedSearch(problem, num_nodes).run()
 
 
 Interval = tuple[int, int]
@@ -211,7 +196,7 @@ Interval = tuple[int, int]
 
 
 class _Search:
-    """Best first among intervals of X."""
+    """Best-first search among intervals of X."""
 
     def __init__(self, problem: MappingProblem, num_nodes: int) -> None:
         self.problem, self.num_nodes = problem, num_nodes
@@ -219,7 +204,7 @@ class _Search:
         num_layers = sum(len(costs.layers) for costs in problem.modules.values())
         self.most_stages = min(num_nodes * problem.devices_per_node, num_layers)
         self.segments = {
-            name: segments_of(
+            name: _segments(
                 problem,
                 costs,
                 1 if name == self.last else self._most_in_flight,
@@ -236,7 +221,7 @@ class _Search:
         queue: list[tuple[float, Interval]] = []
         untried = int(np.searchsorted(self.values, self._least_slowest_s()))
         untried_s = 0.0 if untried < len(self.values) else inf
-        """A bound on T for all values from `untried` on."""
+        """A lower bound on T for all values from `untried` on."""
         is_quick = False
         while min(untried_s, queue[0][0] if queue else inf) < self.best_s:
             if queue and queue[0][0] < untried_s:
@@ -259,7 +244,7 @@ class _Search:
         return self._traced() if self.best_s < inf else None
 
     def _least_slowest_s(self) -> float:
-        """No slowest stage takes less: every layer is in some stage, and all devices share the work."""
+        """Returns a lower bound on X: every layer is in some stage, and all devices share the work."""
         layers = work = 0.0
         for costs in self.problem.modules.values():
             seconds = np.stack([np.asarray(of_group.seconds[group.size]) for group, of_group in costs.groups()])
@@ -269,7 +254,7 @@ class _Search:
         return max(layers, work / (self.num_nodes * self.problem.devices_per_node)) * (1 - 1e-9)
 
     def _quick_bound_s(self, first: int) -> float:
-        """On T where X is at least the value at `first`: from k* on, no stage takes less than nothing."""
+        """Returns a lower bound on T where X is at least the value at `first`, as stages from k* on take at least 0."""
         if first == len(self.values):
             return inf
         stages = 3 * self.num_nodes if self.num_microbatches is None else self.num_microbatches - self.most_stages
@@ -293,15 +278,15 @@ class _Search:
         return Limits(low, high, 4.0 if self.problem.num_microbatches is None else 0.0)
 
     def _constant(self) -> float:
-        """How often X counts once, in T."""
+        """The multiple of X in T that does not depend on the stages."""
         return -1.0 if self.num_microbatches is None else self.num_microbatches - 1.0
 
     def _bounds(self, intervals: Sequence[Interval]) -> list[float]:
-        """On T for X in each interval; exact where it is one value."""
+        """Returns lower bounds on T for X in each interval; exact for intervals of one value."""
         return self._quick_bounds(intervals)
 
     def _quick_bounds(self, intervals: Sequence[Interval]) -> list[float]:
-        """Without regard to what is in flight."""
+        """The bounds that ignore the microbatches in flight."""
         low = np.array([self.values[first] for first, _ in intervals])
         high = np.array([self.values[end - 1] for _, end in intervals])
         tables = self._tables(low, high)
@@ -320,13 +305,13 @@ class _Search:
         }
 
     def _combined(self, tables: Mapping[str, NodeTables], after: Floats, slowest: Floats) -> tuple[Floats, "_Borders"]:
-        """The least T of all modules together, without its constant; and what it was found from. `after`, `slowest`:
-        [batch, a] of the last module on the devices from a on."""
+        """Returns the least T of all modules together without its constant, and the tables to trace it. `after`,
+        `slowest`: [batch, a] of the last module on the devices from a on."""
         size = self.problem.devices_per_node
         paths: list[Floats] = []
         slow_paths: list[Floats] = []
         for i, name in enumerate(self.encoders):
-            before, with_slowest = spans(tables[name], self.num_nodes)
+            before, with_slowest = device_spans(tables[name], self.num_nodes)
             if i == 0:
                 paths.append(before[:, 0])
                 slow_paths.append(with_slowest[:, 0])
@@ -358,7 +343,7 @@ class _Search:
         return trace(tables, self._parts(first, self.num_nodes * self.problem.devices_per_node), kind)
 
     def _parts(self, first: int, end: int) -> list[int]:
-        """How many of these devices each node has."""
+        """Returns the number of these devices on each node."""
         size = self.problem.devices_per_node
         borders = [first, *range(first - first % size + size, end, size), end]
         return [b - a for a, b in pairwise(borders)]
@@ -372,11 +357,11 @@ class _Search:
     def _traced_borders(
         self, tables: Mapping[str, NodeTables], borders: "_Borders", end: int, in_encoder: bool
     ) -> list[tuple[str, int, int, Kind]]:
-        """(encoder, first device, end, where k* is), if the devices of the last encoder end at `end`."""
+        """Returns (encoder, first device, end, kind) of each encoder if the devices of the last one end at `end`."""
         found: list[tuple[str, int, int, Kind]] = []
         size = self.problem.devices_per_node
         for i in range(len(self.encoders) - 1, 0, -1):
-            before, with_slowest = (table[0] for table in spans(tables[self.encoders[i]], self.num_nodes))
+            before, with_slowest = (table[0] for table in device_spans(tables[self.encoders[i]], self.num_nodes))
             options: list[tuple[Floats, Floats, Kind, bool]] = [(borders.paths[i - 1], before, "before", False)]
             if in_encoder:
                 options = [
@@ -393,7 +378,7 @@ class _Search:
         return [(self.encoders[0], 0, end, "slowest" if in_encoder else "before"), *found]
 
     def _fill_s(self, stages: Sequence[MappedStage]) -> float:
-        """The longest path."""
+        """Seconds of the longest path."""
         sums = dict.fromkeys(self.problem.modules, 0.0)
         for name, (u, v), first, size, cp_size in stages:
             segments, group = self.segments[name], Group(size, cp_size)
@@ -405,7 +390,7 @@ class _Search:
 
 
 class _CountedSearch(_Search):
-    """Where what is in flight decides which stages of the last module fit."""
+    """The search where the microbatches in flight decide which stages of the last module fit."""
 
     def run(self) -> StageMapping | None:
         is_possible = self._counted_bound((0, len(self.values))) < inf
@@ -445,13 +430,13 @@ class _Borders(NamedTuple):
     totals: Floats
     """[batch, k* in the last module or in an encoder, first device of the last module]"""
     paths: list[Floats]
-    """Of each encoder: [batch, end], the longest path through it and those before it, if its devices end there."""
+    """By encoder, [batch, end]: the longest path through it and the encoders before it, if its devices end there."""
     slow_paths: list[Floats]
-    """The same, if k* is in one of them."""
+    """The same if k* is in one of these encoders."""
 
 
 def _longer_path(paths: Floats, before: Floats, size: int) -> Floats:
-    """[b, q]: the least over p of max(paths[b, p], the encoder's sum on the devices [p, q))"""
+    """Returns [b, q]: the least over p of max(paths[b, p], the encoder's sum on the devices [p, q))."""
     batch, num_ends = paths.shape
     result = np.full((batch, num_ends), inf)
     for p in range(num_ends - 1):

@@ -25,9 +25,6 @@ from motet.costs.memory import RESERVE, gathered_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.errors import UserError
 from motet.plan import Stage
-from motet.planner.cost_estimates.layer_bytes import saved_bytes_of_layers, static_bytes_of_layers
-from motet.planner.cost_estimates.layer_times import layer_times
-from motet.planner.cost_estimates.microbatch_loads import typical_load
 from motet.planner.degrees import template_cp_sizes, tp_sizes
 from motet.planner.explicit import check_degrees
 from motet.planner.problem import Degrees, PlanningProblem
@@ -106,8 +103,8 @@ def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> Chain
 def _cut_seconds(problem: PlanningProblem, name: str, sharing: Sharing) -> CutCosts:
     """Of the messages from a stage to the next one, and back."""
     workload, trainable = problem.modules[name].workload, problem.modules[name].trainable_layers
-    load = typical_load(problem, name, problem.failures + 1, cp=sharing.cp_size, packed=sharing.is_packed)
-    outputs = typical_load(problem, name, problem.failures + 1).outputs
+    load = problem.estimator.typical_load(name, problem.failures + 1, cp=sharing.cp_size, packed=sharing.is_packed)
+    outputs = problem.estimator.typical_load(name, problem.failures + 1).outputs
     cuts: tuple[list[float], list[float]] = ([0.0], [0.0])
     for border in range(1, workload.num_layers + 1):
         rows, width = workload.boundary(border)
@@ -125,11 +122,10 @@ def _saved_bytes(problem: PlanningProblem, name: str, tp: int, sharing: Sharing)
     """Of each layer, on each rank, for each microbatch in flight."""
     workload, num_pipelines = problem.modules[name].workload, problem.failures + 1
     whole, shared = (
-        saved_bytes_of_layers(
-            problem,
+        problem.estimator.saved_bytes(
             name,
-            typical_load(problem, name, num_pipelines, cp=cp, packed=sharing.is_packed),
-            tp_size=tp,
+            problem.estimator.typical_load(name, num_pipelines, cp=cp, packed=sharing.is_packed),
+            tp=tp,
             fully_sharded=sharing.is_sharded,
         )
         for cp in (1, sharing.cp_size)
@@ -156,12 +152,12 @@ def _can_share(problem: PlanningProblem, name: str, tp: int, cp: int) -> bool:
 def _seconds(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
     """Of each layer, forward and backward of one microbatch."""
     num_pipelines, cp = problem.failures + 1, sharing.cp_size
-    times = layer_times(problem, name, tp, num_pipelines, cp=cp, packed=sharing.is_packed)
+    times = problem.estimator.layer_times(name, tp, num_pipelines, cp=cp, packed=sharing.is_packed)
     if cp == 1:
         return [time.total_s for time in times]
     workload, gradients = problem.modules[name].workload, problem.gradients[name]
-    whole = layer_times(problem, name, tp, num_pipelines, packed=sharing.is_packed)
-    load = typical_load(problem, name, num_pipelines, cp=cp)
+    whole = problem.estimator.layer_times(name, tp, num_pipelines, packed=sharing.is_packed)
+    load = problem.estimator.typical_load(name, num_pipelines, cp=cp)
     stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
     seconds = []
     for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
@@ -182,8 +178,8 @@ def _static_bytes(problem: PlanningProblem, name: str, tp: int, sharing: Sharing
     """Of each layer, on each rank: what is there whatever is in flight."""
     num_pipelines, cp = problem.failures + 1, sharing.cp_size
     if not sharing.is_sharded:
-        return static_bytes_of_layers(problem, name, tp_size=tp, num_holders=num_pipelines * cp)
-    own = static_bytes_of_layers(problem, name, tp_size=tp, num_holders=num_pipelines, num_shares=cp)
+        return problem.estimator.static_bytes(name, tp=tp, num_holders=num_pipelines * cp)
+    own = problem.estimator.static_bytes(name, tp=tp, num_holders=num_pipelines, num_shares=cp)
     module = problem.modules[name]
     # What is in no block is gathered for as long as its stage computes.
     gathered = [

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.models.graph import ModalityModule
 from motet.models.materialize import float64_throughout
-from motet.models.multimodal import ModalityModule
 from motet.models.reference.plain_forward import plain_loss
 from motet.models.stages.stage import Batch
 from motet.plan import LANGUAGE_MODEL

@@ -13,11 +13,11 @@ from motet.data.loader import Loader
 from motet.data.run_file import RunData, open_data
 from motet.data.service.tickets import InProcess
 from motet.families.classes import model_class_of
-from motet.families.model_graph import read_graph
-from motet.models.contrastive import ContrastiveLoss
+from motet.families.configured_graph import read_graph
+from motet.models.graph import ModalityModule
 from motet.models.materialize import default_dtype, float64_throughout, read_part_config
-from motet.models.multimodal import ModalityModule
 from motet.models.reference.plain_forward import plain_caption_loss, plain_contrastive_loss
+from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.stage import Batch
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Plan
 from motet.runtime.assembly import (

@@ -1,0 +1,474 @@
+"""Functions over run files, which the commands of the same names call: profile, make_plan, simulate, verify, train.
+
+Each takes the path of a run file, or a `RunConfig`, and overrides such as `"train.steps=10"`, and raises `UserError`
+in one line where the run file or a plan is wrong. torch is imported only by `profile`, `verify` and `train`.
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.config import RunConfig, load_run_config
+from motet.environment import set_environment
+from motet.errors import UserError
+from motet.plan import LANGUAGE_MODEL, Plan
+from motet.timeline import Timeline
+
+if TYPE_CHECKING:
+    from motet.assignment.sample import Sample
+    from motet.costs.cost_model import CostTable
+    from motet.data.layouts import SampleSource
+    from motet.data.loader import LoadedBatch
+    from motet.planner.auto.planner import Choice
+    from motet.planner.evaluate import Evaluation
+    from motet.planner.problem import PlanningProblem
+
+RunFile = str | Path | RunConfig
+PlanFile = str | Path | Plan
+
+MANY_SAMPLES = 200_000
+"""Above this size of a global batch, planning prints that it may take minutes."""
+
+MAX_JITTER = 100
+MAX_STRAGGLER_FACTOR = 1_000_000
+
+MIN_START_TIMEOUT_S = 300.0
+"""Least time for which a rank waits for others before the first step, and while a checkpoint is written."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan with what one iteration of it is predicted to take."""
+
+    evaluation: "Evaluation"
+    """Program, costs and simulated result."""
+    report: Mapping[str, Any]
+    """The JSON of `motet plan` or `motet simulate`."""
+    choice: "Choice | None" = None
+    """Which planners were compared, where `parallel.planner` is `auto`."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.evaluation.plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within its device's memory."""
+        return self.evaluation.fits
+
+    @property
+    def iteration_time_s(self) -> float:
+        return self.evaluation.iteration_time_s
+
+    @property
+    def timeline(self) -> Timeline:
+        """Spans of all ranks, on the simulator's clock."""
+        return self.evaluation.result.timeline
+
+    def __str__(self) -> str:
+        """What the command prints: time, memory and a table of the stages."""
+        from motet.report.plan_report import choice_text, report_text
+
+        text = report_text(self.report)
+        return f"{text}\n{choice_text(self.report['choice'])}" if self.choice else text
+
+
+def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
+    """Measures what each layer costs on this machine, on as many processes as the run file has devices.
+
+    Modules are measured at the tensor-parallel sizes that `parallel.explicit` asks for. `CostTable.to_json` is what
+    `cluster.costs` names.
+    """
+    set_environment()
+    config = _config(run, overrides)
+    from motet.costs.cost_model import ModuleCosts
+    from motet.runtime.launch import launch
+    from motet.runtime.profile_worker import profile_worker
+
+    batch = read_batch(config)
+    modules_of_size: dict[int, list[str]] = {1: list(config.model.module_names)}
+    for name, given in config.parallel.explicit.items():
+        if given.tp > 1:
+            modules_of_size.setdefault(given.tp, []).append(name)
+    costs: dict[str, dict[int, ModuleCosts]] = {name: {} for name in config.model.module_names}
+    tables = []
+    for tp_size, names in sorted(modules_of_size.items()):
+        table = launch(
+            profile_worker,
+            config,
+            batch,
+            tuple(names),
+            tp_size,
+            num_processes=max(1, config.cluster.num_devices // config.cluster.num_nodes // tp_size) * tp_size,
+            device=config.cluster.device,
+        )
+        tables.append(table)
+        for name in names:
+            costs[name][tp_size] = table.of(name, tp_size)
+    notes = {key: note for table in tables for key, note in table.notes.items()}
+    return replace(tables[0], modules=costs, notes=notes)
+
+
+def make_plan(run: RunFile, overrides: Sequence[str] = ()) -> Prediction:
+    """Lays the model out by the planner that the run file names, and predicts an iteration."""
+    config = _config(run, overrides)
+    from motet.planner.auto.planner import choose
+    from motet.planner.evaluate import evaluate
+    from motet.planner.from_run_file import plan_for
+    from motet.report.plan_report import report_choice, report_evaluation
+
+    problem = read_problem(config)
+    started = time.perf_counter()
+    choice = choose(problem, placement=config.parallel.placement) if config.parallel.planner == "auto" else None
+    plan = choice.evaluation.plan if choice else plan_for(config, problem)
+    planning_time_s = time.perf_counter() - started
+    evaluation = choice.evaluation if choice else evaluate(problem, plan)
+    report = report_evaluation(evaluation, planning_time_s=planning_time_s, dtype=config.train.dtype)
+    if choice:
+        report["choice"] = report_choice(choice)
+    return Prediction(evaluation, report, choice)
+
+
+def simulate(
+    run: RunFile,
+    overrides: Sequence[str] = (),
+    *,
+    plan: PlanFile | None = None,
+    straggler_factors: Mapping[int, float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+    shares_cards: bool = False,
+) -> Prediction:
+    """Predicts an iteration of a plan, made by the run file's planner where none is given.
+
+    Args:
+        straggler_factors: how many times as long the computations of a rank take, by rank.
+        jitter: share by which computations take longer on average, at random.
+        seed: seeds the jitter.
+        shares_cards: whether messages that leave a node share its network cards.
+    """
+    config = _config(run, overrides)
+    from motet.planner.evaluate import evaluate
+    from motet.report.plan_report import report_evaluation
+
+    problem = read_problem(config)
+    plan = read_or_make_plan(plan, config, problem)
+    if plan.num_ranks > problem.num_devices:
+        raise UserError(
+            f"--plan: has {plan.num_ranks} ranks, but cluster.num_devices is {problem.num_devices}; give as many "
+            "devices, or another plan"
+        )
+    is_disturbed = bool(straggler_factors or jitter or shares_cards)
+    evaluation = evaluate(problem, plan, folded=not is_disturbed)
+    if is_disturbed:
+        evaluation = _disturbed(evaluation, straggler_factors or {}, jitter, seed, shares_cards)
+    return Prediction(evaluation, report_evaluation(evaluation, dtype=config.train.dtype))
+
+
+def verify(run: RunFile, overrides: Sequence[str] = (), *, plan: PlanFile | None = None) -> dict[str, Any]:
+    """Compares loss and every gradient under the plan with the same model in one process of plain transformers.
+
+    Returns the JSON of `motet verify`; `passed` says whether they are equal. Starts its own processes; under torchrun
+    it joins those, and the result is empty on all ranks but the first.
+    """
+    set_environment()
+    config = _config(run, overrides)
+    from motet.planner.evaluate import check_same_model
+
+    problem = read_problem(config)
+    plan = read_or_make_plan(plan, config, problem)
+    check_same_model(problem, plan)
+    from motet.runtime.verification.worker import verify_worker
+
+    return _launch_on_plan(verify_worker, config, plan)
+
+
+def train(
+    run: RunFile,
+    overrides: Sequence[str] = (),
+    *,
+    plan: PlanFile | None = None,
+    listen: tuple[str, int] | None = None,
+) -> dict[str, Any]:
+    """Trains, writes checkpoints, metrics and timelines into `train.output`, and exports the model for transformers.
+
+    Returns the JSON of `motet train`. Starts its own processes; under torchrun it joins those, and the result is
+    empty on all ranks but the first. A plan that does not fit is refused before any process is started.
+
+    Args:
+        listen: host and port at which nodes of other machines join, with `train.failures`.
+    """
+    set_environment()
+    config = _config(run, overrides)
+    from motet.planner.evaluate import evaluate
+    from motet.report.plan_report import report_evaluation, report_measured
+
+    problem = read_problem(config)
+    plan = read_or_make_plan(plan, config, problem)
+    evaluation = evaluate(problem, plan)
+    if not evaluation.fits:
+        raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
+    output = Path(config.train.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"train.output: {output} cannot be made ({error.strerror}); give another folder") from None
+    if config.train.failures is not None:
+        result = _train_on_nodes(config, problem, plan, listen)
+    else:
+        from motet.runtime.training.worker import train_worker
+
+        result = _launch_on_plan(train_worker, config, plan, evaluation.result.peak_memory_bytes)
+    if not result:
+        return {}
+    timeline = Timeline.from_json(result["measured"].pop("timeline"))
+    _save_timelines(output, {"predicted": evaluation.result.timeline, "measured": timeline})
+    predicted = report_evaluation(evaluation, dtype=config.train.dtype)
+    measured = report_measured(result["measured"], timeline, predicted)
+    exported = None if result["checkpoint"] is None else str(export_checkpoint(config, result["checkpoint"]))
+    return {**result, "measured": measured, "predicted": predicted, "export": exported}
+
+
+def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
+    """Writes a checkpoint of the run as a folder that plain transformers loads: `export` in `train.output`.
+
+    Raises `UserError` if the checkpoint is damaged.
+    """
+    config = _config(run, ())
+    from motet.data.run_file import open_preparation
+    from motet.models.hub.export import describe_config, export_parts, export_towers
+    from motet.models.hub.weights import CheckpointTensors
+
+    preparation = open_preparation(config)
+    tools, tensors, folder = preparation.tools, CheckpointTensors(checkpoint), Path(config.train.output) / "export"
+    if LANGUAGE_MODEL in tools:
+        description = describe_config(config.model, preparation.conversation.placeholder_ids)
+        export_parts(tensors, description, folder, tokenizer=tools.pop(LANGUAGE_MODEL), processors=tools)
+    else:
+        export_towers(tensors, config.model, folder, processors=tools)
+    return folder
+
+
+def _config(run: RunFile, overrides: Sequence[str]) -> RunConfig:
+    if not isinstance(run, RunConfig):
+        return load_run_config(run, overrides)
+    if overrides:
+        raise UserError(
+            f"overrides: {overrides[0]!r} changes a run file; give its path, or a RunConfig that is changed"
+        )
+    return run
+
+
+# Plans: given as an object or a file, or made by the run file's planner.
+
+
+def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "PlanningProblem") -> Plan:
+    """Prints on stderr which keys of the run file a given plan overrides. Raises `UserError` naming the file."""
+    if plan is None:
+        from motet.planner.from_run_file import plan_for
+
+        return plan_for(config, problem)
+    path = "" if isinstance(plan, Plan) else f" {plan}"
+    if not isinstance(plan, Plan):
+        try:
+            plan = Plan.from_json(Path(plan).read_text())
+        except OSError as error:
+            raise UserError(f"--plan{path}: cannot be read ({error.strerror}); motet plan --out writes one") from None
+        except UnicodeDecodeError:
+            raise UserError(f"--plan{path}: is not a text file; motet plan --out writes one") from None
+        except ValueError as error:
+            raise UserError(f"--plan{path}: {error}") from None
+    if config.parallel.zero1 and config.train.failures is None:
+        for name, module in plan.modules.items():
+            stages = [stage for replica in module.replicas for stage in replica.stages]
+            if module.fully_sharded and any(stage.cp_size > 1 for stage in stages):
+                raise UserError(
+                    f"--plan{path}: modules.{name}.fully_sharded shards the optimizer's state already; set "
+                    "parallel.zero1 to false"
+                )
+    keys = ["schedule"]
+    # With a contrastive loss and with unequal replicas, numbers of microbatches are the planner's.
+    if plan.loss_module is None and not plan.replica_microbatches:
+        keys.append("num_microbatches")
+    for key in keys:
+        own, given = getattr(plan, key), getattr(config.parallel, key)
+        if key in config.parallel.model_fields_set and own != given:
+            print(f"--plan{path}: its {key} is {own}; parallel.{key}, {given}, is not read", file=sys.stderr)
+    return plan
+
+
+# The first global batch of a run, from which it is planned and profiled.
+
+
+def read_batch(config: RunConfig) -> "LoadedBatch":
+    """The batch with its tensors. Raises `UserError` naming the key or file that is wrong."""
+    from motet.data.loader import Loader
+    from motet.data.run_file import open_data
+    from motet.data.service.tickets import InProcess
+
+    train = open_data(config).train
+    _check_batch_size(config, len(train))
+    return next(Loader(InProcess(train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0))
+
+
+def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, ...]":
+    """The metadata of the same batch, without torch; or of the first epoch's samples up to `most`.
+
+    They are read from data servers where the run file names some.
+    """
+    from motet.data.run_file import open_samples
+
+    if getattr(config.data, "servers", ()):
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
+        # In another process: gRPC must not have begun in one that will fork the ranks.
+        with ProcessPoolExecutor(1, get_context("fork")) as process:
+            return process.submit(_ask_servers, config, most).result()
+    train = open_samples(config)
+    skips = getattr(config.data, "on_corrupt", "stop") == "skip"
+    samples = [_sample(train, index, skips) for index in _first_indices(config, len(train), most)]
+    return tuple(sample for sample in samples if sample is not None)
+
+
+def read_problem(config: RunConfig) -> "PlanningProblem":
+    """What planners plan for: shapes, costs and cluster of the run file, and its first batch as the typical one."""
+    from motet.planner.from_run_file import planning_problem
+
+    samples = read_samples(config)
+    if len(samples) > MANY_SAMPLES:
+        print(
+            f"each plan that is tried is simulated with all {len(samples)} samples of a batch, which may take minutes",
+            file=sys.stderr,
+        )
+    return planning_problem(config, samples)
+
+
+def _first_indices(config: RunConfig, num_samples: int, most: int | None) -> list[int]:
+    from motet.data.loader import epoch_order
+
+    _check_batch_size(config, num_samples)
+    return epoch_order(num_samples, config.train.seed, epoch=0)[: most or config.train.global_batch_size].tolist()
+
+
+def _sample(train: "SampleSource", index: int, skips: bool) -> "Sample | None":
+    try:
+        return train.sample(index)
+    except UserError:
+        if not skips:
+            raise
+        return None
+
+
+def _ask_servers(config: RunConfig, most: int | None) -> "tuple[Sample, ...]":
+    from motet.assignment.sample import Sample
+    from motet.data.service.opening import open_producers
+
+    producer = open_producers(config).train
+    prepared = producer.samples(_first_indices(config, len(producer), most))
+    return tuple(sample for sample in prepared if isinstance(sample, Sample))
+
+
+def _check_batch_size(config: RunConfig, num_samples: int) -> None:
+    size = config.train.global_batch_size
+    if size > num_samples:
+        raise UserError(f"train.global_batch_size: is {size}, but there are {num_samples} training samples; give fewer")
+
+
+# Simulation with disturbances.
+
+
+def _disturbed(
+    evaluation: "Evaluation", straggler_factors: Mapping[int, float], jitter: float, seed: int, shares_cards: bool
+) -> "Evaluation":
+    from motet.simulator.costs import Disturbances
+    from motet.simulator.event_loop import SharedCards
+    from motet.simulator.simulate import simulate
+
+    if not 0 <= jitter <= MAX_JITTER:
+        raise UserError(f"--jitter: is {jitter}; give a share of 0 to {MAX_JITTER}, such as 0.05")
+    for rank, factor in straggler_factors.items():
+        if not 0 <= rank < evaluation.plan.num_ranks or not 0 < factor <= MAX_STRAGGLER_FACTOR:
+            raise UserError(
+                f"--straggler: '{rank}={factor:g}' needs a rank of 0..{evaluation.plan.num_ranks - 1} and a factor "
+                f"above 0, at most {MAX_STRAGGLER_FACTOR}"
+            )
+    cluster = evaluation.problem.cluster
+    result = simulate(
+        evaluation.program,
+        evaluation.costs,
+        num_cores=evaluation.problem.num_cores,
+        cards=SharedCards(cluster.node, cluster.num_nics) if shares_cards else None,
+        disturbances=Disturbances(straggler_factors=straggler_factors, jitter=jitter, seed=seed),
+    )
+    return replace(evaluation, result=result)
+
+
+# Processes.
+
+
+def _launch_on_plan(worker: Any, config: RunConfig, plan: Plan, *arguments: Any) -> dict[str, Any]:
+    """What the worker returns on rank 0. Devices for which the plan has no rank are not used.
+
+    The worker is imported by the caller, before processes are forked, so that none of them has to.
+    """
+    from motet.runtime.launch import check_world_size, launch, started_by_torchrun
+
+    check_world_size(plan.num_ranks, config.cluster.num_devices, config.cluster.num_nodes)
+    if plan.num_ranks < config.cluster.num_devices and not started_by_torchrun():
+        print(f"the plan runs on {plan.num_ranks} of {config.cluster.num_devices} devices", file=sys.stderr)
+    result = launch(
+        worker,
+        config,
+        plan,
+        *arguments,
+        num_processes=plan.num_ranks,
+        device=config.cluster.device,
+        timeout_s=max(MIN_START_TIMEOUT_S, config.train.step_timeout_s),
+    )
+    return result or {}
+
+
+def _train_on_nodes(
+    config: RunConfig, problem: "PlanningProblem", plan: Plan, listen: tuple[str, int] | None
+) -> dict[str, Any]:
+    """Trains on nodes that go on when some of them fail: groups of processes of this machine, or nodes that join."""
+    from motet.resilience.succession import check_survivable, templates_of
+
+    cluster = config.cluster
+    check_survivable(config, plan)
+    from motet.runtime.launch import started_by_torchrun
+
+    if started_by_torchrun():
+        raise UserError(
+            "train.failures: motet starts the processes of such a run itself, and torchrun would end them all with the "
+            "first; run it without torchrun, on several machines by --listen and --join (docs/resilience.md)"
+        )
+    if plan.num_ranks != cluster.num_devices:
+        raise UserError(
+            f"cluster.num_devices: is {cluster.num_devices}, but the plan has {plan.num_ranks} ranks; give "
+            f"cluster.num_devices={plan.num_ranks}, or a layout that fills {cluster.num_devices}"
+        )
+    from motet.resilience.launch_nodes import train_on_nodes
+
+    return train_on_nodes(
+        config,
+        plan,
+        templates_of(problem),
+        num_nodes=cluster.num_nodes,
+        node_size=cluster.num_devices // cluster.num_nodes,
+        listen=listen,
+    )
+
+
+def _save_timelines(output: Path, timelines: Mapping[str, Timeline]) -> None:
+    from motet.report.chrome_trace import save_trace
+    from motet.report.pictures import save_timelines
+
+    save_timelines(timelines, output / "timeline.png")
+    save_trace(timelines, output / "trace.json")
+    for title, timeline in timelines.items():
+        (output / f"{title}.json").write_text(timeline.to_json())

@@ -1,0 +1,66 @@
+"""What each sample costs on each stage, from metadata alone: what assignments balance. No pixel is read.
+
+A sample is taken by itself: what a call costs however many samples it computes is left out, and works add up to a
+microbatch's exactly where samples stand apart ("separate"); padding and dense attention over packed samples come on
+top.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.assignment.sample import Sample
+from motet.costs.cost_model import CostTable, Quadratic
+from motet.costs.layer_gradients import gradients_of_plan
+from motet.costs.load import sample_loads
+from motet.plan import Plan
+from motet.ragged_arrays import Floats
+from motet.shapes.module_shape import ModuleWorkload
+
+
+@dataclass(frozen=True, eq=False)
+class SampleWork:
+    """Seconds [sample, stage] of one module; 0 where a sample lacks the modality."""
+
+    forward_s: Floats
+    backward_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        """[sample]"""
+        total: Floats = (self.forward_s + self.backward_s).sum(axis=1)
+        return total
+
+
+def sample_work(
+    plan: Plan,
+    samples: Sequence[Sample],
+    *,
+    workloads: Mapping[str, ModuleWorkload],
+    table: CostTable,
+) -> dict[str, SampleWork]:
+    """For each module that is no copy, by the stages of its first replica. Gradients: as when all modalities are there.
+
+    Raises `ValueError` if the table has no costs at the plan's tensor-parallel size."""
+    gradients = gradients_of_plan(plan)
+    result = {}
+    for name, module in plan.modules.items():
+        if module.copy_of is not None:
+            continue
+        workload = workloads[name]
+        sources = tuple({plan.modules[e.source].data_module(e.source): None for e in plan.edges if e.target == name})
+        loads = sample_loads(workload, name, samples, sources)
+        forward, backward = [], []
+        for stage in module.replicas[0].stages:
+            costs = table.of(name, stage.tp_size, sequence_parallel=module.sequence_parallel).layers
+            sums = np.zeros((2, len(Quadratic._fields)))
+            for layer in range(*stage.layers):
+                needs = gradients[name][layer]
+                recompute = name in plan.recompute and workload.has_block((layer, layer + 1))
+                passes = costs[layer].passes(needs.input_gradient, needs.weight_gradient, recompute=recompute)
+                sums += [passes.forward, passes.backward]
+            forward.append(loads @ sums[0, 1:])
+            backward.append(loads @ sums[1, 1:])
+        result[name] = SampleWork(np.stack(forward, axis=1), np.stack(backward, axis=1))
+    return result

@@ -1,0 +1,456 @@
+"""The estimator: seconds and bytes of the layers of any module under any degrees of parallelism, for a typical batch.
+
+Planners, templates and lower bounds ask it before there is a plan; `motet.costs.iteration` prices the actions of a
+given plan with the same functions. Answers have one value per layer, which callers add up over a run of layers.
+Times are T_l = F_l + B_l of thesis 3.3.1 and follow the frozen rule for each kind of microbatch: one that lacks a
+modality may have no backward in a frozen module.
+
+Arguments common to most methods: `tp`, `cp`: sizes of the tensor-parallel and context-parallel groups; `dp`: number of
+replicas that share the batch; `packed`: samples share a row, as context parallelism requires.
+
+Limits: microbatches are those of a batch that is cut in the given order; only `seconds_with_exchange` includes what
+context-parallel groups exchange. Methods raise `UserError` if the cost table lacks the tensor-parallel size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from motet.assignment.batch_assignment import split_evenly
+from motet.assignment.sample import Sample, kinds_of_samples
+from motet.cluster import Cluster
+from motet.costs.communication import all_reduce_seconds, message_seconds
+from motet.costs.cost_model import CostTable, LayerCost
+from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
+from motet.costs.load import Load, microbatch_load
+from motet.costs.memory import RESERVE, MemoryOptions, gathered_bytes, saved_layer_bytes, static_layer_bytes
+from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
+from motet.plan import Edge, LayerRange, Stage
+from motet.shapes.module_shape import ModuleWorkload
+
+T = TypeVar("T")
+
+Entering = frozenset[str]
+"""Modules that bring a gradient into a microbatch."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    """The part of the backward that computes weight gradients, which no other stage waits for."""
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class Work(NamedTuple):
+    """The work of a module's layers in the microbatches of one kind."""
+
+    gradients: Sequence[LayerGradients]
+    """Gradients that each layer computes."""
+    load: Load
+    """Load of a whole context-parallel group."""
+    num_actions: float
+    """Number of actions that pay the constants of a cost; an empty microbatch has none."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimator:
+    """Answers for one model, cluster and typical global batch. Results are remembered."""
+
+    workloads: Mapping[str, ModuleWorkload]
+    trainable: Mapping[str, Sequence[bool]]
+    """By module and layer."""
+    edges: Sequence[Edge]
+    table: CostTable
+    cluster: Cluster
+    memory: MemoryOptions
+    samples: Sequence[Sample]
+    """The typical global batch."""
+    num_microbatches: int
+    """Per replica."""
+    recompute: Sequence[str] = ()
+    """Modules whose blocks are recomputed."""
+    cuts_evenly: bool = True
+    """All microbatches hold equally many samples, as far as the batch can be divided."""
+    known: dict[object, Any]
+    """Results so far; estimators that differ only in the number of devices share them."""
+
+    def remembered(self, key: object, compute: Callable[[], T]) -> T:
+        """Returns what `compute` returned for this key the first time."""
+        if key not in self.known:
+            self.known[key] = compute()
+        value: T = self.known[key]
+        return value
+
+    @cached_property
+    def gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
+        """The gradients that each layer of each module computes when every modality is present."""
+        return gradients_of_modules(self.trainable, self.edges)
+
+    def has_backward(self, name: str, layers: LayerRange) -> bool:
+        return any(needs.any for needs in self.gradients[name][slice(*layers)])
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of one device that a plan may use."""
+        return self.cluster.device.memory_bytes * (1 - RESERVE)
+
+    # Loads ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def sample_kinds(self) -> list[int]:
+        """For each sample, a number from 0 on; samples of equal number cost the same."""
+        return self.remembered("kinds of samples", lambda: kinds_of_samples(self.samples))
+
+    def microbatch_loads(self, name: str, dp: int = 1, *, packed: bool = False) -> Sequence[tuple[Load, Entering]]:
+        """The load of each microbatch, empty ones included, with the modules that bring a gradient into it."""
+
+        def compute() -> list[tuple[Load, Entering]]:
+            shares = split_evenly(range(len(self.samples)), dp)
+            microbatches = [m for share in shares for m in split_evenly(share, self.num_microbatches)]
+            return self._loads_of(name, microbatches, packed=packed)
+
+        return self.remembered(("loads", name, dp, packed), compute)
+
+    def single_sample_loads(self, name: str) -> Sequence[tuple[Load, Entering]]:
+        """Like `microbatch_loads`, with each sample as a microbatch of its own."""
+        return self.remembered(
+            ("sample loads", name), lambda: self._loads_of(name, [(i,) for i in range(len(self.samples))])
+        )
+
+    def typical_load(self, name: str, dp: int = 1, *, cp: int = 1, packed: bool = False) -> Load:
+        """The mean load of the microbatches on each rank of a context-parallel group.
+
+        `packed`: without a group too, because another stage of the replica has one."""
+        packed = packed or cp > 1
+
+        def compute() -> Load:
+            return _mean([load for load, _ in self.microbatch_loads(name, dp, packed=packed)]).share(cp)
+
+        return self.remembered(("mean", name, dp, cp, packed), compute)
+
+    def _loads_of(
+        self, name: str, microbatches: Sequence[Sequence[int]], *, packed: bool = False
+    ) -> list[tuple[Load, Entering]]:
+        sources = tuple(edge.source for edge in self.edges if edge.target == name)
+        bringing = [source for source in sources if any(needs.any for needs in self.gradients[source])]
+        known: dict[tuple[int, ...], tuple[Load, Entering]] = self.remembered(("loads of kinds", name, packed), dict)
+        workload = self.workloads[name].packed() if packed else self.workloads[name]
+        loads, kinds = [], self.sample_kinds
+        for members in microbatches:
+            key = tuple([kinds[i] for i in members])
+            if key not in known:
+                able = [self.samples[i] for i in members if self.samples[i].has(name)]
+                entering = frozenset(source for source in bringing if any(sample.has(source) for sample in able))
+                known[key] = microbatch_load(workload, name, able, sources), entering
+            loads.append(known[key])
+        return loads
+
+    # Seconds --------------------------------------------------------------------------------------------------------
+
+    def layer_times(
+        self,
+        name: str,
+        tp: int = 1,
+        dp: int = 1,
+        *,
+        cp: int = 1,
+        packed: bool = False,
+        frozen_aware: bool = True,
+        lightest: bool = False,
+        sequence_parallel: bool = False,
+    ) -> list[LayerTime]:
+        """Mean time of each layer over the microbatches.
+
+        `frozen_aware`: False: every layer pays its whole backward. `lightest`: instead of the mean, a lower bound for
+        every microbatch."""
+        packed = packed or cp > 1
+
+        def compute() -> list[LayerTime]:
+            kinds = self._kinds(name, self.microbatch_loads(name, dp, packed=packed), frozen_aware)
+            works = [(_lightest_work if lightest else _mean_work)(gradients, members) for gradients, members in kinds]
+            return self._times(name, tp, cp, works, sequence_parallel=sequence_parallel)
+
+        return self.remembered(("times", name, tp, dp, cp, packed, frozen_aware, lightest, sequence_parallel), compute)
+
+    def layer_seconds(
+        self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, packed: bool = False, frozen_aware: bool = True
+    ) -> list[float]:
+        """Forward and backward of `layer_times`."""
+        times = self.layer_times(name, tp, dp, cp=cp, packed=packed, frozen_aware=frozen_aware)
+        return [time.total_s for time in times]
+
+    def lower_bound_times(
+        self,
+        name: str,
+        tp: int = 1,
+        dp: int = 1,
+        *,
+        cp: int = 1,
+        alone: bool = True,
+        lightest: bool = False,
+        sequence_parallel: bool = False,
+    ) -> list[LayerTime]:
+        """Mean time of each layer over the microbatches, or a lower bound where it depends on how the batch is cut.
+
+        `alone`: each replica has a share of the batch to itself. `lightest`: a lower bound for every microbatch."""
+        if alone and self.cuts_evenly:
+            return self.layer_times(name, tp, dp, cp=cp, lightest=lightest, sequence_parallel=sequence_parallel)
+        if lightest:
+            return self.lower_bound_microbatch_times(name, tp, cp=cp, sequence_parallel=sequence_parallel)
+        num_microbatches = dp * self.num_microbatches
+        total = self.lower_bound_batch_times(name, tp, dp, cp=cp, alone=alone, sequence_parallel=sequence_parallel)
+        return [LayerTime(*(seconds / num_microbatches for seconds in astuple(time))) for time in total]
+
+    def lower_bound_batch_times(
+        self,
+        name: str,
+        tp: int = 1,
+        dp: int = 1,
+        *,
+        cp: int = 1,
+        alone: bool = False,
+        sequence_parallel: bool = False,
+    ) -> list[LayerTime]:
+        """Lower bound of each layer's time for all microbatches together, however the batch is cut into them.
+
+        It holds because no sum of a load is less for several samples than the sum of theirs (padding and packing only
+        add to it), and because there are at least as many actions as it takes to hold the samples. `alone`: each
+        replica has a share of the batch to itself; if that is cut evenly, the result is exact."""
+        is_known = alone and self.cuts_evenly
+        num_samples = len(self.samples)
+        largest = -(-num_samples // (self.num_microbatches * dp)) if self.cuts_evenly else num_samples
+
+        def compute() -> list[LayerTime]:
+            loads = self.microbatch_loads(name, dp, packed=cp > 1) if is_known else self.single_sample_loads(name)
+            total = [
+                Work(
+                    gradients,
+                    Load(*map(sum, zip(*members, strict=True))),
+                    float(sum(map(any, members)) // (1 if is_known else largest)),
+                )
+                for gradients, members in self._kinds(name, loads)
+            ]
+            return self._times(name, tp, cp, total, sequence_parallel=sequence_parallel)
+
+        return self.remembered(("batch bound", name, tp, dp, cp, is_known, sequence_parallel), compute)
+
+    def lower_bound_microbatch_times(
+        self, name: str, tp: int = 1, num_samples: int = 1, *, cp: int = 1, sequence_parallel: bool = False
+    ) -> list[LayerTime]:
+        """Lower bound of each layer's time for a microbatch of that many samples."""
+
+        def compute() -> list[LayerTime]:
+            lightest = [_lightest_work(*kind) for kind in self._kinds(name, self.single_sample_loads(name))]
+            several = [work._replace(load=Load(*(num_samples * x for x in work.load))) for work in lightest]
+            return self._times(name, tp, cp, several, sequence_parallel=sequence_parallel)
+
+        return self.remembered(("microbatch bound", name, tp, num_samples, cp, sequence_parallel), compute)
+
+    def seconds_with_exchange(
+        self, name: str, tp: int, dp: int, *, cp: int = 1, packed: bool = False, fully_sharded: bool = False
+    ) -> list[float]:
+        """Forward and backward of each layer for a mean microbatch, with the exchanges of a context-parallel group.
+
+        Exchanged are keys and values in the forward and in the backward, the tokens that an encoder's head gathers, and
+        the parameters of a fully sharded stage, which counts as if it had a block. A microbatch without images
+        exchanges as much as one with them."""
+        shared = self.layer_seconds(name, tp, dp, cp=cp, packed=packed)
+        if cp == 1:
+            return shared
+        workload, gradients = self.workloads[name], self.gradients[name]
+        whole = self.layer_seconds(name, tp, dp, packed=packed)
+        load = self.typical_load(name, dp, cp=cp)
+        stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
+        seconds = []
+        for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
+            runs_again = needs.any and name in self.recompute and workload.has_block((index, index + 1))
+            keys_s = key_exchange(layer, stage, self.cluster, self.memory).seconds(load)
+            total_s = (shared if workload.is_shared(layer) else whole)[index]
+            total_s += (1 + needs.any + runs_again) * keys_s
+            if workload.encodes_items and layer.part == "head":
+                tokens_s = token_gather(workload, index, stage, self.cluster, self.memory).seconds(load)
+                total_s += (1 + needs.input_gradient) * tokens_s
+            if fully_sharded:
+                num_sent = 1 + is_gathered_in_backward(layer, needs, gradients) + needs.weight_gradient
+                total_s += num_sent * parameter_gather(layer, stage, self.cluster, self.memory).seconds(load)
+            seconds.append(total_s)
+        return seconds
+
+    def message_seconds(self, sender: int, receiver: int, num_bytes: float) -> float:
+        return message_seconds(self.table, self.cluster, sender, receiver, num_bytes)
+
+    def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
+        return all_reduce_seconds(self.table, self.cluster, ranks, num_bytes)
+
+    def optimizer_seconds(self, num_parameters: float) -> float:
+        """The optimizer step of a rank that updates that many parameters."""
+        return self.table.optimizer_constant_s + self.table.optimizer_s_per_parameter * num_parameters
+
+    def _kinds(
+        self, name: str, loads: Sequence[tuple[Load, Entering]], frozen_aware: bool = True
+    ) -> list[tuple[Sequence[LayerGradients], list[Load]]]:
+        """The layers' gradients in microbatches of each kind, and their loads; those of other kinds are empty."""
+        everything = (LayerGradients(True, True),) * self.workloads[name].num_layers
+        return [
+            (
+                self._gradients_with(name, kind) if frozen_aware else everything,
+                [load if entering == kind else Load() for load, entering in loads],
+            )
+            for kind in sorted({entering for _, entering in loads}, key=sorted)
+        ]
+
+    def _gradients_with(self, name: str, sources: AbstractSet[str]) -> tuple[LayerGradients, ...]:
+        """The gradients of a microbatch into which these modules bring a gradient."""
+        return gradients_of_layers(self.trainable[name], entries_of(name, sources, self.edges))
+
+    def _times(self, name: str, tp: int, cp: int, works: Sequence[Work], *, sequence_parallel: bool) -> list[LayerTime]:
+        """Each layer's time, added up over the kinds of microbatches."""
+        workload = self.workloads[name]
+        costs = self.table.of(name, tp, sequence_parallel=sequence_parallel).layers
+        assert len(costs) == workload.num_layers, f"{name}: {len(costs)} layers in the table, not {workload.num_layers}"
+        works = [work._replace(load=work.load.share(cp)) for work in works]
+        times: list[LayerTime] = []
+        known: dict[object, LayerTime] = {}
+        for i, cost in enumerate(costs):
+            recompute = name in self.recompute and workload.has_block((i, i + 1))
+            # Most layers are alike.
+            key = (id(cost), recompute, *(work.gradients[i] for work in works))
+            if key not in known:
+                parts = [_layer_time(cost, work.gradients[i], work.load, work.num_actions, recompute) for work in works]
+                known[key] = LayerTime(*(sum(values) for values in zip(*parts, strict=True)))
+            times.append(known[key])
+        return times
+
+    # Bytes ----------------------------------------------------------------------------------------------------------
+
+    def num_parameters(self, name: str, *, tp: int) -> list[int]:
+        """Parameters of each layer on each rank of a tensor-parallel group."""
+        return [layer.num_parameters_per_rank(tp) for layer in self.workloads[name].layers]
+
+    def num_trainable(self, name: str, *, tp: int) -> list[int]:
+        """Like `num_parameters`, with 0 for frozen layers."""
+        of_layers = zip(self.num_parameters(name, tp=tp), self.trainable[name], strict=True)
+        return [number if trainable else 0 for number, trainable in of_layers]
+
+    def static_bytes(self, name: str, *, tp: int, num_holders: int, num_shares: int = 1) -> list[int]:
+        """Parameters, gradients, optimizer state and autocast's copies of each layer on each rank.
+
+        `num_holders`: ranks that hold the same shard, which share the optimizer state under ZeRO-1. `num_shares`: ranks
+        of a fully sharded stage, each of which keeps a share of all but the copies, which each microbatch makes."""
+        return self.remembered(
+            ("static bytes", name, tp, num_holders, num_shares),
+            lambda: [
+                static_layer_bytes(
+                    layer,
+                    trainable=self.trainable[name][index],
+                    has_backward=self.gradients[name][index].any,
+                    tp_size=tp,
+                    num_holders=num_holders,
+                    options=self.memory,
+                    num_shares=num_shares,
+                    fully_sharded=num_shares > 1,
+                )
+                for index, layer in enumerate(self.workloads[name].layers)
+            ],
+        )
+
+    def gathered_bytes(self, name: str, *, tp: int, num_shares: int, blocks: bool) -> list[int]:
+        """Other ranks' parameters and gradients that a rank of a fully sharded stage has for each layer in use.
+
+        `blocks`: for the blocks, which are gathered one at a time; else for all other layers, which are gathered for as
+        long as their stage computes. 0 for the rest."""
+        of_layers = zip(self.workloads[name].layers, self.trainable[name], strict=True)
+        return [
+            gathered_bytes([(layer, trainable)], tp_size=tp, num_shares=num_shares, options=self.memory)
+            if (layer.part == "block") == blocks
+            else 0
+            for layer, trainable in of_layers
+        ]
+
+    def saved_bytes(
+        self, name: str, load: Load, *, tp: int, fully_sharded: bool = False, sequence_parallel: bool = False
+    ) -> list[int]:
+        """Activations that each layer saves for the backward of a microbatch of this load."""
+        layers = self.workloads[name].layers
+
+        def compute() -> list[int]:
+            kinds = [(id(layer), needs) for layer, needs in zip(layers, self.gradients[name], strict=True)]
+            known = {
+                (number, needs): saved_layer_bytes(
+                    layer,
+                    load,
+                    input_gradient=needs.input_gradient,
+                    weight_gradient=needs.weight_gradient,
+                    recompute=name in self.recompute,
+                    tp_size=tp,
+                    options=self.memory,
+                    fully_sharded=fully_sharded,
+                    sequence_parallel=sequence_parallel,
+                )
+                for (number, needs), layer in dict(zip(kinds, layers, strict=True)).items()  # Most layers are alike.
+            }
+            return [known[kind] for kind in kinds]
+
+        return self.remembered(("saved bytes", name, load, tp, fully_sharded, sequence_parallel), compute)
+
+    def gradient_bytes(self, name: str, *, tp: int) -> list[int]:
+        """Gradients of each layer that its replicas sum."""
+        return [number * self.memory.parameter_bytes for number in self.num_trainable(name, tp=tp)]
+
+    def boundary_bytes(self, name: str, border: int, load: Load) -> float:
+        """The message that crosses the boundary before layer `border` for a microbatch of this load."""
+        rows, width = self.workloads[name].boundary(border)
+        return (load.tokens if rows == "tokens" else load.outputs) * width * self.memory.activation_bytes
+
+    def transferred_bytes(self, name: str) -> list[int]:
+        """Parameters and optimizer state that a rank receives when it takes over a layer, whole.
+
+        0 for frozen layers, with which stages are built."""
+        per_parameter = self.memory.parameter_bytes + self.memory.state_bytes
+        return [number * per_parameter for number in self.num_trainable(name, tp=1)]
+
+    def optimizer_state_bytes(self, name: str) -> list[list[int]]:
+        """Optimizer state of each layer: of each linear, of an embedding table, and of the other parameters.
+
+        A table that is tied to the head counts in the embedding."""
+        workload = self.workloads[name]
+        tied = {head: workload.layers[words].vocabulary for words, head in workload.tied}
+        result = []
+        for index, layer in enumerate(workload.layers):
+            linears = [linear for linear in layer.linears if linear.out_features != tied.get(index)]
+            sizes = [linear.num_parameters for linear in linears]
+            sizes += [layer.vocabulary * layer.hidden_size, layer.other_parameters]
+            result.append([size * self.memory.state_bytes for size in sizes if size and self.trainable[name][index]])
+        return result
+
+
+def _mean(loads: Sequence[Load]) -> Load:
+    return Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
+
+
+def _mean_work(gradients: Sequence[LayerGradients], members: Sequence[Load]) -> Work:
+    return Work(gradients, _mean(members), sum(map(any, members)) / len(members))
+
+
+def _lightest_work(gradients: Sequence[LayerGradients], members: Sequence[Load]) -> Work:
+    lightest = Load(*(min(values) for values in zip(*members, strict=True)))
+    return Work(gradients, lightest, float(all(map(any, members))))
+
+
+def _layer_time(
+    cost: LayerCost, needs: LayerGradients, load: Load, num_actions: float, recompute: bool
+) -> tuple[float, float, float]:
+    """Seconds of forward, backward and weight gradients: the sums of the load once, constants `num_actions` times."""
+    passes = cost.passes(needs.input_gradient, needs.weight_gradient, recompute=recompute)
+    parts = (passes.forward, passes.backward, passes.weight_gradient)
+    seconds = [q.seconds(load) + (num_actions - 1) * q.constant for q in parts]
+    return seconds[0], seconds[1], seconds[2]

@@ -1,0 +1,542 @@
+"""The graph of modules: which modules a model in memory consists of, and how they are connected.
+
+A `ModuleGraph` has nodes and edges. A node is an encoder, a language model, a tower, a contrastive loss or a caption
+decoder. It makes its pipeline stages and describes itself to planners. An edge says at which layers the output of one
+node enters another. `MultimodalModule` and `ContrastiveModule` are graphs with constructors for users; whatever runs,
+plans, verifies or exports a model reads nodes and edges, and needs no change for a further kind of node.
+
+Freezing: a part (a module or a projector) is frozen if it is in evaluation mode while the whole is in training, or if
+none of its parameters requires a gradient. So `mllm.vision_encoder.module.train(mode=False)` freezes the vision
+encoder, as in the papers' listings; `requires_grad_(True)` and `train()` on the part make it trainable again. Frozen
+parts stay in evaluation mode (no dropout) when the whole is put into training mode.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from motet.assignment.sample import Sample, Segment
+from motet.errors import UserError
+from motet.families.caption_decoders import num_decoder_layers
+from motet.families.encoders import family_of
+from motet.families.language_models import (
+    cross_attention_layers,
+    is_language_model,
+    is_tied,
+    num_language_model_layers,
+)
+from motet.families.token_counts import FeatureSelect, encoder_segment
+from motet.models.stages.caption_decoder import CaptionDecoderStage
+from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
+from motet.models.stages.encoder import EncoderStage, num_encoder_layers
+from motet.models.stages.language_model import LanguageModelStage, PreprocessCallback
+from motet.models.stages.projector import PROJECTORS, build_projector, projected_size
+from motet.models.stages.stage import Batch
+from motet.plan import Edge, LayerRange
+from motet.schedule.batch_sync import Pair
+from motet.shapes.families import as_tower, decoder_workload, module_workload
+from motet.shapes.module_shape import (
+    LayerShape,
+    Linear,
+    ModuleWorkload,
+    contrastive_loss,
+    with_projector,
+)
+
+Merge = Literal["placeholder", "prepend", "cross_attention"]
+"""How encoder outputs reach the language model: in place of placeholder tokens, before the text, by cross-attention."""
+
+TYPICAL_TEXT_TOKENS = 256
+"""Text tokens of the typical sample that stages are balanced for; half of them carry loss."""
+TYPICAL_CAPTION_TOKENS = 32
+
+Layouts = Mapping[str, tuple[Segment, ...]]
+"""The layout of one sample in each module."""
+
+
+class ModalityModule(nn.Module):
+    """A HuggingFace module, the projector behind it and the callbacks around both.
+
+    Args:
+        model: an encoder of a supported family, or a causal language model.
+        projector: "linear", "mlp", a module of your own, or None. A named one is built when the graph is made and the
+            width of its output is known. `proj` is the papers' name for the same.
+        preprocess_callback: (inputs) -> inputs, before the module.
+        postprocess_module_callback: (inputs, output) -> output, between module and projector.
+        postprocess_projector_callback: (inputs, output) -> output, after the projector.
+        feature_layer: index into the encoder's hidden states of what is handed on (LLaVA: -2); None: its output.
+        feature_select: "patch" leaves out class tokens and padding, "full" hands all of them on.
+
+    `motet.models.stages.encoder` says what callbacks are given and when they are called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        projector: str | nn.Module | None = None,
+        *,
+        proj: str | nn.Module | None = None,
+        preprocess_callback: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        postprocess_module_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        postprocess_projector_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        feature_layer: int | None = None,
+        feature_select: FeatureSelect = "patch",
+    ) -> None:
+        super().__init__()
+        if projector is not None and proj is not None:
+            raise UserError("projector and proj are two names for the same argument; give one")
+        self.module: Any = model
+        self.feature_layer = feature_layer
+        self.feature_select = feature_select
+        self.pooling: Literal["alone", "first"] | None = None
+        """Of towers: hand on one vector of each item, or that vector and then all features of the item."""
+        given = projector if projector is not None else proj
+        self.projector = given if isinstance(given, nn.Module) else None
+        self.projector_kind = given if isinstance(given, str) else None
+        self.preprocess_callback = preprocess_callback
+        self.postprocess_module_callback = postprocess_module_callback
+        self.postprocess_projector_callback = postprocess_projector_callback
+        # from_pretrained returns models in evaluation mode, which here would mean frozen.
+        for part in self.parts().values():
+            part.train()
+
+    @property
+    def is_language_model(self) -> bool:
+        return is_language_model(self.module)
+
+    @property
+    def output_size(self) -> int:
+        """Width of the module's own output, before the projector."""
+        if self.is_language_model:
+            return self.module.config.hidden_size
+        return getattr(self.module.config, family_of(self.module).output_size)
+
+    @property
+    def projected_size(self) -> int:
+        """Width of what the module hands on."""
+        return self.output_size if self.projector is None else projected_size(self.projector)
+
+    @property
+    def callbacks(self) -> tuple[Callable[..., Any] | None, ...]:
+        """In call order."""
+        return self.preprocess_callback, self.postprocess_module_callback, self.postprocess_projector_callback
+
+    def build_projector(self, out_features: int, *, seed: int = 0) -> None:
+        """Makes a projector that was given by name. Does nothing otherwise."""
+        if isinstance(self.projector_kind, str) and self.projector is None:
+            self.projector = build_projector(self.projector_kind, self.output_size, out_features, seed=seed)
+            parameter = next(self.module.parameters())
+            # A stage that lacks the encoder's first layers has these on the meta device; the projector is real.
+            self.projector.to(dtype=parameter.dtype, device=None if parameter.is_meta else parameter.device)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """`module`, and `projector` if there is one."""
+        parts: dict[str, nn.Module] = {"module": self.module}
+        return parts if self.projector is None else {**parts, "projector": self.projector}
+
+
+EncoderModule = ModalityModule
+"""The thesis' name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleStructure:
+    """What planners know of a node."""
+
+    workload: ModuleWorkload
+    """Its kind, its layers (with the projector's) and which of them share a parameter."""
+    trainable: tuple[LayerRange, ...]
+    """The layers with a parameter that requires a gradient."""
+    loss_weight: float
+    """The weight of the loss that the node computes; 0: it computes none."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModuleNode(ABC):
+    """A module of the graph. Layers are numbered as docs/architecture.md says."""
+
+    name: str
+    loss_weight: float = 0.0
+    """The weight of the loss that its last layer computes; 0: it computes none."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> dict[str, nn.Module]:
+        """`module` and, if there is one, `projector`: what is frozen or trained as a whole."""
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int: ...
+
+    @abstractmethod
+    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> nn.Module:
+        """A run of layers as a `motet.models.stages.stage.StageModule`, which takes the module over and drops its other
+        layers. `packing`: a language model's samples stand in one row; `recompute`: blocks run again in the backward
+        pass."""
+
+    @abstractmethod
+    def workload(self, *, packing: bool = False) -> ModuleWorkload:
+        """The shapes of its layers."""
+
+    @abstractmethod
+    def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
+        """Of a typical sample, given the layouts of the nodes whose output enters this one."""
+
+    @property
+    def num_typical_loss_tokens(self) -> int:
+        """Of a typical sample."""
+        return 0
+
+    @property
+    def family(self) -> str | None:
+        """The `model_type` of its transformers configuration; None: it is no transformers model."""
+        config = getattr(self.parts["module"], "config", None)
+        return None if config is None else cast(str, config.model_type)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parts["module"].parameters()).dtype
+
+    @property
+    def callbacks(self) -> tuple[Callable[..., Any] | None, ...]:
+        """Functions of the user's."""
+        return ()
+
+    def structure(self, *, packing: bool = False) -> ModuleStructure:
+        stage: Any = self.make_stage((0, self.num_layers))
+        layers = {
+            layer
+            for local_name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+            for layer in stage.layers_of(local_name)
+        }
+        return ModuleStructure(
+            workload=self.workload(packing=packing), trainable=_ranges(layers), loss_weight=self.loss_weight
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncoderNode(ModuleNode):
+    """An encoder of images or sounds, and its projector."""
+
+    module: ModalityModule
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        return self.module.parts()
+
+    @property
+    def callbacks(self) -> tuple[Callable[..., Any] | None, ...]:
+        return self.module.callbacks
+
+    @property
+    def config(self) -> Any:
+        """Of transformers."""
+        return self.module.module.config
+
+    @property
+    def num_layers(self) -> int:
+        return num_encoder_layers(self.module.module, self.module.projector)
+
+    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> EncoderStage:
+        return EncoderStage(self.name, self.module, layers, recompute=recompute)
+
+    def workload(self, *, packing: bool = False) -> ModuleWorkload:
+        """A projector of the user's own is described by its linears."""
+        workload = module_workload(self.config, packing=packing)
+        projector = self.module.projector
+        if projector is not None:
+            names = {projector_class: name for name, projector_class in PROJECTORS.items()}
+            if type(projector) in names:
+                workload = with_projector(workload, names[type(projector)], projected_size(projector))
+            else:
+                layer = _own_projector_layer(projector)
+                workload = replace(workload, layers=(*workload.layers, layer), output_size=layer.hidden_size)
+        assert workload.num_layers == self.num_layers
+        return workload
+
+    def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
+        """One item of the encoder's native size."""
+        config = self.config
+        grid: tuple[int, ...] = ()
+        if config.model_type == "pixtral":
+            grid = (config.image_size // config.patch_size,) * 2
+        elif config.model_type == "qwen2_5_vl_vision":  # It has no native size; this is a small image.
+            grid = (1, 16 * config.spatial_merge_size, 16 * config.spatial_merge_size)
+        return (encoder_segment(config, item=0, grid=grid, feature_select=self.module.feature_select),)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TowerNode(EncoderNode):
+    """An encoder that hands on one vector of each item, and, if a caption decoder reads it, all features behind it."""
+
+    def workload(self, *, packing: bool = False) -> ModuleWorkload:
+        return as_tower(super().workload(packing=packing))
+
+    def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
+        (segment,) = super().typical_layout(sources)
+        return (self.pooled(segment),)
+
+    def pooled(self, segment: Segment) -> Segment:
+        """The item's entry in the tower's layout, from that in an encoder's."""
+        num_features = segment.num_tokens if self.module.pooling == "first" else 0
+        return Segment(segment.num_tokens, num_outputs=1 + num_features, grid=segment.grid)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LanguageModelNode(ModuleNode):
+    """A causal language model, and how encoder outputs enter it."""
+
+    module: ModalityModule
+    num_embeddings: int
+    """Ids that can be looked up. Read when the model is whole: a stage may lack its embedding."""
+    merge: Merge
+    placeholder_token_ids: Mapping[str, int]
+    media_attention: str
+    preprocess_callback: PreprocessCallback | None
+
+    @property
+    def num_typical_loss_tokens(self) -> int:
+        return TYPICAL_TEXT_TOKENS // 2
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        return self.module.parts()
+
+    @property
+    def callbacks(self) -> tuple[Callable[..., Any] | None, ...]:
+        return (self.preprocess_callback,)
+
+    @property
+    def num_layers(self) -> int:
+        return num_language_model_layers(self.module.module)
+
+    @property
+    def entry_layers(self) -> tuple[int, ...]:
+        """The layers at which encoder outputs enter: the embedding, or those with cross-attention."""
+        return cross_attention_layers(self.module.module) if self.merge == "cross_attention" else (0,)
+
+    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> LanguageModelStage:
+        return LanguageModelStage(
+            self.name,
+            self.module.module,
+            layers,
+            packing=packing,
+            recompute=recompute,
+            media_attention=self.media_attention,
+            preprocess_callback=self.preprocess_callback,
+        )
+
+    def workload(self, *, packing: bool = False) -> ModuleWorkload:
+        workload = module_workload(self.module.module.config, packing=packing)
+        return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(self.module.module) else ())
+
+    def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
+        """What the encoders hand on, and then some text."""
+        merged: list[Segment] = []
+        if self.merge != "cross_attention":
+            merged = [Segment(segments[0].outputs, source=name) for name, segments in sources.items()]
+        return (*merged, Segment(TYPICAL_TEXT_TOKENS))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderNode(ModuleNode):
+    """A caption decoder, which attends to the features of one tower."""
+
+    decoder: nn.Module
+    reads: str
+    """The tower."""
+
+    @property
+    def num_typical_loss_tokens(self) -> int:
+        return TYPICAL_CAPTION_TOKENS - 1
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        return {"module": self.decoder}
+
+    @property
+    def num_layers(self) -> int:
+        return num_decoder_layers(self.decoder)
+
+    def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> CaptionDecoderStage:
+        return CaptionDecoderStage(self.name, self.decoder, layers, recompute=recompute)
+
+    def workload(self, *, packing: bool = False) -> ModuleWorkload:
+        config: Any = self.decoder.config
+        workload = decoder_workload(config.to_dict())
+        return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(self.decoder) else ())
+
+    def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
+        return (Segment(TYPICAL_CAPTION_TOKENS),)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossNode(ModuleNode):
+    """A contrastive loss: one layer, which every rank with features runs together with the others."""
+
+    loss: ContrastiveLoss
+    pairs: tuple[Pair, ...]
+    """The pairs of towers that are compared."""
+    width: int
+    """Of the features."""
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        return {"module": self.loss}
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    def make_stage(
+        self, layers: LayerRange = (0, 1), *, packing: bool = False, recompute: bool = False
+    ) -> ContrastiveStage:
+        return ContrastiveStage(self.loss, self.pairs, self.width)
+
+    def workload(self, *, packing: bool = False) -> ModuleWorkload:
+        return contrastive_loss(self.pairs, self.width, num_parameters=len(list(self.loss.parameters())))
+
+    def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
+        return ()
+
+    @property
+    def num_typical_loss_tokens(self) -> int:
+        return len(self.pairs)
+
+
+class ModuleGraph(nn.Module, ABC):
+    """A model of several modules. Runs by itself in one process; `motet.runtime.parallel_module` distributes it."""
+
+    is_taken_over = False
+    """Whether a parallel module has taken the modules out of it."""
+
+    @property
+    @abstractmethod
+    def nodes(self) -> Mapping[str, ModuleNode]:
+        """By name, each after those whose output enters it."""
+
+    @property
+    @abstractmethod
+    def edges(self) -> tuple[Edge, ...]: ...
+
+    @abstractmethod
+    def read_batch(self, batch: Mapping[str, Any]) -> Batch:
+        """What HuggingFace processors return (`motet.models.batch`). Reads configurations, callbacks and settings only,
+        no weights. Raises `UserError` naming the key that is missing, unknown or does not fit the others."""
+
+    @abstractmethod
+    def run(self, batch: Batch) -> ModelOutput:
+        """`loss`, and the outputs that users of the model ask for."""
+
+    def forward(self, **batch: Any) -> ModelOutput:
+        """Runs in one process: `run` of what HuggingFace processors return."""
+        if self.is_taken_over:
+            raise UserError(
+                f"this {type(self).__name__} was handed to a parallel module, which has taken its modules; call that "
+                "one's execute"
+            )
+        if self.training:
+            self.freeze_eval_parts()
+        return self.run(self.read_batch(batch))
+
+    def parts(self) -> dict[str, nn.Module]:
+        """By name: `vision.module`, `vision.projector`, ..., `language_model.module`."""
+        return {f"{name}.{part}": module for name, node in self.nodes.items() for part, module in node.parts.items()}
+
+    def freeze_eval_parts(self) -> None:
+        """Parts in evaluation mode stop requiring gradients. Called when the model is parallelized and, in training,
+        at every forward."""
+        for part in self.parts().values():
+            if not part.training:
+                part.requires_grad_(False)
+
+    def frozen_parts(self) -> set[str]:
+        return {
+            name
+            for name, part in self.parts().items()
+            if not any(parameter.requires_grad for parameter in part.parameters())
+        }
+
+    def train(self, mode: bool = True) -> Self:
+        """As usual, but frozen parts stay in evaluation mode."""
+        if self.training:
+            self.freeze_eval_parts()
+        super().train(mode)
+        parts = self.parts()
+        for name in self.frozen_parts():
+            parts[name].eval()
+        return self
+
+    def structures(self, *, packing: bool = False) -> dict[str, ModuleStructure]:
+        """What planners know of each node. `packing`: the language model's samples stand in one row."""
+        return {name: node.structure(packing=packing) for name, node in self.nodes.items()}
+
+    def typical_sample(self) -> Sample:
+        """The sample that stages are balanced for: one item of native size for each encoder or tower, and some text."""
+        layouts: dict[str, tuple[Segment, ...]] = {}
+        for name, node in self.nodes.items():
+            sources = {edge.source: layouts[edge.source] for edge in self.edges if edge.target == name}
+            layout = node.typical_layout(sources)
+            if layout:
+                layouts[name] = layout
+        num_loss_tokens = {
+            name: node.num_typical_loss_tokens for name, node in self.nodes.items() if node.num_typical_loss_tokens
+        }
+        return Sample("typical", layouts, num_loss_tokens)
+
+    def run_node(self, name: str, batch: Batch, outputs: Mapping[str, Tensor]) -> Tensor | None:
+        """The output of a node for all samples that have a layout in it, in one process; None if there is none.
+
+        Args:
+            outputs: by name, of the nodes before it: [tokens handed on by all samples, width].
+        """
+        members = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
+        if not members:
+            return None
+        node = self.nodes[name]
+        stage = node.make_stage((0, node.num_layers))
+        output: Tensor = stage(
+            None,
+            self.incoming(name, batch, members, outputs),
+            [batch.features(name, i) for i in members],
+            [batch.samples[i] for i in members],
+        )
+        return output
+
+    def incoming(
+        self, name: str, batch: Batch, members: Sequence[int], outputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What enters a node for the samples `members`, by source."""
+        found = {}
+        for source in (edge.source for edge in self.edges if edge.target == name and edge.source in outputs):
+            rows = outputs[source].split([sample.num_outputs(source) for sample in batch.samples])
+            found[source] = torch.cat([rows[i] for i in members])
+        return found
+
+
+def _ranges(layers: Iterable[int]) -> tuple[LayerRange, ...]:
+    runs = [list(run) for _, run in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])]
+    return tuple((run[0][1], run[-1][1] + 1) for run in runs)
+
+
+def _own_projector_layer(projector: nn.Module) -> LayerShape:
+    """A projector of the user's own: its linears are taken to be applied once to each token."""
+    linears = [layer for layer in projector.modules() if isinstance(layer, nn.Linear)]
+    shapes = tuple(
+        Linear(layer.in_features, layer.out_features, layer.bias is not None, reads_layer_input=i == 0, rows="outputs")
+        for i, layer in enumerate(linears)
+    )
+    num_parameters = sum(parameter.numel() for parameter in projector.parameters())
+    return LayerShape(
+        "projector",
+        projected_size(projector),
+        shapes,
+        other_parameters=num_parameters - sum(shape.num_parameters for shape in shapes),
+    )

@@ -1,0 +1,199 @@
+"""Time and memory of a layout without simulating it: which layouts are worth a simulation.
+
+`bound_s` is a lower bound on the layout's iteration under *any* schedule: a group of ranks cannot begin before what its
+first layers need has been computed (head), then has all of its own work to do, and after its last action others still
+have theirs (tail). Heads and tails are those of the lightest microbatch; work is exact where the batch is cut evenly,
+because costs are linear in the loads, and else what no cut undercuts. Messages, reductions and what context-parallel
+groups exchange are taken to cost nothing; memory is not looked at.
+`needed_bytes` is an estimate: parameters, and what 1F1B keeps of typical microbatches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from motet.costs.estimator import LayerTime
+from motet.costs.memory import RESERVE
+from motet.planner.layout import Chunk, Layout
+from motet.planner.problem import PlanningProblem
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Prefix sums over a module's layers: what layers [a, b) cost is sums[b] - sums[a]."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    weight_s: Sequence[float]
+    """The part of the backward that nothing waits for."""
+    lightest_forward_s: Sequence[float]
+    lightest_backward_s: Sequence[float]
+    """Without the weight half."""
+    static_bytes: Sequence[float]
+    saved_bytes: Sequence[float]
+    updated: Sequence[float]
+    """Parameters that the optimizer updates on each rank, without ZeRO."""
+
+
+class LayoutCosts:
+    """Remembers what it has computed."""
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem
+        self._sums: dict[tuple[str, int, int, int, bool, bool], _Sums] = {}
+        self._entries = {
+            name: [(edge.source, min(edge.layers)) for edge in problem.edges if edge.target == name]
+            for name in problem.modules
+        }
+
+    def bound_s(self, layout: Layout, *, split_backward: bool = True) -> float:
+        """Of one iteration. `split_backward`: valid for schedules that split backwards into their halves too."""
+        key = ("bound", *layout.content, split_backward)
+        return self.problem.remembered(key, lambda: self._bound_s(layout, split_backward))
+
+    def _bound_s(self, layout: Layout, split_backward: bool) -> float:
+        heads, tails = self._heads_and_tails(layout)
+        work, weight = [0.0] * len(layout.group_sizes), [0.0] * len(layout.group_sizes)
+        head, tail = [float("inf")] * len(work), [float("inf")] * len(work)
+        for chunk, before, after in zip(layout.chunks, heads, tails, strict=True):
+            sums, (a, b) = self.sums(chunk, layout), chunk.layers
+            seconds = sums.forward_s[b] - sums.forward_s[a] + sums.backward_s[b] - sums.backward_s[a]
+            work[chunk.group] += self.problem.num_microbatches * seconds
+            weight[chunk.group] += self.problem.num_microbatches * (sums.weight_s[b] - sums.weight_s[a])
+            head[chunk.group] = min(head[chunk.group], before)
+            tail[chunk.group] = min(tail[chunk.group], after)
+        return self.fixed_s(layout) + max(
+            h + w + (max(0.0, t - free) if split_backward else t)
+            for h, w, t, free in zip(head, work, tail, weight, strict=True)
+        )
+
+    def sums(self, chunk: Chunk, layout: Layout) -> _Sums:
+        name = chunk.module
+        tp, cp, sequence_parallel = layout.tp(name, chunk.group), layout.cp(name), layout.sequence_parallel
+        num_replicas = layout.num_replicas(name)
+        key = (name, tp, cp, num_replicas, num_replicas == layout.dp, sequence_parallel and tp > 1)
+        if key not in self._sums:
+            self._sums[key] = self.problem.remembered(("layout sums", *key), lambda: self._sum_layers(*key))
+        return self._sums[key]
+
+    def _sum_layers(self, name: str, tp: int, cp: int, dp: int, alone: bool, sequence_parallel: bool) -> _Sums:
+        problem, module = self.problem, self.problem.modules[name]
+        times, lightest = (
+            problem.estimator.lower_bound_times(
+                name, tp, dp, cp=cp, alone=alone, lightest=lightest, sequence_parallel=sequence_parallel
+            )
+            for lightest in (False, True)
+        )
+        load = problem.estimator.typical_load(name, dp, cp=cp)
+        static = problem.estimator.static_bytes(name, tp=tp, num_holders=cp * dp)
+        saved = problem.estimator.saved_bytes(name, load, tp=tp, sequence_parallel=sequence_parallel)
+
+        def prefix(values: Sequence[float]) -> list[float]:
+            return [0.0, *accumulate(values)]
+
+        def half(time: LayerTime) -> float:
+            return time.backward_s - time.weight_s
+
+        return _Sums(
+            forward_s=prefix([time.forward_s for time in times]),
+            backward_s=prefix([time.backward_s for time in times]),
+            weight_s=prefix([time.weight_s for time in times]),
+            lightest_forward_s=prefix([time.forward_s for time in lightest]),
+            lightest_backward_s=prefix([half(time) for time in lightest]),
+            static_bytes=prefix(static),
+            saved_bytes=prefix(saved),
+            updated=prefix(
+                [
+                    layer.num_parameters_per_rank(tp) if module.is_trainable(i) else 0
+                    for i, layer in enumerate(module.workload.layers)
+                ]
+            ),
+        )
+
+    def _heads_and_tails(self, layout: Layout) -> tuple[list[float], list[float]]:
+        """For each chunk: what must have been computed before its first action, and what comes after its last."""
+        forward, backward, before = [], [], []
+        end_of: dict[str, float] = {}
+        for chunk in layout.chunks:
+            sums, (a, b) = self.sums(chunk, layout), chunk.layers
+            forward.append(sums.lightest_forward_s[b] - sums.lightest_forward_s[a])
+            backward.append(sums.lightest_backward_s[b] - sums.lightest_backward_s[a])
+            entered = [end_of.get(source, 0.0) for source, layer in self._entries[chunk.module] if layer < b]
+            before.append(max([end_of.get(chunk.module, 0.0) if a else 0.0, *entered]))
+            end_of[chunk.module] = before[-1] + forward[-1]
+        after = [0.0] * len(layout.chunks)
+        # From the first chunk on: what a backward is followed by are the backwards of those before it.
+        way_back: dict[str, float] = {}
+        for i, chunk in enumerate(layout.chunks):
+            entered = [
+                way_back.get(source, 0.0) for source, layer in self._entries[chunk.module] if layer < chunk.layers[1]
+            ]
+            after[i] = max([way_back.get(chunk.module, 0.0) if chunk.layers[0] else 0.0, *entered])
+            way_back[chunk.module] = after[i] + backward[i]
+        return before, self._with_forward_only(layout, forward, backward, after)
+
+    def _with_forward_only(
+        self, layout: Layout, forward: Sequence[float], backward: Sequence[float], after: list[float]
+    ) -> list[float]:
+        """A chunk without a backward is followed by the forwards and backwards of those that it feeds."""
+        rest: dict[str, float] = {}
+        entering: dict[str, list[tuple[str, int]]] = {}
+        for target, sources in self._entries.items():
+            for source, layer in sources:
+                entering.setdefault(source, []).append((target, layer))
+        from_layer: dict[str, list[tuple[int, float]]] = {}
+        for i in reversed(range(len(layout.chunks))):
+            chunk = layout.chunks[i]
+            fed = [
+                next((s for first, s in reversed(from_layer.get(target, [])) if first <= layer), 0.0)
+                for target, layer in entering.get(chunk.module, [])
+            ]
+            downstream = rest.get(chunk.module, max(fed, default=0.0))
+            if not self.problem.estimator.has_backward(chunk.module, chunk.layers):
+                after[i] = downstream
+            rest[chunk.module] = downstream + forward[i] + backward[i]
+            from_layer.setdefault(chunk.module, []).insert(0, (chunk.layers[0], rest[chunk.module]))
+        return after
+
+    def fixed_s(self, layout: Layout) -> float:
+        """The optimizer's step of the rank that updates most."""
+        table = self.problem.table
+        return table.optimizer_constant_s + table.optimizer_s_per_parameter * max(self._updated(layout))
+
+    def _updated(self, layout: Layout) -> list[float]:
+        updated = [0.0] * len(layout.group_sizes)
+        for chunk in layout.chunks:
+            holders = layout.num_replicas(chunk.module) * layout.cp(chunk.module)
+            share = self.problem.memory.num_keepers(holders) / holders
+            sums, (a, b) = self.sums(chunk, layout), chunk.layers
+            updated[chunk.group] += (sums.updated[b] - sums.updated[a]) * share
+        return updated
+
+    def excess_bytes(self, layout: Layout) -> float:
+        """By how much the fullest rank seems to exceed its memory; 0 if all fit."""
+        return max(0.0, self.needed_bytes(layout) - usable_bytes(self.problem))
+
+    def needed_bytes(self, layout: Layout) -> float:
+        """By the fullest rank."""
+        return self.problem.remembered(("needed bytes", *layout.content), lambda: self._needed_bytes(layout))
+
+    def _needed_bytes(self, layout: Layout) -> float:
+        problem = self.problem
+        behind: dict[str, int] = {}
+        needed = [0.0] * len(layout.group_sizes)
+        for chunk in reversed(layout.chunks):
+            sums, (a, b) = self.sums(chunk, layout), chunk.layers
+            following = [behind[edge.target] for edge in problem.edges if edge.source == chunk.module]
+            distance = behind.get(chunk.module, max(following, default=0))
+            in_flight = problem.num_microbatches if problem.schedule == "gpipe" else distance + 1
+            needed[chunk.group] += sums.static_bytes[b] - sums.static_bytes[a]
+            needed[chunk.group] += min(in_flight, problem.num_microbatches) * (
+                sums.saved_bytes[b] - sums.saved_bytes[a]
+            )
+            behind[chunk.module] = distance + 1
+        return max(needed)
+
+
+def usable_bytes(problem: PlanningProblem) -> float:
+    """Of each device."""
+    return problem.cluster.device.memory_bytes * (1 - RESERVE)

@@ -1,0 +1,591 @@
+"""A model on many devices, trained by a loop and an optimizer of the user's own.
+
+`ParallelModule` is this rank's part of any `ModuleGraph` under any plan. Its two faces derive the plan from the papers'
+arguments:
+
+* `MultimodalParallelModule` (Cornstarch listing 1, thesis listing B.1): a `MultimodalModule` and a `ParallelSpec` for
+  each of its modules. Data parallelism fills the world: its degree is the number of processes over the ranks of one
+  copy of the model. All modules have the same degree.
+
+      spec = MultimodalParallelSpec({"vision": ParallelSpec(pp_size=2)}, ParallelSpec(tp_size=2), num_microbatches=8)
+      parallel = spec.apply(mllm)
+
+* `ContrastiveParallelModule` (the interfaces of DistMM section 6): a `ContrastiveModule`, or a CLIPModel or SiglipModel
+  of transformers, and a `TowerSpec` for each tower, each with its own degree of data parallelism.
+
+      parallel = ContrastiveParallelModule(CLIPModel(config), {"image": TowerSpec(dp_size=2), "text": TowerSpec()})
+
+Every process builds the same model and calls `execute` with the same global batch; it computes what it holds of it:
+
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    for batch in dataloader:
+        loss = parallel.execute(batch).loss
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = parallel.whole_model()  # On rank 0.
+
+Limits: the norm of `parameters()` is this rank's share, so clip with `clip_gradients`. With dropout in tensor-parallel
+groups, seed their ranks alike.
+"""
+
+import copy
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from motet.assignment.sample import Sample
+from motet.cluster import cpu_cluster
+from motet.costs.analytic import analytic_table
+from motet.errors import UserError
+from motet.models.contrastive import ContrastiveModule
+from motet.models.graph import ModuleGraph
+from motet.models.hub.clip import from_transformers, to_transformers
+from motet.models.multimodal import MultimodalModule
+from motet.models.stages.contrastive import ContrastiveStage
+from motet.models.stages.stage import Batch, StageModule
+from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, ModulePlan, Plan, Stage
+from motet.planner.distmm.towers import TowerLayout, tower_plan
+from motet.planner.explicit import Placement, build_plan
+from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.runtime.engine import Engine
+from motet.runtime.verification.verify import collect_weights
+from motet.schedule.generators import GENERATORS
+
+FIVE_MINUTES = timedelta(minutes=5)
+
+
+class ParallelModule(nn.Module):
+    """This rank's part of a model. Collective: every rank makes one with the same arguments.
+
+    `model` is taken over: what this rank does not hold of it is freed. `parameters()` are those that this rank holds;
+    make the optimizer after.
+
+    Args:
+        plan: of the model's nodes and edges, for as many ranks as there are processes.
+        packing: the language model's samples stand in one row without padding.
+        device: of this rank's stages; None: the current CUDA device, or the CPU if the process group is gloo's.
+        timeout: how long a message or collective may take.
+
+    Raises `UserError` for what no plan can satisfy, naming the argument.
+    """
+
+    def __init__(
+        self,
+        model: ModuleGraph,
+        plan: Plan,
+        *,
+        packing: bool = False,
+        device: torch.device | None = None,
+        timeout: timedelta = FIVE_MINUTES,
+    ) -> None:
+        super().__init__()
+        check_ready(model)
+        _check_plan(model, plan)
+        self.plan = plan
+        self.device = _default_device() if device is None else device
+        _share_weights(model, self.device)
+        # Not registered as submodules: the stages hold what is in them.
+        self._model, self._without_weights = (model,), (_without_weights(model),)
+        self._packing, self._taken = packing, set[str]()
+        model.is_taken_over = True
+        self._engine = Engine(
+            plan,
+            self._make_stage,
+            device=self.device,
+            boundary_dtype=next(node for node in model.nodes.values() if node.num_typical_loss_tokens).dtype,
+            timeout=timeout,
+        )
+        stages = self._engine.model.modules()
+        self.stages = nn.ModuleDict({key[0]: cast(nn.Module, s) for key, s in self._engine.model.stages.items()})
+        """This rank's stages, by module."""
+        held = {module for stage in stages for module in stage.modules()}
+        for part in model.parts().values():
+            if part not in held:
+                part.to("meta")
+
+    def _make_stage(self, name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
+        owner = module_plan.data_module(name)
+        assert owner not in self._taken, f"{owner} stands twice on this rank"
+        self._taken.add(owner)
+        (model,) = self._model
+        node = model.nodes[owner]
+        made = node.make_stage(stage.layers, packing=self._packing, recompute=name in self.plan.recompute)
+        if tp.size > 1 and node.family is not None:
+            apply_tensor_parallel(made, node.family, tp, idle=getattr(made, "idle_blocks", ()))
+        return cast(StageModule, made.train(model.training).to(self.device))
+
+    def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
+        """Forward and backward of one global batch. Collective: every rank passes the same batch.
+
+        Args:
+            batch: what HuggingFace processors return (`motet.models.batch`), with `labels` for a language model.
+
+        Adds the gradients of the global batch, summed over replicas, to the `.grad` of this rank's parameters; after an
+        error they are what they were. Returns a `ModelOutput` with `loss`, a scalar tensor that is the same on every
+        rank: the mean over all tokens of the global batch that have a label, or over what a contrastive loss compares.
+        """
+        self._engine.model.after_update()  # The user's optimizer does not say when it steps.
+        trainable = self._engine.model.trainable()
+        if not any(module.trainable for module in self.plan.modules.values()):
+            raise UserError("nothing is trainable; put a part into training mode and let it require gradients")
+        read = self._read(batch)
+        self._check_trains(read)
+        # The sum over replicas must not count what an earlier call has left.
+        earlier = [(parameter, parameter.grad) for parameter in trainable if parameter.grad is not None]
+        self._engine.model.zero_gradients()
+        try:
+            loss = self._engine.run(read).loss
+        except BaseException:
+            self._engine.model.zero_gradients()
+            raise
+        finally:
+            for parameter, gradient in earlier:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return ModelOutput(loss=torch.tensor(loss, dtype=torch.float64))
+
+    def eval_loss(self, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of a global batch, forward only and without dropout. Collective."""
+        self._engine.model.after_update()
+        was_training = self.training
+        self.eval()
+        try:
+            loss = self._engine.run(self._read(batch), forward_only=True).loss
+        finally:
+            self.train(was_training)
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
+
+        Returns the norm before."""
+        return self._engine.clip_gradients(max_norm)
+
+    def whole_model(self) -> nn.Module | None:
+        """The model with the weights that it has now, on the CPU of rank 0; None on other ranks. Collective."""
+        self._engine.model.after_update()
+        weights = collect_weights(self._engine.model)
+        if weights is None:
+            return None
+        (model,) = self._without_weights
+        memo = _kept_callbacks(model)
+        for part, module in model.parts().items():
+            for name, parameter in module.named_parameters():
+                value = weights[f"{part}.{name}"][0].to("cpu", copy=True)
+                memo[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+        return copy.deepcopy(model, memo)
+
+    def _read(self, batch: Mapping[str, Any]) -> Batch:
+        """Collective. Raises `UserError` on every rank for a batch that is not as it must be."""
+        (model,) = self._model
+        read = model.read_batch(batch)
+        self._check_size(batch, read)
+        _check_same_on_all_ranks(_tensors_of(batch), read.samples, self.device)
+        return read
+
+    def _check_size(self, batch: Mapping[str, Any], read: Batch) -> None:
+        """Raises `UserError` for a batch that the plan cannot cut."""
+
+    def _check_trains(self, batch: Batch) -> None:
+        """Raises `UserError` for a batch from which nothing can be learned."""
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """How one module of a `MultimodalModule` is laid out."""
+
+    tp_size: int = 1
+    """Size of the tensor-parallel groups."""
+    cp_size: int = 1
+    """Size of the context-parallel groups."""
+    pp_size: int = 1
+    """Number of pipeline stages."""
+    context: ContextOptions = field(default_factory=ContextOptions)
+    """How context-parallel groups share the tokens of a microbatch, whose samples are then packed."""
+    sequence_parallel: bool = False
+    """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers as docs/architecture.md counts them; None: the frozen-aware partition."""
+
+    def __post_init__(self) -> None:
+        for key in ("tp_size", "cp_size", "pp_size"):
+            if getattr(self, key) < 1:
+                raise UserError(f"ParallelSpec: {key} is {getattr(self, key)}; give at least 1")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp_size:
+            raise UserError(
+                f"ParallelSpec: layers_per_stage has {len(self.layers_per_stage)} entries for pp_size {self.pp_size}; "
+                f"give {self.pp_size}"
+            )
+
+
+@dataclass(frozen=True)
+class MultimodalParallelSpec:
+    """How a whole model is laid out; `apply` does it. The fields are the arguments of `MultimodalParallelModule`."""
+
+    encoder_specs: Mapping[str, ParallelSpec]
+    language_model_spec: ParallelSpec
+    num_microbatches: int = 1
+    microbatch_size: int = 1
+    modality_parallelism: Placement = "parallel"
+    schedule: str = "1f1b"
+    packing: bool = False
+    recompute: tuple[str, ...] = ()
+
+    def apply(
+        self, model: MultimodalModule, *, device: torch.device | None = None, timeout: timedelta = FIVE_MINUTES
+    ) -> "MultimodalParallelModule":
+        """Takes `model` over. Collective."""
+        return MultimodalParallelModule(model, **vars(self), device=device, timeout=timeout)
+
+
+class MultimodalParallelModule(ParallelModule):
+    """This rank's part of a `MultimodalModule` (see `ParallelModule`).
+
+    Args:
+        modality_parallelism: encoders on ranks of their own ("parallel"), in turns on the same ranks ("colocated"), or
+            whole on each stage of the language model ("replicated").
+        encoder_specs: by encoder.
+        num_microbatches: of each replica in one iteration.
+        microbatch_size: samples of one microbatch.
+        schedule: a key of `motet.schedule.generators.GENERATORS`.
+        packing: a microbatch's samples stand in one row without padding.
+        recompute: the modules whose activations are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModule,
+        modality_parallelism: Placement = "parallel",
+        encoder_specs: Mapping[str, ParallelSpec] | None = None,
+        language_model_spec: ParallelSpec | None = None,
+        num_microbatches: int = 1,
+        microbatch_size: int = 1,
+        *,
+        schedule: str = "1f1b",
+        packing: bool = False,
+        recompute: tuple[str, ...] = (),
+        device: torch.device | None = None,
+        timeout: timedelta = FIVE_MINUTES,
+    ) -> None:
+        check_ready(model)
+        packing = packing or model.media_attention != "causal"
+        specs = {**(encoder_specs or {}), LANGUAGE_MODEL: language_model_spec or ParallelSpec()}
+        _check_specs(specs, list(model.nodes), ParallelSpec, "encoder_specs", "encoder")
+        if modality_parallelism not in get_args(Placement):
+            raise UserError(
+                f"modality_parallelism: {modality_parallelism!r} is not known; give one of "
+                f"{', '.join(get_args(Placement))}"
+            )
+        _check_schedule(schedule)
+        _check_names(recompute, list(model.nodes), "recompute", "module")
+        for key, number in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
+            if number < 1:
+                raise UserError(f"{key} is {number}; give at least 1")
+        problem = _planning_problem(
+            model,
+            {spec.tp_size for spec in specs.values()},
+            packing=packing,
+            samples=(model.typical_sample(),) * num_microbatches,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            recompute=recompute,
+        )
+        plan = _plan_that_fills_the_world(problem, specs, modality_parallelism, model.media_attention)
+        super().__init__(model, plan, packing=packing, device=device, timeout=timeout)
+        self.global_batch_size = num_microbatches * microbatch_size * len(plan.modules[LANGUAGE_MODEL].replicas)
+
+    def _check_size(self, batch: Mapping[str, Any], read: Batch) -> None:
+        if batch.get("labels") is None:
+            raise UserError("batch: labels is missing; give the labels of input_ids, -100 where there is no loss")
+        if len(read.samples) != self.global_batch_size:
+            raise UserError(
+                f"batch: has {len(read.samples)} samples; give the global batch of {self.global_batch_size} "
+                "(num_microbatches x microbatch_size x replicas) to every rank"
+            )
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """How one tower, or the caption decoder, of a `ContrastiveModule` is laid out."""
+
+    tp_size: int = 1
+    """Size of the tensor-parallel groups."""
+    pp_size: int = 1
+    """Number of pipeline stages."""
+    dp_size: int = 1
+    """Number of replicas; towers need not have equally many."""
+    num_microbatches: int = 1
+    """Of each replica's share of a contrastive batch."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers as docs/architecture.md counts them; None: cut by their costs."""
+
+    def __post_init__(self) -> None:
+        for key in ("tp_size", "pp_size", "dp_size", "num_microbatches"):
+            value = getattr(self, key)
+            try:
+                size = 0 if isinstance(value, bool) else operator.index(value)
+            except TypeError:
+                size = 0
+            if size < 1:
+                raise UserError(f"TowerSpec: {key} is {value}; give a whole number, at least 1")
+            object.__setattr__(self, key, size)  # An int: plans are written as JSON.
+
+
+class ContrastiveParallelModule(ParallelModule):
+    """This rank's part of a contrastive model (see `ParallelModule`).
+
+    Args:
+        model: a `ContrastiveModule`, or transformers' CLIPModel or SiglipModel (towers "image" and "text").
+        tower_specs: by tower, and for "decoder" where the model has one. Ranks are numbered in this order.
+        num_contrastive_batches: into how many the global batch is divided; the loss is the mean over them.
+        schedule: a key of `motet.schedule.generators.GENERATORS`.
+        recompute_features: towers whose forward keeps no graph and runs again in the backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tower_specs: Mapping[str, TowerSpec],
+        *,
+        num_contrastive_batches: int = 1,
+        schedule: str = "distmm_pipe",
+        recompute_features: tuple[str, ...] = (),
+        device: torch.device | None = None,
+        timeout: timedelta = FIVE_MINUTES,
+    ) -> None:
+        contrastive = model if isinstance(model, ContrastiveModule) else from_transformers(model)
+        check_ready(contrastive)
+        names = [name for name in contrastive.nodes if name != CONTRASTIVE]
+        _check_specs(tower_specs, names, TowerSpec, "tower_specs", "tower")
+        _check_names(recompute_features, list(contrastive.towers), "recompute_features", "tower")
+        _check_schedule(schedule)
+        if num_contrastive_batches < 1:
+            raise UserError(f"num_contrastive_batches: is {num_contrastive_batches}; give at least 1")
+        problem = _planning_problem(
+            contrastive,
+            {1, *(spec.tp_size for spec in tower_specs.values())},
+            samples=(contrastive.typical_sample(),) * num_contrastive_batches,
+            num_microbatches=1,
+            schedule=schedule,
+            contrastive_batch_size=1,
+        )
+        layouts = {
+            name: TowerLayout(
+                degrees=Degrees(
+                    tp=spec.tp_size, pp=spec.pp_size, dp=spec.dp_size, layers_per_stage=spec.layers_per_stage
+                ),
+                per_batch=spec.num_microbatches,
+            )
+            for name, spec in tower_specs.items()
+        }
+        plan = tower_plan(problem, layouts, recompute_features=recompute_features)
+        if plan.num_ranks != dist.get_world_size():
+            raise UserError(
+                f"tower_specs: take {plan.num_ranks} ranks, but {dist.get_world_size()} processes run; start "
+                f"{plan.num_ranks}, or change tp_size, pp_size and dp_size"
+            )
+        super().__init__(contrastive, plan, device=device, timeout=timeout)
+        self._is_contrastive = contrastive is model
+
+    @property
+    def logit_scale(self) -> nn.Parameter | None:
+        """The logarithm of the loss's scale; None on ranks that have no part in the loss."""
+        stages = self._engine.model.modules()
+        return next((stage.module.logit_scale for stage in stages if isinstance(stage, ContrastiveStage)), None)
+
+    def whole_model(self) -> nn.Module | None:
+        """As `ParallelModule.whole_model`, and as it was given: a CLIPModel came in, one comes out."""
+        whole = super().whole_model()
+        return whole if self._is_contrastive or whole is None else to_transformers(cast(ContrastiveModule, whole))
+
+    def _check_trains(self, batch: Batch) -> None:
+        num_batches = self.plan.num_microbatches_of(CONTRASTIVE)
+        if len(batch.samples) < 2 * num_batches:
+            raise UserError(
+                f"batch: has {len(batch.samples)} samples for {num_batches} contrastive batches, in which a sample is "
+                "compared with others; give at least 2 for each"
+            )
+
+
+# The model: what is checked and shared before ranks take their parts of it -------------------------------------------
+
+
+def check_ready(model: ModuleGraph) -> None:
+    """Freezes parts in evaluation mode. Raises `UserError` if the model cannot be parallelized, or not any more."""
+    if not dist.is_initialized():
+        raise UserError("there is no process group; call torch.distributed.init_process_group before")
+    if model.is_taken_over:
+        raise UserError(f"this {type(model).__name__} was parallelized before; build it anew")
+    owner: dict[int, str] = {}
+    for part, module in model.parts().items():
+        for name, parameter in module.named_parameters():
+            first = owner.setdefault(id(parameter), part)
+            if first != part:
+                raise UserError(
+                    f"model: {first} and {part} have the parameter {name} in common, which ranks could not keep alike; "
+                    "give each a copy of its own (copy.deepcopy)"
+                )
+    if model.training:
+        model.freeze_eval_parts()
+
+
+def _check_plan(model: ModuleGraph, plan: Plan) -> None:
+    """Raises `UserError` if the plan is not one of this model, or of this many processes."""
+    nodes = model.nodes
+    planned = {module.data_module(name): module for name, module in plan.modules.items()}
+    if nodes.keys() != planned.keys():
+        raise UserError(f"plan: its modules are {', '.join(planned)}, but the model has {', '.join(nodes)}")
+    for name, module in planned.items():
+        if module.num_layers != nodes[name].num_layers:
+            raise UserError(
+                f"plan: {name} has {module.num_layers} layers, but the model's has {nodes[name].num_layers}"
+            )
+    if plan.num_ranks != dist.get_world_size():
+        raise UserError(f"plan: takes {plan.num_ranks} ranks, but {dist.get_world_size()} processes run; start as many")
+
+
+def _without_weights(model: ModuleGraph) -> ModuleGraph:
+    memo = _kept_callbacks(model)
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _kept_callbacks(model: ModuleGraph) -> dict[int, Any]:
+    """For `copy.deepcopy`: functions of the user's are not copied with what they are bound to."""
+    return {id(callback): callback for node in model.nodes.values() for callback in node.callbacks}
+
+
+@torch.no_grad()
+def _share_weights(model: nn.Module, device: torch.device) -> None:
+    """Gives all ranks rank 0's weights, if theirs differ (models with random weights, built under different seeds)."""
+    tensors = [*model.parameters(), *model.buffers()]
+    sums = torch.stack([tensor.sum(dtype=torch.float64).cpu() for tensor in tensors]).to(device)
+    bounds = torch.cat([sums, -sums])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    differ = bounds[: len(tensors)] != -bounds[len(tensors) :]
+    for tensor, differs in zip(tensors, differ.tolist(), strict=True):
+        if differs:
+            shared = tensor.to(device).contiguous()
+            dist.broadcast(shared, src=0)
+            tensor.copy_(shared)
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available() and dist.get_backend() != "gloo":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+# The plan: from the arguments of the faces ---------------------------------------------------------------------------
+
+
+def _check_specs(specs: Mapping[str, Any], names: Iterable[str], spec_class: type, key: str, what: str) -> None:
+    _check_names(specs, names, key, what)
+    for name in names:
+        if name not in specs:
+            raise UserError(f"{key}: {name} is missing; give its {spec_class.__name__}")
+        if not isinstance(specs[name], spec_class):
+            raise UserError(f"{key}: {name} is a {type(specs[name]).__name__}; give a {spec_class.__name__}")
+
+
+def _check_names(given: Iterable[str], names: Iterable[str], key: str, what: str) -> None:
+    for name in given:
+        if name not in names:
+            raise UserError(f"{key}: there is no {what} {name!r}; the model has {', '.join(names)}")
+
+
+def _check_schedule(schedule: str) -> None:
+    if schedule not in GENERATORS:
+        raise UserError(f"schedule: {schedule!r} is not known; give one of {', '.join(GENERATORS)}")
+
+
+def _planning_problem(
+    model: ModuleGraph, tp_sizes: set[int], *, packing: bool = False, **options: Any
+) -> PlanningProblem:
+    """Of the model on this many CPU devices: layouts are given, costs only balance stages."""
+    cluster = cpu_cluster(dist.get_world_size())
+    structures = model.structures(packing=packing)
+    return PlanningProblem(
+        modules={
+            name: ModuleProblem(
+                workload=structure.workload, trainable=structure.trainable, loss_weight=structure.loss_weight
+            )
+            for name, structure in structures.items()
+        },
+        edges=model.edges,
+        cluster=cluster,
+        table=analytic_table(
+            {name: structure.workload for name, structure in structures.items()}, cluster, tp_sizes=tp_sizes
+        ),
+        **options,
+    )
+
+
+def _plan_that_fills_the_world(
+    problem: PlanningProblem, specs: Mapping[str, ParallelSpec], placement: Placement, media_attention: str
+) -> Plan:
+    """The plan with as many replicas as the processes allow."""
+
+    def plan_with(dp_size: int) -> Plan:
+        degrees = {
+            name: Degrees(
+                tp=spec.tp_size,
+                cp=spec.cp_size,
+                pp=spec.pp_size,
+                dp=dp_size,
+                layers_per_stage=spec.layers_per_stage,
+                sequence_parallel=spec.sequence_parallel,
+                context=replace(spec.context, media_attention=media_attention)
+                if name == LANGUAGE_MODEL
+                else spec.context,
+            )
+            for name, spec in specs.items()
+        }
+        return build_plan(problem, degrees, placement=placement)
+
+    ranks_per_copy = plan_with(1).num_ranks
+    if dist.get_world_size() % ranks_per_copy:
+        raise UserError(
+            f"one copy of the model takes {ranks_per_copy} ranks, which {dist.get_world_size()} processes cannot be "
+            f"divided into; start a multiple of {ranks_per_copy}, or change tp_size and pp_size"
+        )
+    return plan_with(dist.get_world_size() // ranks_per_copy)
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+NUM_COMPARED = 65_536
+"""Elements of a tensor that ranks compare."""
+
+
+def _tensors_of(batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    for key in sorted(batch):
+        if isinstance(batch[key], Mapping):
+            yield from _tensors_of(batch[key])
+        elif isinstance(batch[key], Tensor):
+            yield batch[key]
+
+
+def _check_same_on_all_ranks(tensors: Iterable[Tensor], samples: Iterable[Sample], device: torch.device) -> None:
+    """Raises `UserError` on every rank if the ranks read different layouts or tensors (of large tensors, some elements
+    are compared)."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, flat.numel() // NUM_COMPARED)].cpu().contiguous()
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    digest.update(repr([sorted(sample.layouts.items()) for sample in samples]).encode())
+    value = int.from_bytes(digest.digest()[:7])
+    bounds = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    if bounds[0].item() != -bounds[1].item():
+        raise UserError("batch: the ranks were given different batches; give the same global batch to every rank")
