@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from motet.config import RunConfig, load_run_config
 from motet.environment import set_environment
 from motet.errors import UserError
-from motet.plan import Plan
+from motet.plan import LANGUAGE_MODEL, Plan
 from motet.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -240,22 +240,20 @@ def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     config = _config(run, ())
     from motet.data.preparation.preparation import TowerPreparation
     from motet.data.run_file.datasets import open_preparation
-    from motet.models.hub.export import describe_config, export_parts, export_towers
+    from motet.models.hub.export import describe_config, export_parts
     from motet.models.hub.weights import CheckpointTensors
 
     folder = Path(config.train.output) / "export"
     preparation = open_preparation(config)
+    placeholders: dict[str, int] = {}
     if isinstance(preparation, TowerPreparation):
-        export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.tools)
-        return folder
-    placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
-    export_parts(
-        CheckpointTensors(checkpoint),
-        describe_config(config.model, placeholders),
-        folder,
-        tokenizer=preparation.tokenizer,
-        processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
-    )
+        processors = preparation.tools
+    else:
+        placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
+        processors = {name: encoder.processor for name, encoder in preparation.encoders.items()}
+        processors[LANGUAGE_MODEL] = preparation.tokenizer
+    description = describe_config(config.model, placeholders)
+    export_parts(CheckpointTensors(checkpoint), description, folder, processors=processors)
     return folder
 
 
