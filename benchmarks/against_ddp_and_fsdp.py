@@ -158,6 +158,7 @@ def main(arguments: list[str] | None = None) -> Report:
             num_llm_blocks=args.layers,
             width=args.width,
             image_size=args.image_size,
+            num_samples=args.microbatches,
             num_microbatches=args.microbatches,
             trains=trains,
         )

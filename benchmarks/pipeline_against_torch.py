@@ -125,8 +125,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> Report:
     args = parse(arguments)
-    config = llama_config(num_blocks=args.layers, width=args.width, num_microbatches=args.microbatches)
-    batch = SyntheticBatch(config, num_samples=args.microbatches * args.samples, num_text_tokens=args.tokens)
+    num_samples = args.microbatches * args.samples
+    config = llama_config(
+        num_blocks=args.layers, width=args.width, num_samples=num_samples, num_microbatches=args.microbatches
+    )
+    batch = SyntheticBatch(config, num_samples=num_samples, num_text_tokens=args.tokens)
     num_layers = args.layers + 2
     plan = language_model_plan((0, num_layers // 2, num_layers), (0, 1), num_microbatches=args.microbatches)
     report = Report("pipeline-against-torch", "Two-stage 1F1B: motet against torch.distributed.pipelining")

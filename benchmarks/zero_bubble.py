@@ -163,10 +163,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> Report:
     args = parse(arguments)
-    config = llama_config(num_blocks=args.layers, width=args.width, num_microbatches=args.microbatches)
+    num_samples = args.samples * args.microbatches
+    config = llama_config(
+        num_blocks=args.layers, width=args.width, num_samples=num_samples, num_microbatches=args.microbatches
+    )
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": 2})})
     plans = {name: plan_of(name, args.layers, args.microbatches) for name in SCHEDULES}
-    batch = SyntheticBatch(config, num_samples=args.samples * args.microbatches, num_text_tokens=args.tokens)
+    batch = SyntheticBatch(config, num_samples=num_samples, num_text_tokens=args.tokens)
     problem = planning_problem(config, batch.samples)
     evaluations = {name: evaluate(problem, plan) for name, plan in plans.items()}
     results = {

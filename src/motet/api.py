@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from motet.costs.cost_model import CostTable
     from motet.data.loader import LoadedBatch
     from motet.data.preparation.sample_layout import SampleSource
-    from motet.planner.auto.planner import Choice
+    from motet.planner.auto import Choice
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
 
@@ -115,9 +115,9 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
 def make_plan(run: RunFile, overrides: Sequence[str] = ()) -> Prediction:
     """Lays the model out by the planner that the run file names, and predicts an iteration."""
     config = _config(run, overrides)
-    from motet.planner.auto.planner import choose
     from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for
+    from motet.planner.registry import choose
     from motet.report.plan_report import report_choice, report_evaluation
 
     problem = read_problem(config)
@@ -469,8 +469,8 @@ def _train_on_nodes(
 
 
 def _save_timelines(output: Path, timelines: Mapping[str, Timeline]) -> None:
-    from motet.report.chrome_trace import save_trace
     from motet.report.pictures import save_timelines
+    from motet.report.timelines import save_trace
 
     save_timelines(timelines, output / "timeline.png")
     save_trace(timelines, output / "trace.json")

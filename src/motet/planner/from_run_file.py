@@ -26,9 +26,9 @@ from motet.costs.memory import MemoryOptions
 from motet.errors import UserError, closest
 from motet.families.hf_config import read_generator, read_part_values
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, ContextOptions, Edge, LayerRange, Plan
+from motet.planner.degrees import NO_CONTEXT_PARALLELISM
 from motet.planner.distmm.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
 from motet.planner.distmm.towers_from_run_file import trainable_layers as trainable_layers_of_towers
-from motet.planner.explicit import SHARED_BY_NONE
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS
@@ -109,7 +109,7 @@ def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWork
     for name, own in config.parallel.limits.modules.items():
         if name in limited:
             workload = workloads[name]
-            able = workload.kind in ("encoder", "language_model") and workload.family not in SHARED_BY_NONE
+            able = workload.kind in ("encoder", "language_model") and workload.family not in NO_CONTEXT_PARALLELISM
             if not able and own.cp not in (None, (1,)):
                 kind = workload.family if workload.kind == "encoder" else workload.kind
                 raise UserError(
