@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from motet.config import RunConfig, load_run_config
 from motet.environment import set_environment
 from motet.errors import UserError
-from motet.plan import LANGUAGE_MODEL, Plan
+from motet.plan import Plan
 from motet.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from motet.costs.cost_model import CostTable
     from motet.data.layouts import SampleSource
     from motet.data.loader import LoadedBatch
-    from motet.planner.auto.planner import Choice
+    from motet.planner.auto import Choice
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
 
@@ -115,9 +115,9 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
 def make_plan(run: RunFile, overrides: Sequence[str] = ()) -> Prediction:
     """Lays the model out by the planner that the run file names, and predicts an iteration."""
     config = _config(run, overrides)
-    from motet.planner.auto.planner import choose
     from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for
+    from motet.planner.registry import choose
     from motet.report.plan_report import report_choice, report_evaluation
 
     problem = read_problem(config)
@@ -239,16 +239,13 @@ def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     """
     config = _config(run, ())
     from motet.data.run_file import open_preparation
-    from motet.models.hub.export import describe_config, export_parts, export_towers
+    from motet.models.hub.export import describe_config, export_parts
     from motet.models.hub.weights import CheckpointTensors
 
+    folder = Path(config.train.output) / "export"
     preparation = open_preparation(config)
-    tools, tensors, folder = preparation.tools, CheckpointTensors(checkpoint), Path(config.train.output) / "export"
-    if LANGUAGE_MODEL in tools:
-        description = describe_config(config.model, preparation.conversation.placeholder_ids)
-        export_parts(tensors, description, folder, tokenizer=tools.pop(LANGUAGE_MODEL), processors=tools)
-    else:
-        export_towers(tensors, config.model, folder, processors=tools)
+    description = describe_config(config.model, preparation.placeholder_ids)
+    export_parts(CheckpointTensors(checkpoint), description, folder, processors=preparation.tools)
     return folder
 
 
@@ -465,8 +462,8 @@ def _train_on_nodes(
 
 
 def _save_timelines(output: Path, timelines: Mapping[str, Timeline]) -> None:
-    from motet.report.chrome_trace import save_trace
     from motet.report.pictures import save_timelines
+    from motet.report.timelines import save_trace
 
     save_timelines(timelines, output / "timeline.png")
     save_trace(timelines, output / "trace.json")

@@ -8,7 +8,7 @@ from small_problem import small_problem, with_memory
 
 from motet.planner.baselines import cornstarch, frozen_aware_cut
 from motet.planner.evaluate import evaluate
-from motet.planner.explicit import build_plan
+from motet.planner.layout import build_plan
 from motet.planner.problem import Degrees, TooSlowError
 from motet.planner.registry import PLANNERS, make_plan
 from motet.planner.search import layouts_of, search, usable_counts
@@ -136,7 +136,7 @@ def test_report_has_the_keys_that_users_hold_on_to():
     text = report_text(values)
     assert "language_model" in text
     computes = values["time_shares_s"]["compute"] / sum(values["time_shares_s"].values())
-    assert f"time goes to compute {computes:.1%}, " in text
+    assert f"share of time: compute {computes:.1%}, " in text
 
 
 def test_replicas_that_are_cut_alike_are_shown_once():
@@ -190,7 +190,7 @@ def test_devices_that_no_layout_can_use_are_passed_over(monkeypatch):
     assert len(looked_at) == 1
 
 
-@pytest.mark.parametrize("planner", [cornstarch, PLANNERS["even"]])
+@pytest.mark.parametrize("planner", [cornstarch, PLANNERS["even"].plan])
 def test_a_cutoff_leaves_out_only_what_is_too_slow(planner):
     problem = small_problem(num_devices=6, num_microbatches=8, dp_sizes=(1, 2))
     best = evaluate(problem, planner(problem))

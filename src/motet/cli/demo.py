@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError("train.checkpoint_every: is 0, so there would be nothing to export; give the demo a number")
     from motet.api import make_plan, profile, train
     from motet.report.plan_report import report_text
-    from motet.report.timeline_text import timeline_text
+    from motet.report.timelines import timeline_text
 
     output = Path(config.train.output)
 

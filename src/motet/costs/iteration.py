@@ -17,11 +17,11 @@ import numpy as np
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
-from motet.costs.communication import all_reduce_seconds, collective_seconds, message_seconds
+from motet.costs.communication import all_reduce_seconds, collective_seconds, message_link
 from motet.costs.cost_model import CostTable, Quadratic
 from motet.costs.layer_gradients import LayerGradients
 from motet.costs.load import Load
-from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions, RankMemory, holders_and_shares
+from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, MemoryOptions, RankMemory, holders_and_shares, usable_bytes
 from motet.costs.stage_seconds import StageCosts, StageSeconds
 from motet.plan import LayerRange, Stage
 from motet.ragged_arrays import Floats, Ints
@@ -115,11 +115,12 @@ class IterationCosts:
         return self._seconds.tolist()
 
     def message_s(self, message: Message) -> float:
-        return message_seconds(self.table, self.cluster, message.sender, message.receiver, self.message_bytes(message))
+        link = message_link(self.table, self.cluster, message.sender, message.receiver)
+        return link.seconds(self.message_bytes(message))
 
     def link(self, sender: int, receiver: int) -> tuple[float, float]:
-        """Latency and bytes per second of messages; measured links stand for all of the cluster's."""
-        link = self.table.message or self.cluster.link(sender, receiver)
+        """Latency and bytes per second of messages."""
+        link = message_link(self.table, self.cluster, sender, receiver)
         return link.latency_s, link.bytes_per_s
 
     def reduce_s(self, reduce: Reduce) -> float:
@@ -231,7 +232,7 @@ class IterationCosts:
     @cached_property
     def _memory_limit(self) -> MemoryLimit:
         buffers = NUM_BUFFERS * int(self._carried_bytes.max(initial=0))
-        usable = int(self.cluster.device.memory_bytes * (1 - RESERVE)) - buffers
+        usable = int(usable_bytes(self.cluster)) - buffers
         return MemoryLimit(
             saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
             limit_bytes=lambda rank: usable - self.static_bytes(rank),

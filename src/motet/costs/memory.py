@@ -20,6 +20,7 @@ from itertools import groupby
 
 import numpy as np
 
+from motet.cluster import Cluster
 from motet.costs.cells import CellKind, Cells
 from motet.costs.contrastive import loss_saved_bytes, loss_share
 from motet.costs.layer_gradients import LayerGradients, gradients_of_plan
@@ -72,6 +73,11 @@ class MemoryOptions:
 
 
 DEFAULT_MEMORY = MemoryOptions()
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """Memory of one device that a plan may use."""
+    return cluster.device.memory_bytes * (1 - RESERVE)
 
 
 def static_layer_bytes(

@@ -270,6 +270,11 @@ class SampleLayouts:
         return Sample(id=example.id, layouts=layouts, num_loss_tokens=num_loss_tokens)
 
     @property
+    def placeholder_ids(self) -> dict[str, int]:
+        """By encoder, the token id at the positions of its outputs; {} without a language model."""
+        return self.conversation.placeholder_ids if LANGUAGE_MODEL in self.modules else {}
+
+    @property
     def conversation(self) -> ConversationLayout:
         """The layout of the language model."""
         layout = self.modules[LANGUAGE_MODEL]

@@ -23,9 +23,9 @@ from motet.costs.memory import MemoryOptions
 from motet.errors import UserError, closest
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, Plan
+from motet.planner.degrees import NO_CONTEXT_PARALLELISM
 from motet.planner.distmm.planner import SCHEDULE
 from motet.planner.distmm.towers import TowerLayout, tower_plan
-from motet.planner.explicit import SHARED_BY_NONE
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS
@@ -108,7 +108,7 @@ def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWork
     for name, own in config.parallel.limits.modules.items():
         if name in limited:
             workload = workloads[name]
-            able = workload.kind in ("encoder", "language_model") and workload.family not in SHARED_BY_NONE
+            able = workload.kind in ("encoder", "language_model") and workload.family not in NO_CONTEXT_PARALLELISM
             if not able and own.cp not in (None, (1,)):
                 kind = workload.family if workload.kind == "encoder" else workload.kind
                 raise UserError(

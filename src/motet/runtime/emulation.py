@@ -24,6 +24,7 @@ from motet.assignment.sample import Sample
 from motet.costs.iteration import IterationCosts
 from motet.models.stages.causal import layout_of
 from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
+from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel import split_backward
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Stage
@@ -142,18 +143,12 @@ class EmulatedStage(nn.Module):
         counts = (s.num_outputs(self.name) if rows == "outputs" else s.num_tokens(self.name) for s in samples)
         return (sum(counts), width)
 
-    def forward(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-    ) -> Tensor:
-        seconds = self._seconds[tuple(sample.id for sample in samples)]
-        is_loss = self._workload.kind == "language_model" and self.layers[1] == self._workload.num_layers
-        inputs = [*([] if hidden is None else [hidden]), *incoming.values(), *self.parameters()]
-        shape = () if is_loss else self.output_shape(samples)
-        return _Sleep.apply(self._sleeper, shape, seconds, *inputs)
+    def forward(self, inputs: StageInput) -> StageOutput:
+        seconds = self._seconds[tuple(sample.id for sample in inputs.samples)]
+        tensors = [*([] if inputs.hidden is None else [inputs.hidden]), *inputs.incoming.values(), *self.parameters()]
+        if self._workload.kind == "language_model" and self.layers[1] == self._workload.num_layers:
+            return StageOutput(loss=_Sleep.apply(self._sleeper, (), seconds, *tensors))
+        return StageOutput(_Sleep.apply(self._sleeper, self.output_shape(inputs.samples), seconds, *tensors))
 
 
 def emulated_stage_maker(costs: IterationCosts) -> StageMaker:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from motet.attention.masks.distribution import Rows, held_outputs
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
-from motet.models.stages.stage import Batch, StageModule
+from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutput
 from motet.parallel.context_attention import ContextParallel, collect_rows
 from motet.parallel.fully_sharded import FullySharded
 from motet.parallel.split_backward import CastWeights, SplitBackward, make_splittable
 from motet.plan import ModulePlan, Stage
 from motet.runtime.messages import merge_order, rows_of
+from motet.schedule.batch_sync import Shares
 from motet.schedule.routes import Cell, Route, Routes
 
 
@@ -25,9 +26,8 @@ class Saved:
     """What a forward leaves for its backward and for the routes that carry its output on."""
 
     inputs: dict[Route, Tensor]
-    output: Tensor | None
-    """None: the routes have taken it, and the backward runs the forward again."""
-    loss: Tensor | None
+    output: StageOutput
+    """The roots of the backward. Where the backward runs the forward again, it goes when the routes have taken it."""
     split: SplitBackward | None
     """None: the backward is whole."""
     whole: Tensor | None = None
@@ -177,37 +177,53 @@ class StageRunner:
         `is_split`: the backward will be split into its halves."""
         keeps_graph = cell in self._routes.with_backward
         leaves = {
-            route: tensor.requires_grad_(route.carries_gradient and keeps_graph) for route, tensor in inputs.items()
+            route: self._own_part(route, tensor).requires_grad_(route.carries_gradient and keeps_graph)
+            for route, tensor in inputs.items()
         }
         split = SplitBackward() if is_split else None
         output = self._compute(cell, leaves, split, with_graph=keeps_graph and not self.runs_again(cell))
-        if self._loss_weight:
-            self.loss_sum += output.detach()
-        loss = output * self._loss_scale if self._loss_weight else None
-        self._saved[cell] = Saved(leaves, output, loss, split, self._gathered(cell, output.detach()))
-        if not keeps_graph and not self._routes.outgoing[cell]:
-            del self._saved[cell]
+        if output.loss is not None and self._loss_weight:
+            self.loss_sum += output.loss.detach()
+        if keeps_graph or self._routes.outgoing[cell]:
+            self._saved[cell] = Saved(leaves, output, split, self._gathered(cell, output.hidden))
 
-    def _gathered(self, cell: Cell, output: Tensor) -> Tensor | None:
+    def _gathered(self, cell: Cell, output: Tensor | None) -> Tensor | None:
         """Of all tokens, where a stage comes next that shares them out otherwise."""
         route = next((route for route in self._routes.outgoing[cell] if self._changes_shares(route)), None)
         held = None if route is None or self._cp is None else self._held_tokens(route, self._cp.size)
-        return None if held is None or self._cp is None else _gather_tokens(output, held, self._cp)
+        if held is None or self._cp is None:
+            return None
+        assert output is not None
+        return _gather_tokens(output.detach(), held, self._cp)
 
     def _compute(
         self, cell: Cell, leaves: Mapping[Route, Tensor], split: SplitBackward | None, *, with_graph: bool
-    ) -> Tensor:
+    ) -> StageOutput:
         members = self._routes.samples(cell)
         # Outside of autocast: processors may compute when they are asked.
         features = self._features(members)
         parameters = nullcontext() if self._sharded is None else self._sharded.forward()
         with parameters, torch.set_grad_enabled(with_graph), self._autocast(), self._casting(), split or nullcontext():
-            return self.module(
-                self._hidden(leaves),
-                self._incoming(leaves, members),
-                features,
-                [self._batch.samples[i] for i in members],
+            output = self.module(
+                StageInput(
+                    samples=[self._batch.samples[i] for i in members],
+                    features=features,
+                    hidden=self._hidden(leaves),
+                    incoming=self._incoming(leaves, members),
+                    hands_on=bool(self._routes.outgoing[cell]),
+                    shares=self._shares(cell),
+                )
             )
+        assert output.loss is not None or not self._loss_weight, f"{self.name} has a loss weight and no loss"
+        return output
+
+    def _own_part(self, route: Route, carried: Tensor) -> Tensor:
+        """Of what a route brought, what this rank computes with."""
+        return carried
+
+    def _shares(self, cell: Cell) -> Shares | None:
+        """Which rank puts what into a contrastive loss."""
+        return None
 
     def _casting(self) -> AbstractContextManager[object]:
         return self._cast_weights if self._sharded is None else nullcontext()
@@ -225,7 +241,7 @@ class StageRunner:
     def output(self, route: Route) -> Tensor:
         """The rows of `route.source`'s output that the route carries, without graph."""
         saved = self._saved[route.source]
-        made = saved.output if saved.whole is None or not self._changes_shares(route) else saved.whole
+        made = saved.output.hidden if saved.whole is None or not self._changes_shares(route) else saved.whole
         assert made is not None
         output = made.detach().to(self.boundary_dtype)
         rows = self._rows(route)
@@ -241,26 +257,27 @@ class StageRunner:
         if cell not in self._routes.with_backward:
             self._saved.pop(cell, None)
         elif self.runs_again(cell):
-            self._saved[cell].output = None
+            self._saved[cell].output = StageOutput()
 
     def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         """Accumulates into the parameters' `.grad`; returns the gradient of each input that carries one back.
 
+        The roots are the hidden states that were handed on, with the gradients that came back for them, and the loss.
         Where the backward is split this is its input half, and `backward_weight` has to follow.
         `gradients`: for each outgoing route that carries a gradient, what came back."""
         saved = self._saved.pop(cell)
-        output, loss = saved.output, saved.loss
-        if output is None:
-            output = self._compute(cell, saved.inputs, saved.split, with_graph=True)
-            loss = output * self._loss_scale if self._loss_weight else None
+        hidden, loss = saved.output
+        if self.runs_again(cell):
+            hidden, loss = self._compute(cell, saved.inputs, saved.split, with_graph=True)
         roots: list[Tensor] = []
-        root_gradients: list[Tensor | None] = []
+        root_gradients: list[Tensor] = []
         if gradients:
-            roots.append(output)
-            root_gradients.append(self._output_gradient(output, gradients))
-        if loss is not None:
+            assert hidden is not None
+            roots.append(hidden)
+            root_gradients.append(self._output_gradient(hidden, gradients))
+        if loss is not None and self._loss_weight and loss.requires_grad:
             roots.append(loss)
-            root_gradients.append(None)
+            root_gradients.append(torch.full_like(loss, self._loss_scale))
         is_split = saved.split is not None
         # Blocks that are recomputed must meet the same weights as in the forward.
         with self._casting() if self._sharded is None else self._sharded.backward(is_split=is_split):
@@ -269,8 +286,11 @@ class StageRunner:
             else:
                 saved.split.input_half(roots, root_gradients)
                 self._half_done[cell] = saved.split
+        return self._input_gradients(cell, saved.inputs)
+
+    def _input_gradients(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         result = {}
-        for route, leaf in saved.inputs.items():
+        for route, leaf in leaves.items():
             if route.carries_gradient:
                 # A sample whose tokens reach no loss token leaves no gradient behind: that is zero, not absent.
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()

@@ -26,6 +26,7 @@ from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profi
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import build_projector
+from motet.models.stages.stage import StageInput
 from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 
@@ -174,9 +175,10 @@ def test_it_predicts_a_run_that_was_not_measured(table):
     stage = make_stage("text", (1, 3), 1)
     hidden = torch.randn(stage.input_shape(samples), requires_grad=True)
     output_gradient = torch.ones(hidden.shape)
-    stage(hidden, {}, [{} for _ in samples], samples).backward(output_gradient)  # Others add to its gradients.
+    inputs = StageInput(samples, hidden=hidden)
+    stage(inputs).hidden.backward(output_gradient)  # Others add to its gradients.
     with CountedTime() as time:
-        stage(hidden, {}, [{} for _ in samples], samples).backward(output_gradient)
+        stage(inputs).hidden.backward(output_gradient)
     load = microbatch_load(MODULES["text"].workload, "text", samples, ("vision",))
     costs = table.of("text", 1)
     predicted = (

@@ -68,7 +68,7 @@ def plain_training(config: RunConfig) -> tuple[list[float], list[float], dict[st
     data = open_data(config)
     loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
     encoders = {name: modules[name] for name in ("vision", "audio")}
-    placeholders = data.preparation.conversation.placeholder_ids
+    placeholders = data.preparation.placeholder_ids
     losses, norms = [], []
     for factor in FACTORS:
         batch = InFloat64(next(loader))

@@ -40,7 +40,7 @@ from motet.costs.profiling.links import (
 )
 from motet.costs.profiling.regression import Fit, Measurement, fit_module
 from motet.errors import UserError
-from motet.models.stages.stage import Batch, StageModule
+from motet.models.stages.stage import Batch, StageInput, StageModule
 from motet.plan import LayerRange
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -256,7 +256,10 @@ class _Run:
         hidden = None if self.hidden is None else self.hidden.detach().requires_grad_(needs_gradient)
         incoming = {s: t.detach().requires_grad_(needs_gradient) for s, t in self.incoming.items()}
         with torch.set_grad_enabled(self.gradients.any), self.autocast():
-            return self.stage(hidden, incoming, self.features, self.samples)
+            output = self.stage(StageInput(self.samples, self.features, hidden, incoming))
+        result = output.hidden if output.loss is None else output.loss
+        assert result is not None
+        return result
 
 
 def _measure(runs: Sequence[_Run], options: ProfileOptions) -> list[tuple[float, float]]:

@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import Sample
 from motet.families.caption_decoders import decoder_family
-from motet.models.stages.causal import CausalStage, labels_of, layout_of, token_ids
+from motet.models.stages.causal import CausalStage, all_tokens, labels_of, layout_of, token_ids
+from motet.models.stages.stage import StageInput, StageOutput
 from motet.plan import LayerRange
 
 
@@ -57,28 +58,26 @@ class CaptionDecoderStage(CausalStage):
 
     output_shape = input_shape
 
-    def forward(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-    ) -> Tensor:
+    def forward(self, inputs: StageInput) -> StageOutput:
         """[rows, columns, hidden_size]; of the last stage, the sum of the losses of all tokens with a label.
 
-        `incoming`: the image tower's outputs, where the stage has a block."""
-        sequences = layout_of(samples, self.name, packed=False)
+        `inputs.incoming`: the image tower's outputs, where the stage has a block."""
+        hidden = inputs.hidden
+        sequences = layout_of(inputs.samples, self.name, packed=False)
         if hidden is None:
-            hidden = self.embed_tokens(token_ids(features, sequences))
+            hidden = self.embed_tokens(token_ids(inputs.features, sequences))
         mask = sequences.attention_mask()
         output: Tensor = self.module.get_submodule(self._family.base)(
             inputs_embeds=hidden,
             attention_mask=None if mask is None else mask.to(hidden.device),
             position_ids=sequences.position_ids().to(hidden.device),
             use_cache=False,
-            **self._encoder_states(incoming, samples, hidden),
+            **self._encoder_states(inputs.incoming, inputs.samples, hidden),
         ).last_hidden_state
-        return self.labelled_loss_sum(output, labels_of(features), sequences.places()) if self.is_last else output
+        if not self.is_last:
+            return StageOutput(output)
+        loss = self.labelled_loss_sum(output, labels_of(inputs.features), sequences.places())
+        return StageOutput(all_tokens(output, sequences) if inputs.hands_on else None, loss)
 
     def _encoder_states(
         self, incoming: Mapping[str, Tensor], samples: Sequence[Sample], hidden: Tensor

@@ -32,7 +32,7 @@ from motet.errors import UserError
 from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
 from motet.families.token_counts import Selection, selection_of
 from motet.models.stages.projector import PROJECTORS, projected_size
-from motet.models.stages.stage import keep_frozen_in_eval_mode
+from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_sequence import (
     ITEM_ATTENTION,
@@ -282,26 +282,16 @@ class EncoderStage(nn.Module):
         """Of what `forward` returns, from metadata alone."""
         return self._boundary_shape(self.layers[1], samples)
 
-    def forward(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-    ) -> Tensor:
+    def forward(self, inputs: StageInput) -> StageOutput:
         """Returns [sum of num_tokens, hidden_size]; after the last layer [sum of num_outputs, output_size].
-
-        Args:
-            hidden: the previous stage's output; None on the first stage.
-            incoming: nothing enters an encoder: empty.
-            features: one dict for each sample; read where `needs_features`.
 
         Raises `ValueError` if features or callbacks do not fit the samples' layouts.
         """
-        assert not incoming, f"{self.name} is an encoder, but {', '.join(incoming)} was sent to it"
-        inputs = [self._preprocessed(sample) for sample in features] if self.needs_features else []
+        assert not inputs.incoming, f"{self.name} is an encoder, but {', '.join(inputs.incoming)} was sent to it"
+        samples, hidden = inputs.samples, inputs.hidden
+        features = [self._preprocessed(sample) for sample in inputs.features] if self.needs_features else []
         if self.holds(0):
-            hidden = self._embed(inputs, samples)
+            hidden = self._embed(features, samples)
         assert hidden is not None
         if self._context is not None and self._is_shared(self.layers[0]):
             context = self._shared(samples, hidden.device)
@@ -310,12 +300,12 @@ class EncoderStage(nn.Module):
         else:
             hidden = self._run_blocks_and_head(hidden, samples)
         if self.layers[1] <= self._head_layer:
-            return hidden
-        output = self._hand_on(hidden, inputs, samples)
-        if self._context is None or not self._is_last:
-            return output
-        # All ranks compute it alike, and the group adds up their gradients.
-        return scale_gradient(output, 1 / self._context.size)
+            return StageOutput(hidden)
+        output = self._hand_on(hidden, features, samples)
+        if self._context is not None and self._is_last:
+            # All ranks compute it alike, and the group adds up their gradients.
+            output = scale_gradient(output, 1 / self._context.size)
+        return StageOutput(output)
 
     def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return features if self._preprocess is None else self._preprocess(dict(features))

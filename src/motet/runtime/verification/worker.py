@@ -58,7 +58,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
             lambda: plainly_built(config),
             dtype=config.train.dtype,
             merge=config.model.merge,
-            placeholder_token_ids=data.preparation.conversation.placeholder_ids,
+            placeholder_token_ids=data.preparation.placeholder_ids,
             media_attention=_media_attention(config),
             autocast=autocast_for(config, engine.device),
         )

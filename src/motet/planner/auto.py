@@ -1,23 +1,36 @@
-"""The fastest plan in simulation that any planner finds, and beyond: bound and simulate.
+"""Planner `auto`: the fastest plan in simulation, of the named planners' plans and of layouts of its own.
 
-Candidates are every named planner's own plan, simulated unless a lower bound shows that another one's is faster, so
-that the choice is never slower than the best of them; and the layouts of `motet.planner.auto.planner`, ordered by a
-lower bound and an estimate of memory, simulated only while their bound is below the best so far; a few of those that
-keep too much are simulated under a schedule that goes by memory. Then the best few are tried under other schedules, and
-with sequence parallelism the best and the fastest that does not fit without.
+Candidates are
 
-What fits goes before what is fast. How far the choice is from the best possible is told by a lower bound over all plans
-(`motet.planner.lower_bound`), whose relaxation is stated there. Towers that a loss contrasts are
-searched by `motet.planner.auto.towers`.
+* the plan of every named planner, simulated unless a lower bound shows that another plan is faster, so that the choice
+  is never slower than the best of them;
+* layouts of `own_layouts`, ordered by a lower bound and an estimate of memory, and simulated only while their bound is
+  below the fastest plan so far. A few that slightly exceed the memory are simulated under a memory-aware schedule.
 
-Context parallelism of the language model is a degree of its own layouts; the planners that it asks choose none.
+Then `auto` tries the best few under other schedules, and the best and the fastest that does not fit with sequence
+parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
+(`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
+`motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
 
-Limits: `MAX_SIMULATED` of the candidates are simulated, fewer where programs are large, so what is best of all may be
-missed; the bound then says by how much at most.
+`own_layouts` has these families of layouts, some of which no paper has:
+
+* separate: every module on groups of its own, or all encoders on the same groups (Cornstarch), for all sizes; these
+  also with several runs of the language model on each of its groups (interleaving);
+* chains: all layers in a row, cut frozen-aware into V runs per group, so that each group holds several (Megatron-LM
+  balanced, but frozen-aware), going round the groups, or there and back again (the V of zero-bubble schedules);
+* spread: each module over *all* groups, so that each group has its share of encoder work and of language model work and
+  one can fill the bubbles of the other (Optimus' placement with Cornstarch's cut).
+
+In all of them the language model may have context parallelism, where sequences are long enough; encoders on its groups
+then use all their ranks for tensor parallelism. The named planners choose no context parallelism. Tensor parallelism
+comes with sequence parallelism where its costs are known: it computes norms once and saves memory.
+
+Limits: at most `MAX_SIMULATED` of its own layouts are simulated, fewer where programs are large, so the best plan may
+be missed; the lower bound then tells by how much at most.
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -26,20 +39,18 @@ from typing import NamedTuple
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.auto.towers import search_towers
 from motet.planner.baselines import frozen_aware_cut
-from motet.planner.bound_and_simulate import best_layout, rank, within_memory
-from motet.planner.degrees import check_limits, cp_sizes, dp_sizes, has_few_stages, most_stages, tp_sizes
-from motet.planner.device_counts import device_counts
+from motet.planner.degrees import check_degrees, cp_sizes, dp_sizes, most_stages, tp_sizes
+from motet.planner.distmm.local_search import search_towers
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
-from motet.planner.explicit import Placement, check_degrees
-from motet.planner.layout import Chunk, Layout, cut_chain
+from motet.planner.layout import Chunk, Layout, Placement, cut_chain, has_few_stages
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import VIRTUAL_STAGES, language_model
 from motet.planner.partition import partition
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.planner.search import layouts_of
+from motet.planner.selection import best_layout, device_counts, rank, within_memory
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -48,75 +59,70 @@ from motet.schedule.stage_graph import (
     shares_ranks_with_encoders,
 )
 
-# Where `auto` looks beside the named planners' own plans: families of layouts, some of which no paper has.
-#
-# * separate: every module on groups of its own, or all encoders on the same (Cornstarch), for all sizes; and these
-# with several runs of the language model on each of its groups, interleaved; * chains: all layers in a row, cut
-# frozen-aware into V runs for each group, which then holds several (Megatron-LM balanced, but frozen-aware), going
-# round the groups, or there and back again (the V of zero-bubble schedules); * spread: each module by itself over
-# *all* groups, so that every group has its share of encoder work and of language model work and one can fill the
-# bubbles of the other (Optimus' placement with Cornstarch's cut).
-#
-# In all of them the groups of the language model may share the tokens of a microbatch (context parallelism), where
-# sequences are long enough; on groups that encoders share these use all ranks for tensor parallelism. Where its costs
-# are known, tensor parallelism comes with sequence parallelism, which computes norms once and saves memory.
-
-
-MAX_COUNTS = 200
-"""Ways to share groups out among modules that are all looked at, for each choice of sizes; beyond, Algorithm 1's."""
-MAX_INTERLEAVED = 40
-"""Of the layouts with every module apart, those that are worth interleaving."""
 PLANNER = "auto"
-INTERLEAVING = ("interleaved_1f1b_adjusted",)
+MAX_COUNTS = 200
+"""Up to this many distributions of groups among modules are enumerated for each choice of sizes; beyond, Cornstarch's
+Algorithm 1 picks some."""
+MAX_INTERLEAVED = 40
+"""Number of separate layouts, those with the best bounds, that are also interleaved."""
+MAX_SIMULATED = 12
+"""Own layouts that are simulated."""
+MAX_ACTIONS = 15_000
+"""Limit on the actions of all simulations of the best plan under other schedules, and of those of the next ones."""
+NUM_RESCHEDULED = 3
+"""Number of the best plans that are tried under other schedules."""
+NUM_PROMISING = 2
+"""Number of schedules, those best for the best plan, that the next plans are tried under."""
+INTERLEAVED = "interleaved_1f1b_adjusted"
 V_SHAPED = "zero_bubble_v"
+MEMORY_AWARE = "bubble_filling"
+"""The schedule for layouts that exceed the memory under their own."""
+BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
+"""The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
+
+PlanFunction = Callable[..., Plan]
+"""(problem, *, placement) -> plan, within the user's limits. Raises `UserError` if there is none."""
 
 
 def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
-    """`schedules`: those that may be used."""
+    """All layouts of the families above. `schedules`: those that may be used."""
     for layout in _families(problem, schedules):
-        yield replace(layout, sequence_parallel=knows_sequence_parallelism(problem, _cut_sizes(layout)))
+        cut: dict[str, set[int]] = {}
+        for chunk in layout.chunks:
+            tp = layout.tp(chunk.module, chunk.group)
+            if tp > 1:
+                cut.setdefault(chunk.module, set()).add(tp)
+        yield replace(layout, sequence_parallel=_knows_sequence_parallelism(problem, cut))
 
 
-def _cut_sizes(layout: Layout) -> dict[str, set[int]]:
-    """Tensor-parallel sizes of each module, but for 1."""
-    sizes: dict[str, set[int]] = {}
-    for chunk in layout.chunks:
-        tp = layout.tp(chunk.module, chunk.group)
-        if tp > 1:
-            sizes.setdefault(chunk.module, set()).add(tp)
-    return sizes
-
-
-def knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[int]]) -> bool:
-    """Whether something is cut, and its costs with sequence parallelism are known. `cut`: for each module that tensor
-    parallelism cuts, its sizes."""
+def _knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[int]]) -> bool:
+    """Whether tensor parallelism cuts some module, and the costs of all of `cut` with sequence parallelism are known.
+    `cut`: tensor-parallel sizes by module."""
     known = problem.table.sequence_parallel
     return bool(cut) and all(sizes <= known.get(name, {}).keys() for name, sizes in cut.items())
 
 
 def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
-    apart = list(separate(problem))
-    yield from apart
+    placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
+    num_devices = problem.num_devices
+    separate = list(
+        layouts_of(problem, frozen_aware_cut, num_devices, PLANNER, placements, MAX_COUNTS, chooses_cp=True)
+    )
+    yield from separate
     costs = LayoutCosts(problem)
-    apart = sorted(apart, key=lambda layout: (costs.excess_bytes(layout), costs.bound_s(layout)))[:MAX_INTERLEAVED]
+    separate.sort(key=lambda layout: (costs.excess_bytes(layout), costs.bound_s(layout)))
     for num_chunks in VIRTUAL_STAGES:
-        for schedule in [s for s in INTERLEAVING if s in schedules] if num_chunks > 1 else []:
-            yield from (found for layout in apart for found in interleaved(problem, layout, num_chunks, schedule))
+        if num_chunks > 1 and INTERLEAVED in schedules:
+            for layout in separate[:MAX_INTERLEAVED]:
+                yield from interleaved(problem, layout, num_chunks, INTERLEAVED)
         yield from chains(problem, num_chunks)
     if V_SHAPED in schedules:
         yield from v_shaped(problem)
     yield from spread(problem)
 
 
-def separate(problem: PlanningProblem) -> Iterator[Layout]:
-    placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
-    return layouts_of(
-        problem, frozen_aware_cut, problem.num_devices, PLANNER, placements, MAX_COUNTS, shares_context=True
-    )
-
-
 def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, schedule: str) -> Iterator[Layout]:
-    """The same, but each of the language model's groups holds `num_chunks` runs of it."""
+    """The same layout, but with `num_chunks` runs of the language model on each of its groups."""
     name = language_model(problem)
     groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
     tp, cp, num_runs = layout.tp(name, groups[0]), layout.cp(name), num_chunks * len(groups)
@@ -124,16 +130,15 @@ def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, sched
         times = problem.estimator.layer_seconds(name, tp, layout.dp, cp=cp)
         runs = problem.remembered(("runs", name, tp, cp, layout.dp, num_runs), lambda: partition(times, num_runs))
         own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
-        chunks = [chunk for other in problem.modules for chunk in (own if other == name else _chunks_of(layout, other))]
+        others = [chunk for chunk in layout.chunks if chunk.module != name]
+        order = list(problem.modules)
+        chunks = sorted([*others, *own], key=lambda chunk: order.index(chunk.module))
         yield replace(layout, chunks=tuple(chunks), schedule=schedule)
 
 
-def _chunks_of(layout: Layout, name: str) -> list[Chunk]:
-    return [chunk for chunk in layout.chunks if chunk.module == name]
-
-
 class EqualGroups(NamedTuple):
-    """Groups of one replica, on any of which any module may stand: alone the language model shares tokens there."""
+    """Groups of equal size in each replica, each of which can hold any module. Only the language model may have context
+    parallelism there."""
 
     dp: int
     size: int
@@ -154,16 +159,13 @@ class EqualGroups(NamedTuple):
     def layer_seconds(self, problem: PlanningProblem) -> dict[str, list[float]]:
         cp = {name: dict(self.shared).get(name, 1) for name in problem.modules}
         return {
-            name: [
-                time.total_s
-                for time in problem.estimator.layer_times(name, self.size // cp[name], self.dp, cp=cp[name])
-            ]
+            name: problem.estimator.layer_seconds(name, self.size // cp[name], self.dp, cp=cp[name])
             for name in problem.modules
         }
 
 
 def equal_groups(problem: PlanningProblem) -> Iterator[EqualGroups]:
-    """Every way to cut all devices into replicas of such groups."""
+    """Every way to divide all devices into replicas of equal groups."""
     backbone = language_model(problem)
     others = [set(tp_sizes(problem, name)) for name in problem.modules if name != backbone]
     for dp in dp_sizes(problem):
@@ -176,7 +178,7 @@ def equal_groups(problem: PlanningProblem) -> Iterator[EqualGroups]:
 def chains(problem: PlanningProblem, num_chunks: int) -> Iterator[Layout]:
     for groups in equal_groups(problem):
         if groups.number > 1 or num_chunks == 1:
-            yield from _chain(problem, groups, [v % groups.number for v in range(num_chunks * groups.number)], None)
+            yield from _chain(problem, groups, [v % groups.number for v in range(num_chunks * groups.number)])
 
 
 def v_shaped(problem: PlanningProblem) -> Iterator[Layout]:
@@ -187,18 +189,18 @@ def v_shaped(problem: PlanningProblem) -> Iterator[Layout]:
 
 
 def _chain(
-    problem: PlanningProblem, groups: EqualGroups, places: Sequence[int], schedule: str | None
+    problem: PlanningProblem, groups: EqualGroups, places: Sequence[int], schedule: str | None = None
 ) -> Iterator[Layout]:
     """`places`: the group of each run of layers."""
     costs = groups.layer_seconds(problem)
     if len(places) <= sum(map(len, costs.values())):
-        chunks = cut_chain(problem, tuple(problem.modules), costs, places)
+        chunks = cut_chain(costs, places)
         if has_few_stages(problem, chunks):
             yield groups.layout(chunks, schedule)
 
 
 def spread(problem: PlanningProblem) -> Iterator[Layout]:
-    """Each module over all groups, a stage of it on each."""
+    """Each module over all groups, with a stage on each."""
     for groups in equal_groups(problem):
         if groups.number == 1 or any(most_stages(problem, name) < groups.number for name in problem.modules):
             continue
@@ -212,35 +214,21 @@ def spread(problem: PlanningProblem) -> Iterator[Layout]:
         )
 
 
-MAX_SIMULATED = 12
-NUM_RESCHEDULED = 3
-"""So many of the best plans are tried under other schedules,"""
-NUM_PROMISING = 2
-"""the first of them under all, the others under so many."""
-MAX_ACTIONS = 15_000
-"""Of all simulations of the best plan under other schedules together, and of those of the next ones."""
-FRUGAL = "bubble_filling"
-"""Tried where layouts keep too much under schedules that do not go by memory."""
-FIRST = ("optimus", "megatron_balanced")
-"""Named planners that often have the best plan: the sooner it is known, the fewer of the others' are simulated."""
-BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
-"""The order in which schedules are tried; then come the others. Of equal ones the first is taken."""
-
-
 @dataclass(frozen=True)
 class Choice:
     evaluation: Evaluation
-    """Of the plan that wins; its `planner` is auto."""
+    """Of the chosen plan; its `planner` is auto."""
     found_by: str
-    """The planner whose plan it is; auto: nobody's but ours."""
+    """The named planner whose plan was chosen, or auto."""
     named: Mapping[str, Evaluation]
-    """Each named planner's own plan."""
+    """The plan of each named planner."""
     too_slow: Mapping[str, float]
-    """Planners that have none as fast as the best of these: seconds that theirs take at least, if they fit."""
+    """Planners without a plan as fast as the best of `named`: lower bound of the seconds that theirs take, if they
+    fit."""
     refused: Mapping[str, str]
-    """Why a planner has none."""
+    """Why a planner has no plan."""
     lower_bound_s: float | None
-    """No plan of the problem takes less; None for towers, which the bound does not cover."""
+    """Lower bound over all plans of the problem; None for towers, which the bound does not cover."""
 
     @property
     def best_named(self) -> str | None:
@@ -248,12 +236,12 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """In one or two sentences."""
+        """The reasons for the choice, as short text."""
         plan, seconds = self.evaluation.plan, self.evaluation.iteration_time_s
         parts = [f"{_shape(plan)} under {plan.schedule}"]
         num_devices = self.evaluation.problem.num_devices
         if plan.num_ranks < num_devices:
-            parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices idle")
+            parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
         if self.found_by != PLANNER:
             parts.append(f"the plan of {self.found_by}")
         elif self.best_named is not None:
@@ -264,32 +252,33 @@ class Choice:
             else:
                 parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
         if self.lower_bound_s is not None and self.lower_bound_s < inf:
-            # Where nothing is relaxed the two are equal but for rounding.
-            parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above what no plan undercuts")
+            # Rounding may put the bound just above the plan that it equals.
+            parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above the lower bound")
         return "; ".join(parts)
 
 
-def auto(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    return choose(problem, placement=placement).evaluation.plan
+def choose_among(
+    problem: PlanningProblem, named: Mapping[str, PlanFunction], *, placement: Placement | None = None
+) -> Choice:
+    """Chooses among the plans of the named planners and its own layouts. `placement` is passed on to the named
+    planners; own layouts are left out then.
 
-
-def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
-    """Raises `UserError` if nobody finds a plan. `placement`: as the named planners understand it; ours are then left
-    out."""
-    check_limits(problem)
-    # Hardly anything here is garbage in cycles, and to look for it takes a third of the time.
+    Raises `UserError` if there is no plan."""
+    # There are hardly any cycles of garbage here, and collecting them would take a third of the time.
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        return _choose(problem, placement) if problem.loss_module is None else _choose_towers(problem, placement)
+        if problem.loss_module is not None:
+            return _choose_towers(problem, placement)
+        return _choose(problem, named, placement)
     finally:
         if was_collecting:
             gc.enable()
 
 
-def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
+def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], placement: Placement | None) -> Choice:
     schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
-    named, too_slow, refused = _named(problem, placement, schedules)
+    named, too_slow, refused = _named(problem, planners, placement, schedules)
     evaluations = list(named.values())
     if placement is None:
         layouts = [
@@ -298,21 +287,21 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
             for layout in own_layouts(problem.with_num_devices(num_devices), schedules)
         ]
         evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
-        if FRUGAL in schedules:
-            evaluations += within_memory(problem, layouts, FRUGAL, known=evaluations)
+        if MEMORY_AWARE in schedules:
+            evaluations += within_memory(problem, layouts, MEMORY_AWARE, known=evaluations)
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
     evaluations += [found for each in _best(evaluations) for found in _sequence_parallel(each)]
     evaluations += _rescheduled(_best(evaluations), schedules)
     best = min(evaluations, key=rank)
     evaluations += _sequence_parallel(best)
-    # It saves activations too: what is faster but does not fit may fit then.
+    # Sequence parallelism saves activations too, so a faster plan that does not fit may fit with it.
     missed = [
         e
         for e in evaluations
         if best.fits and not e.fits and e.iteration_time_s < best.iteration_time_s and not _is_sequence_parallel(e.plan)
     ]
-    evaluations += _sequence_parallel(min(missed, key=_seconds)) if missed else []
+    evaluations += _sequence_parallel(min(missed, key=lambda e: e.iteration_time_s)) if missed else []
     best = min(evaluations, key=rank)
     found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
     plan = replace(best.plan, planner=PLANNER)
@@ -327,21 +316,16 @@ def _choose(problem: PlanningProblem, placement: Placement | None) -> Choice:
 
 
 def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The best first; plans that differ in sequence parallelism alone count once."""
+    """The best `NUM_RESCHEDULED`, best first; plans that differ only in sequence parallelism count once."""
     best: list[Evaluation] = []
+    contents: list[object] = []
     for evaluation in sorted(evaluations, key=rank):
-        if len(best) < NUM_RESCHEDULED and not any(_is_alike(evaluation.plan, other.plan) for other in best):
+        plan = evaluation.plan
+        content = plan.schedule, {name: module.replicas for name, module in plan.modules.items()}
+        if len(best) < NUM_RESCHEDULED and content not in contents:
             best.append(evaluation)
+            contents.append(content)
     return best
-
-
-def _is_alike(plan: Plan, other: Plan) -> bool:
-    replicas = [{name: module.replicas for name, module in each.modules.items()} for each in (plan, other)]
-    return plan.schedule == other.schedule and replicas[0] == replicas[1]
-
-
-def _seconds(evaluation: Evaluation) -> float:
-    return evaluation.iteration_time_s
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
@@ -349,7 +333,7 @@ def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Ma
     backbone = problem.modules[name]
     if 1 not in backbone.cp_sizes and placement is not None:
         return (
-            f"parallel.placement: who puts encoders {placement} chooses no context parallelism, but "
+            f"parallel.placement: planners that place encoders {placement} choose no context parallelism, but "
             f"parallel.limits.cp is {list(backbone.cp_sizes)}; allow 1 too, or leave placement out"
         )
     if 1 not in backbone.cp_sizes:
@@ -363,13 +347,13 @@ def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Ma
             f"parallel.limits.cp: no layout on {problem.num_devices} devices has context parallelism of "
             f"{' or '.join(map(str, backbone.cp_sizes))}; allow 1 too, or smaller sizes"
         )
-    # Not why one of them leaves the problem to others.
+    # Cornstarch's reason is about the problem; some others only say what they do not plan.
     why = refused.get("cornstarch", next(iter(refused.values())))
     return f"parallel.planner: no planner finds a plan; {why}"
 
 
 def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Choice:
-    """No other planner lays out towers, and the lower bound does not cover them."""
+    """Starts from the plans of `distmm`, the only named planner of towers; the lower bound does not cover them."""
     found = search_towers(problem, placement=placement)
     return Choice(
         evaluation=replace(found.best, plan=replace(found.best.plan, planner=PLANNER)),
@@ -381,25 +365,22 @@ def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Cho
     )
 
 
-NOT_TRIED = (PLANNER, "oobleck")
-"""This one, and one that gives up speed for what survives failures."""
-
-
 def _named(
-    problem: PlanningProblem, placement: Placement | None, schedules: Sequence[str]
+    problem: PlanningProblem,
+    planners: Mapping[str, PlanFunction],
+    placement: Placement | None,
+    schedules: Sequence[str],
 ) -> tuple[dict[str, Evaluation], dict[str, float], dict[str, str]]:
-    from motet.planner.registry import PLANNERS, plan_within_limits  # It names this planner too.
-
+    """The `named`, `too_slow` and `refused` of a `Choice`."""
     named: dict[str, Evaluation] = {}
     too_slow: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name in [*FIRST, *(name for name in PLANNERS if name not in (*FIRST, *NOT_TRIED))]:
-        # Under other schedules than their own, which the user may demand, bounds are others.
+    for name, make_plan in planners.items():
+        # The bounds hold for the planners' own schedules, not for others that the user may ask for.
         fitting = [e.iteration_time_s for e in named.values() if e.fits and problem.schedules is None]
         cutoff_s = min(fitting, default=inf)
         try:
-            plan = plan_within_limits(problem.with_cutoff(cutoff_s), name, placement=placement)
-            evaluation = evaluate(problem, plan)
+            evaluation = evaluate(problem, make_plan(problem.with_cutoff(cutoff_s), placement=placement))
         except TooSlowError as error:
             too_slow[name] = error.at_least_s
             continue
@@ -415,8 +396,8 @@ def _named(
 
 
 def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
-    """The best plan under all schedules, the next ones under those that did best there and the first `BY_PROMISE`.
-    `evaluations`: the best first."""
+    """The best plan under all schedules; the next plans under the schedules that were best for it and the first of
+    `BY_PROMISE`. `evaluations`: best first."""
     first, *others = evaluations
     found = _under(first, [name for name in schedules if _differs(name, first.plan, schedules)], MAX_ACTIONS)
     promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
@@ -430,7 +411,7 @@ def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) ->
 
 
 def _under(evaluation: Evaluation, schedules: Sequence[str], max_actions: float = inf) -> list[Evaluation]:
-    """A schedule that needs another shape of plan is left out."""
+    """The plan under each of these schedules that supports its layout."""
     found: list[Evaluation] = []
     promise = {name: place for place, name in enumerate(BY_PROMISE)}
     for schedule in sorted(schedules, key=lambda name: promise.get(name, len(promise))):
@@ -443,29 +424,29 @@ def _under(evaluation: Evaluation, schedules: Sequence[str], max_actions: float 
 
 
 def _differs(schedule: str, plan: Plan, schedules: Sequence[str]) -> bool:
-    """False if it orders the actions of such a plan as a simpler one of these schedules does."""
+    """False if the schedule orders this plan's actions as a simpler one of `schedules` does."""
     if schedule == "zero_bubble_v" and "zero_bubble_h1" in schedules:
-        return _goes_round(plan, groups_in_v(plan))
+        return _has_several_stages_on_a_group(plan, groups_in_v(plan))
     if schedule in ("interleaved_1f1b", "interleaved_1f1b_adjusted") and "1f1b" in schedules:
-        return _goes_round(plan, groups_in_rounds(plan, plan.modules.keys()))
+        return _has_several_stages_on_a_group(plan, groups_in_rounds(plan, plan.modules.keys()))
     if schedule == "bubble_filling" and "1f1b" in schedules:
         return shares_ranks_with_encoders(plan)
     return True
 
 
-def _goes_round(plan: Plan, groups: GroupsOfReplica | None) -> bool:
-    """Whether a replica has several stages on a group. `groups`: None if they stand otherwise."""
+def _has_several_stages_on_a_group(plan: Plan, groups: GroupsOfReplica | None) -> bool:
+    """`groups` None: the stages are placed in another way."""
     replicas = (groups or {}).items()
     return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
 
 
 def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
-    """The same plan with sequence parallelism in all modules that tensor parallelism cuts, if it has none and its costs
-    are known."""
+    """The same plan with sequence parallelism in all modules with tensor parallelism, if it has none and the costs are
+    known; else nothing."""
     problem, plan = evaluation.problem, evaluation.plan
     cut = {name: sizes for name in plan.modules if (sizes := _tp_sizes(plan, name) - {1})}
     sizes_of = {plan.modules[name].data_module(name): sizes for name, sizes in cut.items()}
-    if _is_sequence_parallel(plan) or not knows_sequence_parallelism(problem, sizes_of):
+    if _is_sequence_parallel(plan) or not _knows_sequence_parallelism(problem, sizes_of):
         return []
     modules = {name: replace(module, sequence_parallel=name in cut) for name, module in plan.modules.items()}
     return [evaluate(problem, replace(plan, modules=modules))]
@@ -476,7 +457,7 @@ def _is_sequence_parallel(plan: Plan) -> bool:
 
 
 def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
-    """Where sequence parallelism is chosen, its costs count too. It is in all modules or in none."""
+    """The bound, with the costs of sequence parallelism too if it is chosen (in all modules or in none)."""
     bound_s = bound_of_all(problem, candidates, chosen)
     if not _is_sequence_parallel(chosen):
         return bound_s
@@ -486,8 +467,8 @@ def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chose
 
 
 def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
-    """The lower bound over all plans with the sizes that the user allows or a candidate has; if the chosen one has
-    several tensor-parallel sizes in one module, over all plans that may."""
+    """Lower bound over all plans with sizes that the user allows or a candidate has. If the chosen plan has several
+    tensor-parallel sizes in one module, the bound is over plans that may have several."""
     replicas = {name: set(problem.dp_sizes) for name in problem.modules}
     tp = {name: set(module.tp_sizes) for name, module in problem.modules.items()}
     cp = {name: set(cp_sizes(problem, name)) for name in problem.modules}
@@ -510,7 +491,7 @@ def _tp_sizes(plan: Plan, name: str) -> set[int]:
 
 
 def _shape(plan: Plan) -> str:
-    """Like `vision 2 stages x 4 replicas, language_model 6 x 4`."""
+    """Like `vision 2 stages x 4 replicas, language_model 6 stages x 4 replicas`."""
     parts = []
     for name, module in plan.modules.items():
         if module.copy_of is None and module.kind != "loss":

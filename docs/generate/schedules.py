@@ -1,6 +1,6 @@
-"""The timelines in docs/schedules.md: `python -m motet.report.schedules_page` prints the page with them renewed.
+"""Generates the timelines in docs/schedules.md: `python -m docs.generate.schedules` prints the page with new timelines.
 
-A timeline stands in a code block after a comment `<!-- timeline: NAME -->`; what is drawn under that name stands here.
+A timeline stands in a code block after a comment `<!-- timeline: NAME -->`; `DRAWN` holds the timeline of each name.
 A column is a second. Letters are the language model's microbatches, digits an encoder's.
 """
 
@@ -22,23 +22,23 @@ from motet.simulator.costs import UniformCosts
 from motet.simulator.simulate import simulate
 
 PAGE = Path("docs/schedules.md")
-IDLE, WEIGHT, ENCODER_BACKWARD = ".", "+", "="
+BUBBLE, WEIGHT, ENCODER_BACKWARD = ".", "+", "="
 DEEP = "llm"
-"""The module that letters are for."""
+"""The module whose microbatches are letters."""
 LOSS = "loss"
 
 
 class Drawn(NamedTuple):
     schedule: str
     llm: Sequence[int]
-    """The rank of each stage of the language model."""
+    """Rank of each stage of the language model."""
     num_microbatches: int
     encoder: Sequence[int] = ()
-    """The rank of each stage of the encoder, if there is one."""
+    """Rank of each stage of the encoder, if there is one."""
     llm_forward_s: int = 1
-    """A stage's; an encoder's takes 1 s, backwards twice as long."""
+    """Seconds of a stage's forward (1 for an encoder's); a backward takes twice as long."""
     num_batches: int = 0
-    """Contrastive batches of a tower (`llm` is one then). Their batch-syncs take no time."""
+    """Number of contrastive batches, if `llm` is a tower. Batch-syncs take no time."""
 
 
 FOUR = (0, 1, 2, 3)
@@ -69,7 +69,7 @@ class _Costs(UniformCosts):
 
 
 def draw(drawn: Drawn) -> str:
-    """One line per rank, and the iteration's time."""
+    """One line per rank, and the iteration time."""
     plan = Plan(modules=_modules(drawn), edges=_edges(drawn), num_microbatches=drawn.num_microbatches)
     layouts = {name: (Segment(1),) for name in plan.modules}
     samples = [Sample(str(i), layouts, {DEEP: 1}) for i in range(drawn.num_microbatches)]
@@ -78,7 +78,7 @@ def draw(drawn: Drawn) -> str:
     assert drawn.schedule in GENERATORS
     timeline = simulate(make_program(drawn.schedule, routes, costs.compute_s), costs).timeline
     columns = round(timeline.iteration_time_s)
-    lines = [[IDLE] * columns for _ in range(plan.num_ranks)]
+    lines = [[BUBBLE] * columns for _ in range(plan.num_ranks)]
     for span in timeline.spans:
         if span.kind in "FBIW":
             action = parse_action(span.name)
@@ -108,7 +108,7 @@ def _modules(drawn: Drawn) -> dict[str, ModulePlan]:
 
 
 def _module(kind: ModuleKind, ranks: Sequence[int], loss_weight: float) -> ModulePlan:
-    """One layer a stage, all trainable."""
+    """A module with one layer per stage, all trainable."""
     stages = tuple(Stage(layers=(i, i + 1), ranks=(rank,)) for i, rank in enumerate(ranks))
     return ModulePlan(
         kind=kind,
@@ -126,7 +126,7 @@ def _edges(drawn: Drawn) -> tuple[Edge, ...]:
 
 
 def describe(page: str) -> str:
-    """The page with every timeline drawn anew."""
+    """The page with new timelines."""
     return re.sub(
         r"(<!-- timeline: (.+?) -->\n\n```text\n).*?(\n```)",
         lambda match: f"{match[1]}{draw(DRAWN[match[2]])}{match[3]}",

@@ -4,14 +4,14 @@ import re
 
 from checkout import ROOT
 
-from motet.report.schedules_page import DRAWN, describe, draw
+from docs.generate.schedules import DRAWN, describe, draw
 from motet.schedule.generators import GENERATORS
 
 PAGE = (ROOT / "docs" / "schedules.md").read_text()
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert describe(PAGE) == PAGE, "run: python -m motet.report.schedules_page > page; then replace docs/schedules.md"
+    assert describe(PAGE) == PAGE, "run: python -m docs.generate.schedules > page; then replace docs/schedules.md"
     assert set(re.findall(r"<!-- timeline: (.+?) -->", PAGE)) == set(DRAWN)
     for name in GENERATORS:
         assert f"| `{name}` |" in PAGE, f"{name} is not in the table"

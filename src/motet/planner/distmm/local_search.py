@@ -1,14 +1,13 @@
-"""Planner `auto` for towers that a loss contrasts: goes on where planner `distmm` ends.
+"""Searches for faster plans of towers that a loss contrasts, from the plans of planner `distmm` (planner `auto`).
 
-DistMM's load balancer knows neither messages nor batch-syncs, and takes one answer for each way to put towers together.
-It also makes stages only of what a node does not hold. From its best simulations this search changes one unit (a tower,
-or towers on the same ranks) at a time, to others of its layouts that the remaining devices hold and whose computation
-alone takes less than the best plan so far: the best estimates are simulated, and the fastest that fits is where it goes
-on. Then come other schedules, and features recomputed of fewer towers.
+DistMM's load balancer ignores messages and batch-syncs, keeps one answer for each grouping of towers, and makes more
+than one stage only of what a node does not hold. From its best simulations this local search changes one unit (a tower,
+or towers on the same ranks) at a time. It tries other layouts of the unit that the remaining devices can hold and whose
+computation alone takes less than the best plan so far: it simulates those with the best estimates and continues from
+the fastest that fits. Then it tries other schedules, and recomputing the features of fewer towers. The result is never
+slower than the plan of `distmm`.
 
-So the answer is never slower than distmm's, whose candidates have towers on the same ranks among them.
-
-Limits: a local search; at most `MAX_ACTIONS` actions are simulated.
+Limits: a local search; it simulates at most `MAX_ACTIONS` actions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,32 +16,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motet.plan import Plan
-from motet.planner.bound_and_simulate import MAX_ACTIONS, rank
 from motet.planner.distmm.planner import Assignment, assigned_plan, simulated
 from motet.planner.distmm.units import Choices, Partition, most_stages, tp_sizes_within_nodes, unit_choices
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement
+from motet.planner.layout import Placement
 from motet.planner.problem import PlanningProblem
+from motet.planner.selection import MAX_ACTIONS, rank
 
 TOWER_SCHEDULES = ("distmm_pipe", "gpipe", "1f1b")
 NUM_STAGES = (1, 2, 3, 4, 6, 8)
-"""Of a unit, with every size of tensor parallelism; distmm makes stages only of what a node does not hold."""
+"""Numbers of stages of a unit that are tried with every tensor-parallel size."""
 NUM_STARTS = 2
-"""Ways to put towers together from which the search begins."""
+"""Number of groupings of towers that the search starts from."""
 NUM_TRIED = 8
-"""Layouts of a unit that are simulated at a time."""
+"""Number of layouts of a unit that are simulated before the search moves on."""
 
 
 @dataclass(frozen=True)
 class TowerSearch:
     of_distmm: Evaluation
-    """Its own plan."""
+    """The plan of `distmm`."""
     best: Evaluation
 
 
 def search_towers(problem: PlanningProblem, *, placement: Placement | None = None) -> TowerSearch:
-    """`placement`: as `distmm` understands it. Raises `UserError` as that does, and for schedules without
-    batch-syncs."""
+    """`placement`: that of `distmm`. Raises `UserError` as `distmm` does, and for schedules without batch-syncs."""
     schedules = problem.schedules or TOWER_SCHEDULES
     begun = sorted(simulated(problem, placement=placement), key=lambda pair: rank(pair[1]))
     search = _Search(problem, num_actions=sum(evaluation.num_actions for _, evaluation in begun))
@@ -60,7 +58,8 @@ def search_towers(problem: PlanningProblem, *, placement: Placement | None = Non
 
 
 def _variants(plan: Plan, schedules: Sequence[str]) -> Iterator[Plan]:
-    """With another schedule; with the features of one tower fewer made again (a unit has those of all or of none)."""
+    """The plan with another schedule, or with recomputed features of one tower fewer (a unit of `distmm` recomputes all
+    of its towers' features or none)."""
     for name in schedules:
         if name != plan.schedule:
             yield replace(plan, schedule=name)
@@ -76,7 +75,7 @@ class _Search:
         self._tried: set[object] = set()
 
     def descend(self, assignment: Assignment, evaluation: Evaluation) -> Evaluation:
-        """To where no change of all units' microbatches makes it faster, nor one of one unit that is tried."""
+        """Descends until no change is faster: neither of one unit, nor of the microbatches of all units."""
         since = 0
         while since <= len(assignment.units):
             for i in (None, *range(len(assignment.units))):
@@ -95,7 +94,7 @@ class _Search:
         return evaluation
 
     def _changes(self, assignment: Assignment, i: int, best: Evaluation) -> Iterator[Assignment]:
-        """Other layouts of unit i, those with the best estimates first."""
+        """Other layouts of unit i, best estimates first."""
         whole, computation = self._choices(assignment.units[i])
         left = self._problem.num_devices - sum(int(r.devices[0]) for j, r in enumerate(assignment.rows) if j != i)
         own = assignment.rows[i]
@@ -108,8 +107,8 @@ class _Search:
             yield replace(assignment, rows=rows)
 
     def _scaled(self, assignment: Assignment) -> Iterator[Assignment]:
-        """With half as many microbatches in every unit, and with twice as many, where that fits: a decoder waits for
-        the coarser cut of its own and its tower's, so changing one of them alone gains nothing."""
+        """Half and twice as many microbatches in every unit, where that fits: a decoder waits for the coarser one of
+        its own and its tower's microbatches, so changing only one of the two gains nothing."""
         for halved in (True, False):
             rows = []
             for unit, own in zip(assignment.units, assignment.rows, strict=True):
@@ -123,7 +122,7 @@ class _Search:
                 yield replace(assignment, rows=tuple(rows))
 
     def _choices(self, unit: tuple[str, ...]) -> tuple[Choices, Choices]:
-        """The same rows, with the sums of gradients in their seconds and without."""
+        """The unit's layouts twice, with seconds that include gradient reductions and that do not."""
         if unit not in self._units:
             sizes, most = tp_sizes_within_nodes(self._problem, unit), most_stages(self._problem, unit)
             partitions = [Partition(tp, pp) for tp in sizes for pp in NUM_STAGES if pp <= most]

@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problem import small_problem
 
-from motet.planner.alpa import NUM_LIMITS, StageCounts, assign_stages
-from motet.planner.registry import make_plan
+from motet.planner.registry import PLANNERS, Planner, make_plan
+from papers.optimus.alpa import NUM_LIMITS, StageCounts, alpa, assign_stages
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The planner as an entry of the registry, like any planner from outside of the package."""
+    monkeypatch.setitem(PLANNERS, "alpa", Planner(plan=alpa))
 
 
 def run_table(layer_seconds, efficiency):

@@ -1,33 +1,34 @@
-"""An Alpa-like planner (Zheng et al. 2022, sections 4 and 5): what it would find for a row of multimodal layers.
+"""An Alpa-like planner (Zheng et al. 2022, sections 4 and 5), for comparison.
 
-* Inter-operator: all layers in a row are cut into stages, and each stage gets a group of devices, so that the sum of
-  the stages' times plus (microbatches - 1) x the slowest is least. As in the paper, the slowest stage is fixed first
-  and the sum minimised under it by dynamic programming over (first layer left, devices left).
-* Intra-operator: within a group, what it costs to compute a run of layers.
+* Inter-operator: all layers in a row are cut into stages, each with a group of devices, so that the sum of the stages'
+  times plus (microbatches - 1) x the slowest is minimal. As in the paper, the slowest stage is fixed first and the sum
+  minimised under it by dynamic programming over (first remaining layer, remaining devices).
+* Intra-operator: the cost of a run of layers on a group.
 
-Deviations: Alpa's intra-operator problem is an integer program over all operators' shardings. A plan can say one
-tensor-parallel size for a stage and one number of replicas for all, so these are the choices here. Groups may differ in
-size. Schedules without interleaving, as Alpa's.
-Limits: slowest stages are tried on a grid of `NUM_LIMITS` values from the least that can be met, where Alpa tries all
-with gaps between them.
+Deviations: Alpa's intra-operator problem is an integer program over all operators' shardings. A plan has one
+tensor-parallel size per stage and one number of replicas for all stages, so these are the choices here. Groups may
+differ in size. Schedules have no interleaving, as Alpa's.
+Limits: the limit on the slowest stage is tried on a grid of `NUM_LIMITS` values from the smallest feasible one; Alpa
+tries all values that differ by more than a gap.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.plan import Plan
-from motet.planner.degrees import best_plan, dp_sizes, has_few_stages, tp_sizes
-from motet.planner.explicit import Placement
-from motet.planner.layout import Chunk, Layout
+from motet.planner.degrees import common_tp_sizes, dp_sizes
+from motet.planner.layout import Layout, Placement, chunks_of_runs, has_few_stages
 from motet.planner.problem import PlanningProblem
+from motet.planner.selection import best_plan
 
 NUM_LIMITS = 16
 NUM_HALVINGS = 16
 MAX_STATES = 30_000
-"""Of (layers x devices of one replica, in units of the smallest group): beyond, the search would take too long."""
+"""Limit on layers x devices of one replica, in units of the smallest group: beyond, the search would take too long."""
 
 Array = NDArray[np.float64]
 
@@ -37,26 +38,37 @@ def alpa(problem: PlanningProblem, *, placement: Placement | None = None) -> Pla
 
 
 def _layouts(problem: PlanningProblem) -> Iterator[Layout]:
-    layers = [(name, i) for name, module in problem.modules.items() for i in range(module.workload.num_layers)]
-    sizes = sorted(set.intersection(*(set(tp_sizes(problem, name)) for name in problem.modules)))
+    num_layers = {name: module.workload.num_layers for name, module in problem.modules.items()}
+    total = sum(num_layers.values())
+    sizes = common_tp_sizes(problem, problem.modules)
+
+    def layout(stages: Sequence[tuple[int, int]], dp: int) -> Layout:
+        runs = list(pairwise([0, *(last for last, _ in stages)]))
+        return Layout(
+            planner="alpa",
+            chunks=tuple(chunks_of_runs(num_layers, runs, range(len(runs)))),
+            group_sizes=tuple(size for _, size in stages),
+            dp=dp,
+        )
+
     for dp in dp_sizes(problem):
         devices = problem.num_devices // dp
-        if not sizes or devices // sizes[0] * len(layers) > MAX_STATES:
+        if not sizes or devices // sizes[0] * total > MAX_STATES:
             continue
         times = {size: _run_seconds(problem, size, dp) for size in sizes}
         stages = assign_stages(times, devices, problem.num_microbatches)
-        if stages is not None and not has_few_stages(problem, _layout(layers, stages, dp).chunks):
+        if stages is not None and not has_few_stages(problem, layout(stages, dp).chunks):
             most = [(module.workload.num_layers, module.max_stages) for module in problem.modules.values()]
             counts = StageCounts.of([(n, None if limit is None else min(limit, devices)) for n, limit in most])
-            affordable = devices // sizes[0] * len(layers) * len(counts.may_begin) <= MAX_STATES
+            affordable = devices // sizes[0] * total * len(counts.may_begin) <= MAX_STATES
             stages = assign_stages(times, devices, problem.num_microbatches, counts) if affordable else None
         if stages is not None:
-            yield _layout(layers, stages, dp)
+            yield layout(stages, dp)
 
 
 def _run_seconds(problem: PlanningProblem, tp: int, dp: int) -> Array:
     """[first, last]: forward and backward of layers [first, last) in the row; infinite where there are none."""
-    times = [time.total_s for name in problem.modules for time in problem.estimator.layer_times(name, tp, dp)]
+    times = [seconds for name in problem.modules for seconds in problem.estimator.layer_seconds(name, tp, dp)]
     prefix = np.concatenate([[0.0], np.cumsum(times)])
     runs = prefix[None, :] - prefix[:, None]
     runs[np.tril_indices(len(prefix))] = np.inf
@@ -64,16 +76,16 @@ def _run_seconds(problem: PlanningProblem, tp: int, dp: int) -> Array:
 
 
 class StageCounts(NamedTuple):
-    """How many stages a module has had, where the user limits that: `used` of them before a layer within it."""
+    """The number of stages that a module has `used` before a layer within it, where the user limits its stages."""
 
     may_begin: NDArray[np.bool_]
     """[used, first]: whether a stage may begin at this layer."""
     then: NDArray[np.int64]
-    """[used, (first,) last]: what is used after a stage with these layers."""
+    """[used, (first,) last]: the number used after a stage with these layers."""
 
     @classmethod
     def of(cls, modules: Sequence[tuple[int, int | None]]) -> "StageCounts":
-        """(layers, most stages) of each module in the row; None: without limit."""
+        """`modules`: (layers, maximum number of stages or None) of each module in the row."""
         limits = np.repeat([limit or 0 for _, limit in modules], [n for n, _ in modules])
         limits = np.append(limits, 0)
         number = np.append(np.repeat(np.arange(len(modules)), [n for n, _ in modules]), len(modules))
@@ -87,7 +99,7 @@ class StageCounts(NamedTuple):
 def assign_stages(
     times: dict[int, Array], num_devices: int, num_microbatches: int, counts: StageCounts | None = None
 ) -> list[tuple[int, int]] | None:
-    """For each stage, the layer at which it ends and the size of its group; None if the devices cannot all be used.
+    """(last layer, size of the group) of each stage; None if the devices cannot all be used.
 
     `times[size][first, last]`: seconds of a run of layers on a group of that size. `counts`: None: any number of
     stages.
@@ -119,7 +131,7 @@ def _slowest(times: dict[int, Array], stages: list[tuple[int, int]]) -> float:
 def _fewest_seconds(
     times: dict[int, Array], num_devices: int, limit: float, counts: StageCounts
 ) -> tuple[float, list[tuple[int, int]] | None]:
-    """The least sum of stage times with no stage above `limit`, all layers and all devices used."""
+    """Minimises the sum of stage times with no stage above `limit`, using all layers and all devices."""
     num_layers = len(next(iter(times.values()))) - 1
     layers, num_used = np.arange(num_layers + 1), len(counts.may_begin)
     allowed = {size: np.where(t <= limit * (1 + 1e-12), t, np.inf) for size, t in times.items()}
@@ -147,19 +159,3 @@ def _fewest_seconds(
         stages.append((last, size))
         devices, first, used = devices - size, last, int(counts.then[used, first, last])
     return float(least[num_devices, 0, 0]), stages
-
-
-def _layout(layers: list[tuple[str, int]], stages: list[tuple[int, int]], dp: int) -> Layout:
-    chunks, first = [], 0
-    for group, (last, _) in enumerate(stages):
-        for name in dict.fromkeys(name for name, _ in layers[first:last]):
-            mine = [i for other, i in layers[first:last] if other == name]
-            chunks.append(Chunk(name, (mine[0], mine[-1] + 1), group))
-        first = last
-    order = list(dict.fromkeys(name for name, _ in layers))
-    return Layout(
-        planner="alpa",
-        chunks=tuple(sorted(chunks, key=lambda chunk: (order.index(chunk.module), chunk.layers))),
-        group_sizes=tuple(size for _, size in stages),
-        dp=dp,
-    )

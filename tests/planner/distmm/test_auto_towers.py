@@ -8,13 +8,12 @@ import pytest
 from tower_problems import tower_problem
 
 from motet.errors import UserError
-from motet.planner.auto.planner import choose
-from motet.planner.bound_and_simulate import rank
 from motet.planner.distmm.planner import distmm
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.planner.registry import make_plan
+from motet.planner.registry import choose, make_plan
+from motet.planner.selection import rank
 from papers.distmm.systems import setting
 
 
