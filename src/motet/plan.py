@@ -177,7 +177,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Raises `ValueError` naming the key that is wrong and what would be right."""
-        from motet.config import parse_strictly
+        from motet.strict_parsing import parse_strictly
 
         return parse_strictly(Plan, text, what="plan")
 

@@ -65,7 +65,7 @@ class Speeds:
     @staticmethod
     def load(path: str | Path) -> "Speeds":
         """Raises `UserError`."""
-        from motet.config import parse_strictly
+        from motet.strict_parsing import parse_strictly
 
         try:
             text = Path(path).read_text()
