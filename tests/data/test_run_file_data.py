@@ -10,14 +10,14 @@ from conversation_files import CONVERSATIONS, words, write_conversations, write_
 from feeding import SOUND, SQUARE
 from tiny_configs import AUDIO, DINO, VISION
 
-from motet.config import RunConfig, parse_strictly
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
-from motet.data.dataset import ExampleDataset
+from motet.config import RunConfig
+from motet.data.chat import word_level_tokenizer
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import open_data
-from motet.data.run_file.samples import LaidOutExamples, open_samples
-from motet.data.service.producer import InProcess
+from motet.data.preparation import ExampleDataset
+from motet.data.run_file import LaidOutExamples, open_data, open_samples
+from motet.data.service.tickets import InProcess
 from motet.errors import UserError
+from motet.strict_parsing import parse_strictly
 
 LLM = {"config": "LlamaConfig", "values": {"vocab_size": 60, "hidden_size": 64}}
 WHISPER = {"config": "WhisperConfig", "values": AUDIO}
@@ -139,7 +139,7 @@ def test_a_processor_without_a_rule_is_asked_itself(folder: Path) -> None:
     run = config({"vision": SIGLIP, "audio": WHISPER}, conversations(folder))
     asked = open_samples(run)
     assert isinstance(asked, ExampleDataset)
-    assert not asked.preparation.encoders["vision"].has_rule
+    assert not asked.preparation.modules["vision"].has_rule
     assert asked.sample(0).layouts["vision"][0].num_tokens == 144
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiny_configs import ENCODERS, VISION
 from transformers import SiglipVisionConfig, WhisperConfig
 
-from motet.data.preparation.encoder_layout import resampled_length
-from motet.data.preparation.preparation import EncoderInput, resample
+from motet.data.encoder_layout import resampled_length
+from motet.data.preparation import EncoderInput, resample
 from motet.errors import UserError
 
 

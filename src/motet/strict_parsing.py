@@ -1,11 +1,12 @@
-"""Reads run files (YAML) and plans (JSON) strictly: what is wrong is told in one line, with what would be right.
+"""Strict parsing of YAML and JSON files into dataclasses and pydantic models.
 
-The line names the key's path; the remedy is read from the type's JSON schema, so that schema and message cannot differ.
+An error is one line: the path of the key, what is wrong, and what to give instead. The remedy is derived from the
+type's JSON schema, so the schema and the message cannot differ.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -13,7 +14,6 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from motet.config.schema import CatalogueConfig, RunConfig
 from motet.errors import UserError, closest
 
 T = TypeVar("T")
@@ -21,44 +21,29 @@ Key = str | int
 Schema = Mapping[str, Any]
 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
-"""Pydantic's error for a model and for a dataclass. Told first: a misspelt key is also a missing one."""
+"""Pydantic's error types for a model and for a dataclass. Reported first, because a misspelt key is also missing."""
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run file with the overrides (`a.b.c=value`, the value in YAML) laid over it.
+def read_yaml(path: str | Path, kind: type[BaseModel], name: str) -> dict[str, Any]:
+    """Returns the mapping in a YAML file. Raises `UserError`.
 
-    Raises `UserError` naming the file or key that is wrong.
-    """
-    values = read_yaml(path)
-    for override in overrides:
-        _override(values, override)
-    return parse_strictly(RunConfig, json.dumps(values, default=str), what=str(path))
-
-
-def load_catalogue(path: str | Path) -> CatalogueConfig:
-    """Devices and links of the user's. Raises `UserError` naming the file or key that is wrong."""
-    values = read_yaml(path, kind=CatalogueConfig, name="catalogue")
-    return parse_strictly(CatalogueConfig, json.dumps(values, default=str), what=str(path))
-
-
-def read_yaml(path: str | Path, kind: type[BaseModel] = RunConfig, name: str = "run file") -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `UserError`."""
+    `kind`, `name`: the schema of the file and what to call it, for messages."""
     try:
         text = Path(path).read_text()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a {name}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not a text file; give the path of a {name}") from None
-    values = _parse_yaml(text, str(path))
+    values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no mapping; a {name} has the keys {', '.join(kind.model_fields)}")
     return values
 
 
 def parse_strictly(kind: type[T], json_text: str, what: str) -> T:
-    """`json_text` as a `kind` (a dataclass or a pydantic model), without conversions and unknown keys.
+    """Parses `json_text` into a `kind` (a dataclass or a pydantic model) without conversions or unknown keys.
 
-    Raises `UserError`, its line beginning with `what`.
+    Raises `UserError`, whose message begins with `what`.
     """
     try:
         values = json.loads(json_text)
@@ -76,7 +61,7 @@ def parse_strictly(kind: type[T], json_text: str, what: str) -> T:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, and reads 1e-3 as a number, as YAML 1.2 does."""
+    """A YAML loader that refuses duplicate keys and reads 1e-3 as a number, as YAML 1.2 does."""
 
 
 _Loader.add_implicit_resolver(
@@ -102,7 +87,8 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
-def _parse_yaml(text: str, what: str) -> Any:
+def parse_yaml(text: str, what: str) -> Any:
+    """Parses YAML. Raises `UserError`, whose message begins with `what` and names line and column."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -113,25 +99,8 @@ def _parse_yaml(text: str, what: str) -> Any:
         raise UserError(f"{what}: is not YAML: {' '.join(str(error).split())}") from None
 
 
-def _override(values: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise UserError(f"--set {override}: is not of the form a.b.c=value")
-    value = _parse_yaml(text, f"--set {override}")
-    at: Any = values
-    for i, key in enumerate(keys[:-1]):
-        inner = at.get(key)
-        if inner is None:
-            inner = at[key] = {}
-        if not isinstance(inner, dict):
-            raise UserError(f"--set {override}: {'.'.join(keys[: i + 1])} is {inner!r}, which has no keys")
-        at = inner
-    at[keys[-1]] = value
-
-
 def _forbid_unknown_keys(kind: Any) -> None:
-    """Plain dataclasses ignore unknown keys unless each of them is told otherwise."""
+    """Configures a dataclass and those in its fields; by default pydantic ignores unknown keys of dataclasses."""
     if is_dataclass(kind) and isinstance(kind, type) and "__pydantic_config__" not in vars(kind):
         kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
         for hint in get_type_hints(kind).values():
@@ -141,12 +110,12 @@ def _forbid_unknown_keys(kind: Any) -> None:
 
 
 def _explain(problem: Mapping[str, Any], values: Any, schema: Schema) -> str:
-    """One pydantic error as `key.path: what is wrong; what would be right`."""
+    """Formats a pydantic error as `key.path: what is wrong; what to give instead`."""
     keys = _real_path(problem["loc"], values, problem["type"])
     where = _written(keys)
     if problem["type"] == "value_error":
         message = str(problem["ctx"]["error"])
-        # A validator of several keys begins with the one that is wrong.
+        # The message of a validator of several keys begins with the key that is wrong.
         return f"{where}{'.' if _begins_with_key(message) else ': '}{message}" if where else message
     expected = _schemas_at(schema, values, keys)
     if problem["type"] in UNKNOWN_KEY:
@@ -168,7 +137,7 @@ def _explain(problem: Mapping[str, Any], values: Any, schema: Schema) -> str:
     choices = [str(choice) for s in expected for choice in s.get("enum", ())]
     if choices and isinstance(problem["input"], str):
         choices += ["null" for s in expected if s.get("type") == "null"]
-        if len(choices) == 2:  # Who writes gpu need not mean cpu.
+        if len(choices) == 2:  # Do not suggest the nearest: gpu is not a misspelling of cpu.
             return f"{where}: is {given}; give one of {', '.join(choices)}"
         return f"{where}: is {given}; {closest(problem['input'], choices, 'give one of')}"
     return f"{where}: is {given}; give {_describe(expected, schema)}"
@@ -179,7 +148,7 @@ def _begins_with_key(message: str) -> bool:
 
 
 def _real_path(loc: Iterable[Key], values: Any, kind: str) -> list[Key]:
-    """Without the names of union members, which pydantic adds to the path."""
+    """Removes the names of union members, which pydantic adds to the path."""
     keys: list[Key] = []
     loc = list(loc)
     for i, key in enumerate(loc):
@@ -198,7 +167,7 @@ def _written(keys: Iterable[Key]) -> str:
 
 
 def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
-    """What the schema allows, with references and unions resolved."""
+    """The schemas that are allowed, with references and unions resolved."""
     if "$ref" in schema:
         return _alternatives(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     for union in ("anyOf", "oneOf"):
@@ -208,7 +177,7 @@ def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
 
 
 def _schemas_at(root: Schema, values: Any, keys: Iterable[Key]) -> list[Schema]:
-    """What may stand at a path; of a union of mappings, those whose constants the values have."""
+    """The schemas allowed at a path. Of a union of mappings, those whose constants equal the given values."""
     found = _matching(_alternatives(root, root), values)
     for key in keys:
         inner = [_schema_of(schema, key) for schema in found]

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from motet.data.preparation.encoder_layout import RULES, TYPE_OF_FAMILY, image_rule, sound_rule
+from motet.data.encoder_layout import RULES, TYPE_OF_FAMILY, image_rule, sound_rule
 from motet.errors import UserError
 from motet.families.token_counts import modality_of
 from motet.shapes.families import FAMILIES

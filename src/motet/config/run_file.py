@@ -1,11 +1,14 @@
-"""The run file: every key that it may have, with its type, its default and what it means.
+"""The schema of the run file: every key with its type, default and meaning; and the function that reads the file.
 
-`model` stands in `model_section.py`, `data` in `data_section.py`, `parallel` in `parallel_section.py`.
-`docs/run-file.md` is generated from these pages. Unknown keys are errors. Paths are relative to the current directory.
-Checks that need more than the run file itself (files, the model's layers, registries) are made where these are read.
+The sections `model`, `data` and `parallel` have files of their own. `docs/run-file.md` is generated from these classes.
+Unknown keys are errors. Paths are relative to the current directory. Checks that need more than the run file itself
+(other files, the model's layers, registries) are made where those are read.
 """
 
-from typing import Annotated, Literal
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +22,8 @@ from motet.config.data_section import (
 from motet.config.model_section import ModelConfig
 from motet.config.parallel_section import ParallelConfig
 from motet.config.section import Count, CountOrNever, Degree, Fraction, PositiveNumber, Section
+from motet.errors import UserError
+from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
 
 
 class DeviceConfig(Section):
@@ -289,3 +294,37 @@ class RunConfig(Section):
                     f"parallel.{key}: planners choose that themselves for towers; leave it out, or give planner: "
                     "explicit"
                 )
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run file and applies the overrides (`a.b.c=value`, the value in YAML).
+
+    Raises `UserError` naming the file or key that is wrong.
+    """
+    values = read_yaml(path, RunConfig, "run file")
+    for override in overrides:
+        _override(values, override)
+    return parse_strictly(RunConfig, json.dumps(values, default=str), what=str(path))
+
+
+def load_catalogue(path: str | Path) -> CatalogueConfig:
+    """Reads a file of devices and links. Raises `UserError` naming the file or key that is wrong."""
+    values = read_yaml(path, CatalogueConfig, "catalogue")
+    return parse_strictly(CatalogueConfig, json.dumps(values, default=str), what=str(path))
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"--set {override}: is not of the form a.b.c=value")
+    value = parse_yaml(text, f"--set {override}")
+    at: Any = values
+    for i, key in enumerate(keys[:-1]):
+        inner = at.get(key)
+        if inner is None:
+            inner = at[key] = {}
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {override}: {'.'.join(keys[: i + 1])} is {inner!r}, which has no keys")
+        at = inner
+    at[keys[-1]] = value

@@ -3,9 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from motet.data.conversation.chat import check_tokenizer, render, tokenize_conversation, tokenize_prompt
-from motet.data.conversation.example import Message
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import check_tokenizer, render, tokenize_conversation, tokenize_prompt, word_level_tokenizer
+from motet.data.example import Message
 from motet.errors import UserError
 
 CHAT_ML = (

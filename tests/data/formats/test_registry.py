@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from conversation_files import CONVERSATIONS, write_conversations, write_media
 
-from motet.data.conversation.example import PLACEHOLDERS, Example
-from motet.data.formats.conversation_sources import Source, open_conversations
+from motet.data.example import PLACEHOLDERS, Example, ExampleSource
+from motet.data.formats.registry import open_conversations
 from motet.errors import UserError
 
 
@@ -69,7 +69,7 @@ def content_of(example: Example) -> list[Any]:
     return [example.messages, *media]
 
 
-def contents(source: Source) -> list[list[Any]]:
+def contents(source: ExampleSource) -> list[list[Any]]:
     return [content_of(source[i]) for i in range(len(source))]
 
 

@@ -1,7 +1,9 @@
 """Samples and their tensors fit each other, for every family and every way in which encoders enter the sequence."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversation_files import CONVERSATIONS, words, write_conversations, write_media
@@ -9,16 +11,21 @@ from feeding import FAMILIES, SOUND, encoder_input
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
 from motet.assignment.sample import IGNORED_LABEL, Segment
-from motet.data.conversation.example import Example, Message
-from motet.data.conversation.word_tokenizer import CHAT_TEMPLATE, word_level_tokenizer
+from motet.data.chat import CHAT_TEMPLATE, word_level_tokenizer
+from motet.data.example import Example, Message
 from motet.data.formats.conversations import ConversationExamples
-from motet.data.preparation.preparation import Preparation
+from motet.data.layouts import conversation_layouts
+from motet.data.preparation import EncoderInput, Preparation
 from motet.errors import UserError
 
 TOKENIZER = word_level_tokenizer(words())
 IMAGES, CLIPS = ("vision", "audio")
 VISION_FAMILIES = [family for family in FAMILIES if encoder_input(family).modality == "image"]
 AUDIO_FAMILIES = [family for family in FAMILIES if encoder_input(family).modality == "audio"]
+
+
+def prepare(tokenizer: Any, encoders: Mapping[str, EncoderInput], merge: str = "placeholder") -> Preparation:
+    return Preparation(conversation_layouts(tokenizer, encoders, merge))
 
 
 @pytest.fixture
@@ -29,7 +36,9 @@ def examples(tmp_path: Path) -> ConversationExamples:
 
 
 def preparation(vision: str = "siglip", audio: str = "whisper", merge: str = "placeholder") -> Preparation:
-    return Preparation(TOKENIZER, {"vision": encoder_input(vision), "audio": encoder_input(audio)}, merge)
+    return Preparation(
+        conversation_layouts(TOKENIZER, {"vision": encoder_input(vision), "audio": encoder_input(audio)}, merge)
+    )
 
 
 @pytest.mark.parametrize("merge", ["placeholder", "prepend", "cross_attention"])
@@ -52,7 +61,7 @@ def test_layouts_fit_tensors(examples: ConversationExamples, vision: str, audio:
             own = {(s.item, s.num_tokens) for s in entering if s.source == name}
             expected = {(s.item, s.outputs) for s in sample.layouts.get(name, ())}
             assert own == (set() if merge == "cross_attention" else expected)
-            if sample.has(name) and prepared.encoders[name].processor is SOUND:
+            if sample.has(name) and prepared.tools[name] is SOUND:
                 assert len(prepared.features(example, name)["input_features"]) == len(sample.layouts[name])
 
 
@@ -104,9 +113,9 @@ def test_the_tokenizers_own_placeholder_takes_the_conversations_place(examples: 
     tokenizer = word_level_tokenizer(words())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
     vision = replace(encoder_input("siglip"), placeholder="<|image_pad|>")
-    prepared = Preparation(tokenizer, {"vision": vision, "audio": encoder_input("whisper")})
+    prepared = prepare(tokenizer, {"vision": vision, "audio": encoder_input("whisper")})
     ids = prepared.features(examples[0], "language_model")["input_ids"].tolist()
-    assert ids.count(prepared.placeholder_id("vision")) == 144
+    assert ids.count(prepared.conversation.placeholder_ids["vision"]) == 144
     assert tokenizer.convert_tokens_to_ids("<image>") not in ids
 
 
@@ -119,12 +128,12 @@ def test_text_alone_has_one_segment(examples: ConversationExamples) -> None:
 def test_a_placeholder_that_the_tokenizer_does_not_know_is_refused() -> None:
     unknown = replace(encoder_input("siglip"), placeholder="<|picture|>")
     with pytest.raises(UserError, match=r"model\.placeholder_tokens\.vision: .*'<\|picture\|>' as one token"):
-        Preparation(TOKENIZER, {"vision": unknown})
+        prepare(TOKENIZER, {"vision": unknown})
 
 
 def test_media_without_an_encoder_are_refused(examples: ConversationExamples) -> None:
     with pytest.raises(UserError, match=r"data\.jsonl:2: has audio files, but the model has no encoder for them"):
-        Preparation(TOKENIZER, {"vision": encoder_input("siglip")}).sample(examples[1])
+        prepare(TOKENIZER, {"vision": encoder_input("siglip")}).sample(examples[1])
 
 
 def test_placeholders_must_be_as_many_as_files(examples: ConversationExamples) -> None:
@@ -137,7 +146,9 @@ def test_placeholders_must_be_as_many_as_files(examples: ConversationExamples) -
 def test_a_placeholder_token_in_the_text_is_refused() -> None:
     tokenizer = word_level_tokenizer(words())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|pad|>"]})
-    prepared = Preparation(tokenizer, {"vision": replace(encoder_input("siglip"), placeholder="<|pad|>")})
+    prepared = Preparation(
+        conversation_layouts(tokenizer, {"vision": replace(encoder_input("siglip"), placeholder="<|pad|>")})
+    )
     example = Example("x", (Message("user", "<|pad|>"), Message("assistant", "A")))
     with pytest.raises(UserError, match=r"x: its text holds '<\|pad\|>'"):
         prepared.sample(example)
@@ -146,7 +157,9 @@ def test_a_placeholder_token_in_the_text_is_refused() -> None:
 def test_a_template_that_drops_placeholders_is_refused(examples: ConversationExamples) -> None:
     tokenizer = word_level_tokenizer(words())
     tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'].replace('<image>', '')")
-    prepared = Preparation(tokenizer, {"vision": encoder_input("siglip"), "audio": encoder_input("whisper")})
+    prepared = Preparation(
+        conversation_layouts(tokenizer, {"vision": encoder_input("siglip"), "audio": encoder_input("whisper")})
+    )
     with pytest.raises(UserError, match="leaves out a placeholder"):
         prepared.sample(examples[0])
 

@@ -1,42 +1,57 @@
-"""From a conversation to token ids by the tokenizer's own chat template, with the places of the assistant's answers.
+"""Tokenizers and chat templates: from a conversation to token ids, with the positions of the assistant's answers.
 
-The places are found by rendering the conversation up to each answer: whatever the template writes before it (the
-generation prompt) carries no loss; the answer does, with the token that ends the turn.
+Answers are found by rendering the conversation up to each of them: what the template writes before an answer (the
+generation prompt) carries no loss; the answer and the token that ends its turn do.
 
-Limits: needs a fast tokenizer (for offsets). A template that writes earlier turns otherwise once more turns follow is
-refused, except that it may drop what it writes between the generation prompt and an answer.
+`PlainTokenizer` is read by the `tokenizers` library and jinja2 and imports no torch. It replaces the tokenizer of
+transformers where only the number of tokens matters; training uses that of transformers. A test compares the two.
+`word_level_tokenizer` makes a small tokenizer for tasks that need no download, for tests and for random weights.
+
+Limits: tokenizers must be fast (tokenizer.json, for offsets) and have a chat template; of several templates the one
+called "default" is used. A template that changes earlier turns when more turns follow is refused, except that it may
+drop what it writes between the generation prompt and an answer.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
-from motet.data.conversation.example import Message
+from motet.data.example import PLACEHOLDERS, Message
 from motet.errors import UserError
 
-# A tokenizer read from its files by the `tokenizers` library and jinja2, without transformers' classes. Pure.
-#
-# It has what `motet.data.conversation.chat` and `motet.data.preparation.sample_layout` ask of a tokenizer, and stands
-# in for transformers' where only the *number* of tokens matters: training takes transformers' own. A test compares the
-# two.
-#
-# Limits: only fast tokenizers (tokenizer.json) with a chat template; of several templates the one called "default".
-
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 FindFile = Callable[[str], Path | None]
-"""From a file's name to the file, if there is one."""
+"""From a file's name to its path; None if there is no such file."""
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SEVERAL_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 
+PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = "<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+SPECIAL_TOKENS = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END}
+OTHER_SPECIAL_TOKENS = [USER, ASSISTANT, SYSTEM, *PLACEHOLDERS.values()]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
 
 class PlainTokenizer:
-    """`special_tokens`: by their names in a tokenizer_config.json. `others`: special tokens without such a name."""
+    """A fast tokenizer with a chat template, without transformers.
+
+    `special_tokens`: by their names in a tokenizer_config.json. `others`: special tokens without a name."""
 
     is_fast = True
 
@@ -51,7 +66,7 @@ class PlainTokenizer:
         self._tokenizer, self.chat_template, self._special = tokenizer, chat_template, special_tokens
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        # A word of the vocabulary is found in the text as a whole only once it is an added token too.
+        # The tokenizer splits special tokens unless they are added tokens, too.
         added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         tokens = dict.fromkeys([*special_tokens.values(), *others])
         tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in tokens if token not in added])
@@ -91,7 +106,7 @@ class PlainTokenizer:
 
 
 def read_tokenizer(find: FindFile) -> PlainTokenizer | None:
-    """None if it is not one that can be read so; transformers may know it all the same."""
+    """Reads a tokenizer from its files; returns None if it is of a kind that only transformers can read."""
     tokens, settings = find("tokenizer.json"), find("tokenizer_config.json")
     if tokens is None or settings is None:
         return None
@@ -141,7 +156,7 @@ def _refuse(message: str) -> None:
 
 
 def _generation_tag() -> Any:
-    """Templates may mark answers by `{% generation %}`; what stands inside is written like the rest."""
+    """The jinja2 extension for templates that mark answers by `{% generation %}`; the mark changes nothing."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -157,8 +172,48 @@ def _generation_tag() -> Any:
     return Generation
 
 
+def word_level_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
+    """A tokenizer of digits and the words and signs of `texts`, with placeholders and a chat template.
+
+    Every digit is a token of its own; unknown words become `<unk>`."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_word_level(texts),
+        **SPECIAL_TOKENS,
+        additional_special_tokens=OTHER_SPECIAL_TOKENS,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="right",
+    )
+
+
+def plain_word_level_tokenizer(texts: Iterable[str]) -> PlainTokenizer:
+    """The same tokenizer as `word_level_tokenizer`, without transformers."""
+    return PlainTokenizer(
+        _word_level(texts),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens=SPECIAL_TOKENS,
+        others=OTHER_SPECIAL_TOKENS,
+    )
+
+
+def _word_level(texts: Iterable[str]) -> Tokenizer:
+    special = [PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END, *PLACEHOLDERS.values()]
+    splitter = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Split(Regex(r"\d|[^\w\s]"), behavior="isolated"),
+        ]
+    )
+    words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)} - set("0123456789")
+    vocabulary = [*special, *"0123456789", *sorted(words)]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = splitter
+    return tokenizer
+
+
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raises `UserError` if conversations cannot be written with it."""
+    """Raises `UserError` if the tokenizer cannot tokenize conversations."""
     if not getattr(tokenizer, "is_fast", False):
         raise UserError("tokenizer: is a slow one; give a folder with tokenizer.json")
     if tokenizer.chat_template is None:
@@ -166,7 +221,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def render(tokenizer: Any, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
-    """Raises `UserError` with the template's own words if it refuses the conversation."""
+    """The conversation as text. Raises `UserError` with the template's message if the template refuses it."""
     if not messages:
         return ""
     turns = [{"role": message.role, "content": message.content} for message in messages]
@@ -177,13 +232,13 @@ def render(tokenizer: Any, messages: Sequence[Message], *, generation_prompt: bo
 
 
 def tokenize_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Up to where the assistant's next answer begins."""
+    """The token ids of a conversation up to the beginning of the assistant's next answer."""
     text = render(tokenizer, messages, generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def tokenize_conversation(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-    """Token ids, and for each whether it belongs to an answer. Raises `UserError`."""
+    """The token ids of a conversation, and for each whether it belongs to an answer. Raises `UserError`."""
     text = render(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
@@ -196,7 +251,7 @@ def tokenize_conversation(tokenizer: Any, messages: Sequence[Message]) -> tuple[
 
 
 def answer_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-    """Of each answer: the characters [first, last) of the rendered conversation, without the end of the turn."""
+    """The characters [first, last) of each answer in the rendered conversation, without the end of the turn."""
     spans = []
     for i, message in enumerate(messages):
         if message.role != "assistant":
@@ -215,7 +270,7 @@ def answer_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list
 
 
 def _end_of_turn(tokenizer: Any, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str, after: int) -> int:
-    """After the special token that follows the answer, if nothing but space lies between; else `after`."""
+    """The position after the special token that ends the turn; `after` if text comes before such a token."""
     special = set(tokenizer.all_special_ids)
     for t in range(after, len(ids)):
         if ids[t] in special:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 from motet.data.tasks.dial_a_digit import QUESTIONS
 
 TOKENIZER = word_level_tokenizer(QUESTIONS.values())

@@ -1,4 +1,9 @@
-"""What one encoder will make of an image or a clip of a given size. Pure: sizes and configurations, no pixels."""
+"""How images and sounds are laid out for an encoder, from sizes and configurations alone. Imports no torch.
+
+The size of a processed image or sound follows from the configuration of the HuggingFace processor, by the rules in
+`RULES`; the processors' classes, which import torch, are not needed. Tests compare every rule with its processor.
+Image processors of other types must be asked for the size themselves (`motet.data.preparation.EncoderInput`).
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,23 +13,18 @@ from math import ceil, gcd
 from typing import Any
 
 from motet.assignment.sample import Segment
-from motet.data.conversation.example import PLACEHOLDERS, Media, Modality
+from motet.data.example import PLACEHOLDERS, Example, Media, Modality
 from motet.errors import UserError
-from motet.families.token_counts import FeatureSelect, config_value, encoder_segment, grid_of
-
-# What HuggingFace's processors make of an image or a sound of a given size, from their configuration alone. Pure.
-#
-# So layouts are written without pixels, and without the processors' classes, which import torch. Tests compare every
-# rule with the real processor.
-#
-# Limits: image processors of other types than those in `RULES` have no rule; they must be asked.
-
+from motet.families.token_counts import FeatureSelect, Pooling, config_value, encoder_segment, grid_of, pooled
 
 Size = tuple[int, int]
 """Of an image: (height, width) in pixels. Of a sound: (samples, Hz)."""
 
+Layouts = Mapping[str, tuple[Segment, ...]]
+"""By module, one segment for each of its items or runs of tokens."""
+
 Values = Mapping[str, Any]
-"""What stands in a preprocessor_config.json."""
+"""The content of a preprocessor_config.json."""
 
 ImageRule = Callable[[Size], Size]
 
@@ -35,11 +35,11 @@ TYPE_OF_FAMILY: Mapping[str, str] = {
     "pixtral": "PixtralImageProcessor",
     "qwen2_5_vl_vision": "Qwen2VLImageProcessor",
 }
-"""By the encoder's `model_type`: what a configuration means that names no type."""
+"""The processor's type by the encoder's `model_type`, for configurations that name no type."""
 
 
 def image_rule(values: Values, family: str) -> ImageRule | None:
-    """(height, width) of an image -> that of the processed one, which is cut into patches. None: no rule is known."""
+    """The function from the (height, width) of an image to that of the processed image; None if no rule is known."""
     kind = str(values.get("image_processor_type") or values.get("feature_extractor_type") or TYPE_OF_FAMILY.get(family))
     kind = kind.removesuffix("Pil").removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
     return RULES[kind](values) if kind in RULES else None
@@ -47,7 +47,7 @@ def image_rule(values: Values, family: str) -> ImageRule | None:
 
 @dataclass(frozen=True)
 class SoundRule:
-    """A feature extractor like Whisper's: windows of a fixed length, padded."""
+    """A feature extractor like Whisper's, which pads sounds to windows of a fixed length."""
 
     sampling_rate: int
     hop_length: int
@@ -66,7 +66,7 @@ def sound_rule(values: Values) -> SoundRule:
 
 @dataclass(frozen=True)
 class _Plain:
-    """One resize, then perhaps a crop from the centre, which pads what is too small."""
+    """A resize and an optional crop from the centre, which pads images that are too small."""
 
     target: Mapping[str, Any] | None
     crop: Size | None
@@ -86,7 +86,7 @@ class _Plain:
 
 
 def _plain(values: Values, *, size: Any, crop: Any = None, is_square: bool = False) -> _Plain:
-    """`size`, `crop`: the type's defaults; types with a crop make it. `is_square`: what one number for a size means."""
+    """`size`, `crop`: the type's defaults. `is_square`: a size given as one number is that of both sides."""
     target = values.get("size") or size
     if not isinstance(target, Mapping):
         target = {"height": target, "width": target} if is_square else {"shortest_edge": target}
@@ -98,7 +98,7 @@ def _plain(values: Values, *, size: Any, crop: Any = None, is_square: bool = Fal
 
 @dataclass(frozen=True)
 class _Pixtral:
-    """The longest edge is limited, the sides are rounded up to whole patches."""
+    """A limit on the longest edge, with sides rounded up to whole patches."""
 
     limits: Size
     patch: Size
@@ -123,7 +123,7 @@ def _pixtral(values: Values) -> _Pixtral:
 
 @dataclass(frozen=True)
 class _Qwen2VL:
-    """Sides of whole merged patches, the number of pixels between two limits, the aspect ratio nearly kept."""
+    """Sides rounded to whole merged patches, with the number of pixels between two limits."""
 
     fewest: int
     most: int
@@ -170,11 +170,13 @@ RULES: Mapping[str, Callable[[Values], ImageRule]] = {
 """By the name of the processor's class, without `Fast` and `Pil`."""
 
 FIXED_SIZE_FAMILIES = ("siglip_vision_model", "clip_vision_model")
-"""Their positions are tables for images of one size."""
+"""Families whose position tables are made for images of one size."""
 
 
 @dataclass(frozen=True)
 class EncoderLayout:
+    """An encoder of images or sounds. Raises `UserError` if the feature extractor is not made for the encoder."""
+
     modality: Modality
     processor: Any
     """The values of its preprocessor_config.json."""
@@ -182,9 +184,11 @@ class EncoderLayout:
     """The encoder's configuration: its values, or the transformers object."""
     feature_select: FeatureSelect = "patch"
     placeholder: str | None = None
-    """The tokenizer's token for it; None: the same as in conversations, `<image>` or `<audio>`."""
+    """The tokenizer's token for its outputs; None: `<image>` or `<audio>`, as in conversations."""
     name: str = "encoder"
-    """Of the module, for messages."""
+    """Key of the run file, for messages."""
+    pooling: Pooling | None = None
+    """Of encoders that pool: each example has at most one item."""
     _grids: dict[Size, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -198,7 +202,7 @@ class EncoderLayout:
 
     @property
     def token(self) -> str:
-        """The placeholder in the tokenizer's words."""
+        """The token at the positions of its outputs."""
         return self.placeholder or PLACEHOLDERS[self.modality]
 
     @property
@@ -207,15 +211,20 @@ class EncoderLayout:
 
     @property
     def has_rule(self) -> bool:
-        """Whether sizes can be told without asking the processor itself."""
+        """Whether sizes are known without asking the processor itself."""
         return self.modality == "audio" or self._image_rule is not None
+
+    def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
+        return tuple(self.segment(i, media) for i, media in enumerate(example.media.get(self.modality, ()))), None
 
     def segment(self, item: int, media: Media) -> Segment:
         """The item's entry in the encoder's layout. Raises `ValueError` if the encoder cannot take it."""
-        return encoder_segment(self.config, item=item, grid=self.grid(media.size()), feature_select=self.feature_select)
+        grid = self.grid(media.size())
+        segment = encoder_segment(self.config, item=item, grid=grid, feature_select=self.feature_select)
+        return pooled(segment, self.pooling)
 
     def grid(self, size: Size) -> tuple[int, ...]:
-        """Of an image of (height, width) pixels or a sound of (samples, Hz)."""
+        """The grid of an image of (height, width) pixels or a sound of (samples, Hz)."""
         if size not in self._grids:
             self._grids[size] = self._audio_grid(size) if self.modality == "audio" else self._image_grid(size)
         return self._grids[size]
@@ -225,7 +234,7 @@ class EncoderLayout:
 
     def processed_size(self, size: Size) -> Size:
         """(height, width) of the processed image, from that of the image."""
-        assert self._image_rule is not None, "`has_rule` was not asked"
+        assert self._image_rule is not None, "callers check `has_rule`"
         return self._image_rule(size)
 
     @cached_property
@@ -261,7 +270,7 @@ class EncoderLayout:
 
 
 def resampled_length(size: Size, rate: int) -> int:
-    """Samples of a sound of (samples, Hz) at another rate."""
+    """The number of samples of a sound of (samples, Hz) at another rate (Hz)."""
     num_samples, own_rate = size
     divisor = gcd(own_rate, rate)
     return ceil(num_samples * (rate // divisor) / (own_rate // divisor))

@@ -3,9 +3,9 @@
 import pytest
 
 from motet.assignment.sample import Segment
-from motet.data.conversation.example import Example, Message
-from motet.data.conversation.word_tokenizer import plain_word_level_tokenizer
-from motet.data.preparation.tower_layouts import TextLayout, TowerLayouts
+from motet.data.chat import plain_word_level_tokenizer
+from motet.data.example import Example, Message
+from motet.data.layouts import ComparisonLayout, SampleLayouts, TextLayout
 from motet.errors import UserError
 from motet.plan import CONTRASTIVE
 
@@ -38,7 +38,13 @@ def test_siglip_is_padded_and_bert_is_not() -> None:
 
 
 def test_samples_and_mistakes() -> None:
-    towers = TowerLayouts({"text": layout("bert"), "title": layout("siglip_text_model")}, [("text", "title")])
+    towers = SampleLayouts(
+        {
+            "text": layout("bert"),
+            "title": layout("siglip_text_model"),
+            CONTRASTIVE: ComparisonLayout([("text", "title")]),
+        }
+    )
     sample = towers.sample(Example("a", (Message("user", "one"),)))
     assert sample.num_loss_tokens == {CONTRASTIVE: 1}
     assert towers.sample(Example("a", ())).num_loss_tokens == {CONTRASTIVE: 0}

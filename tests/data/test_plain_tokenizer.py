@@ -11,9 +11,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from motet.data.conversation.chat import PlainTokenizer, read_tokenizer, tokenize_conversation, tokenize_prompt
-from motet.data.conversation.example import Message
-from motet.data.conversation.word_tokenizer import plain_word_level_tokenizer, word_level_tokenizer
+from motet.data.chat import (
+    PlainTokenizer,
+    plain_word_level_tokenizer,
+    read_tokenizer,
+    tokenize_conversation,
+    tokenize_prompt,
+    word_level_tokenizer,
+)
+from motet.data.example import Message
 from motet.errors import UserError
 
 WORDS = ["What do you see?", "A cat.", "Be brief."]

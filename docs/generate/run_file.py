@@ -1,4 +1,4 @@
-"""The run file's page, from its schema: `python -m motet.config.describe > docs/run-file.md`."""
+"""Prints the page of the run file, made from its schema: `python docs/generate/run_file.py > docs/run-file.md`."""
 
 import sys
 import types
@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from motet.config.schema import RunConfig
+from motet.config import RunConfig
 
 INTRODUCTION = """\
 # The run file
 
 A YAML file. Unknown keys, duplicate keys and values of another type are errors. Paths are relative to the current
 directory. `--set a.b.c=value` on the command line replaces a value, or adds one; the value is YAML too.
-This page is made from `motet.config.schema` by `python -m motet.config.describe`.
+This page is generated from `motet.config` by `python docs/generate/run_file.py`.
 """
 
 SIMPLE_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}

@@ -1,7 +1,7 @@
-"""An example before any processor has seen it: a conversation and the images and clips that it speaks of. Pure.
+"""Examples before any processing: messages, and the images and clips that they refer to. Imports no torch.
 
-Media tell their size without being decoded, so that layouts can be computed for every example of a batch while pixels
-and waveforms are decoded only where a stage needs them.
+Media know their size without being decoded, so that every rank can compute the layouts of a whole batch while pixels
+and waveforms are decoded only for the stages that read them.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 Modality = Literal["image", "audio"]
 
 PLACEHOLDERS: Mapping[Modality, str] = {"image": "<image>", "audio": "<audio>"}
-"""How a conversation's text marks the place of an image or a clip."""
+"""Markers of the positions of images and clips in the text of a conversation."""
 
 
 class Media(Protocol):
@@ -39,7 +39,12 @@ class Example:
     media: Mapping[Modality, tuple[Media, ...]] = field(default_factory=dict)
     """In the order of their placeholders."""
     where: str = ""
-    """File and line, for messages to the user."""
+    """File and line, for messages."""
+
+    @property
+    def text(self) -> str:
+        """The first message; that of an example without a conversation."""
+        return self.messages[0].content
 
 
 class ExampleSource(Protocol):
@@ -47,7 +52,7 @@ class ExampleSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Differs, if the examples differ, as far as can be seen without reading all of them."""
+        """Differs between sources of different examples, as far as is known without reading all of them."""
 
     def __len__(self) -> int: ...
 
