@@ -1,0 +1,1 @@
+"""The same model in one process, against which distributed results are compared."""
