@@ -12,7 +12,7 @@ from motet.balancing.policies import ASSIGNMENTS, assign
 from motet.config import ParallelConfig
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.explicit import build_plan
+from motet.planner.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.schedule.routes import derive_routes
 from papers.entrain.problems import problem

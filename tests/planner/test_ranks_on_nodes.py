@@ -10,7 +10,7 @@ from small_problem import small_problem
 from motet.cluster import LINKS
 from motet.costs.communication import collective_seconds
 from motet.planner.evaluate import evaluate
-from motet.planner.explicit import build_plan
+from motet.planner.layout import build_plan
 from motet.planner.problem import Degrees
 from motet.planner.rank_placement import on_nodes
 from motet.planner.registry import make_plan

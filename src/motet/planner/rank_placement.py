@@ -1,22 +1,23 @@
-"""Numbers ranks so that groups which could lie on one node do: tensor parallelism across nodes is slow.
+"""Renumbers ranks so that groups which fit on one node lie on one node: tensor parallelism across nodes is slow.
 
-Planners number ranks in the order in which they lay modules out. An encoder on one device then pushes every group after
-it across the nodes' borders. Where that happens, larger groups go first: sizes that divide each other, and the node,
-then all lie within nodes. Order among groups of one size stays, so neighbouring stages stay neighbours.
+Planners number ranks in the order in which they lay out modules, so that an encoder on one device shifts every later
+group across the borders of the nodes. Where this happens, larger groups are numbered first: sizes that divide each
+other and the node's size then all lie within nodes. The order of groups of one size is kept, so neighbouring stages
+stay neighbours.
 
-Limits: plans whose groups overlap in part stay as they are; so do sizes for which it does not help.
+Limits: plans whose groups overlap partly are left unchanged, as are sizes for which this does not help.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from motet.plan import Plan
+from motet.plan import Plan, Replica
 
 Group = tuple[int, ...]
 
 
 def on_nodes(plan: Plan, devices_per_node: int) -> Plan:
-    """The same plan, with ranks renumbered if that has fewer groups lie on several nodes without need."""
+    """The same plan, with ranks renumbered if fewer groups then lie on more nodes than they need."""
     stage_groups = {stage.ranks for _, _, _, stage in plan.stages()}
     units = _largest(stage_groups)
     if units is None:
@@ -31,7 +32,7 @@ def on_nodes(plan: Plan, devices_per_node: int) -> Plan:
 
 
 def _largest(groups: Iterable[Group]) -> list[Group] | None:
-    """Those that lie in no other; None if some share a part only."""
+    """The groups that no other group contains; None if some groups overlap partly."""
     largest: list[Group] = []
     owner: dict[int, Group] = {}
     for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
@@ -45,26 +46,18 @@ def _largest(groups: Iterable[Group]) -> list[Group] | None:
 
 
 def _num_divided(groups: Iterable[Group], devices_per_node: int) -> int:
-    """How many lie on more nodes than they need."""
+    """The number of groups on more nodes than they need."""
     return sum(
         len({rank // devices_per_node for rank in ranks}) > -(-len(ranks) // devices_per_node) for ranks in groups
     )
 
 
 def _renumbered(plan: Plan, number: dict[int, int]) -> Plan:
+    def moved(replica: Replica) -> Replica:
+        stages = (replace(stage, ranks=tuple(number[rank] for rank in stage.ranks)) for stage in replica.stages)
+        return replace(replica, stages=tuple(stages))
+
     modules = {
-        name: replace(
-            module,
-            replicas=tuple(
-                replace(
-                    replica,
-                    stages=tuple(
-                        replace(stage, ranks=tuple(number[rank] for rank in stage.ranks)) for stage in replica.stages
-                    ),
-                )
-                for replica in module.replicas
-            ),
-        )
-        for name, module in plan.modules.items()
+        name: replace(module, replicas=tuple(map(moved, module.replicas))) for name, module in plan.modules.items()
     }
     return replace(plan, modules=modules)

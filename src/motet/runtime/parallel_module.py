@@ -54,7 +54,7 @@ from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, ModulePlan, Plan, Stage
 from motet.planner.distmm.towers import TowerLayout, tower_plan
-from motet.planner.explicit import Placement, build_plan
+from motet.planner.layout import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_weights
