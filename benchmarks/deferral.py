@@ -35,8 +35,8 @@ from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import open_data
-from motet.data.service.producer import InProcess
+from motet.data.run_file import open_data
+from motet.data.service.tickets import InProcess
 from motet.models.stages.stage import Batch
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate

@@ -12,8 +12,16 @@ import motet
 PURE = (
     *("errors", "ragged_arrays", "addresses", "timeline", "plan", "config", "cluster", "shapes", "assignment"),
     *("balancing", "schedule", "parallel.tensor_plans", "attention.masks", "simulator", "costs", "planner", "report"),
-    *("families.hf_config", "families.token_counts", "api", "cli"),
-    *("data.formats", "data.conversation", "data.loader", "data.run_file.samples", "data.service.tickets"),
+    *("families.hf_config", "families.token_counts", "families.configured_graph", "api", "cli", "strict_parsing"),
+    *(
+        "data.formats",
+        "data.tasks",
+        "data.chat",
+        "data.layouts",
+        "data.loader",
+        "data.run_file",
+        "data.service.tickets",
+    ),
 )
 """Modules, and packages with all that they hold."""
 

@@ -20,8 +20,8 @@ from motet.timeline import Timeline
 if TYPE_CHECKING:
     from motet.assignment.sample import Sample
     from motet.costs.cost_model import CostTable
+    from motet.data.layouts import SampleSource
     from motet.data.loader import LoadedBatch
-    from motet.data.preparation.sample_layout import SampleSource
     from motet.planner.auto import Choice
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
@@ -238,24 +238,14 @@ def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     Raises `UserError` if the checkpoint is damaged.
     """
     config = _config(run, ())
-    from motet.data.preparation.preparation import TowerPreparation
-    from motet.data.run_file.datasets import open_preparation
-    from motet.models.hub.export import describe_config, export_parts, export_towers
+    from motet.data.run_file import open_preparation
+    from motet.models.hub.export import describe_config, export_parts
     from motet.models.hub.weights import CheckpointTensors
 
     folder = Path(config.train.output) / "export"
     preparation = open_preparation(config)
-    if isinstance(preparation, TowerPreparation):
-        export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.tools)
-        return folder
-    placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
-    export_parts(
-        CheckpointTensors(checkpoint),
-        describe_config(config.model, placeholders),
-        folder,
-        tokenizer=preparation.tokenizer,
-        processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
-    )
+    description = describe_config(config.model, preparation.placeholder_ids)
+    export_parts(CheckpointTensors(checkpoint), description, folder, processors=preparation.tools)
     return folder
 
 
@@ -297,7 +287,8 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
                     "parallel.zero1 to false"
                 )
     keys = ["schedule"]
-    if not config.model.towers and not plan.replica_microbatches:  # There numbers of microbatches are the planner's.
+    # With a contrastive loss and with unequal replicas, numbers of microbatches are the planner's.
+    if plan.loss_module is None and not plan.replica_microbatches:
         keys.append("num_microbatches")
     for key in keys:
         own, given = getattr(plan, key), getattr(config.parallel, key)
@@ -312,8 +303,8 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
 def read_batch(config: RunConfig) -> "LoadedBatch":
     """The batch with its tensors. Raises `UserError` naming the key or file that is wrong."""
     from motet.data.loader import Loader
-    from motet.data.run_file.datasets import open_data
-    from motet.data.service.producer import InProcess
+    from motet.data.run_file import open_data
+    from motet.data.service.tickets import InProcess
 
     train = open_data(config).train
     _check_batch_size(config, len(train))
@@ -325,7 +316,7 @@ def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, .
 
     They are read from data servers where the run file names some.
     """
-    from motet.data.run_file.samples import open_samples
+    from motet.data.run_file import open_samples
 
     if getattr(config.data, "servers", ()):
         from concurrent.futures import ProcessPoolExecutor

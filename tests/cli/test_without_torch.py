@@ -14,7 +14,7 @@ from tiny_configs import AUDIO, DINO, TEXT, VISION
 from transformers import WhisperFeatureExtractor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 from motet.families.hf_config import MODEL_TYPES
 
 SCRIPT = """

@@ -15,8 +15,8 @@ from motet.assignment.batch_assignment import contiguous_assignment
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
-from motet.costs.contrastive import loss_share
 from motet.costs.iteration import IterationCosts
+from motet.costs.stage_seconds import loss_share
 from motet.plan import Plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tiny_configs import EVERY_MODEL
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from motet.costs.cost_model import Load
 from motet.costs.kernels import layer_kernels, total_flops
-from motet.costs.load import Load
 from motet.shapes.families import module_workload
 from motet.shapes.module_shape import LayerShape, Linear, projector_layer
 

@@ -10,7 +10,7 @@ from small_problem import sample, small_problem
 from motet.api import read_samples
 from motet.attention.kernels.backends import check_backend
 from motet.cluster import cluster_from_dict
-from motet.config import RunConfig, parse_strictly
+from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
@@ -25,6 +25,7 @@ from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.registry import PLANNERS, choose, make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
+from motet.strict_parsing import parse_strictly
 
 LM = "language_model"
 

@@ -6,10 +6,11 @@ from math import inf
 import pytest
 from small_problem import small_problem, with_memory
 
+from motet.costs.memory import usable_bytes
 from motet.planner import selection
 from motet.planner.auto import own_layouts
 from motet.planner.layout import layout_plan
-from motet.planner.layout_costs import LayoutCosts, usable_bytes
+from motet.planner.layout_costs import LayoutCosts
 from motet.planner.selection import best_layout, within_memory
 from motet.schedule.generators import GENERATORS
 
@@ -37,7 +38,7 @@ def test_of_a_family_whose_estimate_was_too_low_only_those_that_would_fit_are_si
     assert found == sorted(simulated, key=selection.rank)
     assert found[0].fits
     simulated.clear()
-    monkeypatch.setattr(selection, "usable_bytes", lambda problem: inf)
+    monkeypatch.setattr(selection, "usable_bytes", lambda cluster: inf)
     whatever_seems_to_fit = best_layout(tight, layouts, max_simulated=10**6, costs=Costs(tight))
     assert len(found) < len(whatever_seems_to_fit)
     # Nothing that fits and is faster was passed over.
@@ -56,7 +57,7 @@ def test_what_keeps_somewhat_too_much_is_tried_under_a_schedule_that_goes_by_mem
     too_large = [
         layout_plan(tight, layout, schedule="bubble_filling")
         for layout in layouts
-        if 0 < LayoutCosts(tight).excess_bytes(layout) <= 0.25 * usable_bytes(tight)
+        if 0 < LayoutCosts(tight).excess_bytes(layout) <= 0.25 * usable_bytes(tight.cluster)
     ]
     assert all(evaluation.plan in too_large for evaluation in found)
     assert any(evaluation.fits for evaluation in found)
@@ -71,7 +72,7 @@ def test_what_is_needed_beyond_the_device_is_the_excess():
     layout = next(iter(own_layouts(problem, ("1f1b",))))
     costs = LayoutCosts(problem)
     tight = with_memory(problem, costs.needed_bytes(layout) / 0.9 / 2)
-    assert usable_bytes(tight) == pytest.approx(costs.needed_bytes(layout) / 2)
+    assert usable_bytes(tight.cluster) == pytest.approx(costs.needed_bytes(layout) / 2)
     assert LayoutCosts(tight).excess_bytes(layout) == pytest.approx(costs.needed_bytes(layout) / 2)
     roomy = replace(tight, cluster=replace(tight.cluster, device=problem.cluster.device))
     assert LayoutCosts(roomy).excess_bytes(layout) == 0

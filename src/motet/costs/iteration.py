@@ -1,10 +1,12 @@
-"""The costs of one iteration's actions and messages: plan, routes and samples bound to a cost table and a cluster.
+"""Costs of one iteration's actions, messages and reductions, and the bytes that ranks hold: a plan's routes and samples
+bound to a cost table and a cluster.
 
-Implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`) and one load cost the same,
-so many are answered at once (`motet.costs.stage_seconds`). What ranks hold is `motet.costs.memory`'s.
+`IterationCosts` implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`) and one
+load cost the same, so many are answered at once (`motet.costs.stage_seconds`).
 
-Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast, the tokens and pairs of
-a sequence to be divided equally over a context-parallel group.
+Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast and to hold equal shares
+of the tokens and pairs of each sequence. Of recomputed features, the largest graph is counted for the whole iteration,
+though it exists only during one backward at a time.
 """
 
 from collections import Counter, defaultdict
@@ -16,21 +18,162 @@ import numpy as np
 
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
-from motet.costs.cells import CellKind, Cells
-from motet.costs.communication import all_reduce_seconds, collective_seconds, message_seconds
-from motet.costs.cost_model import CostTable, Quadratic
-from motet.costs.layer_gradients import LayerGradients
-from motet.costs.load import Load
-from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions, RankMemory, holders_and_shares
-from motet.costs.stage_seconds import StageCosts, StageSeconds
-from motet.plan import LayerRange, Stage
+from motet.costs.cells import CellKind, Cells, LayerGradients, gradients_of_plan
+from motet.costs.communication import all_reduce_seconds, collective_seconds, message_link
+from motet.costs.cost_model import CostTable, Load, Quadratic
+from motet.costs.memory import (
+    DEFAULT_MEMORY,
+    NUM_BUFFERS,
+    MemoryOptions,
+    gathered_bytes,
+    half_saved_layer_bytes,
+    saved_layer_bytes,
+    static_layer_bytes,
+    usable_bytes,
+)
+from motet.costs.stage_seconds import StageCosts, StageSeconds, loss_saved_bytes, loss_share
+from motet.plan import LayerRange, ModulePlan, Stage
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Routes
-from motet.shapes.module_shape import ModuleWorkload
+from motet.shapes.module_shape import LayerShape, ModuleWorkload
+
+
+class RankMemory:
+    """Of the ranks of a plan. `saved_bytes` and `static_bytes` are as `motet.simulator.costs.Costs` has them."""
+
+    def __init__(self, cells: Cells, options: MemoryOptions) -> None:
+        self.cells, self.routes, self.plan, self.options = cells, cells.routes, cells.plan, options
+        self._saved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
+
+    def saved_bytes(self, cell: Cell, half: bool) -> int:
+        number = self.routes.number_of_cell[cell]
+        return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
+
+    def saved_sizes(self) -> Ints:
+        """`saved_bytes` of each cell, in row 0 the whole and in row 1 the half."""
+        cells = self.cells
+        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
+        sizes = [self._saved_sizes(kind, load) for kind, load in pairs.T.tolist()]
+        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
+
+    def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
+        """The whole and the half."""
+        key = (kind_number, load_number)
+        if key not in self._saved:
+            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
+            if kind.is_loss:
+                self._saved[key] = self._saved_loss(kind, load), 0
+            elif kind.module in self.plan.recompute_features:
+                self._saved[key] = self._saved_input(kind, load), self._saved_half(kind, load)
+            else:
+                self._saved[key] = self._saved_whole(kind, load), self._saved_half(kind, load)
+        return self._saved[key]
+
+    def _saved_loss(self, kind: CellKind, load: Load) -> int:
+        workload = self.cells.workload(kind.module)
+        share = loss_share(self.plan, kind.module, workload)
+        return loss_saved_bytes(share, workload, load.tokens, self.options.activation_bytes)
+
+    def _saved_input(self, kind: CellKind, load: Load) -> int:
+        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[0])
+        has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
+        carried = load.share(kind.num_shares).tokens if rows == "tokens" else load.outputs
+        stage_input = carried * width if has_input else 0
+        return round(stage_input * self.options.activation_bytes)
+
+    def _saved_whole(self, kind: CellKind, load: Load) -> int:
+        module = self.plan.modules[kind.module]
+        return self._saved_input(kind, load) + sum(
+            count
+            * saved_layer_bytes(
+                layer,
+                self._load_on_rank(kind, layer, load),
+                input_gradient=needs.input_gradient,
+                weight_gradient=needs.weight_gradient,
+                recompute=kind.module in self.plan.recompute,
+                tp_size=kind.stage.tp_size,
+                options=self.options,
+                sequence_parallel=module.sequence_parallel,
+                fully_sharded=module.fully_sharded,
+            )
+            for layer, needs, count in kind.different
+        )
+
+    def _saved_half(self, kind: CellKind, load: Load) -> int:
+        return sum(
+            count
+            * half_saved_layer_bytes(
+                layer,
+                self._load_on_rank(kind, layer, load),
+                weight_gradient=needs.weight_gradient,
+                tp_size=kind.stage.tp_size,
+                options=self.options,
+            )
+            for layer, needs, count in kind.different
+        )
+
+    def _load_on_rank(self, kind: CellKind, layer: LayerShape, load: Load) -> Load:
+        """What a rank of the stage computes of the layer."""
+        return load.share(kind.num_shares) if self.cells.workload(kind.module).is_shared(layer) else load
+
+    def static_bytes(self, rank: int) -> int:
+        num_bytes = 0
+        for name, _, _, stage in self.plan.stages_of_rank(rank):
+            run = (name, stage.layers, stage.tp_size, stage.cp_size)
+            if run not in self._static:
+                self._static[run] = self._static_of_run(*run)
+            num_bytes += self._static[run]
+        return num_bytes + self._recomputed_bytes.get(rank, 0)
+
+    @cached_property
+    def _recomputed_bytes(self) -> Mapping[int, int]:
+        """For each rank, the largest graph that a backward makes again there: it is all there at once."""
+        result: dict[int, int] = {}
+        for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
+            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
+            if kind.module in self.plan.recompute_features:
+                graph = self._saved_whole(kind, load)
+                stages = [
+                    s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
+                ]
+                for rank in {rank for stage in stages for rank in stage.planned.ranks}:
+                    result[rank] = max(result.get(rank, 0), graph)
+        return result
+
+    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
+        module, workload = self.plan.modules[name], self.cells.workload(name)
+        num_holders, num_shares = holders_and_shares(module, cp_size)
+        static = sum(
+            static_layer_bytes(
+                workload.layers[index],
+                trainable=module.is_trainable((index, index + 1)),
+                has_backward=self._gradients[self.cells.owner(name)][index].any,
+                tp_size=tp_size,
+                num_holders=num_holders,
+                options=self.options,
+                num_shares=num_shares,
+                fully_sharded=module.fully_sharded,
+            )
+            for index in range(*layers)
+        )
+        of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
+        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.options)
+
+    @cached_property
+    def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
+        """When every modality is there."""
+        return gradients_of_plan(self.plan)
+
+
+def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
+    """Ranks that hold the same of a module's stage, and those that keep a share each of what it holds."""
+    num_replicas = len(module.replicas)
+    return (num_replicas, cp_size) if module.fully_sharded else (num_replicas * cp_size, 1)
 
 
 class IterationCosts:
@@ -115,11 +258,12 @@ class IterationCosts:
         return self._seconds.tolist()
 
     def message_s(self, message: Message) -> float:
-        return message_seconds(self.table, self.cluster, message.sender, message.receiver, self.message_bytes(message))
+        link = message_link(self.table, self.cluster, message.sender, message.receiver)
+        return link.seconds(self.message_bytes(message))
 
     def link(self, sender: int, receiver: int) -> tuple[float, float]:
-        """Latency and bytes per second of messages; measured links stand for all of the cluster's."""
-        link = self.table.message or self.cluster.link(sender, receiver)
+        """Latency and bytes per second of messages."""
+        link = message_link(self.table, self.cluster, sender, receiver)
         return link.latency_s, link.bytes_per_s
 
     def reduce_s(self, reduce: Reduce) -> float:
@@ -231,7 +375,7 @@ class IterationCosts:
     @cached_property
     def _memory_limit(self) -> MemoryLimit:
         buffers = NUM_BUFFERS * int(self._carried_bytes.max(initial=0))
-        usable = int(self.cluster.device.memory_bytes * (1 - RESERVE)) - buffers
+        usable = int(usable_bytes(self.cluster)) - buffers
         return MemoryLimit(
             saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
             limit_bytes=lambda rank: usable - self.static_bytes(rank),

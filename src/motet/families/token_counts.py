@@ -18,7 +18,7 @@ An empty grid means the configuration's own image size or clip length, where it 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from motet.assignment.sample import Segment
@@ -80,6 +80,17 @@ def grid_of(
         grid = (grid[0] // rows, grid[1] // columns)
     token_counts(config, grid)
     return grid
+
+
+Pooling = Literal["alone", "first"]
+"""What a contrastive model's encoder outputs of an item: its pooled feature alone, or followed by all its features."""
+
+
+def pooled(segment: Segment, pooling: Pooling | None) -> Segment:
+    """An item's entry in the layout of an encoder that pools; None: of one that does not."""
+    if pooling is None:
+        return segment
+    return replace(segment, num_outputs=1 if pooling == "alone" else 1 + segment.num_tokens)
 
 
 def encoder_segment(

@@ -9,7 +9,7 @@ import numpy as np
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.balancing.policies import assign
 from motet.costs.iteration import IterationCosts
-from motet.costs.memory import RESERVE
+from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.problem import PlanningProblem
@@ -78,7 +78,7 @@ class Evaluation:
     @cached_property
     def overflows(self) -> tuple[Overflow, ...]:
         """The ranks that do not fit, the worst first."""
-        limit = int(self.problem.cluster.device.memory_bytes * (1 - RESERVE))
+        limit = int(usable_bytes(self.problem.cluster))
         too_much = [
             Overflow(rank, peak, limit) for rank, peak in enumerate(self.result.peak_memory_bytes) if peak > limit
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.costs.communication import all_reduce_seconds
-from motet.costs.memory import RESERVE, gathered_bytes
+from motet.costs.memory import gathered_bytes, usable_bytes
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.degrees import check_allows_tp_1
@@ -70,7 +70,7 @@ def fully_sharded(evaluation: Evaluation) -> FullySharded:
     return FullySharded(
         iteration_time_s=fsdp_iteration_s(problem, compute_s) + optimizer_s + problem.program_s,
         peak_memory_bytes=peak,
-        fits=peak <= int(problem.cluster.device.memory_bytes * (1 - RESERVE)),
+        fits=peak <= int(usable_bytes(problem.cluster)),
     )
 
 

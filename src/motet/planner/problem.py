@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
+from motet.costs.cells import LayerGradients
 from motet.costs.cost_model import CostTable
 from motet.costs.estimator import Estimator
-from motet.costs.layer_gradients import LayerGradients
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica

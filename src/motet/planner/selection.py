@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from itertools import product
 from math import inf
 
+from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.degrees import cp_sizes, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Layout, Placement, layout_plan
-from motet.planner.layout_costs import LayoutCosts, usable_bytes
+from motet.planner.layout_costs import LayoutCosts
 from motet.planner.problem import PlanningProblem, TooSlowError
 from motet.schedule.generators import SPLIT_BACKWARDS
 
@@ -107,7 +108,7 @@ def best_layout(
         if candidate.bound_s >= min(fastest, problem.cutoff_s):
             continue
         needed = candidate.needed_bytes * peak_over_estimate.get(candidate.family, 1.0)
-        if fastest < inf and needed > usable_bytes(problem):
+        if fastest < inf and needed > usable_bytes(problem.cluster):
             continue
         evaluation = evaluate(problem, layout_plan(problem, candidate.layout))
         evaluations.append(evaluation)
@@ -141,7 +142,7 @@ def within_memory(
         if candidate.bound_s >= fastest or len(evaluations) >= max_simulated:
             break
         num_cells = problem.num_microbatches * len(candidate.layout.chunks)
-        if 0 < candidate.excess_bytes <= MAX_EXCESS * usable_bytes(problem) and num_cells <= MAX_CELLS:
+        if 0 < candidate.excess_bytes <= MAX_EXCESS * usable_bytes(problem.cluster) and num_cells <= MAX_CELLS:
             evaluation = evaluate(problem, layout_plan(problem, candidate.layout, schedule=schedule))
             evaluations.append(evaluation)
             if evaluation.fits:

@@ -11,6 +11,7 @@ from torch import nn
 from motet.attention.masks.rules import rule_of_family
 from motet.config import DecoderConfig, EncoderConfig, PartConfig, RunConfig, TowerConfig
 from motet.families.classes import Kind
+from motet.families.configured_graph import read_graph
 from motet.models.graph import ModalityModule
 from motet.models.hub.clip import initial_loss, read_projection
 from motet.models.materialize import layer_seed, materialize, read_part_config
@@ -21,8 +22,7 @@ from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, LayerRange, ModulePlan, Plan, Stage
-from motet.planner.distmm.towers_from_run_file import feature_width
-from motet.planner.from_run_file import assignment_by_costs, iteration_costs, read_workloads
+from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -101,7 +101,7 @@ def kind_of(part: PartConfig) -> Kind:
 def _tower(config: RunConfig, name: str, part: TowerConfig, model: Any, dtype: torch.dtype) -> ModalityModule:
     module = ModalityModule(model, part.projector)
     module.pooling = "first" if config.model.decoder is not None and config.model.decoder.reads == name else "alone"
-    module.build_projector(feature_width(read_workloads(config)), seed=_projector_seed(name, part, model))
+    module.build_projector(read_graph(config).feature_size, seed=_projector_seed(name, part, model))
     _set_trainable(module.module, part.train.module)
     read_projection(part, model.config.model_type, module.projector, where=where_of(config, name))
     if module.projector is not None:
@@ -116,7 +116,7 @@ def build_loss(config: RunConfig, dtype: torch.dtype) -> ContrastiveStage:
     loss = initial_loss(config.model).to(dtype)
     _set_trainable(loss, given.train)
     pairs = pairs_of(tuple(config.model.towers), given.anchor)
-    return ContrastiveStage(loss, pairs, feature_width(read_workloads(config)))
+    return ContrastiveStage(loss, pairs, read_graph(config).feature_size)
 
 
 def _set_trainable(part: nn.Module, trainable: bool) -> None:

@@ -66,7 +66,7 @@ class _Execution:
         self.available: list[set[Value]] = [set() for _ in lists]
         self.queues: dict[tuple[Hashable, ...], deque[Step]] = defaultdict(deque)
         self.num_arrived: Counter[Step] = Counter()
-        """Of the step's participants: how many have it first in their queue, or stand ready before it."""
+        """Number of the step's participants that have it first in their queue, or are ready for it."""
         self.arrived: set[tuple[int, Step]] = set()
         self.awake = deque(range(len(lists)))
         self.complete: deque[Step] = deque()

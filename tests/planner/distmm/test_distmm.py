@@ -16,12 +16,13 @@ from tower_problems import tower_problem as problem
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
+from motet.families.configured_graph import read_workloads
 from motet.plan import CONTRASTIVE, Plan
 from motet.planner.distmm.planner import Assignment, assign_devices, assigned_plan, assignments, balance, distmm
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.distmm.units import Choices, unit_choices
 from motet.planner.evaluate import evaluate, memory_suggestions
-from motet.planner.from_run_file import describe_cluster, read_costs, read_workloads
+from motet.planner.from_run_file import describe_cluster, read_costs
 from motet.planner.problem import Degrees
 from motet.planner.registry import PLANNERS, make_plan
 from motet.schedule.action import Compute, Kind

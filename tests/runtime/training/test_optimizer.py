@@ -16,8 +16,8 @@ from training import Layout, run_config, stored_tensors, train
 from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import open_data
-from motet.data.service.producer import InProcess
+from motet.data.run_file import open_data
+from motet.data.service.tickets import InProcess
 from motet.models.materialize import float64_throughout
 from motet.models.reference.plain_forward import plain_loss
 from motet.parallel.tensor_collectives import TensorParallel
@@ -68,7 +68,7 @@ def plain_training(config: RunConfig) -> tuple[list[float], list[float], dict[st
     data = open_data(config)
     loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
     encoders = {name: modules[name] for name in ("vision", "audio")}
-    placeholders = {name: data.preparation.placeholder_id(name) for name in encoders}
+    placeholders = data.preparation.placeholder_ids
     losses, norms = [], []
     for factor in FACTORS:
         batch = InFloat64(next(loader))

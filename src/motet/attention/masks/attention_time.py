@@ -1,4 +1,4 @@
-"""How long the attention of a distributed sequence takes: inside a device, and across devices.
+"""Time of the attention of a distributed sequence, inside a device and across devices.
 
 *Inside a device* (thesis 3.3.2.2) a launch computes some heads. Its tasks, a row of tiles of one head each, start in
 order on whichever of the device's units is free, and the next launch waits for the last of them. So a row that is much
@@ -32,7 +32,7 @@ class AttentionKernel:
     num_units: int
     """Tasks that run at the same time."""
     cost: TileCost
-    """Of a tile, and of a row, on one unit."""
+    """Seconds of a tile and of a row on one unit."""
     heads_per_launch: int = 1
     tiles_per_piece: int | None = None
     """Rows with more tiles are split into equal pieces; None: they are not."""
@@ -71,7 +71,7 @@ def devices_s(counts: TileCounts, shares: Distribution, kernel: AttentionKernel,
 
 
 def makespan_s(tasks: Iterable[float], num_units: int) -> float:
-    """When the last of these tasks ends, if each starts in its turn as soon as a unit is free."""
+    """End time of the last task, if each starts in its turn as soon as a unit is free."""
     free = [0.0] * num_units
     for task in tasks:
         heapq.heapreplace(free, free[0] + task)

@@ -14,11 +14,9 @@ import transformers
 
 from motet import __version__
 from motet.config import PreparedDataConfig, RunConfig
-from motet.data.run_file.datasets import data_to_prepare, open_data
-from motet.data.service.preparer import Preparer
-from motet.data.service.producer import Producer
-from motet.data.service.tickets import Split, data_facts, read_token
-from motet.data.service.workers import LocalProducer, Workers
+from motet.data.run_file import data_to_prepare, open_data
+from motet.data.service.tickets import Producer, Split, data_facts, read_token
+from motet.data.service.workers import LocalProducer, Preparer, Workers
 from motet.errors import UserError
 
 if TYPE_CHECKING:

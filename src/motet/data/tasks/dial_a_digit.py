@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from motet.data.conversation.example import Example, Media, Message, Modality
+from motet.data.example import Example, Media, Message, Modality
 
 Split = Literal["train", "held_out"]
 Question = Literal["see", "hear", "sum"]

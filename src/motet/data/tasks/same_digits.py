@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from motet.data.conversation.example import Example, Message
+from motet.data.example import Example, Message
 from motet.data.tasks.dial_a_digit import IMAGE_SIZE, SAMPLING_RATE, SLOT_S, Split, dial, paint
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

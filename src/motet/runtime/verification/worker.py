@@ -10,17 +10,16 @@ from torch import nn
 
 from motet.config import RunConfig
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import RunData, open_data
-from motet.data.service.producer import InProcess
+from motet.data.run_file import RunData, open_data
+from motet.data.service.tickets import InProcess
 from motet.families.classes import model_class_of
+from motet.families.configured_graph import read_graph
 from motet.models.graph import ModalityModule
 from motet.models.materialize import default_dtype, float64_throughout, read_part_config
 from motet.models.reference.plain_forward import plain_caption_loss, plain_contrastive_loss
 from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.stage import Batch
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Plan
-from motet.planner.distmm.towers_from_run_file import feature_width
-from motet.planner.from_run_file import read_workloads
 from motet.runtime.assembly import (
     PARAMETER_DTYPES,
     autocast_for,
@@ -59,7 +58,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
             lambda: plainly_built(config),
             dtype=config.train.dtype,
             merge=config.model.merge,
-            placeholder_token_ids={name: data.conversational.placeholder_id(name) for name in config.model.encoders},
+            placeholder_token_ids=data.preparation.placeholder_ids,
             media_attention=_media_attention(config),
             autocast=autocast_for(config, engine.device),
         )
@@ -102,7 +101,7 @@ def plainly_built(config: RunConfig) -> tuple[Mapping[str, ModalityModule], nn.M
 def _contrastive_references(config: RunConfig, weights: Mapping[str, torch.Tensor], batch: Batch) -> References:
     """Towers by transformers' own constructors, on the CPU, without dropout."""
     dtype, given = PARAMETER_DTYPES[config.train.dtype], config.model.contrastive
-    width = feature_width(read_workloads(config))
+    width = read_graph(config).feature_size
     towers = {}
     for name, part in config.model.towers.items():
         hf_config = read_part_config(part, "encoder", where=where_of(config, name))
