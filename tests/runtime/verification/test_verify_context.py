@@ -22,8 +22,7 @@ from motet.attention.masks.rules import AttentionRule, mask_of, register_mask
 from motet.attention.masks.token_layout import Document, layout_of_documents
 from motet.models.materialize import float64_throughout
 from motet.parallel import context_attention as context_parallel
-from motet.parallel import context_sequence
-from motet.runtime import stage_runner
+from motet.parallel import context_rows, context_sequence
 from motet.runtime.assembly import build_engine
 from motet.runtime.verification.verify import Comparison
 
@@ -178,7 +177,7 @@ def test_what_a_route_brings_is_derived_once(scenario: Scenario) -> None:
             routes.append(arguments)
             return held_outputs(*arguments)
 
-        with patch.object(stage_runner, "held_outputs", counted):
+        with patch.object(context_rows, "held_outputs", counted):
             verify(scenario)
         return len(routes), len({repr(arguments) for arguments in routes})
 
