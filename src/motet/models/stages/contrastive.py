@@ -276,7 +276,7 @@ class ContrastiveStage(nn.Module):
     def forward(self, inputs: StageInput) -> StageOutput:
         """The loss of one contrastive batch (`loss`), of the towers' embeddings that this rank holds."""
         assert inputs.shares is not None
-        with torch.autocast(self.logit_scale.device.type, enabled=False):
+        with torch.autocast(self.module.logit_scale.device.type, enabled=False):
             return StageOutput(loss=self.loss(inputs.incoming, inputs.shares))
 
     def loss(self, features: Mapping[str, Tensor], shares: Shares) -> Tensor:
