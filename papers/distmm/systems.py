@@ -19,7 +19,7 @@ from functools import cache
 
 from motet.costs.analytic import layer_flops
 from motet.costs.communication import ring_terms
-from motet.costs.load import microbatch_load
+from motet.costs.cost_model import microbatch_load
 from motet.costs.memory import RESERVE, usable_bytes
 from motet.plan import Plan
 from motet.planner.distmm.planner import assign_devices, assigned_plan, candidates

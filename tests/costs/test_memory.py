@@ -9,7 +9,7 @@ from bound_costs import TEXT
 from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
-from motet.costs.load import microbatch_load
+from motet.costs.cost_model import microbatch_load
 from motet.costs.memory import MemoryOptions, cast_weight_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage

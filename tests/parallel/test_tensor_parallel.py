@@ -15,8 +15,8 @@ from tp_compare import largest_error
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from motet.assignment.sample import Sample, Segment
+from motet.costs.cost_model import microbatch_load
 from motet.costs.kernels import layer_kernels
-from motet.costs.load import microbatch_load
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
 from motet.parallel.split_backward import make_splittable

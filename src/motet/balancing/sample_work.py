@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assignment.sample import Sample
-from motet.costs.cost_model import CostTable, Quadratic
-from motet.costs.layer_gradients import gradients_of_plan
-from motet.costs.load import sample_loads
+from motet.costs.cells import gradients_of_plan
+from motet.costs.cost_model import CostTable, Quadratic, sample_loads
 from motet.plan import Plan
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload

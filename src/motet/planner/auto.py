@@ -39,11 +39,10 @@ from typing import NamedTuple
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.baselines import frozen_aware_cut
 from motet.planner.degrees import check_degrees, cp_sizes, dp_sizes, most_stages, tp_sizes
 from motet.planner.distmm.local_search import search_towers
 from motet.planner.evaluate import Evaluation, evaluate, under_schedule
-from motet.planner.layout import Chunk, Layout, Placement, cut_chain, has_few_stages
+from motet.planner.layout import Chunk, Layout, Placement, cut_chain, cut_module, has_few_stages
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.megatron import VIRTUAL_STAGES, language_model
@@ -105,9 +104,7 @@ def _knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[
 def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
     placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
     num_devices = problem.num_devices
-    separate = list(
-        layouts_of(problem, frozen_aware_cut, num_devices, PLANNER, placements, MAX_COUNTS, chooses_cp=True)
-    )
+    separate = list(layouts_of(problem, cut_module, num_devices, PLANNER, placements, MAX_COUNTS, chooses_cp=True))
     yield from separate
     costs = LayoutCosts(problem)
     separate.sort(key=lambda layout: (costs.excess_bytes(layout), costs.bound_s(layout)))

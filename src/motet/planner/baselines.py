@@ -12,32 +12,36 @@
 * `proportional` (DistTrain 8.2's ratio-based strategy): devices in proportion to the modules' FLOPs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from motet.costs.analytic import layer_flops
 from motet.errors import UserError
-from motet.plan import Plan
+from motet.plan import LayerRange, Plan
 from motet.planner.degrees import common_tp_sizes, dp_sizes, most_stages, uniform_degrees
 from motet.planner.layout import Layout, Placement, cut_module, layout_of_degrees
-from motet.planner.partition import even_partition, partition, stage_costs
+from motet.planner.partition import even_partition, partition, partition_by_sizes, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.planner.search import Cut, search
+from motet.planner.search import search
 from motet.planner.selection import best_plan
 
 
-def frozen_aware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
-    return tuple(last - first for first, last in cut_module(problem, name, degrees))
-
-
 def cornstarch(
-    problem: PlanningProblem, *, placement: Placement | None = None, unimodal: Cut = frozen_aware_cut
+    problem: PlanningProblem,
+    *,
+    placement: Placement | None = None,
+    unimodal: Callable[[PlanningProblem, str, Degrees], Sequence[int]] | None = None,
 ) -> Plan:
     """`placement` None: parallel or colocated, whichever is faster in simulation. `unimodal`: any planner of a single
-    model, which cuts each module at given degrees (Cornstarch 5.2)."""
+    model, which returns the number of layers of each stage for a module's name and degrees (Cornstarch 5.2)."""
+
+    def cut(problem: PlanningProblem, name: str, degrees: Degrees) -> Sequence[LayerRange]:
+        assert unimodal is not None
+        return partition_by_sizes(problem.modules[name].workload.num_layers, unimodal(problem, name, degrees))
+
     placements: tuple[Placement, ...] = ("parallel", "colocated") if placement is None else (placement,)
     if len(problem.sources) < 2 and placement is None:
         placements = ("parallel",)
-    return search(problem, unimodal, planner="cornstarch", placements=placements)
+    return search(problem, cut if unimodal else cut_module, planner="cornstarch", placements=placements)
 
 
 def frozen_unaware(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
@@ -71,13 +75,12 @@ def _require_encoders(problem: PlanningProblem, planner: str, placement: Placeme
         raise UserError(f"parallel.placement: is {placement}, but planner {planner} is {own}; leave placement out")
 
 
-def _frozen_unaware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
-    return tuple(last - first for first, last in cut_module(problem, name, degrees, frozen_aware=False))
+def _frozen_unaware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> Sequence[LayerRange]:
+    return cut_module(problem, name, degrees, frozen_aware=False)
 
 
-def _even_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
-    num_layers = problem.modules[name].workload.num_layers
-    return tuple(last - first for first, last in even_partition(num_layers, degrees.pp))
+def _even_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> Sequence[LayerRange]:
+    return even_partition(problem.modules[name].workload.num_layers, degrees.pp)
 
 
 def _colocated_chains(problem: PlanningProblem) -> Iterator[Layout]:

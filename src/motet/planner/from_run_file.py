@@ -15,10 +15,9 @@ from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
 from motet.balancing.policies import assign
 from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import CatalogueConfig, ModuleParallelConfig, RunConfig, load_catalogue
-from motet.costs.analytic import analytic_table
+from motet.costs.analytic import Speeds, analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
-from motet.costs.kernel_speeds import Speeds
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError, closest
 from motet.families.configured_graph import ConfiguredGraph, read_graph

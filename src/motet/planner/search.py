@@ -7,7 +7,7 @@ and simulated (`motet.planner.selection`).
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise, product
+from itertools import product
 from math import comb, inf
 
 from motet.errors import UserError
@@ -21,8 +21,8 @@ from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.planner.selection import best_layout, rank
 from motet.schedule.generators import SPLIT_BACKWARDS
 
-Cut = Callable[[PlanningProblem, str, Degrees], tuple[int, ...]]
-"""(problem, module, degrees) -> number of layers of each stage."""
+Cut = Callable[[PlanningProblem, str, Degrees], Sequence[LayerRange]]
+"""(problem, module, degrees) -> layers of each stage."""
 Runs = Callable[[str, Degrees], Sequence[LayerRange]]
 """(module, degrees) -> layers of each stage."""
 
@@ -31,28 +31,29 @@ MAX_ENUMERATED = 2000
 some."""
 
 
-def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iterable[Placement]) -> Plan:
-    """The best plan on all of the cluster's devices; on fewer only if no plan uses them all.
+def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Sequence[Placement]) -> Plan:
+    """The best plan on all of the cluster's devices; on fewer only if no plan uses them all. `placements`: replicated,
+    or some of parallel and colocated.
 
     Returns a plan that does not fit into memory only if none fits (`Evaluation.overflows`). Raises `UserError` if there
     are fewer devices than modules need.
     """
-    wanted = tuple(placements)
-    for num_devices in usable_counts(problem, wanted):
-        replicated = _replicated(problem, cut, num_devices, planner, wanted) if "replicated" in wanted else []
-        cutoff = _Cutoff(problem)
-        others = [p for p in wanted if p != "replicated"]
-        layouts = layouts_of(problem, cut, num_devices, planner, others, may_be_fast=cutoff.may_be_fast)
-        try:
-            evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
-        except TooSlowError as error:
-            raise TooSlowError(min(error.at_least_s, cutoff.least_s)) from error
-        fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
-        if cutoff.least_s < inf and fastest >= problem.cutoff_s:
-            raise TooSlowError(min(fastest, cutoff.least_s))
+    for num_devices in usable_counts(problem, placements):
+        if "replicated" in placements:
+            evaluations = _replicated(problem, cut, num_devices, planner)
+        else:
+            cutoff = _Cutoff(problem)
+            layouts = layouts_of(problem, cut, num_devices, planner, placements, may_be_fast=cutoff.may_be_fast)
+            try:
+                evaluations = best_layout(problem, layouts)
+            except TooSlowError as error:
+                raise TooSlowError(min(error.at_least_s, cutoff.least_s)) from error
+            fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
+            if cutoff.least_s < inf and fastest >= problem.cutoff_s:
+                raise TooSlowError(min(fastest, cutoff.least_s))
         if evaluations:
             return min(evaluations, key=rank).plan
-    raise _why_none(problem, planner, wanted)
+    raise _why_none(problem, planner, placements)
 
 
 class _Cutoff:
@@ -117,10 +118,7 @@ def layouts_of(
     of 1. `may_be_fast`: False for degrees to leave out."""
 
     def runs(name: str, degrees: Degrees) -> Sequence[LayerRange]:
-        def compute() -> list[LayerRange]:
-            return list(pairwise([0, *accumulate(cut(problem, name, degrees))]))
-
-        return problem.remembered(("cut", cut, name, degrees), compute)
+        return problem.remembered(("cut", cut, name, degrees), lambda: cut(problem, name, degrees))
 
     for placement in placements:
         for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated, chooses_cp):
@@ -134,9 +132,7 @@ def layouts_of(
                 )
 
 
-def _replicated(
-    problem: PlanningProblem, cut: Cut, num_devices: int, planner: str, wanted: Sequence[Placement]
-) -> list[Evaluation]:
+def _replicated(problem: PlanningProblem, cut: Cut, num_devices: int, planner: str) -> list[Evaluation]:
     """Simulates plans whose sink's stages take all devices, one for each choice of sizes. Skips a choice whose lower
     bound is above the fastest plan so far."""
     if len(problem.sinks) != 1:
@@ -150,19 +146,20 @@ def _replicated(
         degrees = {name: Degrees(tp=tp, dp=dp, pp=pp if name == sink else 1) for name in problem.modules}
         cuts = {name: cut(problem, name, d) for name, d in degrees.items()}
         bound_s = max(bound(problem, tp, dp, cuts[sink]) for bound in (_replicated_work_s, _sink_alone_s))
-        choices.append((bound_s, {name: replace(d, layers_per_stage=cuts[name]) for name, d in degrees.items()}))
+        sizes = {name: tuple(last - first for first, last in cuts[name]) for name in problem.modules}
+        choices.append((bound_s, {name: replace(d, layers_per_stage=sizes[name]) for name, d in degrees.items()}))
     evaluations: list[Evaluation] = []
     for bound_s, exact in sorted(choices, key=lambda choice: choice[0]):
         if not any(e.fits and e.iteration_time_s <= bound_s for e in evaluations) and bound_s < problem.cutoff_s:
             plan = build_plan(problem, exact, placement="replicated", planner=planner)
             evaluations.append(evaluate(problem, plan))
     left_out = [bound_s for bound_s, _ in choices if bound_s >= problem.cutoff_s]
-    if wanted == ("replicated",) and left_out and not any(e.fits for e in evaluations):
+    if left_out and not any(e.fits for e in evaluations):
         raise TooSlowError(min(left_out))
     return evaluations
 
 
-def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
+def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, runs: Sequence[LayerRange]) -> float:
     """Work of the busiest stage: its part of the sink, and a forward of every encoder, as copies whose output nothing
     reads have no backward."""
 
@@ -174,12 +171,12 @@ def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[in
     encoders = sum(
         time.forward_s for name in problem.sources for time in frozen.estimator.lower_bound_times(name, tp, dp)
     )
-    return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise([0, *accumulate(cut)])))))
+    return problem.num_microbatches * (encoders + max(stage_costs(times, runs)))
 
 
-def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
+def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, runs: Sequence[LayerRange]) -> float:
     """Lower bound of the sink's pipeline by itself, with its fill and drain."""
-    chunks = tuple(Chunk(problem.sinks[0], layers, s) for s, layers in enumerate(pairwise([0, *accumulate(cut)])))
+    chunks = tuple(Chunk(problem.sinks[0], layers, s) for s, layers in enumerate(runs))
     alone = Layout(planner="alone", chunks=chunks, group_sizes=(tp,) * len(chunks), dp=dp)
     return LayoutCosts(problem).bound_s(alone, split_backward=problem.schedule in SPLIT_BACKWARDS)
 

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from motet.assignment.sample import Sample, Segment
-from motet.costs.cost_model import CostTable
-from motet.costs.load import microbatch_load
+from motet.costs.cost_model import CostTable, microbatch_load
 from motet.costs.profiling import links as profiler_links
 from motet.costs.profiling import profiler
 from motet.costs.profiling.links import NUM_PARAMETER_TENSORS, measure_links, measure_optimizer

@@ -1,4 +1,4 @@
-"""The catalogue as docs/costs.md shows it: `python -m motet.costs.describe` prints the page with its tables renewed."""
+"""Generates the catalogue in docs/costs.md: `python -m docs.generate.costs` prints the page with new tables."""
 
 import sys
 from collections.abc import Sequence

@@ -2,16 +2,16 @@
 
 from checkout import ROOT
 
+from docs.generate.costs import describe
 from motet.cluster import DEVICES, LINKS
 from motet.config import ClusterConfig, RunConfig
-from motet.costs.describe import describe
 from motet.strict_parsing import read_yaml
 
 PAGE = (ROOT / "docs" / "costs.md").read_text()
 
 
 def test_the_page_is_up_to_date():
-    assert describe(PAGE) == PAGE, "run: python -m motet.costs.describe > page; then replace docs/costs.md"
+    assert describe(PAGE) == PAGE, "run: python -m docs.generate.costs > page; then replace docs/costs.md"
     for name in (*DEVICES, *LINKS):
         assert f"| `{name}` |" in PAGE
 
