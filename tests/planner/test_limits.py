@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from checkout import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from small_problem import sample, small_problem
 
 from motet.api import read_problem
@@ -57,7 +58,7 @@ def check(problem, plan, planner):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, print_blob=True)
+@examples(25)
 @given(
     limits=st.fixed_dictionaries(dict.fromkeys(("vision", "audio", "language_model"), LIMITS)),
     num_devices=st.integers(2, 8),

@@ -3,8 +3,9 @@
 import dense_masks
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Segment
 from motet.attention.masks.attention_time import (
@@ -56,7 +57,7 @@ def test_a_round_of_a_ring_leaves_empty_rows_out_and_merges_the_others() -> None
     pieces=st.integers(1, 6),
     heads=st.integers(1, 5),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_no_device_beats_its_bounds(tasks: list[int], units: int, pieces: int, heads: int) -> None:
     whole = AttentionKernel(num_units=units, cost=COST).device_s(*full(*tasks), heads)
     split = AttentionKernel(num_units=units, cost=COST, tiles_per_piece=pieces).device_s(*full(*tasks), heads)

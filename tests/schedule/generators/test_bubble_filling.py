@@ -1,9 +1,10 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import interleaved, language_model, module, replica, routes_of, samples
+from sampling import examples
 
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.plan import Edge, Plan
@@ -106,7 +107,7 @@ def test_all_forwards_ahead_is_the_coarse_schedule() -> None:
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_it_is_valid_never_deadlocks_and_is_never_slower_than_list_scheduling(seed: int) -> None:
     rng = Random(seed)
     num_groups, num_microbatches = rng.randint(1, 4), rng.randint(1, 8)
@@ -172,7 +173,7 @@ def test_encoder_pipelines_on_parts_of_the_language_models_groups() -> None:
 
 
 @given(st.integers(1, 8), st.integers(0, 40), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_limit_in_bytes_is_kept_beside_the_language_model(num_microbatches: int, more: int, chunks: bool) -> None:
     routes = colocated(2, 1 + chunks, num_microbatches, 2)
     size = {"vision": 1, "llm": 10}
