@@ -167,8 +167,8 @@ def check_allows_tp_1(problem: PlanningProblem, planner: str, names: Iterable[st
         if 1 not in problem.modules[name].tp_sizes:
             allowed = " or ".join(map(str, problem.modules[name].tp_sizes))
             raise UserError(
-                f"parallel.limits: tp of {name} is {allowed}, but planner {planner} supports only tp 1 for it; allow 1, "
-                "or give another planner"
+                f"parallel.limits: tp of {name} is {allowed}, but planner {planner} supports only tp 1 for it; "
+                "allow 1, or give another planner"
             )
 
 
