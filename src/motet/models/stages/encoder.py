@@ -291,7 +291,9 @@ class EncoderStage(nn.Module):
         samples, hidden = inputs.samples, inputs.hidden
         features = [self._preprocessed(sample) for sample in inputs.features] if self.needs_features else []
         if self.holds(0):
-            hidden = self._embed(features, samples)
+            tensors = self._raw_features(features, samples)
+            hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._outputs.tiles(samples)])
+            self._check_num_tokens(hidden, tensors, samples)
         assert hidden is not None
         if self._context is not None and self._is_shared(self.layers[0]):
             context = self._shared(samples, hidden.device)
@@ -310,7 +312,7 @@ class EncoderStage(nn.Module):
     def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return features if self._preprocess is None else self._preprocess(dict(features))
 
-    def _embed(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
+    def _raw_features(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> list[Tensor]:
         key = self.family.feature
         for sample, sample_inputs in zip(samples, inputs, strict=True):
             if key not in sample_inputs:
@@ -318,17 +320,17 @@ class EncoderStage(nn.Module):
             items = [segment.item for segment in sample.layouts[self.name]]
             if items != sorted(items):
                 raise UserError(f"layout: sample {sample.id!r} has {self.name}'s items as {items}; put them in order")
-        tensors = [sample_inputs[key] for sample_inputs in inputs]
-        hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._outputs.tiles(samples)])
+        return [sample_inputs[key] for sample_inputs in inputs]
+
+    def _check_num_tokens(self, hidden: Tensor, tensors: Sequence[Tensor], samples: Sequence[Sample]) -> None:
         expected = sum(sample.num_tokens(self.name) for sample in samples)
         if hidden.shape[0] != expected:
             ids = ", ".join(repr(sample.id) for sample in samples)
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise UserError(
-                f"features: {key} of samples {ids} ({shapes}) makes {hidden.shape[0]} tokens in {self.name}, "
-                f"but the layouts have {expected}"
+                f"features: {self.family.feature} of samples {ids} ({shapes}) makes {hidden.shape[0]} tokens in "
+                f"{self.name}, but the layouts have {expected}"
             )
-        return hidden
 
     @property
     def idle_blocks(self) -> tuple[str, ...]:

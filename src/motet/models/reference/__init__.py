@@ -1,1 +1,0 @@
-"""The same model in one process, against which distributed results are compared."""
