@@ -19,8 +19,17 @@ from motet.parallel.tensor_collectives import gather_full, shard_parameter
 from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
 from motet.parallel.tensor_plans import Shard
 from motet.plan import ModulePlan, Plan, Stage
-from motet.runtime.gradient_reduction import Copies, GradientReducer, Portion, squared_norm
-from motet.runtime.mixed_tp_reduce import HeldParameter, Key, WholeSum, evenly_cut, portions
+from motet.runtime.gradient_reduction import (
+    Copies,
+    GradientReducer,
+    HeldParameter,
+    Key,
+    Portion,
+    WholeSum,
+    evenly_cut,
+    portions,
+    squared_norm,
+)
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import reductions
 
