@@ -24,7 +24,7 @@ from motet.cluster import Cluster, Link
 from motet.costs.cells import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
 from motet.costs.communication import all_reduce_seconds, message_link
 from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, Load, microbatch_load
-from motet.costs.memory import MemoryOptions, gathered_bytes, saved_layer_bytes, static_layer_bytes
+from motet.costs.memory import MemoryOptions, boundary_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.plan import Edge, LayerRange, Stage
 from motet.shapes.module_shape import ModuleWorkload
@@ -451,10 +451,9 @@ class Estimator:
         """Gradients of each layer that its replicas sum."""
         return [number * self.memory.parameter_bytes for number in self.num_trainable(name, tp=tp)]
 
-    def boundary_bytes(self, name: str, border: int, load: Load) -> float:
+    def boundary_bytes(self, name: str, border: int, load: Load, *, num_shares: int = 1) -> float:
         """The message that crosses the boundary before layer `border` for a microbatch of this load."""
-        rows, width = self.workloads[name].boundary(border)
-        return (load.tokens if rows == "tokens" else load.outputs) * width * self.memory.activation_bytes
+        return boundary_bytes(self.workloads[name], border, load, self.memory, num_shares=num_shares)
 
     def output_bytes(self, name: str, dp: int = 1) -> float:
         """What a module hands on to another one for a mean microbatch."""

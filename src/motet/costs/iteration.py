@@ -25,6 +25,7 @@ from motet.costs.memory import (
     DEFAULT_MEMORY,
     NUM_BUFFERS,
     MemoryOptions,
+    boundary_bytes,
     gathered_bytes,
     half_saved_layer_bytes,
     saved_layer_bytes,
@@ -42,136 +43,8 @@ from motet.schedule.routes import Cell, Routes
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 
-class RankMemory:
-    """Of the ranks of a plan. `saved_bytes` and `static_bytes` are as `motet.simulator.costs.Costs` has them."""
-
-    def __init__(self, cells: Cells, options: MemoryOptions) -> None:
-        self.cells, self.routes, self.plan, self.options = cells, cells.routes, cells.plan, options
-        self._saved: dict[tuple[int, int], tuple[int, int]] = {}
-        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
-
-    def saved_bytes(self, cell: Cell, half: bool) -> int:
-        number = self.routes.number_of_cell[cell]
-        return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
-
-    def saved_sizes(self) -> Ints:
-        """`saved_bytes` of each cell, in row 0 the whole and in row 1 the half."""
-        cells = self.cells
-        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
-        sizes = [self._saved_sizes(kind, load) for kind, load in pairs.T.tolist()]
-        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
-
-    def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
-        """The whole and the half."""
-        key = (kind_number, load_number)
-        if key not in self._saved:
-            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
-            if kind.is_loss:
-                self._saved[key] = self._saved_loss(kind, load), 0
-            elif kind.module in self.plan.recompute_features:
-                self._saved[key] = self._saved_input(kind, load), self._saved_half(kind, load)
-            else:
-                self._saved[key] = self._saved_whole(kind, load), self._saved_half(kind, load)
-        return self._saved[key]
-
-    def _saved_loss(self, kind: CellKind, load: Load) -> int:
-        workload = self.cells.workload(kind.module)
-        share = loss_share(self.plan, kind.module, workload)
-        return loss_saved_bytes(share, workload, load.tokens, self.options.activation_bytes)
-
-    def _saved_input(self, kind: CellKind, load: Load) -> int:
-        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[0])
-        has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
-        carried = load.share(kind.num_shares).tokens if rows == "tokens" else load.outputs
-        stage_input = carried * width if has_input else 0
-        return round(stage_input * self.options.activation_bytes)
-
-    def _saved_whole(self, kind: CellKind, load: Load) -> int:
-        module = self.plan.modules[kind.module]
-        return self._saved_input(kind, load) + sum(
-            count
-            * saved_layer_bytes(
-                layer,
-                self._load_on_rank(kind, layer, load),
-                input_gradient=needs.input_gradient,
-                weight_gradient=needs.weight_gradient,
-                recompute=kind.module in self.plan.recompute,
-                tp_size=kind.stage.tp_size,
-                options=self.options,
-                sequence_parallel=module.sequence_parallel,
-                fully_sharded=module.fully_sharded,
-            )
-            for layer, needs, count in kind.different
-        )
-
-    def _saved_half(self, kind: CellKind, load: Load) -> int:
-        return sum(
-            count
-            * half_saved_layer_bytes(
-                layer,
-                self._load_on_rank(kind, layer, load),
-                weight_gradient=needs.weight_gradient,
-                tp_size=kind.stage.tp_size,
-                options=self.options,
-            )
-            for layer, needs, count in kind.different
-        )
-
-    def _load_on_rank(self, kind: CellKind, layer: LayerShape, load: Load) -> Load:
-        """What a rank of the stage computes of the layer."""
-        return load.share(kind.num_shares) if self.cells.workload(kind.module).is_shared(layer) else load
-
-    def static_bytes(self, rank: int) -> int:
-        num_bytes = 0
-        for name, _, _, stage in self.plan.stages_of_rank(rank):
-            run = (name, stage.layers, stage.tp_size, stage.cp_size)
-            if run not in self._static:
-                self._static[run] = self._static_of_run(*run)
-            num_bytes += self._static[run]
-        return num_bytes + self._recomputed_bytes.get(rank, 0)
-
-    @cached_property
-    def _recomputed_bytes(self) -> Mapping[int, int]:
-        """For each rank, the largest graph that a backward makes again there: it is all there at once."""
-        result: dict[int, int] = {}
-        for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
-            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
-            if kind.module in self.plan.recompute_features:
-                graph = self._saved_whole(kind, load)
-                stages = [
-                    s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
-                ]
-                for rank in {rank for stage in stages for rank in stage.planned.ranks}:
-                    result[rank] = max(result.get(rank, 0), graph)
-        return result
-
-    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
-        module, workload = self.plan.modules[name], self.cells.workload(name)
-        num_holders, num_shares = holders_and_shares(module, cp_size)
-        static = sum(
-            static_layer_bytes(
-                workload.layers[index],
-                trainable=module.is_trainable((index, index + 1)),
-                has_backward=self._gradients[self.cells.owner(name)][index].any,
-                tp_size=tp_size,
-                num_holders=num_holders,
-                options=self.options,
-                num_shares=num_shares,
-                fully_sharded=module.fully_sharded,
-            )
-            for index in range(*layers)
-        )
-        of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
-        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.options)
-
-    @cached_property
-    def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
-        """When every modality is there."""
-        return gradients_of_plan(self.plan)
-
-
 def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
-    """Ranks that hold the same of a module's stage, and those that keep a share each of what it holds."""
+    """Number of ranks that hold the same part of a module, and number of ranks that share it (fully sharded)."""
     num_replicas = len(module.replicas)
     return (num_replicas, cp_size) if module.fully_sharded else (num_replicas * cp_size, 1)
 
@@ -179,8 +52,8 @@ def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
 class IterationCosts:
     """Costs of one iteration.
 
-    `workloads`: by module (copies are looked up by the module they copy). `sample_kinds`: `kinds_of_samples`, where it
-    is known. Raises `ValueError` if the table has no costs for a module at the plan's tensor-parallel size.
+    `workloads`: by module (copies are looked up by the module they copy). `sample_kinds`: `kinds_of_samples`, if known.
+    Raises `UserError` if the table has no costs for a module at the plan's tensor-parallel size.
     """
 
     def __init__(
@@ -197,7 +70,8 @@ class IterationCosts:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds)
-        self._held = RankMemory(self.cells, memory)
+        self._saved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
     @cached_property
@@ -221,7 +95,7 @@ class IterationCosts:
         return self._seconds.reshape(-1)
 
     def group_communication_s(self, action: Compute) -> float:
-        """The part of `compute_s` in which the stage's ranks exchange tensors: computed from the links, at most all."""
+        """The part of `compute_s` in which the stage's ranks exchange tensors, computed from the links."""
         number = self.routes.number_of_cell[action.cell]
         return min(self._exchanging[KINDS.index(action.kind)][number], self.compute_s(action))
 
@@ -271,7 +145,7 @@ class IterationCosts:
         return max(all_reduce_seconds(self.table, self.cluster, ranks, num_bytes) for ranks in groups)
 
     def gather_s(self, reduce: Reduce) -> float:
-        """With ZeRO-1, each rank updates a share of the parameters, and all gather the new ones that they lack."""
+        """The gather of new parameters after the optimizer step of ZeRO-1, where each rank updates a share of them."""
         if not self.memory.zero1:
             return 0.0
         groups, num_bytes = self._shard_groups(reduce)
@@ -283,11 +157,11 @@ class IterationCosts:
         )
 
     def _shard_groups(self, reduce: Reduce) -> tuple[list[tuple[int, ...]], int]:
-        """The ranks that hold a tensor-parallel shard (context-parallel ones do), and its size in bytes.
+        """For each tensor-parallel shard, the ranks that hold it (context-parallel ranks included), and its bytes.
 
-        Of the shards, those whose ranks lie differently on the nodes; the others' take as long as theirs."""
+        Shards whose ranks are placed alike on the nodes take equally long, so each placement occurs once."""
         holders = self._reductions[reduce]
-        # Where holders differ: their common pieces. A rank sums several of them then, one after the other.
+        # If holders have different sizes, their common pieces are reduced. A rank then reduces several in turn.
         tp_size = lcm(*(self._stage_of(holder).tp_size for holder in holders))
         key = (tp_size, tuple([holder.ranks for holder in holders]))
         if key not in self._groups:
@@ -345,31 +219,137 @@ class IterationCosts:
         return sizes
 
     def _boundary_bytes(self, kind: CellKind, load: Load, num_shares: int) -> int:
-        """What a message from the stage to the next one of its module carries, of so many shares of the tokens one."""
-        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[1])
-        # What an encoder's head has made is whole on all ranks.
-        carried = load.share(num_shares).tokens if rows == "tokens" else load.outputs
-        return round(carried * width * self.memory.activation_bytes)
+        """A message from the stage to the next one of its module: one of so many shares of the tokens."""
+        workload, border = self.cells.workload(kind.module), kind.stage.layers[1]
+        return round(boundary_bytes(workload, border, load, self.memory, num_shares=num_shares))
 
     def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
-        """What a module hands on of these samples to another module."""
+        """A module's output for these samples, which another module receives."""
         workload = self.cells.workload(module)
         _, width = workload.boundary(workload.num_layers)
         outputs = self.cells.num_outputs(module)
         return sum([outputs[i] for i in samples]) * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
-        return self._held.saved_bytes(cell, half)
+        number = self.routes.number_of_cell[cell]
+        return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
 
     def saved_sizes(self, dependencies: Dependencies) -> Ints:
         assert dependencies.routes is self.routes
-        return self._held.saved_sizes()
+        cells = self.cells
+        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
+        sizes = [self._saved_sizes(kind, load) for kind, load in pairs.T.tolist()]
+        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
+
+    def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
+        """Bytes saved by the forward, and by the input half of a backward."""
+        key = (kind_number, load_number)
+        if key not in self._saved:
+            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
+            if kind.is_loss:
+                self._saved[key] = self._saved_loss(kind, load), 0
+            elif kind.module in self.plan.recompute_features:
+                self._saved[key] = self._saved_input(kind, load), self._saved_half(kind, load)
+            else:
+                self._saved[key] = self._saved_whole(kind, load), self._saved_half(kind, load)
+        return self._saved[key]
+
+    def _saved_loss(self, kind: CellKind, load: Load) -> int:
+        workload = self.cells.workload(kind.module)
+        share = loss_share(self.plan, kind.module, workload)
+        return loss_saved_bytes(share, workload, load.tokens, self.memory.activation_bytes)
+
+    def _saved_input(self, kind: CellKind, load: Load) -> int:
+        workload, border = self.cells.workload(kind.module), kind.stage.layers[0]
+        if not border or not any(needs.any for needs in kind.gradients):
+            return 0
+        return round(boundary_bytes(workload, border, load, self.memory, num_shares=kind.num_shares))
+
+    def _saved_whole(self, kind: CellKind, load: Load) -> int:
+        module = self.plan.modules[kind.module]
+        return self._saved_input(kind, load) + sum(
+            count
+            * saved_layer_bytes(
+                layer,
+                self._load_on_rank(kind, layer, load),
+                input_gradient=needs.input_gradient,
+                weight_gradient=needs.weight_gradient,
+                recompute=kind.module in self.plan.recompute,
+                tp_size=kind.stage.tp_size,
+                options=self.memory,
+                sequence_parallel=module.sequence_parallel,
+                fully_sharded=module.fully_sharded,
+            )
+            for layer, needs, count in kind.different
+        )
+
+    def _saved_half(self, kind: CellKind, load: Load) -> int:
+        return sum(
+            count
+            * half_saved_layer_bytes(
+                layer,
+                self._load_on_rank(kind, layer, load),
+                weight_gradient=needs.weight_gradient,
+                tp_size=kind.stage.tp_size,
+                options=self.memory,
+            )
+            for layer, needs, count in kind.different
+        )
+
+    def _load_on_rank(self, kind: CellKind, layer: LayerShape, load: Load) -> Load:
+        """The part of the layer that each rank of the stage computes."""
+        return load.share(kind.num_shares) if self.cells.workload(kind.module).is_shared(layer) else load
 
     def static_bytes(self, rank: int) -> int:
-        return self._held.static_bytes(rank)
+        num_bytes = 0
+        for name, _, _, stage in self.plan.stages_of_rank(rank):
+            run = (name, stage.layers, stage.tp_size, stage.cp_size)
+            if run not in self._static:
+                self._static[run] = self._static_of_run(*run)
+            num_bytes += self._static[run]
+        return num_bytes + self._recomputed_bytes.get(rank, 0)
+
+    @cached_property
+    def _recomputed_bytes(self) -> Mapping[int, int]:
+        """For each rank, the largest graph that a backward recomputes there as a whole."""
+        result: dict[int, int] = {}
+        for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
+            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
+            if kind.module in self.plan.recompute_features:
+                graph = self._saved_whole(kind, load)
+                stages = [
+                    s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
+                ]
+                for rank in {rank for stage in stages for rank in stage.planned.ranks}:
+                    result[rank] = max(result.get(rank, 0), graph)
+        return result
+
+    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
+        module, workload = self.plan.modules[name], self.cells.workload(name)
+        num_holders, num_shares = holders_and_shares(module, cp_size)
+        static = sum(
+            static_layer_bytes(
+                workload.layers[index],
+                trainable=module.is_trainable((index, index + 1)),
+                has_backward=self._gradients[self.cells.owner(name)][index].any,
+                tp_size=tp_size,
+                num_holders=num_holders,
+                options=self.memory,
+                num_shares=num_shares,
+                fully_sharded=module.fully_sharded,
+            )
+            for index in range(*layers)
+        )
+        of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
+        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.memory)
+
+    @cached_property
+    def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
+        """The gradients that layers compute when every modality is present."""
+        return gradients_of_plan(self.plan)
 
     def memory_limit(self) -> MemoryLimit:
-        """What parameters, all that is static and the buffers of messages leave for activations on a device."""
+        """Memory for activations: what static bytes and the buffers of messages leave free."""
         return self._memory_limit
 
     @cached_property
@@ -382,14 +362,14 @@ class IterationCosts:
             half_saved_bytes=lambda cell: self.saved_bytes(cell, half=True),
         )
 
-    # What they are derived from --------------------------------------------------------------------------------------
+    # Loads, gradients and reductions ---------------------------------------------------------------------------------
 
     def load(self, cell: Cell) -> Load:
-        """The same for all stages of a module's replica."""
+        """The load of the cell's microbatch, the same for all stages of a module's replica."""
         return self.cells.load_of(cell)
 
     def gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
-        """For each layer of the cell's stage, what its backward computes."""
+        """The gradients that each layer of the cell's stage computes."""
         return self.cells.kind_of(cell).gradients
 
     @cached_property
@@ -430,6 +410,7 @@ class IterationCosts:
 
 
 def _shares_carried(source: Stage, target: Stage, *, gradient: bool) -> int:
-    """Of how many shares of the tokens a message between stages of a module carries one. Where the two share them out
-    otherwise, gradients go back whole."""
+    """The number of shares of the tokens of which a message between stages of a module carries one.
+
+    Gradients return whole if the two stages share tokens differently."""
     return 1 if gradient and source.cp_size != target.cp_size else target.cp_size

@@ -19,7 +19,7 @@ from itertools import groupby
 
 from motet.cluster import Cluster
 from motet.costs.cost_model import Load
-from motet.shapes.module_shape import LayerShape, Linear
+from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload
 
 ADAMW_STATES = 2
 """Moments for each parameter, of its own precision."""
@@ -178,6 +178,17 @@ def _logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: Memory
         if linear.rows == "outputs" and linear.cut == "column"
     )
     return round(logits * max(LOGIT_BYTES, options.activation_bytes))
+
+
+def boundary_bytes(
+    workload: ModuleWorkload, border: int, load: Load, options: MemoryOptions, *, num_shares: int = 1
+) -> float:
+    """The tensor before layer `border` of a microbatch; of tokens, one of `num_shares` equal shares.
+
+    The output of an encoder's head is whole on every rank."""
+    rows, width = workload.boundary(border)
+    carried = load.tokens / num_shares if rows == "tokens" else load.outputs
+    return carried * width * options.activation_bytes
 
 
 def half_saved_layer_bytes(

@@ -100,12 +100,10 @@ def _cut_seconds(problem: PlanningProblem, name: str, sharing: Sharing) -> CutCo
     """Messages from a stage to the next one, and back."""
     estimator, dp = problem.estimator, problem.failures + 1
     workload, trainable = problem.modules[name].workload, problem.modules[name].trainable_layers
-    load = estimator.typical_load(name, dp, cp=sharing.cp_size, packed=sharing.is_packed)
-    # What an encoder's head has made is whole on every rank.
-    load = load._replace(outputs=estimator.typical_load(name, dp).outputs)
+    load = estimator.typical_load(name, dp, packed=sharing.is_packed)
     cuts: tuple[list[float], list[float]] = ([0.0], [0.0])
     for border in range(1, workload.num_layers + 1):
-        num_bytes = estimator.boundary_bytes(name, border, load)
+        num_bytes = estimator.boundary_bytes(name, border, load, num_shares=sharing.cp_size)
         comes_back = border < workload.num_layers and problem.gradients[name][border].input_gradient
         comes_back = comes_back or (border == workload.num_layers and any(trainable))
         is_end = border == workload.num_layers and name in problem.sinks
