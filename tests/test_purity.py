@@ -54,18 +54,12 @@ PURE = (
     "motet.addresses",
     "motet.resilience.interruptible_wait",
     "motet.resilience.agent",
-    "motet.resilience.node_process",
-    "motet.resilience.control",
+    "motet.resilience.process_control",
     "motet.resilience.failure_log",
-    "motet.resilience.store.gathering",
-    "motet.resilience.membership",
     "motet.resilience.store.store_failover",
-    "motet.resilience.store.run_record",
+    "motet.resilience.membership",
     "motet.resilience.stragglers",
     "motet.resilience.succession",
-    "motet.resilience.store.gathering",
-    "motet.resilience.node_process",
-    "motet.resilience.store.store_failover",
 )
 """Modules, and packages with all that they hold."""
 
