@@ -8,10 +8,10 @@ READY := $(VENV)/ready
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick campaigns chaos checks clean
+.PHONY: demo test quick campaigns chaos checks docs clean
 
 demo: $(READY)  ## Train vision + audio + language model on 4 processes, see it learn, and ask the exported model.
-	$(BIN)/motet demo examples/demo.yaml
+	$(BIN)/motet demo
 
 test: checks  ## Everything.
 	$(BIN)/python -m pytest -n 2
@@ -31,12 +31,19 @@ checks: $(READY)  ## Style and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(READY): pyproject.toml
+docs: $(READY)  ## Renews the pages that are generated from the sources.
+	$(BIN)/python -m docs.generate.map
+	$(BIN)/python -m docs.generate.api
+	$(BIN)/python -m motet.config.describe > $(VENV)/page && mv $(VENV)/page docs/run-file.md
+	$(BIN)/python -m motet.report.schedules_page > $(VENV)/page && mv $(VENV)/page docs/schedules.md
+
+# Exact versions: an open range would take the newest torch with gigabytes of CUDA libraries.
+$(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "motet needs Python 3.11 or newer; give one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e '.[dev]'
 	touch $(READY)
 
 clean:

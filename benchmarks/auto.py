@@ -22,9 +22,10 @@ from statistics import median
 from benchmarks.reporting import Report
 from motet.api import read_problem
 from motet.config import load_run_config
-from motet.planner.auto.planner import Choice, choose
+from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation
 from motet.planner.problem import PlanningProblem
+from motet.planner.registry import choose
 from papers.cornstarch import problems as cornstarch_problems
 from papers.distmm import systems as distmm_problems
 from papers.disttrain import problems as disttrain_problems

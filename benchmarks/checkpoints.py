@@ -89,6 +89,7 @@ def main(arguments: list[str] | None = None) -> Report:
         num_llm_blocks=args.layers,
         width=args.width,
         image_size=192,
+        num_samples=16,
         num_microbatches=4,
         trains="all",
     )

@@ -27,12 +27,10 @@ from benchmarks.reporting import Report
 from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig, load_run_config
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import open_data
+from motet.data.run_file import open_data
 from motet.data.service.opening import agreed_digest, open_producers, open_server
-from motet.data.service.preparer import Preparer
-from motet.data.service.producer import InProcess, Producer
-from motet.data.service.tickets import TOKEN_VARIABLE
-from motet.data.service.workers import LocalProducer, Workers
+from motet.data.service.tickets import TOKEN_VARIABLE, InProcess, Producer
+from motet.data.service.workers import LocalProducer, Preparer, Workers
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "demo.yaml"
 SAMPLES_PER_BATCH = 4

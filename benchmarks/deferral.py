@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.emulated import expectation
+from benchmarks.emulation import emulated_stage_maker
 from benchmarks.measuring import Blocks, measure_in_turn, ratio, seconds
 from benchmarks.profiling import measure_costs
 from benchmarks.reporting import REPORTS, Report
@@ -35,16 +36,15 @@ from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.profiling.profiler import ProfileOptions
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import open_data
-from motet.data.service.producer import InProcess
+from motet.data.run_file import open_data
+from motet.data.service.tickets import InProcess
 from motet.models.stages.stage import Batch
 from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import explicit_plan
 from motet.planner.from_run_file import planning_problem
+from motet.planner.layout import explicit_plan
 from motet.planner.problem import Degrees
 from motet.runtime.assembly import build_engine
-from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine
 from motet.runtime.launch import launch
 

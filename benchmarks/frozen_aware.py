@@ -101,6 +101,7 @@ def main(arguments: list[str] | None = None) -> Report:
         "width": args.width,
         "llm_intermediate": args.llm_intermediate,
         "image_size": args.image_size,
+        "num_samples": args.microbatches,
         "num_microbatches": args.microbatches,
     }
     config = vlm_config(trains="projector", **shape)

@@ -30,11 +30,10 @@ from benchmarks.auto import EXAMPLES, problems
 from motet.api import read_problem
 from motet.config import load_run_config
 from motet.errors import UserError
-from motet.planner.auto.planner import choose
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import plan_for
 from motet.planner.problem import PlanningProblem
-from motet.planner.registry import PLANNERS, make_plan
+from motet.planner.registry import PLANNERS, choose, make_plan
 
 RELATIVE_TOLERANCE = 1e-12
 AS_WRITTEN = "run file"

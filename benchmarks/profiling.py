@@ -11,10 +11,11 @@ from motet.cluster import cpu_cluster
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
+from motet.families.configured_graph import read_graph
 from motet.models.stages.stage import StageModule
 from motet.parallel.tensor_parallel import TensorParallel
-from motet.plan import LANGUAGE_MODEL, LayerRange
-from motet.planner.from_run_file import edges_between, planning_problem, read_workloads
+from motet.plan import LayerRange
+from motet.planner.from_run_file import planning_problem
 from motet.planner.problem import PlanningProblem
 from motet.runtime.assembly import build_stage
 from motet.runtime.launch import launch
@@ -35,8 +36,8 @@ def _measure(config: RunConfig, batch: SyntheticBatch, options: ProfileOptions) 
     device = torch.device("cpu")
     (tp_size,) = options.tp_sizes
     tp = TensorParallel(group=dist.group.WORLD if tp_size > 1 else None, rank=dist.get_rank() % tp_size, size=tp_size)
-    workloads = read_workloads(config)
-    edges = edges_between(config, workloads[LANGUAGE_MODEL])
+    graph = read_graph(config)
+    workloads = graph.workloads
 
     def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
         return build_stage(config, name, layers, tp, device, recompute=False)
@@ -44,7 +45,7 @@ def _measure(config: RunConfig, batch: SyntheticBatch, options: ProfileOptions) 
     described = {
         name: ProfiledModule(
             workload=workload,
-            sources={e.source: workloads[e.source].output_size for e in edges if e.target == name},
+            sources={e.source: workloads[e.source].output_size for e in graph.edges if e.target == name},
         )
         for name, workload in workloads.items()
     }

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-REPORTS = Path(__file__).parent / "reports"
+REPORTS = Path(os.environ.get("MOTET_REPORTS", Path(__file__).parent / "reports"))
+"""The folder of reports; tests set `MOTET_REPORTS` to another one."""
 
 
 class Report:
@@ -49,7 +50,7 @@ class Report:
 def _circumstances(load_at_start: float) -> str:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU used"
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     lines = [
         ("Date", date.today().isoformat()),
         ("Hardware", f"{_processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {gpu}"),

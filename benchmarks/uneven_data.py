@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assignment.sample import Sample, Segment
-from motet.data.preparation.encoder_layout import image_rule
+from motet.data.encoder_layout import image_rule
 from motet.families.token_counts import encoder_segment
 
 SEED = 20261122

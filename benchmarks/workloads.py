@@ -24,10 +24,11 @@ def _llama(num_blocks: int, width: int, intermediate: int) -> dict[str, object]:
     return {"config": "LlamaConfig", "values": values}
 
 
-def _train_section(dtype: str) -> dict[str, object]:
+def _train_section(num_samples: int) -> dict[str, object]:
     # A constant rate, no decay: any optimizer that is compared can be set to the same.
     return {
-        "dtype": dtype,
+        "dtype": "float32",
+        "global_batch_size": num_samples,
         "learning_rate": 1e-4,
         "lr_schedule": "constant",
         "weight_decay": 0.0,
@@ -35,14 +36,14 @@ def _train_section(dtype: str) -> dict[str, object]:
     }
 
 
-def llama_config(*, num_blocks: int, width: int, num_microbatches: int) -> RunConfig:
-    """A Llama stack, everything trainable."""
+def llama_config(*, num_blocks: int, width: int, num_samples: int, num_microbatches: int) -> RunConfig:
+    """A Llama stack, everything trainable, and `num_samples` in an iteration."""
     return RunConfig.model_validate(
         {
             "model": {"language_model": _llama(num_blocks, width, 8 * width // 3)},
             "data": {"kind": "dial-a-digit"},
             "parallel": {"num_microbatches": num_microbatches},
-            "train": _train_section("float32"),
+            "train": _train_section(num_samples),
         }
     )
 
@@ -52,6 +53,7 @@ def vlm_config(
     num_vision_blocks: int,
     num_llm_blocks: int,
     width: int,
+    num_samples: int,
     num_microbatches: int,
     trains: str,
     image_size: int = 128,
@@ -60,6 +62,7 @@ def vlm_config(
     """SigLIP with patches of 16 pixels, an MLP projector, Llama.
 
     Args:
+        num_samples: of an iteration.
         trains: "projector" (encoder and language model are frozen) or "all".
         llm_intermediate: width of the language model's MLP; None: a block costs per token what the encoder's does.
     """
@@ -91,7 +94,7 @@ def vlm_config(
             },
             "data": {"kind": "dial-a-digit"},
             "parallel": {"num_microbatches": num_microbatches},
-            "train": _train_section("float32"),
+            "train": _train_section(num_samples),
         }
     )
 

@@ -5,7 +5,7 @@ measured spans of a step leave of both ranks' time, from the first span's begin 
 which is larger where backwards are in halves: what they keep in between has left the processor's caches. Schedules take
 turns. The simulator's forecast, with the run's own computed costs, stands beside.
 
-In a second table computation sleeps for those costs (`motet.runtime.emulation`): program and messages are the same, but
+In a second table computation sleeps for those costs (`benchmarks.emulation`): program and messages are the same, but
 nothing else that the machine does matters.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.emulated import expectation
+from benchmarks.emulation import emulated_stage_maker
 from benchmarks.layouts import language_model_plan
 from benchmarks.measuring import measure_in_turn, ratio, seconds
 from benchmarks.reporting import Report
@@ -30,7 +31,6 @@ from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem
 from motet.runtime.assembly import build_engine
-from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine
 from motet.runtime.launch import launch
 from motet.timeline import Timeline
@@ -163,10 +163,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> Report:
     args = parse(arguments)
-    config = llama_config(num_blocks=args.layers, width=args.width, num_microbatches=args.microbatches)
+    num_samples = args.samples * args.microbatches
+    config = llama_config(
+        num_blocks=args.layers, width=args.width, num_samples=num_samples, num_microbatches=args.microbatches
+    )
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_devices": 2})})
     plans = {name: plan_of(name, args.layers, args.microbatches) for name in SCHEDULES}
-    batch = SyntheticBatch(config, num_samples=args.samples * args.microbatches, num_text_tokens=args.tokens)
+    batch = SyntheticBatch(config, num_samples=num_samples, num_text_tokens=args.tokens)
     problem = planning_problem(config, batch.samples)
     evaluations = {name: evaluate(problem, plan) for name, plan in plans.items()}
     results = {

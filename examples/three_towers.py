@@ -17,8 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from motet.assignment.sample import Sample
 from motet.config import load_run_config
-from motet.data.dataset import Dataset
-from motet.data.run_file.datasets import open_data
+from motet.data.preparation import Dataset
+from motet.data.run_file import open_data
 from motet.models.hub.export import load_towers
 
 RUN_FILE = Path(__file__).with_suffix(".yaml")

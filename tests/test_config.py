@@ -8,8 +8,8 @@ import pytest
 import yaml
 from checkout import ROOT
 
+from docs.generate.run_file import describe
 from motet.config import RunConfig, load_run_config
-from motet.config.describe import describe
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 
@@ -87,7 +87,7 @@ def test_every_field_says_what_it_means() -> None:
 
 def test_the_page_of_the_run_file_is_up_to_date() -> None:
     page = ROOT / "docs" / "run-file.md"
-    assert page.read_text() == describe(), "python -m motet.config.describe > docs/run-file.md"
+    assert page.read_text() == describe(), "python docs/generate/run_file.py > docs/run-file.md"
 
 
 def _types_in(annotation: Any) -> list[Any]:

@@ -8,7 +8,7 @@ What the paper leaves out, and what is assumed instead:
 * Patches of 14 pixels (577 tokens an image), CLIP's vocabulary, MLPs of four times the width, features of 512, heads
   that all degrees of tensor parallelism in the paper divide. Hidden size 5140 is not divisible by 8: 5120.
 
-**The V100.** A matrix product takes `overhead + work / (limit x peak)` (`motet.costs.kernel_speeds`). Neither is
+**The V100.** A matrix product takes `overhead + work / (limit x peak)` (`motet.costs.analytic`). Neither is
 fitted to DistMM's bars. The overhead comes from products that DeepBench measured on "Tesla V100 Mixed Precision" (its
 README; the one whose width no tensor core takes is left out). The limit is the one with which Megatron-LM trains a
 model of 350 M parameters as fast as it did on one GPU of the same machine, a p3.16xlarge: `ALPA`.
@@ -22,10 +22,8 @@ from scipy.optimize import brentq
 
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import DEVICES, LINKS, Cluster
-from motet.costs.analytic import analytic_table, layer_flops
-from motet.costs.cost_model import LayerCost
-from motet.costs.kernel_speeds import Speed, Speeds, default_speeds
-from motet.costs.load import Load
+from motet.costs.analytic import Speed, Speeds, analytic_table, default_speeds, layer_flops
+from motet.costs.cost_model import LayerCost, Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem

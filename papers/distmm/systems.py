@@ -19,8 +19,8 @@ from functools import cache
 
 from motet.costs.analytic import layer_flops
 from motet.costs.communication import ring_terms
-from motet.costs.load import microbatch_load
-from motet.costs.memory import RESERVE
+from motet.costs.cost_model import microbatch_load
+from motet.costs.memory import RESERVE, usable_bytes
 from motet.plan import Plan
 from motet.planner.distmm.planner import assign_devices, assigned_plan, candidates
 from motet.planner.distmm.towers import TowerLayout, tower_plan
@@ -221,7 +221,7 @@ def _choices(given: PlanningProblem, tower: str) -> Choices:
 def published_partition(given: PlanningProblem, tower: str) -> tuple[int, int]:
     """The first (tp, pp) into which a replica fits by itself, its activations aside."""
     state = given.modules[tower].workload.num_parameters * BYTES_OF_A_REPLICA
-    memory = given.cluster.device.memory_bytes * (1 - RESERVE)
+    memory = usable_bytes(given.cluster)
     sizes = [(tp, 1) for tp in (1, 2, 4, 8)] + [(DEVICES_PER_NODE, pp) for pp in range(2, 9)]
     return next((tp, pp) for tp, pp in sizes if state / (tp * pp) <= memory)
 

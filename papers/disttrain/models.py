@@ -7,7 +7,7 @@ from functools import cache
 
 from motet.cluster import DEVICES, LINKS
 from motet.costs.analytic import layer_flops
-from motet.costs.load import Load
+from motet.costs.cost_model import Load
 from motet.costs.memory import RESERVE
 from motet.planner.disttrain.units import OrchestrationProblem, Unit
 from motet.shapes.diffusion import generator_workload

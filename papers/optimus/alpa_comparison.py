@@ -180,9 +180,10 @@ def table_10_alpa() -> Table:
     return Table(
         "Table 10: what would make Alpa slow",
         tuple(rows),
-        "Alpa's plan is as good as Megatron-LM's balanced one: planner alpa, free to choose, comes to 1.17 times "
-        "planner optimus (published: 3.10). With 16 bits, what is known of its programs makes half of the published "
-        "time, the deepest pipeline three quarters. Only the float32 of its examples comes near. The other thing that "
+        "Alpa's plan is as good as Megatron-LM's balanced one: the planner of `papers.optimus.alpa` comes to 1.17 "
+        "times planner optimus (published: 3.10). With 16 bits, what is known of its programs makes half of the "
+        "published time, the deepest pipeline three quarters. Only the float32 of its examples comes near. The other "
+        "thing that "
         "the paper tells, that Alpa runs out of memory on Model A, does not decide between them.",
     )
 

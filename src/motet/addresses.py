@@ -10,7 +10,7 @@ MAX_PORT = 65535
 
 
 def host_and_port(text: str) -> tuple[str, int] | None:
-    """Of HOST:PORT; None if it is none. An IPv6 address may stand in brackets."""
+    """Host and port of HOST:PORT; None if it has another form. An IPv6 address may stand in brackets."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -47,9 +47,7 @@ def free_address(host: str, port: int) -> tuple[str, int]:
     return host, ports[0]
 
 
-# Which network interface leads to another machine: gloo has to be told, and takes the loopback otherwise.
-#
-# Limits: Linux, IPv4.
+# The network interface that leads to another machine (Linux, IPv4): gloo takes the loopback unless it is told.
 
 
 SIOCGIFADDR = 0x8915

@@ -20,9 +20,9 @@ from motet.timeline import Timeline
 if TYPE_CHECKING:
     from motet.assignment.sample import Sample
     from motet.costs.cost_model import CostTable
+    from motet.data.layouts import SampleSource
     from motet.data.loader import LoadedBatch
-    from motet.data.preparation.sample_layout import SampleSource
-    from motet.planner.auto.planner import Choice
+    from motet.planner.auto import Choice
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
 
@@ -115,9 +115,9 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
 def make_plan(run: RunFile, overrides: Sequence[str] = ()) -> Prediction:
     """Lays the model out by the planner that the run file names, and predicts an iteration."""
     config = _config(run, overrides)
-    from motet.planner.auto.planner import choose
     from motet.planner.evaluate import evaluate
     from motet.planner.from_run_file import plan_for
+    from motet.planner.registry import choose
     from motet.report.plan_report import report_choice, report_evaluation
 
     problem = read_problem(config)
@@ -238,24 +238,14 @@ def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     Raises `UserError` if the checkpoint is damaged.
     """
     config = _config(run, ())
-    from motet.data.preparation.preparation import TowerPreparation
-    from motet.data.run_file.datasets import open_preparation
-    from motet.models.hub.export import describe_config, export_parts, export_towers
+    from motet.data.run_file import open_preparation
+    from motet.models.hub.export import describe_config, export_parts
     from motet.models.hub.weights import CheckpointTensors
 
     folder = Path(config.train.output) / "export"
     preparation = open_preparation(config)
-    if isinstance(preparation, TowerPreparation):
-        export_towers(CheckpointTensors(checkpoint), config.model, folder, processors=preparation.tools)
-        return folder
-    placeholders = {name: preparation.placeholder_id(name) for name in preparation.encoders}
-    export_parts(
-        CheckpointTensors(checkpoint),
-        describe_config(config.model, placeholders),
-        folder,
-        tokenizer=preparation.tokenizer,
-        processors={name: encoder.processor for name, encoder in preparation.encoders.items()},
-    )
+    description = describe_config(config.model, preparation.placeholder_ids)
+    export_parts(CheckpointTensors(checkpoint), description, folder, processors=preparation.tools)
     return folder
 
 
@@ -297,7 +287,8 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
                     "parallel.zero1 to false"
                 )
     keys = ["schedule"]
-    if not config.model.towers and not plan.replica_microbatches:  # There numbers of microbatches are the planner's.
+    # With a contrastive loss and with unequal replicas, numbers of microbatches are the planner's.
+    if plan.loss_module is None and not plan.replica_microbatches:
         keys.append("num_microbatches")
     for key in keys:
         own, given = getattr(plan, key), getattr(config.parallel, key)
@@ -312,8 +303,8 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
 def read_batch(config: RunConfig) -> "LoadedBatch":
     """The batch with its tensors. Raises `UserError` naming the key or file that is wrong."""
     from motet.data.loader import Loader
-    from motet.data.run_file.datasets import open_data
-    from motet.data.service.producer import InProcess
+    from motet.data.run_file import open_data
+    from motet.data.service.tickets import InProcess
 
     train = open_data(config).train
     _check_batch_size(config, len(train))
@@ -325,7 +316,7 @@ def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, .
 
     They are read from data servers where the run file names some.
     """
-    from motet.data.run_file.samples import open_samples
+    from motet.data.run_file import open_samples
 
     if getattr(config.data, "servers", ()):
         from concurrent.futures import ProcessPoolExecutor
@@ -471,8 +462,8 @@ def _train_on_nodes(
 
 
 def _save_timelines(output: Path, timelines: Mapping[str, Timeline]) -> None:
-    from motet.report.chrome_trace import save_trace
     from motet.report.pictures import save_timelines
+    from motet.report.timelines import save_trace
 
     save_timelines(timelines, output / "timeline.png")
     save_trace(timelines, output / "trace.json")

@@ -1,4 +1,4 @@
-"""Who holds what, where: the one description that planners write and that simulator and runtime read.
+"""The plan: which ranks hold which layers. Planners write it; simulator and runtime read it.
 
 A plan is a readable JSON file that round-trips (`Plan.to_json`, `Plan.from_json`), so that it can be edited by hand.
 Layers are numbered as docs/architecture.md says.
@@ -15,7 +15,7 @@ LayerRange = tuple[int, int]
 """Half-open: [first, last)."""
 
 VERSION = 1
-"""Of a plan file's form."""
+"""Version of the plan file format."""
 
 DEFAULT_ASSIGNMENT = "contiguous"
 """The batch in the order in which it comes."""
@@ -23,13 +23,13 @@ DEFAULT_ASSIGNMENT = "contiguous"
 ModuleKind = Literal["encoder", "language_model", "generator", "tower", "loss"]
 
 LANGUAGE_MODEL = "language_model"
-"""What the language model is called among the modules; encoders and towers have names of the user's."""
+"""Name of the language model among the modules; the user names encoders and towers."""
 
 CONTRASTIVE = "contrastive"
-"""What the contrastive loss is called among the modules."""
+"""Name of the contrastive loss among the modules."""
 
 DECODER = "decoder"
-"""What the caption decoder beside towers is called among them."""
+"""Name of the caption decoder among the modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +57,18 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOptions:
-    """How context-parallel groups share the tokens of a microbatch."""
+    """Distribution of a microbatch's tokens over context-parallel groups."""
 
     block_size: int = 128
     """Tokens that stay together."""
     policy: str = "lpt"
-    """Who gets which block: a key of `motet.attention.masks.distribution.POLICIES`."""
+    """Distribution policy: a key of `motet.attention.masks.distribution.POLICIES`."""
     method: Literal["all_gather", "ulysses"] = "all_gather"
     """Keys and values come to the queries, or tokens are traded for heads."""
     backend: Literal["auto", "triton", "flex", "dense"] = "auto"
-    """Who computes the attention; auto: as the device has it."""
+    """Attention backend; auto: the best one for the device."""
     media_attention: str = "causal"
-    """What media tokens see, as far as it matters for the balance: a kind of attention, or a registered mask's name."""
+    """Mask of media tokens that the balance assumes: a kind of attention, or a registered mask's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class ModulePlan:
     kind: ModuleKind
     num_layers: int
     replicas: tuple[Replica, ...]
-    """They need not look alike, and modules need not have equally many."""
+    """Replicas; they need not look alike, and modules may have different numbers of them."""
     trainable: tuple[LayerRange, ...] = ()
     """The layers with a trainable parameter."""
     tied: tuple[tuple[int, int], ...] = ()
@@ -91,7 +91,7 @@ class ModulePlan:
     loss_weight: float = 0.0
     """Weight of the loss that the module's last layer computes; 0: the module has none."""
     context: ContextOptions = ContextOptions()
-    """Only of concern where cp_size is larger than 1."""
+    """Options used where cp_size is larger than 1."""
     num_microbatches: int | None = None
     """Per replica, where the module cuts the batch otherwise than the plan says; of a loss: the contrastive batches."""
 
@@ -119,16 +119,16 @@ class Plan:
     num_microbatches: int
     """Per replica of every module, unless an assignment says otherwise."""
     replica_microbatches: tuple[int, ...] = ()
-    """Of replica 0, 1, ... of every module, where pipelines that do not look alike get unequal shares of the batch;
-    (): `num_microbatches` each."""
+    """Number of microbatches of replica 0, 1, ... of every module, where unlike pipelines get unequal shares of the
+    batch; (): `num_microbatches` each."""
     schedule: str = "1f1b"
     """A key of `motet.schedule.generators.GENERATORS`."""
     assignment: str = DEFAULT_ASSIGNMENT
-    """How every global batch is cut: a key of `motet.balancing.policies.ASSIGNMENTS`."""
+    """Policy that cuts every global batch: a key of `motet.balancing.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
-    """Most tokens of a packed sequence: language-model microbatches of more are cut; None: no limit."""
+    """Token limit of a packed sequence: larger language-model microbatches are cut; None: no limit."""
     planner: str = "explicit"
-    """Who made the plan."""
+    """Planner that made the plan."""
     recompute: tuple[str, ...] = ()
     """Modules whose activations are recomputed in the backward pass, block by block."""
     recompute_features: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Raises `ValueError` naming the key that is wrong and what would be right."""
-        from motet.config import parse_strictly
+        from motet.strict_parsing import parse_strictly
 
         return parse_strictly(Plan, text, what="plan")
 

@@ -34,7 +34,7 @@ class Rows:
         return [values[begin:end] for begin, end in pairwise(starts)]
 
     def only(self, *, none: int, many: int) -> Ints:
-        """For each row its value if it has one, `none` if it has none, `many` if it has several."""
+        """Single value of each row: `none` for empty rows, `many` for rows with several values."""
         result = np.full(len(self), none)
         result[self.lengths > 1] = many
         single = self.lengths == 1
@@ -68,7 +68,7 @@ def stacked(tables: Sequence[Rows]) -> Rows:
 
 
 def starts_of(lengths: Ints | Bools) -> Ints:
-    """Where each run begins if they follow each other, and where the last one ends."""
+    """Start of each run if they follow each other, and the end of the last one."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 

@@ -26,7 +26,7 @@ SPAN_KINDS = {
 }
 
 BUSY_KINDS = frozenset({"F", "B", "I", "W", "optimizer"})
-"""What counts as work; the rest of a rank's time is its bubble."""
+"""Span kinds that count as work; the rest of a rank's time is its bubble."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +68,19 @@ class SpanDifference(NamedTuple):
     rank: int
     name: str
     start_s: float
-    """How much later the span begins in the other timeline."""
+    """Delay of the span's begin in the other timeline, in seconds."""
     duration_s: float
-    """How much longer it takes there."""
+    """Difference of its duration there, in seconds."""
 
 
 @dataclass(frozen=True)
 class TimelineDifference:
-    """How another timeline, say the measured one, differs from this one, say the predicted one."""
+    """Difference of another timeline (measured, say) from this one (predicted, say)."""
 
     iteration_time_ratio: float
     """The other's iteration time over this one's."""
     spans: tuple[SpanDifference, ...]
-    """Of the spans that stand in both, in this timeline's order."""
+    """Differences of the spans that stand in both, in this timeline's order."""
     only_here: tuple[Span, ...]
     only_there: tuple[Span, ...]
 
@@ -89,7 +89,7 @@ class TimelineDifference:
 class Timeline:
     spans: tuple[Span, ...]
     num_ranks: int = 0
-    """At least as many as the spans show; more if some rank has none."""
+    """Number of ranks: at least as many as the spans show; more if some rank has none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_ranks", max(self.num_ranks, 1 + max((s.rank for s in self.spans), default=-1)))
@@ -104,12 +104,12 @@ class Timeline:
 
     @property
     def iteration_time_s(self) -> float:
-        """From the first span's begin to the last one's end, on whichever ranks."""
+        """Seconds from the first span's begin to the last span's end, over all ranks."""
         return self.end_s - self.start_s
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """For each rank, the time for which it computes."""
+        """Seconds for which each rank computes."""
         busy = [0.0] * self.num_ranks
         for span in self.spans:
             if span.kind in BUSY_KINDS:
@@ -172,11 +172,11 @@ class Timeline:
 
 
 Lanes = Mapping[str, Sequence[Sequence[int]]]
-"""By a timeline's title, the ranks that each lane of a picture stands for; those of the first are drawn."""
+"""Ranks that each lane of a picture stands for, by the timeline's title; the first rank is drawn."""
 
 
 def lanes_by_title(timelines: Mapping[str, Timeline], lanes: Lanes | None) -> Lanes:
-    """Of every title; where nothing is said, each rank has a lane."""
+    """Lanes of every title; by default each rank has a lane."""
     return {t: [(rank,) for rank in range(timeline.num_ranks)] for t, timeline in timelines.items()} | dict(lanes or {})
 
 

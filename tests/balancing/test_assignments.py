@@ -4,15 +4,16 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Sample
 from motet.balancing.policies import ASSIGNMENTS, assign
 from motet.config import ParallelConfig
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.explicit import build_plan
+from motet.planner.layout import build_plan
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.schedule.routes import derive_routes
 from papers.entrain.problems import problem
@@ -39,7 +40,7 @@ def test_the_run_file_knows_them_all() -> None:
     assert set(get_args(ParallelConfig.model_fields["assignment"].annotation)) == set(ASSIGNMENTS)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.sampled_from(sorted(ASSIGNMENTS)),
     st.sampled_from([(1, 1), (2, 2), (2, 3), (4, 1), (1, 5), (3, 1), (4, 2)]),

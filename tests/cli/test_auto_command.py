@@ -65,7 +65,7 @@ def test_limits_on_context_parallelism(capsys: pytest.CaptureFixture[str], run_f
     expect_mistake(capsys, ["plan", run_file, "--set", "parallel.limits={cp: [2]}"], alone)
     placed = ("--set", "parallel.placement=parallel", "--set", "parallel.limits={cp: [2]}")
     expect_mistake(
-        capsys, ["plan", run_file, *one, *placed], "parallel.placement: who puts encoders parallel chooses no"
+        capsys, ["plan", run_file, *one, *placed], "parallel.placement: planners that place encoders parallel choose no"
     )
     none = "parallel.limits.cp: language_model.cp is 8, but microbatches have about 240 tokens, too few for 8 blocks"
     expect_mistake(capsys, ["plan", run_file, *one, "--set", "parallel.limits={cp: [8]}"], none)

@@ -15,7 +15,7 @@ from transformers import WhisperFeatureExtractor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from motet.cli.main import main
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 
 SEEN = {"image": "cat.png", "conversations": [["human", "<image> What is it?"], ["gpt", "A cat."]]}
 HEARD = {"audio": "meow.wav", "conversations": [["human", "What is it? <audio>"], ["gpt", "A meow."]]}

@@ -18,10 +18,10 @@ from transformers import CLIPModel, CLIPVisionConfig, CLIPVisionModel, CLIPVisio
 
 from motet.cli.main import main
 from motet.config import load_run_config
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import open_data
-from motet.data.service.producer import InProcess
+from motet.data.run_file import open_data
+from motet.data.service.tickets import InProcess
 from motet.models.hub.export import load_towers
 from motet.models.stages.contrastive import ContrastiveLoss
 

@@ -8,11 +8,10 @@ from tiny_configs import EVERY_MODEL
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.cluster import LINKS, cpu_cluster
-from motet.costs.analytic import AnalyticCosts, analytic_table, layer_flops
+from motet.costs.analytic import AnalyticCosts, Speed, Speeds, analytic_table, kernel_seconds, layer_flops
 from motet.costs.communication import collective_seconds
-from motet.costs.kernel_speeds import Speed, Speeds, kernel_seconds
+from motet.costs.cost_model import Load
 from motet.costs.kernels import layer_kernels
-from motet.costs.load import Load
 from motet.models.stages.projector import build_projector
 from motet.shapes.families import module_workload
 from motet.shapes.module_shape import projector_layer

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from motet.cluster import LINKS, cpu_cluster
-from motet.costs.communication import BUCKET_BYTES, all_reduce_seconds, fit_link, message_seconds
+from motet.costs.communication import BUCKET_BYTES, all_reduce_seconds, fit_link, message_link
 from motet.costs.cost_model import CostTable, LinkCost
 
 ANALYTIC = CostTable(modules={}, source="analytic", hardware="", date="")
@@ -18,10 +18,10 @@ MEASURED = replace(
 
 
 def test_messages():
-    assert message_seconds(ANALYTIC, cpu_cluster(2), 0, 1, 3e6) == pytest.approx(
+    assert message_link(ANALYTIC, cpu_cluster(2), 0, 1).seconds(3e6) == pytest.approx(
         LINK.latency_s + 3e6 / LINK.bytes_per_s
     )
-    assert message_seconds(MEASURED, cpu_cluster(2), 0, 1, 1e6) == pytest.approx(1.001)
+    assert message_link(MEASURED, cpu_cluster(2), 0, 1).seconds(1e6) == pytest.approx(1.001)
 
 
 def test_ring_all_reduce():

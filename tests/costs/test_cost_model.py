@@ -2,8 +2,7 @@
 
 import pytest
 
-from motet.costs.cost_model import ZERO, CostTable, LayerCost, LinkCost, ModuleCosts, Quadratic, total
-from motet.costs.load import Load
+from motet.costs.cost_model import ZERO, CostTable, LayerCost, LinkCost, Load, ModuleCosts, Quadratic, total
 
 LAYER = LayerCost(
     forward=Quadratic(constant=1.0, per_token=2.0, per_pair=3.0),

@@ -6,7 +6,7 @@ from diffusion_modules import DiT, UNet
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.costs.analytic import layer_flops
-from motet.costs.load import Load
+from motet.costs.cost_model import Load
 from motet.errors import UserError
 from motet.shapes.diffusion import generator_workload
 

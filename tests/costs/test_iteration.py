@@ -23,7 +23,7 @@ from bound_costs import (
 
 from motet.cluster import LINKS, Link, cpu_cluster
 from motet.costs.analytic import analytic_table
-from motet.costs.load import Load
+from motet.costs.cost_model import Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge, Replica
 from motet.schedule.action import Compute, Kind, Reduce

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
-from motet.costs.load import Load, microbatch_load, sample_loads
+from motet.costs.cost_model import Load, microbatch_load, sample_loads
 from motet.shapes.families import module_workload
 
 WORKLOADS = {name: module_workload(EVERY_MODEL[name][0]) for name in ("siglip", "llama", "mllama")}

@@ -9,10 +9,11 @@ from bound_costs import TEXT
 from tiny_configs import EVERY_MODEL
 
 from motet.assignment.sample import Sample, Segment
-from motet.costs.load import microbatch_load
+from motet.costs.cost_model import microbatch_load
 from motet.costs.memory import MemoryOptions, cast_weight_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageInput
 from motet.parallel.split_backward import CastWeights, make_splittable
 from motet.shapes.families import module_workload
 
@@ -40,7 +41,8 @@ def measured_bytes(stage, hidden, samples, *, dtype="float32", num_microbatches=
             sizes.append(0)
             own = None if hidden is None else hidden.detach().clone().requires_grad_()
             with autocast:
-                outputs.append(stage(own, {}, features or [{} for _ in samples], samples))
+                output = stage(StageInput(samples, features or [{} for _ in samples], own))
+                outputs.append(output.hidden if output.loss is None else output.loss)
     assert all(output.requires_grad for output in outputs)
     return sizes
 

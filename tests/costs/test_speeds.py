@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.cluster import DEVICES
-from motet.costs.kernel_speeds import KernelTime, Speed, Speeds, default_speeds, fit_speeds, kernel_seconds
+from motet.costs.analytic import KernelTime, Speed, Speeds, default_speeds, fit_speeds, kernel_seconds
 from motet.costs.kernels import Kernel
 from motet.errors import UserError
 

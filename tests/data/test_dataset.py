@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import motet.data.dataset
+import motet.data.preparation
 from motet.assignment.sample import Sample
-from motet.data.conversation.example import Example
-from motet.data.dataset import ExampleDataset
+from motet.data.example import Example
+from motet.data.preparation import ExampleDataset
 from motet.data.tasks.dial_a_digit import DialADigit, DialADigitExamples
 
 
@@ -45,8 +45,8 @@ def test_a_small_set_is_prepared_once(counting: Counting) -> None:
 
 
 def test_what_does_not_fit_is_prepared_anew(counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(motet.data.dataset, "FEATURE_BYTES_KEPT", 1000)
-    monkeypatch.setattr(motet.data.dataset, "NUM_SAMPLES_KEPT", 3)
+    monkeypatch.setattr(motet.data.preparation, "FEATURE_BYTES_KEPT", 1000)
+    monkeypatch.setattr(motet.data.preparation, "NUM_SAMPLES_KEPT", 3)
     data = dataset(counting)
     for _ in range(2):
         for index in range(4):

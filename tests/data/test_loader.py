@@ -10,7 +10,7 @@ from torch import Tensor
 
 from motet.assignment.sample import Sample, Segment
 from motet.data.loader import Loader, held_out_batches
-from motet.data.service.producer import InProcess
+from motet.data.service.tickets import InProcess
 from motet.errors import UserError
 
 

@@ -15,6 +15,7 @@ from motet.families import classes as families
 from motet.families import language_models
 from motet.models.materialize import float64_throughout, materialize
 from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageInput
 from motet.parallel import tensor_plans as shards
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.shapes import families as workload_families
@@ -54,7 +55,8 @@ def test_in_stages(packing: bool) -> None:
 def _loss(model, tp: TensorParallel) -> torch.Tensor:
     stage = LanguageModelStage("llm", model, (0, 6))
     apply_tensor_parallel(stage, "smollm3", tp)
-    return stage(None, incoming_of(SAMPLES), [features_of(s, i) for i, s in enumerate(SAMPLES)], SAMPLES).detach()
+    features = [features_of(s, i) for i, s in enumerate(SAMPLES)]
+    return stage(StageInput(SAMPLES, features, incoming=incoming_of(SAMPLES))).loss.detach()
 
 
 def test_under_tensor_parallelism() -> None:

@@ -14,12 +14,12 @@ from tiny_encoders import VIT
 from transformers import ViTConfig, ViTModel
 
 from motet.config import load_run_config
-from motet.data.preparation import encoder_layout as processor_sizes
+from motet.data import encoder_layout as processor_sizes
 from motet.families import classes as families
 from motet.families import encoders, token_counts
 from motet.families import hf_config as part_values
+from motet.families.configured_graph import read_workloads
 from motet.parallel import tensor_plans as shards
-from motet.planner.from_run_file import read_workloads
 from motet.shapes import families as workload_families
 from motet.shapes.families import module_workload
 

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +80,5 @@ def test_ranges_cover_the_dimension_once() -> None:
     assert local_ranges(16, shard, 1, 2) == [(4, 8), (10, 12), (14, 16)]
 
 
-def test_no_torch() -> None:
-    code = "import sys, motet.parallel.tensor_plans; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+def test_every_family_is_known() -> None:
     assert len(SHARDS) == 17

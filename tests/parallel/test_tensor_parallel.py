@@ -15,9 +15,10 @@ from tp_compare import largest_error
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from motet.assignment.sample import Sample, Segment
+from motet.costs.cost_model import microbatch_load
 from motet.costs.kernels import layer_kernels
-from motet.costs.load import microbatch_load
 from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageInput
 from motet.parallel.split_backward import make_splittable
 from motet.parallel.tensor_collectives import gather_full
 from motet.parallel.tensor_parallel import (
@@ -146,7 +147,7 @@ def counted_bytes(sequence_parallel: bool, dtype: str, rank: int) -> dict[str, C
 
     with count("all_reduce", 0), count("all_gather_single", 0), count("reduce_scatter_single", 1):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            output = stage(hidden, {}, [{}], [SEQUENCE])
+            output = stage(StageInput([SEQUENCE], [{}], hidden)).hidden
         forward, _ = counts.copy(), counts.clear()
         output.sum().backward()
     return {"forward": forward, "backward": counts}

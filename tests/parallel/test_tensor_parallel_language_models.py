@@ -11,6 +11,7 @@ from tp_cases import CASES, Case
 from motet.assignment.sample import Sample, Segment
 from motet.families.language_models import num_language_model_layers
 from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageInput
 from motet.parallel.tensor_collectives import gather_full
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel, tp_reduce_gradients
 
@@ -41,13 +42,14 @@ def run(stages: list[LanguageModelStage], case: Case, *, with_loss: bool) -> tup
     samples, features = batch(case, with_loss=with_loss)
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(sum(NUM_IMAGE_TOKENS), 32, generator=generator, dtype=torch.float64).requires_grad_()
-    hidden = None
+    hidden = loss = None
     for stage in stages:
-        hidden = stage(hidden, {"vision": images} if stage.is_first or stage.cross_attends else {}, features, samples)
-    assert hidden is not None
-    hidden.backward()
+        incoming = {"vision": images} if stage.is_first or stage.cross_attends else {}
+        hidden, loss = stage(StageInput(samples, features, hidden, incoming))
+    assert loss is not None
+    loss.backward()
     assert images.grad is not None
-    return hidden.detach(), images.grad
+    return loss.detach(), images.grad
 
 
 def compare(rank: int, packing: bool, recompute: bool, with_loss: bool) -> None:

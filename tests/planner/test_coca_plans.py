@@ -8,7 +8,7 @@ import pytest
 
 from motet.api import read_problem
 from motet.config import load_run_config
-from motet.planner.auto.towers import search_towers
+from motet.planner.distmm.local_search import search_towers
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.distmm.units import Partition, unit_choices
 from motet.planner.evaluate import evaluate

@@ -10,21 +10,22 @@ from small_problem import sample, small_problem
 from motet.api import read_samples
 from motet.attention.kernels.backends import check_backend
 from motet.cluster import cluster_from_dict
-from motet.config import RunConfig, parse_strictly
+from motet.config import RunConfig
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError
 from motet.plan import ContextOptions
-from motet.planner.auto.planner import NOT_TRIED, choose, own_layouts
+from motet.planner.auto import own_layouts
 from motet.planner.degrees import cp_sizes
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
 from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.lower_bound import problem_lower_bound_s
-from motet.planner.registry import PLANNERS, make_plan
+from motet.planner.registry import PLANNERS, choose, make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
+from motet.strict_parsing import parse_strictly
 
 LM = "language_model"
 
@@ -80,7 +81,7 @@ def test_the_limits_hold():
     choice = choose(problem)
     assert chosen_cp(choice) in (2, 4)
     assert not choice.named
-    assert set(choice.refused) == PLANNERS.keys() - set(NOT_TRIED)
+    assert set(choice.refused) == {name for name, entry in PLANNERS.items() if entry.is_tried_by_auto}
     for layout in own_layouts(problem, tuple(GENERATORS)):
         assert layout.cp(LM) in (2, 4)
     with pytest.raises(UserError, match=r"parallel.limits.cp: is \[2, 4\], but planner cornstarch .* allow 1 too"):

@@ -8,12 +8,10 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.memory import RESERVE
 from motet.errors import UserError
-from motet.planner.auto.planner import choose
-from motet.planner.bound_and_simulate import rank
-from motet.planner.device_counts import device_counts, on_best_count
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import TooSlowError
-from motet.planner.registry import ON_ALL, PLANNERS, make_plan, plan_of
+from motet.planner.registry import PLANNERS, choose, make_plan
+from motet.planner.selection import device_counts, plan_on_best_count, rank
 
 
 def with_degrees(problem, tp, dp):
@@ -29,7 +27,7 @@ def test_counts_are_the_most_that_a_product_of_degrees_divides(num_devices, dp, 
     assert device_counts(with_degrees(small_problem(num_devices=num_devices), (1, 2), dp)) == counts
 
 
-@pytest.mark.parametrize("planner", [name for name in PLANNERS if name not in ON_ALL])
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if not PLANNERS[name].chooses_num_devices])
 def test_no_planner_gets_slower_by_one_more_device(planner):
     ranks = []
     for num_devices in range(6, 10):
@@ -39,11 +37,11 @@ def test_no_planner_gets_slower_by_one_more_device(planner):
     assert all(after[1] <= before[1] * 1.01 for before, after in pairwise(ranks))
 
 
-def test_auto_leaves_a_device_idle_and_says_so():
+def test_auto_leaves_a_device_unused_and_says_so():
     problem = with_degrees(small_problem(num_devices=5, frozen=()), (1,), (4,))
     choice = choose(problem)
     assert choice.evaluation.plan.num_ranks == 4
-    assert "1 of 5 devices idle" in choice.why
+    assert "1 of 5 devices unused" in choice.why
     assert choice.evaluation.iteration_time_s <= choose(problem.with_num_devices(4)).evaluation.iteration_time_s
     assert choice.lower_bound_s <= choice.evaluation.iteration_time_s
 
@@ -53,10 +51,10 @@ def test_fewer_devices_are_asked_for_only_where_they_can_win():
 
     def planner(problem, *, placement):
         asked.append(problem.num_devices)
-        return PLANNERS["megatron"](problem)
+        return PLANNERS["megatron"].plan(problem)
 
     problem = with_degrees(small_problem(num_devices=7), (1,), (1, 4))
-    plan = on_best_count(planner, problem)
+    plan = plan_on_best_count(planner, problem)
     assert asked[0] == 7
     assert set(asked) <= {7, 4}
     assert plan.num_ranks in asked
@@ -81,17 +79,17 @@ def test_counts_that_cannot_win_count_as_too_slow(cutoff_share):
     for planner in (refuses, too_slow):
         if cutoff_share > 1 and planner is refuses:
             with pytest.raises(UserError, match="nothing"):
-                on_best_count(planner, problem.with_cutoff(cutoff_s))
+                plan_on_best_count(planner, problem.with_cutoff(cutoff_s))
             continue
         with pytest.raises(TooSlowError) as raised:
-            on_best_count(planner, problem.with_cutoff(cutoff_s))
+            plan_on_best_count(planner, problem.with_cutoff(cutoff_s))
         assert raised.value.at_least_s == (1e9 if cutoff_share > 1 else pytest.approx(least_s / 9))
 
 
 def test_devices_are_left_over_where_nothing_fits_on_all():
     planner = "megatron_extra_stages"
     problem = with_degrees(small_problem(num_devices=7), (1, 2), (1,))
-    everywhere = evaluate(problem, PLANNERS[planner](problem))
+    everywhere = evaluate(problem, PLANNERS[planner].plan(problem))
     assert everywhere.plan.num_ranks == 7
     tight = with_memory(problem, 0.999 * max(everywhere.result.peak_memory_bytes) / (1 - RESERVE))
     evaluation = evaluate(tight, make_plan(tight, planner))
@@ -102,7 +100,7 @@ def test_devices_are_left_over_where_nothing_fits_on_all():
 def test_where_nobody_finds_anything_all_devices_are_named():
     problem = with_degrees(small_problem(num_devices=3), (1,), (4,))
     with pytest.raises(UserError, match="on 3 devices"):
-        plan_of("megatron", problem)
+        plan_on_best_count(PLANNERS["megatron"].plan, problem)
 
 
 def test_devices_that_no_degrees_divide_are_left_over():

@@ -53,7 +53,7 @@ def test_pipelines_that_lie_otherwise_on_the_nodes_have_one_schedule(schedule):
 def test_another_schedule_of_the_same_plan_is_what_it_would_be_evaluated_anew(devices_per_node):
     problem = four_pipelines()
     problem = replace(problem, cluster=replace(problem.cluster, devices_per_node=devices_per_node))
-    known = evaluate(problem, PLANNERS["megatron_balanced"](problem))
+    known = evaluate(problem, PLANNERS["megatron_balanced"].plan(problem))
     for schedule in ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "gpipe", "eager_1f1b"):
         found, anew = under_schedule(known, schedule), evaluate(problem, replace(known.plan, schedule=schedule))
         assert found.plan == anew.plan
@@ -64,7 +64,7 @@ def test_another_schedule_of_the_same_plan_is_what_it_would_be_evaluated_anew(de
 def test_planners_plans_too():
     problem = four_pipelines()
     for name in ("optimus", "disttrain", "megatron_balanced", "encoders_replicated"):
-        plan = PLANNERS[name](problem)
+        plan = PLANNERS[name].plan(problem)
         folded, whole = evaluate(problem, plan), evaluate(problem, plan, folded=False)
         assert folded.iteration_time_s == pytest.approx(whole.iteration_time_s, rel=1e-12)
         assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
@@ -75,7 +75,7 @@ def test_planners_plans_too():
 def test_schedules_that_fill_memory_leave_room_for_messages():
     """Weight halves are put off until memory is full; what ranks send and receive must fit beside them."""
     (_, problem), *_ = problems()
-    plan = replace(PLANNERS["optimus"](problem), schedule="zero_bubble_h1")
+    plan = replace(PLANNERS["optimus"].plan(problem), schedule="zero_bubble_h1")
     found = evaluate(problem, plan)
     most = max(found.result.peak_memory_bytes)
     assert found.fits

@@ -15,8 +15,7 @@ from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
 from motet.plan import ContextOptions, Edge
 from motet.planner.evaluate import evaluate
-from motet.planner.explicit import build_plan
-from motet.planner.layout import Chunk, Layout, layout_plan
+from motet.planner.layout import Chunk, Layout, build_plan, layout_plan
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan

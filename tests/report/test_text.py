@@ -1,4 +1,4 @@
-from motet.report.timeline_text import timeline_text
+from motet.report.timelines import timeline_text
 from motet.timeline import Span, Timeline
 
 
@@ -15,7 +15,7 @@ def test_draws_each_rank_by_what_takes_most_of_a_column() -> None:
     assert timeline_text(timeline, width=10).splitlines() == [
         "rank 0 |vv......VV|",
         "rank 1 |..lllLLL..|",
-        "l language_model, v vision; capital: backward; * optimizer; . idle",
+        "l language_model, v vision; capital: backward; * optimizer; . bubble",
     ]
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.report.chrome_trace import save_trace, trace_events
+from motet.report.timelines import save_trace, trace_events
 from motet.timeline import MemoryCurve, Span, Timeline
 
 TIMELINE = Timeline(

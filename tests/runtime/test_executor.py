@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from toy_model import ToyBatch, ToyStage, reference
 from waiting import wait_until
 
 from motet.assignment.sample import Sample, Segment
+from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime import engine as engine_module
@@ -68,12 +70,12 @@ class Disturbed(ToyStage):
     disturb: Callable[["Disturbed", Tensor], Tensor]
     tp: TensorParallel
 
-    def forward(self, hidden, incoming, features, samples):  # type: ignore[no-untyped-def]
-        if hidden is None:
-            features = [{"x": self.disturb(self, feature["x"])} for feature in features]
+    def forward(self, inputs: StageInput) -> StageOutput:
+        if inputs.hidden is None:
+            inputs = replace(inputs, features=[{"x": self.disturb(self, feature["x"])} for feature in inputs.features])
         else:
-            hidden = self.disturb(self, hidden)
-        return super().forward(hidden, incoming, features, samples)
+            inputs = replace(inputs, hidden=self.disturb(self, inputs.hidden))
+        return super().forward(inputs)
 
 
 def disturbed_maker(plan: Plan, disturb: Callable[[Disturbed, Tensor], Tensor]) -> StageMaker:

@@ -46,14 +46,14 @@ def test_returns_what_rank_0_returns() -> None:
 
 def test_no_process_connects_before_all_are_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The store's server would hold the resolver's lock in the middle of a fork."""
-    join = launching._join
+    process_group = launching._process_group
 
     def count_and_join(*args: Any) -> Any:
         launcher = os.getppid()
         shutil.copy(f"/proc/{launcher}/task/{launcher}/children", tmp_path / str(os.getpid()))
-        return join(*args)
+        return process_group(*args)
 
-    monkeypatch.setattr(launching, "_join", count_and_join)
+    monkeypatch.setattr(launching, "_process_group", count_and_join)
     launch(int, num_processes=6)
     workers = {path.name for path in tmp_path.iterdir()}
     assert len(workers) == 6

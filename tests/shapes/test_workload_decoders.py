@@ -6,11 +6,10 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.assignment.sample import Sample, Segment
-from motet.costs.cost_model import Quadratic
+from motet.costs.cost_model import Quadratic, microbatch_load
 from motet.costs.kernels import layer_kernels, total_flops
-from motet.costs.load import microbatch_load
 from motet.errors import UserError
-from motet.models.stages.caption_decoder import decoder_family, decoder_layer_parts
+from motet.families.caption_decoders import decoder_family, decoder_layer_parts
 from motet.shapes.defaults import DEFAULTS
 from motet.shapes.families import decoder_workload
 

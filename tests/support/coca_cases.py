@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from motet.assignment.sample import Sample, Segment
+from motet.families.caption_decoders import num_decoder_layers
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
-from motet.models.stages.caption_decoder import CaptionDecoderStage, num_decoder_layers
+from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.encoder import EncoderStage
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import CONTRASTIVE, DECODER, Edge, ModulePlan, Plan, Replica, Stage

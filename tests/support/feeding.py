@@ -12,8 +12,8 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from motet.data.conversation.example import Media
-from motet.data.preparation.preparation import EncoderInput
+from motet.data.example import Media
+from motet.data.preparation import EncoderInput
 
 SQUARE = SiglipImageProcessorPil(size={"height": 96, "width": 96})
 CROPPED = CLIPImageProcessorPil(size={"shortest_edge": 110}, crop_size={"height": 96, "width": 96})

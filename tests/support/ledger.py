@@ -19,7 +19,7 @@ Ids = tuple[str, ...]
 def recorded(folder: Path) -> Iterator[None]:
     """Every process that is forked meanwhile writes down, in a file of its own, which steps it begins and which updates
     it has applied, with the ids of their samples."""
-    step, update = Trainer._step, Trainer.update
+    step, update = Trainer.step, Trainer.update
 
     def begin(self: Trainer, batch: Batch) -> Any:
         self.chaos_ids = [sample.id for sample in batch.samples]  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def recorded(folder: Path) -> Iterator[None]:
         update(self, *args)
         _write(folder, "applied", self)
 
-    with mock.patch.object(Trainer, "_step", begin), mock.patch.object(Trainer, "update", apply):
+    with mock.patch.object(Trainer, "step", begin), mock.patch.object(Trainer, "update", apply):
         yield
 
 

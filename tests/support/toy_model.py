@@ -4,12 +4,13 @@ The loop (`reference`) shares nothing with the stages but the initial weights. I
 place, so that tokens in the wrong order give another loss.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import Sample
+from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.split_backward import linear
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Plan, Stage
@@ -75,14 +76,9 @@ class ToyStage(nn.Module):
 
     output_shape = input_shape
 
-    def forward(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-    ) -> Tensor:
-        x = torch.cat([f["x"] for f in features]) if hidden is None else hidden
+    def forward(self, inputs: StageInput) -> StageOutput:
+        x = torch.cat([f["x"] for f in inputs.features]) if inputs.hidden is None else inputs.hidden
+        incoming, samples = inputs.incoming, inputs.samples
         lengths = [sample.num_tokens(self.data_name) for sample in samples]
         for layer in range(self.first, self.last):
             for source, layers in self.enters.items():
@@ -90,8 +86,8 @@ class ToyStage(nn.Module):
                     x = x + self._spread(incoming[source_data(self.plan, source)], source, samples, lengths)
             x = torch.tanh(linear(x, self.weights[str(layer)]))
         if self.module_plan.loss_weight and self.last == self.module_plan.num_layers:
-            return (x @ read_out(self.data_name)).sin().sum()
-        return x
+            return StageOutput(x if inputs.hands_on else None, (x @ read_out(self.data_name)).sin().sum())
+        return StageOutput(x)
 
     def _spread(self, tokens: Tensor, source: str, samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor:
         counts = [sample.num_outputs(source_data(self.plan, source)) for sample in samples]

@@ -13,8 +13,8 @@ from torch import Tensor
 from motet.assignment.sample import Sample
 from motet.config import RunConfig
 from motet.data.loader import Loader
-from motet.data.run_file.datasets import open_data
-from motet.data.service.producer import InProcess
+from motet.data.run_file import open_data
+from motet.data.service.tickets import InProcess
 from motet.data.tasks.dial_a_digit import handwriting
 from motet.plan import Plan
 from motet.planner.from_run_file import plan_for, planning_problem

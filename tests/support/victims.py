@@ -208,12 +208,12 @@ def observed(victim: Victim) -> Iterator[None]:
 
     with (
         mock.patch.object(store, "_host_store", host),
-        before(Executor, "_run_step", of_step),
+        before(Executor, "doing", of_step),
         before(GradientReducer, "finish", lambda *_: "reduction"),
         before(Optimizer, "step", lambda *_: "optimizer step"),
         before(Optimizer, "exchange", lambda *_: "optimizer step"),
         mock.patch.object(CheckpointWriter, "_write", write),
-        before(Trainer, "_step", of_trainer),
+        before(Trainer, "step", of_trainer),
         before(TrainingProcess, "_join_world", join),
         mock.patch.object(TrainingProcess, "_recovered", checked),
     ):

@@ -1,4 +1,4 @@
-"""Which samples make up each microbatch of each module's replica, for one iteration."""
+"""Assignment of samples to the microbatches of each module's replicas, for one iteration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def split_evenly(items: Sequence[int], num_parts: int) -> tuple[Microbatch, ...]
 
 
 def num_shares(plan: Plan) -> int:
-    """How many parts of the batch do not meet on the way: what all numbers of replicas can be divided by."""
+    """Number of independent parts of the batch: the greatest common divisor of the modules' numbers of replicas."""
     return gcd(*(len(module.replicas) for module in plan.modules.values()))
 
 
@@ -49,7 +49,7 @@ def contiguous_assignment(plan: Plan, samples: Sequence[Sample]) -> BatchAssignm
 
 
 def cut_evenly(plan: Plan, samples: Sequence[int]) -> list[tuple[Microbatch, ...]]:
-    """For each share its microbatches: contiguous runs of equal numbers of samples, as far as they can be divided."""
+    """Microbatches by share: contiguous runs of equal numbers of samples, as far as they divide."""
     if plan.replica_microbatches:
         parts = iter(split_evenly(samples, sum(plan.replica_microbatches)))
         return [tuple(islice(parts, n)) for n in plan.replica_microbatches]
@@ -157,16 +157,10 @@ def _dealt(
     return [tuple(replica) for replica in result]
 
 
-# Packing a microbatch's samples into sequences with a limit on their tokens: after deferral, so that what is packed is
-# what is computed together (thesis section 4.6). Samples in one sequence do not see each other; that is the mask's
-# affair (`motet.attention`).
-#
-# Longest first, each into the fullest sequence that has room for it (best-fit decreasing): at most 11/9 of the fewest
-# sequences, and one more.
-
-
 def packed_sequences(microbatch: Microbatch, num_tokens: Sequence[int], max_tokens: int) -> list[Microbatch]:
-    """The microbatch's samples by sequence. `num_tokens`: of each sample of the global batch.
+    """Packs a microbatch into sequences of at most `max_tokens`, by best-fit decreasing (at most 11/9 of the fewest
+    sequences, plus one). `num_tokens`: of each sample of the global batch. Runs after deferral, so that what is packed
+    is what is computed together (thesis section 4.6); the mask keeps packed samples apart.
 
     Raises `ValueError` if a sample alone is longer than `max_tokens`."""
     sequences: list[list[int]] = []

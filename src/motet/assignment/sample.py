@@ -1,10 +1,10 @@
-"""What is known of a sample without its pixels: how its sequence is laid out in each module."""
+"""Metadata of a sample: how its sequence is laid out in each module. No pixels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 IGNORED_LABEL = -100
-"""Of tokens without a loss, as in transformers."""
+"""Label of tokens without a loss, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Segment:
     source: str | None = None
     """The module whose output stands here; None: the module's own tokens."""
     item: int = 0
-    """Which image, clip, ... of the source within the sample."""
+    """Number of the image, clip, ... of the source within the sample."""
     num_outputs: int | None = None
     """Encoders: tokens handed on for the item, after head and projector. None: as many as `num_tokens`."""
     grid: tuple[int, ...] = ()
@@ -34,9 +34,9 @@ class Sample:
     id: str
     """Names the sample in logs and reports."""
     layouts: Mapping[str, tuple[Segment, ...]]
-    """For each module, its sequence in order. A modality that the sample lacks has no entry, or an empty one."""
+    """Segments in order, by module. A modality that the sample lacks has no entry, or an empty one."""
     num_loss_tokens: Mapping[str, int] = field(default_factory=dict)
-    """For each module with a loss, how many of its tokens carry it."""
+    """Number of tokens that carry a loss, by module with a loss."""
 
     def has(self, module: str) -> bool:
         return bool(self.layouts.get(module))
@@ -61,7 +61,7 @@ def kinds_of_samples(samples: Sequence[Sample]) -> list[int]:
 
 
 def places_in_sample(sample: Sample, module: str, source: str, start: int) -> list[int]:
-    """Where each output token of `source`, item after item, stands in a sequence where the sample begins at `start`."""
+    """Positions of `source`'s output tokens, item after item, in a sequence where the sample begins at `start`."""
     at_item: dict[int, list[int]] = {}
     for segment in sample.layouts[module]:
         if segment.source == source:

@@ -1,4 +1,4 @@
-"""Which tokens see one another, in a form that stays small however long the sequence is, and who computes what of it.
+"""Attention masks in a form that stays small for long sequences, and the kernels that compute under them.
 
 segments --layout--> TokenLayout --rules--> IntervalMask --blocks--> TileCounts --distribution--> Distribution
                           '----bitfield--> words ---lower---^

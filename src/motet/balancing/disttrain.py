@@ -91,7 +91,7 @@ class _Step:
 
 @cache
 def _orders(num_devices: int, num_chunks: int, num_microbatches: int) -> tuple[tuple[_Step, ...], ...]:
-    """What each device does in order, from the schedule's own generator."""
+    """Steps of each device in order, from the schedule's own generator."""
     from motet.schedule.generators import GENERATORS
     from motet.schedule.routes import derive_routes
 
@@ -121,7 +121,7 @@ class _Clock:
         self.num_stages = 1 + max(step.stage for steps in orders for step in steps)
         first = orders[0]
         self.gaps_of_position: list[list[int]] = [[] for _ in range(1 + max(step.position for step in first))]
-        """For each position, the places on the first device of the backwards that follow its forwards there."""
+        """Indices on the first device of the backwards that follow each position's forwards there."""
         following = len(first)
         for place in reversed(range(len(first))):
             if first[place].is_backward:
@@ -130,8 +130,8 @@ class _Clock:
                 self.gaps_of_position[first[place].position].append(following)
 
     def interval(self, seconds: Floats, num_placed: int) -> float:
-        """What the next position's forwards on the first device have to fill; an interval that several unplaced
-        forwards share is divided among them."""
+        """Interval that the next position's forwards on the first device have to fill; an interval that several
+        unplaced forwards share is divided among them."""
         gaps = self.gaps_of_position[num_placed]
         waits = self._waits(seconds.tolist(), set(gaps))
         total = 0.0
@@ -144,7 +144,7 @@ class _Clock:
         return total
 
     def _waits(self, seconds: list[list[list[float]]], places: set[int]) -> dict[int, float]:
-        """For these places on the first device, how long it waits there for what is read."""
+        """Waiting time of the first device at each of these places."""
         ends: dict[tuple[bool, int, int], float] = {}
         free = [0.0] * len(self.orders)
         at = [0] * len(self.orders)
@@ -164,7 +164,7 @@ class _Clock:
         return waits
 
     def _ready(self, step: _Step, ends: Mapping[tuple[bool, int, int], float]) -> float | None:
-        """When what the step reads is there; None if it is not known yet."""
+        """Time at which the step's input is available; None if it is not known yet."""
         if not step.is_backward:
             return ends.get((False, step.stage - 1, step.position)) if step.stage else 0.0
         if step.stage == self.num_stages - 1:

@@ -39,23 +39,20 @@ from motet.assignment.sample import Sample
 from motet.plan import Plan
 from motet.ragged_arrays import Bools, Floats, Ints
 
-# Which microbatches are paired, and which samples move within a pair: Entrain, thesis section 4.5.2.
-#
-# Three steps, all on numbers: for each pair of an overloaded and an underloaded microbatch the subset of the former
-# whose work is nearest to half their difference; the larger of the two sums after the move, (4.3); a matching whose
-# largest such sum is as small as can be.
+# Pairing of microbatches and deferral within a pair (section 4.5.2), in three steps on numbers: for each pair of an
+# overloaded and an underloaded microbatch the subset of the former whose work is nearest to half their difference; the
+# larger of the two sums after the move, (4.3); a matching whose largest such sum is smallest.
 #
 # Deviations. Subsets of up to `MAX_EXACT` samples are tried all at once instead of on a grid, so that the nearest sum
 # is exact; larger microbatches go through the thesis' table of rounded sums, whose error is at most a step per sample.
-# The subset may be empty, hence (4.3) never exceeds the overloaded microbatch's own work, every microbatch that could
-# stay alone can also be paired, and T* is that of a perfect matching. Among the matchings that keep T*, which the
-# thesis picks arbitrarily, this takes the one with the least sum of squares: the most even.
-
+# The subset may be empty, so (4.3) never exceeds the overloaded microbatch's own work, every microbatch that could stay
+# alone can also be paired, and T* is that of a perfect matching. Among the matchings that reach T*, which the thesis
+# picks arbitrarily, this takes the one with the smallest sum of squares: the most even.
 
 MAX_EXACT = 10
 """Samples in a microbatch all of whose subsets are tried."""
 NUM_GRID_STEPS = 2048
-"""That the sum of a larger microbatch is divided into."""
+"""Number of units into which the sum of a larger microbatch is divided."""
 
 
 def nearest_subsets(items: Floats, targets: Floats) -> tuple[Bools, Floats]:
@@ -88,7 +85,7 @@ def _rounded_sums(items: Floats) -> tuple[Bools, Floats]:
     steps = np.rint(items * (NUM_GRID_STEPS / total)).astype(np.int64) if total else np.zeros(len(items), np.int64)
     size = int(steps.sum()) + 1
     last = np.full(size, -1)
-    """For each sum, the item that reached it first; its other items are those of the sum without it."""
+    """Item that first reached each sum; its other items are those of the sum without it."""
     last[0] = len(items)
     for item, step in enumerate(steps.tolist()):
         reached = last[: size - step] != -1
@@ -107,7 +104,7 @@ def _rounded_sums(items: Floats) -> tuple[Bools, Floats]:
 @dataclass(frozen=True, eq=False)
 class Matching:
     partner: Ints
-    """For each overloaded microbatch, its underloaded one."""
+    """Underloaded partner of each overloaded microbatch."""
     bottleneck: float
     """T*: the largest work of any microbatch afterwards."""
 
@@ -163,7 +160,7 @@ class Pair:
 class Pairing:
     pairs: tuple[Pair, ...]
     unpaired: int | None
-    """Of an odd number of microbatches, the one in the middle, which is the nearest to balanced."""
+    """The middle one of an odd number of microbatches, which is nearest to balanced."""
     bottleneck: float
 
 
@@ -267,7 +264,7 @@ class Deferral:
 
     encoder: tuple[Microbatch, ...]
     deferred: tuple[Microbatch, ...]
-    """Of each, the samples whose LLM work is done one microbatch later."""
+    """Samples of each microbatch whose LLM work is done one microbatch later."""
 
     @property
     def language_model(self) -> tuple[Microbatch, ...]:
@@ -281,7 +278,7 @@ class Deferral:
 
     @property
     def encoder_pieces(self) -> tuple[Microbatch, ...]:
-        """What stays and what is deferred, each by itself."""
+        """Encoder microbatches cut into the samples that stay and those that are deferred."""
         pieces = []
         for samples, deferred in zip(self.encoder, self.deferred, strict=True):
             pieces.append(tuple(i for i in samples if i not in deferred))
@@ -335,7 +332,8 @@ def plan_deferrals(
 def deferring_assignment(
     plan: Plan, samples: Sequence[Sample], deferrals: Sequence[Deferral], work: Mapping[str, Floats]
 ) -> BatchAssignment:
-    """What is neither an encoder nor fed by one is cut as the language model is. `work`: as for `plan_deferrals`."""
+    """Assignment with these deferrals; other modules than encoders are cut as the language model. `work`: see
+    `plan_deferrals`."""
     return assignment_of_shares(
         plan,
         samples,

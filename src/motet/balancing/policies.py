@@ -1,9 +1,14 @@
-"""How a global batch is cut, by name: what `parallel.assignment` chooses among. A new one is a file `assignment_*`, an
-entry in `ASSIGNMENTS` and a test.
+"""Policies that cut a global batch, by name: the values of `parallel.assignment`. A new one is a function, an entry in
+`ASSIGNMENTS` and a test.
 
-All are functions of plan, metadata and costs alone, so every rank derives the same cut. Costs are asked for only by
-those that balance something. Whatever the name, the batch stays the same set of samples and the gradient the same sum:
-only where and when a sample is computed changes.
+Policies are functions of plan, metadata and costs alone, so every rank derives the same cut. Costs are computed only
+for those that balance work. Every policy keeps the same set of samples and therefore the same sum of gradients: only
+where and when a sample is computed changes.
+
+Baselines: `random` is what a DistributedSampler and a loader that groups neighbours make of a batch. `dip` follows the
+thesis' description (section 4.2.3): microbatches are random, and an encoder's are cut into sub-microbatches that stay
+within their own. That cut is an assumption: samples in order, a new piece where the old one would exceed the mean work
+of a microbatch divided by `pieces`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +35,9 @@ from motet.plan import DEFAULT_ASSIGNMENT, Plan
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
 
-# What assignments are compared with: samples in random order, and a cut like DIP's.
-#
-# * Random: what a DistributedSampler and a loader that groups neighbours make of a batch. * DIP-like, after the
-# thesis' description (section 4.2.3): microbatches are random, and an encoder's are cut into sub-microbatches that
-# stay within their own. The cut is an assumption: samples in order, a new piece where the old one would exceed the
-# mean work of a microbatch divided by `pieces`.
-
 
 def random_microbatches(plan: Plan, num_samples: int, seed: int) -> list[tuple[Microbatch, ...]]:
-    """For each share, microbatches of equal numbers of samples (as far as they can be divided)."""
+    """Random microbatches of each share, with equal numbers of samples as far as they divide."""
     return cut_evenly(plan, np.random.default_rng(seed).permutation(num_samples).tolist())
 
 
@@ -76,7 +74,7 @@ Works = Callable[[], Mapping[str, SampleWork]]
 Policy = Callable[[Plan, Sequence[Sample], Works], BatchAssignment]
 
 SEED = 0
-"""Of random order. Loaders shuffle, so batches differ all the same."""
+"""Seed of random order. Loaders shuffle, so batches differ all the same."""
 
 
 def _contiguous(plan: Plan, samples: Sequence[Sample], works: Works) -> BatchAssignment:

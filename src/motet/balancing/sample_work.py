@@ -1,4 +1,4 @@
-"""What each sample costs on each stage, from metadata alone: what assignments balance. No pixel is read.
+"""Seconds of each sample on each stage, from metadata alone: the quantity that assignments balance.
 
 A sample is taken by itself: what a call costs however many samples it computes is left out, and works add up to a
 microbatch's exactly where samples stand apart ("separate"); padding and dense attention over packed samples come on
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assignment.sample import Sample
-from motet.costs.cost_model import CostTable, Quadratic
-from motet.costs.layer_gradients import gradients_of_plan
-from motet.costs.load import sample_loads
+from motet.costs.cells import gradients_of_plan
+from motet.costs.cost_model import CostTable, Quadratic, sample_loads
 from motet.plan import Plan
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
@@ -40,7 +39,8 @@ def sample_work(
     workloads: Mapping[str, ModuleWorkload],
     table: CostTable,
 ) -> dict[str, SampleWork]:
-    """For each module that is no copy, by the stages of its first replica. Gradients: as when all modalities are there.
+    """Work of each module that is no copy, by the stages of its first replica, with gradients as if all modalities
+    were there.
 
     Raises `ValueError` if the table has no costs at the plan's tensor-parallel size."""
     gradients = gradients_of_plan(plan)

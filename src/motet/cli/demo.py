@@ -13,7 +13,7 @@ from motet.plan import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
-    from motet.data.conversation.example import Modality
+    from motet.data.example import Modality
     from motet.data.tasks.dial_a_digit import Accuracy, Dialled
 
 HELP = "the whole way on a small real task: profile, plan, train, export, and ask the exported model"
@@ -52,7 +52,7 @@ def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied:
     """Greedy, free-running answers to held-out questions. `denied`: images are blank, or sounds are noise alone."""
     from transformers.utils.logging import disable_progress_bar
 
-    from motet.data.run_file.datasets import open_data
+    from motet.data.run_file import open_data
     from motet.data.tasks.dial_a_digit import DialADigitExamples
     from motet.models.hub.generation import Prompt, generate_answers
 
@@ -61,7 +61,7 @@ def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied:
     assert data.held_out is not None
     examples: Any = data.held_out.examples
     assert isinstance(examples, DialADigitExamples)
-    preparation = data.conversational
+    preparation = data.preparation
     contents, prompts = [], []
     for i in range(min(num_samples, len(examples))):
         contents.append(examples.task.dialled("held_out", i))
@@ -75,7 +75,7 @@ def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied:
                 features={name: preparation.features(example, name) for name, own in segments.items() if own},
             )
         )
-    tokenizer = preparation.tokenizer
+    tokenizer = preparation.conversation.tokenizer
     tokens = generate_answers(export, prompts, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=tokenizer.eos_token_id)
     return Asked(tuple(contents), tuple(tokenizer.batch_decode(tokens, skip_special_tokens=True)))
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError("train.checkpoint_every: is 0, so there would be nothing to export; give the demo a number")
     from motet.api import make_plan, profile, train
     from motet.report.plan_report import report_text
-    from motet.report.timeline_text import timeline_text
+    from motet.report.timelines import timeline_text
 
     output = Path(config.train.output)
 

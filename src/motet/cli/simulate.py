@@ -107,14 +107,14 @@ def _draw(evaluation: "Evaluation", *, picture: Path | None, memory: Path | None
 
         save_timelines(timelines, picture, {title: groups})
     if trace:
-        from motet.report.chrome_trace import save_trace
+        from motet.report.timelines import save_trace
 
         save_trace(timelines, trace, {title: result.memory}, {title: groups})
     if memory:
-        from motet.costs.memory import RESERVE
+        from motet.costs.memory import usable_bytes
         from motet.report.pictures import save_memory
 
-        limit = evaluation.problem.cluster.device.memory_bytes * (1 - RESERVE)
+        limit = usable_bytes(evaluation.problem.cluster)
         save_memory({title: result.memory}, memory, limit_bytes=limit)
 
 

@@ -1,4 +1,4 @@
-"""The run file and how it is read. Pure: no torch."""
+"""The run file: its schema and how it is read. Imports no torch."""
 
 from motet.config.data_section import (
     ConversationsConfig,
@@ -12,14 +12,21 @@ from motet.config.model_section import (
     ContrastiveConfig,
     DecoderConfig,
     EncoderConfig,
+    GeneratorConfig,
     LanguageModelConfig,
     ModelConfig,
     PartConfig,
     TowerConfig,
 )
 from motet.config.parallel_section import ModuleParallelConfig, ParallelConfig
-from motet.config.reading import load_catalogue, load_run_config, parse_strictly
-from motet.config.schema import CatalogueConfig, ClusterConfig, RunConfig, TrainConfig
+from motet.config.run_file import (
+    CatalogueConfig,
+    ClusterConfig,
+    RunConfig,
+    TrainConfig,
+    load_catalogue,
+    load_run_config,
+)
 
 __all__ = [
     "CatalogueConfig",
@@ -30,6 +37,7 @@ __all__ = [
     "DescribedConfig",
     "DialADigitConfig",
     "EncoderConfig",
+    "GeneratorConfig",
     "LanguageModelConfig",
     "ModelConfig",
     "ModuleParallelConfig",
@@ -43,5 +51,4 @@ __all__ = [
     "TrainConfig",
     "load_catalogue",
     "load_run_config",
-    "parse_strictly",
 ]

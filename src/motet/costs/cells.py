@@ -1,12 +1,15 @@
-"""The cells of an iteration as costs see them: which gradients each layer computes, and the microbatch's load.
+"""The cells of an iteration: the gradients that each layer computes, and the load of each microbatch.
 
-Cells of equal `CellKind` and equal load cost the same. There are few of either, so both are numbered. Which parts of a
-backward a layer pays is decided from the routes, over the whole graph of modules, and inside a stage layer by layer: an
-input gradient is needed only if something trainable lies strictly before (thesis 3.3.1).
+The frozen rule decides over the whole graph of modules: a layer needs an input gradient if something trainable lies
+strictly before it, which is an earlier layer of the module or anything in a module whose output has entered by then
+(thesis 3.3.1, eq. 3.2 and 3.3). In a plan it is applied to each cell, because a microbatch may lack a modality.
+
+Cells of equal `CellKind` and equal load cost the same. Both are numbered, as there are few of either.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,13 +17,67 @@ import numpy as np
 
 from motet.assignment.sample import Sample, kinds_of_samples
 from motet.costs.analytic import layer_flops
-from motet.costs.cost_model import LayerCost, total
-from motet.costs.layer_gradients import LayerGradients
-from motet.costs.load import Load, microbatch_load
-from motet.plan import LayerRange, Stage
+from motet.costs.cost_model import LayerCost, Load, microbatch_load, total
+from motet.plan import Edge, LayerRange, Plan, Stage
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.routes import Cell, Routes
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGradients:
+    """Which gradients a layer computes for a microbatch."""
+
+    input_gradient: bool
+    weight_gradient: bool
+
+    @property
+    def any(self) -> bool:
+        return self.input_gradient or self.weight_gradient
+
+
+def gradients_of_modules(
+    trainable: Mapping[str, Sequence[bool]], edges: Sequence[Edge]
+) -> dict[str, tuple[LayerGradients, ...]]:
+    """When every modality is there. `trainable`: for each module its layers. The edges form no cycle."""
+    result: dict[str, tuple[LayerGradients, ...]] = {}
+    remaining = list(trainable)
+    while remaining:
+        name = next(m for m in remaining if not any(e.target == m and e.source in remaining for e in edges))
+        remaining.remove(name)
+        bringing = {source for source in result if any(needs.any for needs in result[source])}
+        result[name] = gradients_of_layers(trainable[name], entries_of(name, bringing, edges))
+    return result
+
+
+def entries_of(name: str, bringing: Set[str], edges: Sequence[Edge]) -> set[int]:
+    """The layers of a module at which those sources enter it that bring something that needs a gradient."""
+    return {layer for edge in edges if edge.target == name and edge.source in bringing for layer in edge.layers}
+
+
+def gradients_of_layers(trainable: Sequence[bool], entries: Set[int]) -> tuple[LayerGradients, ...]:
+    """Of one module. `entries`: the layers at which something enters that needs a gradient."""
+    layers, reached = [], False
+    for layer, own in enumerate(trainable):
+        reached = reached or layer in entries
+        layers.append(LayerGradients(reached, own))
+        reached = reached or own
+    return tuple(layers)
+
+
+def gradients_of_plan(plan: Plan) -> dict[str, tuple[LayerGradients, ...]]:
+    """Of the modules that are no copies; what a copy feeds is fed by the original."""
+    owners = {name: module for name, module in plan.modules.items() if module.copy_of is None}
+    trainable = {
+        name: [module.is_trainable((layer, layer + 1)) for layer in range(module.num_layers)]
+        for name, module in owners.items()
+    }
+    edges = [
+        Edge(source=plan.modules[edge.source].data_module(edge.source), target=edge.target, layers=edge.layers)
+        for edge in plan.edges
+        if edge.target in owners
+    ]
+    return gradients_of_modules(trainable, edges)
 
 
 class CellKind(NamedTuple):
@@ -36,7 +93,7 @@ class CellKind(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Of towers that are contrasted: its costs depend on who takes part (`motet.costs.contrastive`)."""
+        """Of towers that are contrasted: its costs depend on who takes part (`motet.costs.stage_seconds`)."""
         return self.different[0][0].part == "loss"
 
     @property
@@ -192,21 +249,9 @@ class Cells:
         first, last = layers
         if sources is None:
             return (LayerGradients(False, False),) * (last - first)
-        entries: set[int] = set()
-        for source in sources:
-            entries |= {first} if source == name else self._entries(source, name)
-        result, reached = [], False
-        for index in range(first, last):
-            reached = reached or index in entries
-            trainable = self.plan.modules[name].is_trainable((index, index + 1))
-            result.append(LayerGradients(reached, trainable))
-            reached = reached or trainable
-        return tuple(result)
-
-    def _entries(self, source: str, target: str) -> set[int]:
-        return {
-            layer for edge in self.plan.edges if (edge.source, edge.target) == (source, target) for layer in edge.layers
-        }
+        entries = entries_of(name, set(sources), self.plan.edges) | ({first} if name in sources else set())
+        trainable = [self.plan.modules[name].is_trainable((index, index + 1)) for index in range(first, last)]
+        return gradients_of_layers(trainable, {layer - first for layer in entries})
 
     @cached_property
     def _sources(self) -> Mapping[str, tuple[str, ...]]:

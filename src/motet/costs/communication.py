@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from motet.cluster import Cluster
+from motet.cluster import Cluster, Link
 from motet.costs.cost_model import CostTable, LinkCost
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -101,11 +101,9 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are summed in flat buckets of this size (a larger parameter has one of its own); each pays the latency."""
 
 
-def message_seconds(table: CostTable, cluster: Cluster, sender: int, receiver: int, num_bytes: float) -> float:
-    """Measured links stand for all of the cluster's."""
-    if table.message is not None:
-        return table.message.seconds(num_bytes)
-    return cluster.link(sender, receiver).seconds(num_bytes)
+def message_link(table: CostTable, cluster: Cluster, sender: int, receiver: int) -> Link | LinkCost:
+    """The link that messages between these ranks take; a measured one stands for all of the cluster's."""
+    return table.message or cluster.link(sender, receiver)
 
 
 def all_reduce_seconds(table: CostTable, cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from motet.assignment.batch_assignment import split_evenly
 from motet.assignment.sample import Sample, kinds_of_samples
-from motet.cluster import Cluster
-from motet.costs.communication import all_reduce_seconds, message_seconds
-from motet.costs.cost_model import CostTable, LayerCost
-from motet.costs.layer_gradients import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
-from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import RESERVE, MemoryOptions, gathered_bytes, saved_layer_bytes, static_layer_bytes
+from motet.cluster import Cluster, Link
+from motet.costs.cells import LayerGradients, entries_of, gradients_of_layers, gradients_of_modules
+from motet.costs.communication import all_reduce_seconds, message_link
+from motet.costs.cost_model import CostTable, LayerCost, LayerPasses, LinkCost, Load, microbatch_load
+from motet.costs.memory import MemoryOptions, boundary_bytes, gathered_bytes, saved_layer_bytes, static_layer_bytes
 from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
 from motet.plan import Edge, LayerRange, Stage
 from motet.shapes.module_shape import ModuleWorkload
@@ -98,11 +97,6 @@ class Estimator:
     def has_backward(self, name: str, layers: LayerRange) -> bool:
         return any(needs.any for needs in self.gradients[name][slice(*layers)])
 
-    @property
-    def usable_bytes(self) -> float:
-        """Memory of one device that a plan may use."""
-        return self.cluster.device.memory_bytes * (1 - RESERVE)
-
     # Loads ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -136,6 +130,12 @@ class Estimator:
             return _mean([load for load, _ in self.microbatch_loads(name, dp, packed=packed)]).share(cp)
 
         return self.remembered(("mean", name, dp, cp, packed), compute)
+
+    def mean_sample_load(self, name: str) -> Load:
+        """The mean load of the samples, each by itself."""
+        return self.remembered(
+            ("mean sample", name), lambda: _mean([load for load, _ in self.single_sample_loads(name)])
+        )
 
     def _loads_of(
         self, name: str, microbatches: Sequence[Sequence[int]], *, packed: bool = False
@@ -285,8 +285,22 @@ class Estimator:
             seconds.append(total_s)
         return seconds
 
-    def message_seconds(self, sender: int, receiver: int, num_bytes: float) -> float:
-        return message_seconds(self.table, self.cluster, sender, receiver, num_bytes)
+    def layer_passes(self, name: str, tp: int = 1) -> list[LayerPasses]:
+        """Seconds of each layer's passes as functions of the load, when every modality is present."""
+        layers, gradients = self.table.of(name, tp).layers, self.gradients[name]
+        has_block = self.workloads[name].has_block
+        return [
+            cost.passes(
+                needs.input_gradient,
+                needs.weight_gradient,
+                recompute=name in self.recompute and has_block((i, i + 1)),
+            )
+            for i, (cost, needs) in enumerate(zip(layers, gradients, strict=True))
+        ]
+
+    def link(self, sender: int, receiver: int) -> Link | LinkCost:
+        """The link that messages between these ranks take."""
+        return message_link(self.table, self.cluster, sender, receiver)
 
     def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
         return all_reduce_seconds(self.table, self.cluster, ranks, num_bytes)
@@ -341,14 +355,18 @@ class Estimator:
         of_layers = zip(self.num_parameters(name, tp=tp), self.trainable[name], strict=True)
         return [number if trainable else 0 for number, trainable in of_layers]
 
-    def static_bytes(self, name: str, *, tp: int, num_holders: int, num_shares: int = 1) -> list[int]:
+    def static_bytes(
+        self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False
+    ) -> list[int]:
         """Parameters, gradients, optimizer state and autocast's copies of each layer on each rank.
 
-        `num_holders`: ranks that hold the same shard, which share the optimizer state under ZeRO-1. `num_shares`: ranks
-        of a fully sharded stage, each of which keeps a share of all but the copies, which each microbatch makes."""
-        return self.remembered(
-            ("static bytes", name, tp, num_holders, num_shares),
-            lambda: [
+        Under ZeRO-1 all ranks that hold the same shard share the optimizer state. The `cp` ranks of a fully sharded
+        stage each keep a share, and the whole of layers outside of blocks, which are gathered for as long as the stage
+        computes; each microbatch makes its own copies there."""
+        num_holders, num_shares = (dp, cp) if fully_sharded else (dp * cp, 1)
+
+        def compute() -> list[int]:
+            static = [
                 static_layer_bytes(
                     layer,
                     trainable=self.trainable[name][index],
@@ -357,26 +375,53 @@ class Estimator:
                     num_holders=num_holders,
                     options=self.memory,
                     num_shares=num_shares,
-                    fully_sharded=num_shares > 1,
+                    fully_sharded=fully_sharded,
                 )
                 for index, layer in enumerate(self.workloads[name].layers)
-            ],
-        )
+            ]
+            if not fully_sharded:
+                return static
+            gathered = self._gathered_bytes(name, tp, cp)
+            parts = [layer.part for layer in self.workloads[name].layers]
+            return [a + b * (part != "block") for a, b, part in zip(static, gathered, parts, strict=True)]
 
-    def gathered_bytes(self, name: str, *, tp: int, num_shares: int, blocks: bool) -> list[int]:
-        """Other ranks' parameters and gradients that a rank of a fully sharded stage has for each layer in use.
+        return self.remembered(("static bytes", name, tp, num_holders, num_shares, fully_sharded), compute)
 
-        `blocks`: for the blocks, which are gathered one at a time; else for all other layers, which are gathered for as
-        long as their stage computes. 0 for the rest."""
+    def gathered_block_bytes(self, name: str, tp: int, cp: int) -> int:
+        """Parameters and gradients of the largest block that a rank of a fully sharded stage gathers from others."""
+        of_layers = zip(self._gathered_bytes(name, tp, cp), self.workloads[name].layers, strict=True)
+        return max((num_bytes for num_bytes, layer in of_layers if layer.part == "block"), default=0)
+
+    def _gathered_bytes(self, name: str, tp: int, cp: int) -> list[int]:
         of_layers = zip(self.workloads[name].layers, self.trainable[name], strict=True)
-        return [
-            gathered_bytes([(layer, trainable)], tp_size=tp, num_shares=num_shares, options=self.memory)
-            if (layer.part == "block") == blocks
-            else 0
-            for layer, trainable in of_layers
-        ]
+        return [gathered_bytes([each], tp_size=tp, num_shares=cp, options=self.memory) for each in of_layers]
 
     def saved_bytes(
+        self,
+        name: str,
+        tp: int = 1,
+        dp: int = 1,
+        *,
+        cp: int = 1,
+        packed: bool = False,
+        fully_sharded: bool = False,
+        sequence_parallel: bool = False,
+    ) -> list[int]:
+        """Activations that each layer saves on each rank for the backward of a mean microbatch."""
+        workload = self.workloads[name]
+        shared, whole = (
+            self.saved_bytes_of_load(
+                name,
+                self.typical_load(name, dp, cp=size, packed=packed),
+                tp=tp,
+                fully_sharded=fully_sharded,
+                sequence_parallel=sequence_parallel,
+            )
+            for size in (cp, 1)
+        )
+        return [(shared if workload.is_shared(layer) else whole)[i] for i, layer in enumerate(workload.layers)]
+
+    def saved_bytes_of_load(
         self, name: str, load: Load, *, tp: int, fully_sharded: bool = False, sequence_parallel: bool = False
     ) -> list[int]:
         """Activations that each layer saves for the backward of a microbatch of this load."""
@@ -406,10 +451,14 @@ class Estimator:
         """Gradients of each layer that its replicas sum."""
         return [number * self.memory.parameter_bytes for number in self.num_trainable(name, tp=tp)]
 
-    def boundary_bytes(self, name: str, border: int, load: Load) -> float:
+    def boundary_bytes(self, name: str, border: int, load: Load, *, num_shares: int = 1) -> float:
         """The message that crosses the boundary before layer `border` for a microbatch of this load."""
-        rows, width = self.workloads[name].boundary(border)
-        return (load.tokens if rows == "tokens" else load.outputs) * width * self.memory.activation_bytes
+        return boundary_bytes(self.workloads[name], border, load, self.memory, num_shares=num_shares)
+
+    def output_bytes(self, name: str, dp: int = 1) -> float:
+        """What a module hands on to another one for a mean microbatch."""
+        num_outputs = sum(sample.num_outputs(name) for sample in self.samples) / (dp * self.num_microbatches)
+        return num_outputs * self.workloads[name].output_size * self.memory.activation_bytes
 
     def transferred_bytes(self, name: str) -> list[int]:
         """Parameters and optimizer state that a rank receives when it takes over a layer, whole.

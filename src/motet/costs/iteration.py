@@ -1,10 +1,12 @@
-"""The costs of one iteration's actions and messages: plan, routes and samples bound to a cost table and a cluster.
+"""Costs of one iteration's actions, messages and reductions, and the bytes that ranks hold: a plan's routes and samples
+bound to a cost table and a cluster.
 
-Implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`) and one load cost the same,
-so many are answered at once (`motet.costs.stage_seconds`). What ranks hold is `motet.costs.memory`'s.
+`IterationCosts` implements all protocols of `motet.simulator.costs`. Cells of one kind (`motet.costs.cells`) and one
+load cost the same, so many are answered at once (`motet.costs.stage_seconds`).
 
-Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast, the tokens and pairs of
-a sequence to be divided equally over a context-parallel group.
+Limits: the members of a tensor-parallel or context-parallel group are taken to be equally fast and to hold equal shares
+of the tokens and pairs of each sequence. Of recomputed features, the largest graph is counted for the whole iteration,
+though it exists only during one backward at a time.
 """
 
 from collections import Counter, defaultdict
@@ -16,28 +18,42 @@ import numpy as np
 
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
-from motet.costs.cells import CellKind, Cells
-from motet.costs.communication import all_reduce_seconds, collective_seconds, message_seconds
-from motet.costs.cost_model import CostTable, Quadratic
-from motet.costs.layer_gradients import LayerGradients
-from motet.costs.load import Load
-from motet.costs.memory import DEFAULT_MEMORY, NUM_BUFFERS, RESERVE, MemoryOptions, RankMemory, holders_and_shares
-from motet.costs.stage_seconds import StageCosts, StageSeconds
-from motet.plan import LayerRange, Stage
+from motet.costs.cells import CellKind, Cells, LayerGradients, gradients_of_plan
+from motet.costs.communication import all_reduce_seconds, collective_seconds, message_link
+from motet.costs.cost_model import CostTable, Load, Quadratic
+from motet.costs.memory import (
+    DEFAULT_MEMORY,
+    NUM_BUFFERS,
+    MemoryOptions,
+    boundary_bytes,
+    gathered_bytes,
+    half_saved_layer_bytes,
+    saved_layer_bytes,
+    static_layer_bytes,
+    usable_bytes,
+)
+from motet.costs.stage_seconds import StageCosts, StageSeconds, loss_saved_bytes, loss_share
+from motet.plan import LayerRange, ModulePlan, Stage
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message
 from motet.schedule.routes import Cell, Routes
-from motet.shapes.module_shape import ModuleWorkload
+from motet.shapes.module_shape import LayerShape, ModuleWorkload
+
+
+def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
+    """Number of ranks that hold the same part of a module, and number of ranks that share it (fully sharded)."""
+    num_replicas = len(module.replicas)
+    return (num_replicas, cp_size) if module.fully_sharded else (num_replicas * cp_size, 1)
 
 
 class IterationCosts:
     """Costs of one iteration.
 
-    `workloads`: by module (copies are looked up by the module they copy). `sample_kinds`: `kinds_of_samples`, where it
-    is known. Raises `ValueError` if the table has no costs for a module at the plan's tensor-parallel size.
+    `workloads`: by module (copies are looked up by the module they copy). `sample_kinds`: `kinds_of_samples`, if known.
+    Raises `UserError` if the table has no costs for a module at the plan's tensor-parallel size.
     """
 
     def __init__(
@@ -54,7 +70,8 @@ class IterationCosts:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
         self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds)
-        self._held = RankMemory(self.cells, memory)
+        self._saved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
     @cached_property
@@ -78,7 +95,7 @@ class IterationCosts:
         return self._seconds.reshape(-1)
 
     def group_communication_s(self, action: Compute) -> float:
-        """The part of `compute_s` in which the stage's ranks exchange tensors: computed from the links, at most all."""
+        """The part of `compute_s` in which the stage's ranks exchange tensors, computed from the links."""
         number = self.routes.number_of_cell[action.cell]
         return min(self._exchanging[KINDS.index(action.kind)][number], self.compute_s(action))
 
@@ -115,11 +132,12 @@ class IterationCosts:
         return self._seconds.tolist()
 
     def message_s(self, message: Message) -> float:
-        return message_seconds(self.table, self.cluster, message.sender, message.receiver, self.message_bytes(message))
+        link = message_link(self.table, self.cluster, message.sender, message.receiver)
+        return link.seconds(self.message_bytes(message))
 
     def link(self, sender: int, receiver: int) -> tuple[float, float]:
-        """Latency and bytes per second of messages; measured links stand for all of the cluster's."""
-        link = self.table.message or self.cluster.link(sender, receiver)
+        """Latency and bytes per second of messages."""
+        link = message_link(self.table, self.cluster, sender, receiver)
         return link.latency_s, link.bytes_per_s
 
     def reduce_s(self, reduce: Reduce) -> float:
@@ -127,7 +145,7 @@ class IterationCosts:
         return max(all_reduce_seconds(self.table, self.cluster, ranks, num_bytes) for ranks in groups)
 
     def gather_s(self, reduce: Reduce) -> float:
-        """With ZeRO-1, each rank updates a share of the parameters, and all gather the new ones that they lack."""
+        """The gather of new parameters after the optimizer step of ZeRO-1, where each rank updates a share of them."""
         if not self.memory.zero1:
             return 0.0
         groups, num_bytes = self._shard_groups(reduce)
@@ -139,11 +157,11 @@ class IterationCosts:
         )
 
     def _shard_groups(self, reduce: Reduce) -> tuple[list[tuple[int, ...]], int]:
-        """The ranks that hold a tensor-parallel shard (context-parallel ones do), and its size in bytes.
+        """For each tensor-parallel shard, the ranks that hold it (context-parallel ranks included), and its bytes.
 
-        Of the shards, those whose ranks lie differently on the nodes; the others' take as long as theirs."""
+        Shards whose ranks are placed alike on the nodes take equally long, so each placement occurs once."""
         holders = self._reductions[reduce]
-        # Where holders differ: their common pieces. A rank sums several of them then, one after the other.
+        # If holders have different sizes, their common pieces are reduced. A rank then reduces several in turn.
         tp_size = lcm(*(self._stage_of(holder).tp_size for holder in holders))
         key = (tp_size, tuple([holder.ranks for holder in holders]))
         if key not in self._groups:
@@ -201,51 +219,157 @@ class IterationCosts:
         return sizes
 
     def _boundary_bytes(self, kind: CellKind, load: Load, num_shares: int) -> int:
-        """What a message from the stage to the next one of its module carries, of so many shares of the tokens one."""
-        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[1])
-        # What an encoder's head has made is whole on all ranks.
-        carried = load.share(num_shares).tokens if rows == "tokens" else load.outputs
-        return round(carried * width * self.memory.activation_bytes)
+        """A message from the stage to the next one of its module: one of so many shares of the tokens."""
+        workload, border = self.cells.workload(kind.module), kind.stage.layers[1]
+        return round(boundary_bytes(workload, border, load, self.memory, num_shares=num_shares))
 
     def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
-        """What a module hands on of these samples to another module."""
+        """A module's output for these samples, which another module receives."""
         workload = self.cells.workload(module)
         _, width = workload.boundary(workload.num_layers)
         outputs = self.cells.num_outputs(module)
         return sum([outputs[i] for i in samples]) * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
-        return self._held.saved_bytes(cell, half)
+        number = self.routes.number_of_cell[cell]
+        return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
 
     def saved_sizes(self, dependencies: Dependencies) -> Ints:
         assert dependencies.routes is self.routes
-        return self._held.saved_sizes()
+        cells = self.cells
+        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
+        sizes = [self._saved_sizes(kind, load) for kind, load in pairs.T.tolist()]
+        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
+
+    def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
+        """Bytes saved by the forward, and by the input half of a backward."""
+        key = (kind_number, load_number)
+        if key not in self._saved:
+            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
+            if kind.is_loss:
+                self._saved[key] = self._saved_loss(kind, load), 0
+            elif kind.module in self.plan.recompute_features:
+                self._saved[key] = self._saved_input(kind, load), self._saved_half(kind, load)
+            else:
+                self._saved[key] = self._saved_whole(kind, load), self._saved_half(kind, load)
+        return self._saved[key]
+
+    def _saved_loss(self, kind: CellKind, load: Load) -> int:
+        workload = self.cells.workload(kind.module)
+        share = loss_share(self.plan, kind.module, workload)
+        return loss_saved_bytes(share, workload, load.tokens, self.memory.activation_bytes)
+
+    def _saved_input(self, kind: CellKind, load: Load) -> int:
+        workload, border = self.cells.workload(kind.module), kind.stage.layers[0]
+        if not border or not any(needs.any for needs in kind.gradients):
+            return 0
+        return round(boundary_bytes(workload, border, load, self.memory, num_shares=kind.num_shares))
+
+    def _saved_whole(self, kind: CellKind, load: Load) -> int:
+        module = self.plan.modules[kind.module]
+        return self._saved_input(kind, load) + sum(
+            count
+            * saved_layer_bytes(
+                layer,
+                self._load_on_rank(kind, layer, load),
+                input_gradient=needs.input_gradient,
+                weight_gradient=needs.weight_gradient,
+                recompute=kind.module in self.plan.recompute,
+                tp_size=kind.stage.tp_size,
+                options=self.memory,
+                sequence_parallel=module.sequence_parallel,
+                fully_sharded=module.fully_sharded,
+            )
+            for layer, needs, count in kind.different
+        )
+
+    def _saved_half(self, kind: CellKind, load: Load) -> int:
+        return sum(
+            count
+            * half_saved_layer_bytes(
+                layer,
+                self._load_on_rank(kind, layer, load),
+                weight_gradient=needs.weight_gradient,
+                tp_size=kind.stage.tp_size,
+                options=self.memory,
+            )
+            for layer, needs, count in kind.different
+        )
+
+    def _load_on_rank(self, kind: CellKind, layer: LayerShape, load: Load) -> Load:
+        """The part of the layer that each rank of the stage computes."""
+        return load.share(kind.num_shares) if self.cells.workload(kind.module).is_shared(layer) else load
 
     def static_bytes(self, rank: int) -> int:
-        return self._held.static_bytes(rank)
+        num_bytes = 0
+        for name, _, _, stage in self.plan.stages_of_rank(rank):
+            run = (name, stage.layers, stage.tp_size, stage.cp_size)
+            if run not in self._static:
+                self._static[run] = self._static_of_run(*run)
+            num_bytes += self._static[run]
+        return num_bytes + self._recomputed_bytes.get(rank, 0)
+
+    @cached_property
+    def _recomputed_bytes(self) -> Mapping[int, int]:
+        """For each rank, the largest graph that a backward recomputes there as a whole."""
+        result: dict[int, int] = {}
+        for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
+            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
+            if kind.module in self.plan.recompute_features:
+                graph = self._saved_whole(kind, load)
+                stages = [
+                    s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
+                ]
+                for rank in {rank for stage in stages for rank in stage.planned.ranks}:
+                    result[rank] = max(result.get(rank, 0), graph)
+        return result
+
+    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
+        module, workload = self.plan.modules[name], self.cells.workload(name)
+        num_holders, num_shares = holders_and_shares(module, cp_size)
+        static = sum(
+            static_layer_bytes(
+                workload.layers[index],
+                trainable=module.is_trainable((index, index + 1)),
+                has_backward=self._gradients[self.cells.owner(name)][index].any,
+                tp_size=tp_size,
+                num_holders=num_holders,
+                options=self.memory,
+                num_shares=num_shares,
+                fully_sharded=module.fully_sharded,
+            )
+            for index in range(*layers)
+        )
+        of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
+        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.memory)
+
+    @cached_property
+    def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
+        """The gradients that layers compute when every modality is present."""
+        return gradients_of_plan(self.plan)
 
     def memory_limit(self) -> MemoryLimit:
-        """What parameters, all that is static and the buffers of messages leave for activations on a device."""
+        """Memory for activations: what static bytes and the buffers of messages leave free."""
         return self._memory_limit
 
     @cached_property
     def _memory_limit(self) -> MemoryLimit:
         buffers = NUM_BUFFERS * int(self._carried_bytes.max(initial=0))
-        usable = int(self.cluster.device.memory_bytes * (1 - RESERVE)) - buffers
+        usable = int(usable_bytes(self.cluster)) - buffers
         return MemoryLimit(
             saved_bytes=lambda cell: self.saved_bytes(cell, half=False),
             limit_bytes=lambda rank: usable - self.static_bytes(rank),
             half_saved_bytes=lambda cell: self.saved_bytes(cell, half=True),
         )
 
-    # What they are derived from --------------------------------------------------------------------------------------
+    # Loads, gradients and reductions ---------------------------------------------------------------------------------
 
     def load(self, cell: Cell) -> Load:
-        """The same for all stages of a module's replica."""
+        """The load of the cell's microbatch, the same for all stages of a module's replica."""
         return self.cells.load_of(cell)
 
     def gradients(self, cell: Cell) -> tuple[LayerGradients, ...]:
-        """For each layer of the cell's stage, what its backward computes."""
+        """The gradients that each layer of the cell's stage computes."""
         return self.cells.kind_of(cell).gradients
 
     @cached_property
@@ -286,6 +410,7 @@ class IterationCosts:
 
 
 def _shares_carried(source: Stage, target: Stage, *, gradient: bool) -> int:
-    """Of how many shares of the tokens a message between stages of a module carries one. Where the two share them out
-    otherwise, gradients go back whole."""
+    """The number of shares of the tokens of which a message between stages of a module carries one.
+
+    Gradients return whole if the two stages share tokens differently."""
     return 1 if gradient and source.cp_size != target.cp_size else target.cp_size

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.costs.communication import Collective
-from motet.costs.cost_model import Quadratic, total
-from motet.costs.load import Load
+from motet.costs.cost_model import Load, Quadratic, total
 from motet.shapes.module_shape import Attention, LayerShape, Linear, Rows
 
 KernelKind = Literal["gemm", "convolution", "attention", "norm", "elementwise", "communication"]

@@ -1,33 +1,25 @@
-"""Bytes: parameters, gradients, optimizer state, and what a forward saves for its backward.
+"""Bytes of one layer on one rank: parameters, gradients, optimizer state, and activations saved for the backward.
 
 A linear saves its input if its weights have a gradient; linears that read the same tensor share it. Attention saves
 queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation function its input,
-a gated MLP both branches and their product's factors, the loss over a vocabulary a float32 for each logit. With
-recomputation a block saves its input alone. With sequence parallelism what norms save is shared by the tensor-parallel
-group, but not the linears' inputs: each rank gathers them.
+a gated MLP both branches and the factors of their product, the loss over a vocabulary a float32 for each logit. With
+recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares what norms save,
+but not the inputs of linears, which each rank gathers.
 
-Under autocast, norms and what is between layers stay in float32; all else is in bfloat16. There each linear makes its
-own copy of its input; of each weight there is one copy for all microbatches (`motet.parallel.split_backward`), but of
-convolutions and in fully sharded stages one for each.
+Under autocast, norms and tensors between layers stay in float32; everything else is in bfloat16. Each linear makes its
+own copy of its input. All microbatches share one copy of each weight (`motet.parallel.split_backward`), except weights
+of convolutions and of fully sharded stages, which each microbatch copies.
 
-Limits: temporary memory inside an action and the allocator's fragmentation are not counted; `RESERVE` stands for them.
+Limits: temporary memory of an action and fragmentation of the allocator are not counted; `RESERVE` stands for them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 
-import numpy as np
-
-from motet.costs.cells import CellKind, Cells
-from motet.costs.contrastive import loss_saved_bytes, loss_share
-from motet.costs.layer_gradients import LayerGradients, gradients_of_plan
-from motet.costs.load import Load
-from motet.plan import LayerRange, ModulePlan
-from motet.ragged_arrays import Ints
-from motet.schedule.routes import Cell
-from motet.shapes.module_shape import LayerShape, Linear
+from motet.cluster import Cluster
+from motet.costs.cost_model import Load
+from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload
 
 ADAMW_STATES = 2
 """Moments for each parameter, of its own precision."""
@@ -72,6 +64,11 @@ class MemoryOptions:
 
 
 DEFAULT_MEMORY = MemoryOptions()
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """Memory of one device that a plan may use."""
+    return cluster.device.memory_bytes * (1 - RESERVE)
 
 
 def static_layer_bytes(
@@ -183,6 +180,17 @@ def _logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: Memory
     return round(logits * max(LOGIT_BYTES, options.activation_bytes))
 
 
+def boundary_bytes(
+    workload: ModuleWorkload, border: int, load: Load, options: MemoryOptions, *, num_shares: int = 1
+) -> float:
+    """The tensor before layer `border` of a microbatch; of tokens, one of `num_shares` equal shares.
+
+    The output of an encoder's head is whole on every rank."""
+    rows, width = workload.boundary(border)
+    carried = load.tokens / num_shares if rows == "tokens" else load.outputs
+    return carried * width * options.activation_bytes
+
+
 def half_saved_layer_bytes(
     layer: LayerShape, load: Load, *, weight_gradient: bool, tp_size: int, options: MemoryOptions
 ) -> int:
@@ -216,148 +224,3 @@ def _rows(linear: Linear, layer: LayerShape, load: Load) -> float:
         "sequences": load.sequences,
     }
     return rows[linear.rows] * linear.rows_per_token
-
-
-# The bytes that ranks hold in one iteration: what forwards save for backwards, and what is there all the time.
-#
-# Saved: activations, by kind of cell and load (`motet.costs.cells`); of features that are recomputed, a stage's input
-# alone. Static: parameters, gradients, optimizer state and casts of weights, and what is gathered or made again for
-# the moment. What a single layer takes is `motet.costs.memory`'s; the buffers of messages are
-# `motet.costs.iteration`'s.
-#
-# Limits: the members of a context-parallel group are taken to hold equal shares. Of features that are recomputed, the
-# largest graph is counted for the whole iteration, though it is there for one backward at a time.
-
-
-class RankMemory:
-    """Of the ranks of a plan. `saved_bytes` and `static_bytes` are as `motet.simulator.costs.Costs` has them."""
-
-    def __init__(self, cells: Cells, options: MemoryOptions) -> None:
-        self.cells, self.routes, self.plan, self.options = cells, cells.routes, cells.plan, options
-        self._saved: dict[tuple[int, int], tuple[int, int]] = {}
-        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
-
-    def saved_bytes(self, cell: Cell, half: bool) -> int:
-        number = self.routes.number_of_cell[cell]
-        return self._saved_sizes(int(self.cells.kind[number]), int(self.cells.load[number]))[half]
-
-    def saved_sizes(self) -> Ints:
-        """`saved_bytes` of each cell, in row 0 the whole and in row 1 the half."""
-        cells = self.cells
-        pairs, place = np.unique(np.stack([cells.kind, cells.load]), axis=1, return_inverse=True)
-        sizes = [self._saved_sizes(kind, load) for kind, load in pairs.T.tolist()]
-        return np.array(sizes, dtype=np.int64).reshape(-1, 2)[place.reshape(-1)].T
-
-    def _saved_sizes(self, kind_number: int, load_number: int) -> tuple[int, int]:
-        """The whole and the half."""
-        key = (kind_number, load_number)
-        if key not in self._saved:
-            kind, load = self.cells.kinds[kind_number], self.cells.loads[load_number]
-            if kind.is_loss:
-                self._saved[key] = self._saved_loss(kind, load), 0
-            elif kind.module in self.plan.recompute_features:
-                self._saved[key] = self._saved_input(kind, load), self._saved_half(kind, load)
-            else:
-                self._saved[key] = self._saved_whole(kind, load), self._saved_half(kind, load)
-        return self._saved[key]
-
-    def _saved_loss(self, kind: CellKind, load: Load) -> int:
-        workload = self.cells.workload(kind.module)
-        share = loss_share(self.plan, kind.module, workload)
-        return loss_saved_bytes(share, workload, load.tokens, self.options.activation_bytes)
-
-    def _saved_input(self, kind: CellKind, load: Load) -> int:
-        rows, width = self.cells.workload(kind.module).boundary(kind.stage.layers[0])
-        has_input = bool(kind.stage.layers[0]) and any(needs.any for needs in kind.gradients)
-        carried = load.share(kind.num_shares).tokens if rows == "tokens" else load.outputs
-        stage_input = carried * width if has_input else 0
-        return round(stage_input * self.options.activation_bytes)
-
-    def _saved_whole(self, kind: CellKind, load: Load) -> int:
-        module = self.plan.modules[kind.module]
-        return self._saved_input(kind, load) + sum(
-            count
-            * saved_layer_bytes(
-                layer,
-                self._load_on_rank(kind, layer, load),
-                input_gradient=needs.input_gradient,
-                weight_gradient=needs.weight_gradient,
-                recompute=kind.module in self.plan.recompute,
-                tp_size=kind.stage.tp_size,
-                options=self.options,
-                sequence_parallel=module.sequence_parallel,
-                fully_sharded=module.fully_sharded,
-            )
-            for layer, needs, count in kind.different
-        )
-
-    def _saved_half(self, kind: CellKind, load: Load) -> int:
-        return sum(
-            count
-            * half_saved_layer_bytes(
-                layer,
-                self._load_on_rank(kind, layer, load),
-                weight_gradient=needs.weight_gradient,
-                tp_size=kind.stage.tp_size,
-                options=self.options,
-            )
-            for layer, needs, count in kind.different
-        )
-
-    def _load_on_rank(self, kind: CellKind, layer: LayerShape, load: Load) -> Load:
-        """What a rank of the stage computes of the layer."""
-        return load.share(kind.num_shares) if self.cells.workload(kind.module).is_shared(layer) else load
-
-    def static_bytes(self, rank: int) -> int:
-        num_bytes = 0
-        for name, _, _, stage in self.plan.stages_of_rank(rank):
-            run = (name, stage.layers, stage.tp_size, stage.cp_size)
-            if run not in self._static:
-                self._static[run] = self._static_of_run(*run)
-            num_bytes += self._static[run]
-        return num_bytes + self._recomputed_bytes.get(rank, 0)
-
-    @cached_property
-    def _recomputed_bytes(self) -> Mapping[int, int]:
-        """For each rank, the largest graph that a backward makes again there: it is all there at once."""
-        result: dict[int, int] = {}
-        for number in np.unique(np.stack([self.cells.kind, self.cells.load]), axis=1).T.tolist():
-            kind, load = self.cells.kinds[number[0]], self.cells.loads[number[1]]
-            if kind.module in self.plan.recompute_features:
-                graph = self._saved_whole(kind, load)
-                stages = [
-                    s for s in self.routes.stages if (s.module, s.planned.layers) == (kind.module, kind.stage.layers)
-                ]
-                for rank in {rank for stage in stages for rank in stage.planned.ranks}:
-                    result[rank] = max(result.get(rank, 0), graph)
-        return result
-
-    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
-        module, workload = self.plan.modules[name], self.cells.workload(name)
-        num_holders, num_shares = holders_and_shares(module, cp_size)
-        static = sum(
-            static_layer_bytes(
-                workload.layers[index],
-                trainable=module.is_trainable((index, index + 1)),
-                has_backward=self._gradients[self.cells.owner(name)][index].any,
-                tp_size=tp_size,
-                num_holders=num_holders,
-                options=self.options,
-                num_shares=num_shares,
-                fully_sharded=module.fully_sharded,
-            )
-            for index in range(*layers)
-        )
-        of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
-        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.options)
-
-    @cached_property
-    def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
-        """When every modality is there."""
-        return gradients_of_plan(self.plan)
-
-
-def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
-    """Ranks that hold the same of a module's stage, and those that keep a share each of what it holds."""
-    num_replicas = len(module.replicas)
-    return (num_replicas, cp_size) if module.fully_sharded else (num_replicas * cp_size, 1)

@@ -1,26 +1,118 @@
 """Seconds of a stage, for one pattern of gradients, as functions of its ranks' load: sums over the layers' costs.
 
-Recomputation block by block runs a block's forward once more if the block has any gradient to compute; recomputed
-features run the whole stage's once more (DistMM 5.4). Of a contrastive loss the fullest member counts. Context-parallel
-ranks share the work of all layers but those around an encoder's blocks, before which they take their own tokens and
-behind which they gather them. The table knows
-tensor parallelism within a node; what a group that lies on several exchanges more slowly is computed, and added.
+Recomputation runs a block's forward once more if the block computes any gradient; recomputed features run the forward
+of the whole stage once more (DistMM 5.4). Context-parallel ranks share the work of all layers but those around an
+encoder's blocks. A cost table holds tensor-parallel groups on the first ranks of a node; for a group that spans more
+nodes, the additional time of its collectives is computed and added.
+
+A contrastive loss (a batch-sync, DistMM sections 5.3.2 and 5.4) is shared by its members. A member compares its own
+features with those of the towers opposite to its own. It gathers their features before, and the log-sum-exps of the
+opposite direction after its forward; no gradient of a feature leaves its rank. A member of one of two towers receives
+half of what a member receives that holds both. The member with most work counts: of a tower on few ranks, or of several
+towers on the same ranks. Samples that lack a tower count as if they had it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from motet.cluster import Cluster
-from motet.costs.cells import CellKind, Cells
+from motet.costs.cells import CellKind, Cells, LayerGradients
 from motet.costs.communication import collective_terms
-from motet.costs.contrastive import LossSeconds, loss_seconds
 from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
-from motet.costs.layer_gradients import LayerGradients
 from motet.costs.memory import MemoryOptions
-from motet.plan import Stage
+from motet.plan import Plan, Stage
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
+
+LOG_SUM_EXP_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """Of the fullest member."""
+
+    comparisons: float
+    """Its share of the whole loss's."""
+    gathered: float
+    """Features that it receives for each sample of the contrastive batch, in vectors: of one tower of two, one."""
+    log_sum_exps: float
+    """Those that it receives for each sample."""
+
+
+def loss_share(plan: Plan, loss: str, workload: ModuleWorkload) -> LossShare:
+    """`loss`: the loss's module, `workload`: its own."""
+    towers_of = _towers_of_members(plan, loss)
+    num_members = {tower: sum(tower in held for held in towers_of) for held in towers_of for tower in held}
+    opposite = _opposite(workload, tuple(num_members))
+    total = sum(map(len, opposite.values()))
+    comparisons = max(sum(len(opposite[t]) / num_members[t] for t in held) for held in towers_of) / max(1, total)
+    needed = [{other for tower in held for other in opposite[tower]} for held in towers_of]
+    gathered = max(
+        sum(1 - (1 / num_members[other] if other in held else 0.0) for other in others)
+        for held, others in zip(towers_of, needed, strict=True)
+    )
+    return LossShare(comparisons, gathered, max(sum(len(opposite[t]) for t in held) for held in towers_of))
+
+
+def _towers_of_members(plan: Plan, loss: str) -> Sequence[frozenset[str]]:
+    held: dict[int, set[str]] = {}
+    for edge in plan.edges:
+        if edge.target == loss:
+            for replica in plan.modules[edge.source].replicas:
+                for rank in replica.stages[-1].ranks:
+                    held.setdefault(rank, set()).add(plan.modules[edge.source].data_module(edge.source))
+    return [frozenset(towers) for towers in held.values()]
+
+
+def _opposite(workload: ModuleWorkload, towers: Sequence[str]) -> Mapping[str, set[str]]:
+    """For each tower, those with which it is compared."""
+    result: dict[str, set[str]] = {tower: set() for tower in towers}
+    for first, second in workload.config["pairs"]:
+        result[first].add(second)
+        result[second].add(first)
+    return result
+
+
+@dataclass(frozen=True)
+class LossSeconds:
+    """As functions of a contrastive batch's load: its tokens are samples."""
+
+    forward: Quadratic
+    """Exchange included."""
+    backward: Quadratic
+    exchange: Quadratic
+
+
+def loss_seconds(
+    plan: Plan, loss: str, workload: ModuleWorkload, layer: LayerCost, cluster: Cluster, *, feature_bytes: int
+) -> LossSeconds:
+    """`layer`: seconds of all comparisons on one device. `feature_bytes`: of each element that travels."""
+    share = loss_share(plan, loss, workload)
+    (stage,) = plan.modules[loss].replicas[0].stages
+    per_sample = share.gathered * workload.hidden_size * feature_bytes + share.log_sum_exps * LOG_SUM_EXP_BYTES
+    terms = collective_terms(cluster, "all_gather", stage.ranks)
+    exchange = Quadratic(
+        constant=2 * terms.latency_s if share.gathered else 0.0, per_token=per_sample / terms.bytes_per_s
+    )
+    return LossSeconds(
+        forward=_shared(layer.forward, share.comparisons).plus(exchange),
+        backward=_shared(layer.input_gradient, share.comparisons),
+        exchange=exchange,
+    )
+
+
+def _shared(cost: Quadratic, share: float) -> Quadratic:
+    """What every kernel takes to start is not shared."""
+    return cost.times(share)._replace(constant=cost.constant)
+
+
+def loss_saved_bytes(share: LossShare, workload: ModuleWorkload, num_samples: float, feature_bytes: int) -> int:
+    """What a member keeps from the forward to the backward: the features that it gathered, and log-sum-exps."""
+    return round(
+        num_samples
+        * (share.gathered * workload.hidden_size * feature_bytes + 2 * share.log_sum_exps * LOG_SUM_EXP_BYTES)
+    )
 
 
 @dataclass(frozen=True, slots=True)

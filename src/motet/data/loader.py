@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from motet.assignment.sample import Sample
-from motet.data.service.producer import Producer
-from motet.data.service.tickets import Corrupt
+from motet.data.service.tickets import Corrupt, Producer
 from motet.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Which transformers classes belong to which model, found by name and imported when they are first needed.
 
 A family is named by the `model_type` of its configuration. Its layers are described where they are run: encoders in
-`motet.families.encoders`, language models in `motet.models.stages.language_model`, caption decoders in
-`motet.models.stages.caption_decoder`, the cut of their linears in `motet.parallel.tensor_plans`.
+`motet.families.encoders`, language models in `motet.families.language_models`, caption decoders in
+`motet.families.caption_decoders`, the cut of their linears in `motet.parallel.tensor_plans`.
 """
 
 import importlib
@@ -12,9 +12,9 @@ import transformers
 from transformers import PretrainedConfig
 
 from motet.errors import UserError
+from motet.families.caption_decoders import DECODER_FAMILIES
 from motet.families.encoders import ENCODER_FAMILIES
 from motet.families.language_models import LANGUAGE_MODELS
-from motet.models.stages.caption_decoder import DECODER_FAMILIES
 
 Kind = Literal["encoder", "language_model", "decoder"]
 

@@ -18,10 +18,10 @@ from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample
 from motet.errors import UserError
+from motet.families.caption_decoders import is_caption_decoder
 from motet.families.encoders import family_of
 from motet.models.batch import DictBatch, batch_of_towers
 from motet.models.graph import DecoderNode, LossNode, ModalityModule, ModuleGraph, ModuleNode, TowerNode
-from motet.models.stages.caption_decoder import is_caption_decoder
 from motet.models.stages.contrastive import ContrastiveLoss, LossKind
 from motet.models.stages.stage import Batch
 from motet.plan import CONTRASTIVE, DECODER, Edge
@@ -130,7 +130,7 @@ class ContrastiveModule(ModuleGraph):
 
     def _outputs(self, batch: Batch) -> dict[str, Tensor]:
         """What each tower hands on: of the one that the decoder reads, each sample's features too."""
-        outputs = {name: self.run_node(name, batch, {}) for name in self.towers}
+        outputs = {name: self.run_node(name, batch, {}).hidden for name in self.towers}
         nothing = self.loss.logit_scale.new_zeros(0, self.width)
         return {name: nothing if output is None else output for name, output in outputs.items()}
 
@@ -156,7 +156,7 @@ class ContrastiveModule(ModuleGraph):
             return ModelOutput(loss=loss, **normalized)
         caption_loss = loss.new_zeros(())
         if _num_loss_tokens(batch, DECODER):
-            captions = self.run_node(DECODER, batch, outputs)
+            captions = self.run_node(DECODER, batch, outputs).loss
             assert captions is not None
             caption_loss = captions / _num_loss_tokens(batch, DECODER)
         return ModelOutput(

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
+from motet.families.caption_decoders import num_decoder_layers
 from motet.families.encoders import family_of
 from motet.families.language_models import (
     cross_attention_layers,
@@ -31,12 +32,12 @@ from motet.families.language_models import (
     num_language_model_layers,
 )
 from motet.families.token_counts import FeatureSelect, encoder_segment
-from motet.models.stages.caption_decoder import CaptionDecoderStage, num_decoder_layers
+from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage, PreprocessCallback
 from motet.models.stages.projector import PROJECTORS, build_projector, projected_size
-from motet.models.stages.stage import Batch
+from motet.models.stages.stage import Batch, StageInput, StageOutput
 from motet.plan import Edge, LayerRange
 from motet.schedule.batch_sync import Pair
 from motet.shapes.families import as_tower, decoder_workload, module_workload
@@ -490,24 +491,23 @@ class ModuleGraph(nn.Module, ABC):
         }
         return Sample("typical", layouts, num_loss_tokens)
 
-    def run_node(self, name: str, batch: Batch, outputs: Mapping[str, Tensor]) -> Tensor | None:
-        """The output of a node for all samples that have a layout in it, in one process; None if there is none.
+    def run_node(self, name: str, batch: Batch, outputs: Mapping[str, Tensor]) -> StageOutput:
+        """The output of a node for all samples that have a layout in it, in one process; empty if there is none.
 
         Args:
             outputs: by name, of the nodes before it: [tokens handed on by all samples, width].
         """
         members = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
         if not members:
-            return None
+            return StageOutput()
         node = self.nodes[name]
         stage = node.make_stage((0, node.num_layers))
-        output: Tensor = stage(
-            None,
-            self.incoming(name, batch, members, outputs),
-            [batch.features(name, i) for i in members],
-            [batch.samples[i] for i in members],
+        inputs = StageInput(
+            samples=[batch.samples[i] for i in members],
+            features=[batch.features(name, i) for i in members],
+            incoming=self.incoming(name, batch, members, outputs),
         )
-        return output
+        return cast(StageOutput, stage(inputs))
 
     def incoming(
         self, name: str, batch: Batch, members: Sequence[int], outputs: Mapping[str, Tensor]

@@ -31,10 +31,10 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError
+from motet.families.caption_decoders import decoder_layer_parts, is_added, num_decoder_layers
 from motet.families.classes import Kind, config_class_named, model_class_of, part_type
 from motet.families.hf_config import tower_family
 from motet.families.language_models import language_model_layer_parts, num_language_model_layers
-from motet.models.stages.caption_decoder import decoder_layer_parts, is_added, num_decoder_layers
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LayerRange
 

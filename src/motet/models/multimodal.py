@@ -16,9 +16,8 @@ from motet.errors import UserError
 from motet.families.encoders import family_of
 from motet.models.batch import DictBatch, batch_from_dict
 from motet.models.graph import EncoderNode, LanguageModelNode, Merge, ModalityModule, ModuleGraph, ModuleNode
-from motet.models.stages.causal import layout_of
 from motet.models.stages.language_model import PreprocessCallback
-from motet.models.stages.stage import Batch
+from motet.models.stages.stage import Batch, StageInput
 from motet.plan import LANGUAGE_MODEL, Edge
 
 
@@ -135,18 +134,15 @@ class MultimodalModule(ModuleGraph):
         """
         outputs: dict[str, Tensor] = {}
         for name in self.encoders:
-            output = self.run_node(name, batch, outputs)
+            output = self.run_node(name, batch, outputs).hidden
             if output is not None:
                 outputs[name] = output
         node, members = self._language_model_node(), range(len(batch.samples))
         stage = node.make_stage((0, node.num_layers))
         features = [batch.features(LANGUAGE_MODEL, i) for i in members]
-        sequences = layout_of(batch.samples, LANGUAGE_MODEL, packed=stage.packing)
-        context = None
-        if stage.has_own_attention:
-            context = stage.shared(batch.samples, features[0]["input_ids"].device)
         incoming = self.incoming(LANGUAGE_MODEL, batch, members, outputs)
-        hidden = stage.hidden_states(None, incoming, features, batch.samples, sequences, context)
+        inputs = StageInput(batch.samples, features, incoming=incoming)
+        hidden, sequences, context = stage.hidden_states(inputs)
         logits = stage.logits(hidden)
         if sequences.packed:
             logits = pad_sequence(logits[0].split(sequences.lengths), batch_first=True)

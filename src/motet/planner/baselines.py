@@ -1,27 +1,51 @@
-"""What planners are compared with: simpler ways to cut and to place, over the same degrees.
+"""Cornstarch and the baselines that papers compare their systems with, over the same degrees.
 
+* `cornstarch`: frozen-aware stages, loosely coupled modules, encoders parallel or colocated, whichever is faster. The
+  exact partition of T = forward + backward under the frozen rule cuts the stages (thesis 3.3.1, 3.4.1). The number of
+  stages of each module follows Algorithm 1 (Cornstarch 5.2): for each number of stages of the language model, each
+  encoder gets as many as keep up with it; where all distributions of the devices can be enumerated, they are.
+  Deviation: an encoder without a backward pass is charged none, where the paper assumes a fixed factor.
 * `frozen_unaware` (Cornstarch 6.3), `even`: Cornstarch's search, with stages cut in simpler ways.
-* `encoders_colocated` (Cornstarch 6.1, baseline 1): one chain, stage s of every encoder on the same group; all cut, and
-  devices shared out, by forward time as if every backward took twice as long.
+* `encoders_colocated` (Cornstarch 6.1, baseline 1): one chain, stage s of every encoder on the same group. Stages are
+  cut and devices divided by forward time, as if every backward took twice as long.
 * `encoders_replicated` (Cornstarch 6.1, baseline 2): the language model over all stages, every encoder whole in each.
 * `proportional` (DistTrain 8.2's ratio-based strategy): devices in proportion to the modules' FLOPs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from motet.costs.analytic import layer_flops
 from motet.errors import UserError
-from motet.plan import Plan
-from motet.planner.degrees import best_plan, dp_sizes, most_stages, tp_sizes, uniform_degrees
-from motet.planner.explicit import Placement, cut_module
-from motet.planner.layout import Layout, layout_of_degrees
-from motet.planner.partition import even_partition, partition, stage_costs
+from motet.plan import LayerRange, Plan
+from motet.planner.degrees import common_tp_sizes, dp_sizes, most_stages, uniform_degrees
+from motet.planner.layout import Layout, Placement, cut_module, layout_of_degrees
+from motet.planner.partition import even_partition, partition, partition_by_sizes, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.planner.search import Cut, search
+from motet.planner.search import search
+from motet.planner.selection import best_plan
+
+
+def cornstarch(
+    problem: PlanningProblem,
+    *,
+    placement: Placement | None = None,
+    unimodal: Callable[[PlanningProblem, str, Degrees], Sequence[int]] | None = None,
+) -> Plan:
+    """`placement` None: parallel or colocated, whichever is faster in simulation. `unimodal`: any planner of a single
+    model, which returns the number of layers of each stage for a module's name and degrees (Cornstarch 5.2)."""
+
+    def cut(problem: PlanningProblem, name: str, degrees: Degrees) -> Sequence[LayerRange]:
+        assert unimodal is not None
+        return partition_by_sizes(problem.modules[name].workload.num_layers, unimodal(problem, name, degrees))
+
+    placements: tuple[Placement, ...] = ("parallel", "colocated") if placement is None else (placement,)
+    if len(problem.sources) < 2 and placement is None:
+        placements = ("parallel",)
+    return search(problem, cut if unimodal else cut_module, planner="cornstarch", placements=placements)
 
 
 def frozen_unaware(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """The exact partition, but as if every layer were trainable."""
+    """The exact partition as if every layer were trainable."""
     return search(problem, _frozen_unaware_cut, planner="frozen_unaware", placements=(placement or "parallel",))
 
 
@@ -48,20 +72,22 @@ def _require_encoders(problem: PlanningProblem, planner: str, placement: Placeme
     if not problem.sources:
         raise UserError(f"parallel.planner: {planner} needs an encoder; the model has none")
     if placement not in (None, own):
-        raise UserError(f"parallel.placement: is {placement}, but planner {planner} is {own}; leave placement out")
+        raise UserError(
+            f"parallel.placement: is {placement}, but planner {planner} places encoders {own}; leave placement out"
+        )
 
 
-def _frozen_unaware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
-    return tuple(last - first for first, last in cut_module(problem, name, degrees, frozen_aware=False))
+def _frozen_unaware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> Sequence[LayerRange]:
+    return cut_module(problem, name, degrees, frozen_aware=False)
 
 
-def _even_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
-    num_layers = problem.modules[name].workload.num_layers
-    return tuple(last - first for first, last in even_partition(num_layers, degrees.pp))
+def _even_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> Sequence[LayerRange]:
+    return even_partition(problem.modules[name].workload.num_layers, degrees.pp)
 
 
 def _colocated_chains(problem: PlanningProblem) -> Iterator[Layout]:
-    """For each choice of degrees, the shares of encoders and the rest that seem fastest by forward times alone."""
+    """For each choice of degrees, the numbers of stages of the encoders and the rest that minimise the slowest stage's
+    forward time."""
     for dp, tp, num_groups in uniform_degrees(problem):
         forward = {
             name: [time.forward_s for time in problem.estimator.layer_times(name, tp, dp)] for name in problem.modules
@@ -87,7 +113,7 @@ def _colocated_chains(problem: PlanningProblem) -> Iterator[Layout]:
 
 
 def _stage_counts(problem: PlanningProblem, for_encoders: int, for_the_rest: int) -> dict[str, int] | None:
-    """None if some module cannot be cut so. Several sinks share what is left evenly."""
+    """None if some module cannot have as many stages. Several sinks share the rest evenly."""
     num_sinks = len(problem.sinks)
     counts = dict.fromkeys(problem.sources, for_encoders)
     counts |= {name: for_the_rest // num_sinks + (i < for_the_rest % num_sinks) for i, name in enumerate(problem.sinks)}
@@ -96,11 +122,11 @@ def _stage_counts(problem: PlanningProblem, for_encoders: int, for_the_rest: int
 
 
 def _proportional_layouts(problem: PlanningProblem) -> Iterator[Layout]:
-    """For each choice of degrees, stages in proportion to FLOPs, at least one each, rounded by largest remainder."""
+    """For each choice of degrees, numbers of stages in proportion to FLOPs, at least one each, rounded by largest
+    remainder."""
     flops = _module_flops(problem)
-    sizes = {name: tp_sizes(problem, name) for name in problem.modules}
     for dp in dp_sizes(problem):
-        for tp in sorted(set.intersection(*map(set, sizes.values()))):
+        for tp in common_tp_sizes(problem, problem.modules):
             if problem.num_devices % (dp * tp):
                 continue
             counts = shares(flops, problem.num_devices // (dp * tp))
@@ -112,8 +138,8 @@ def _proportional_layouts(problem: PlanningProblem) -> Iterator[Layout]:
 
 
 def shares(weights: Mapping[str, float], total: int) -> dict[str, int] | None:
-    """Whole numbers of at least 1 that add up to `total`, as near to the weights' proportions as largest remainders
-    come; None if there are more names than that."""
+    """Whole numbers of at least 1 that add up to `total`, in proportion to the weights by largest remainder; None if
+    there are more names than `total`."""
     if len(weights) > total:
         return None
     whole = sum(weights.values())
@@ -127,7 +153,7 @@ def shares(weights: Mapping[str, float], total: int) -> dict[str, int] | None:
 
 
 def _module_flops(problem: PlanningProblem) -> dict[str, float]:
-    """Forward and the backward that the trainable layers need, of a typical microbatch."""
+    """FLOPs of a typical microbatch: forward, and the backward that the trainable layers need."""
     result = {}
     for name, module in problem.modules.items():
         load = problem.estimator.typical_load(name)
@@ -137,26 +163,3 @@ def _module_flops(problem: PlanningProblem) -> dict[str, float]:
             for flops, needs in zip(map(layer_flops, module.workload.layers), problem.gradients[name], strict=True)
         )
     return result
-
-
-# Cornstarch: frozen-aware stages, loosely coupled modules, encoders side by side or in turns, whichever is faster.
-#
-# Stages are cut by the exact partition of T = forward + backward under the frozen rule (thesis 3.3.1, 3.4.1). How many
-# stages each module gets follows Algorithm 1 (Cornstarch 5.2): for each number of stages of the language model, each
-# encoder gets as many as keep up with it; where all distributions of the devices can be looked at, they are.
-# Deviation: an encoder that needs no backward pass is charged none, where the paper assumes a fixed factor.
-
-
-def frozen_aware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> tuple[int, ...]:
-    return tuple(last - first for first, last in cut_module(problem, name, degrees))
-
-
-def cornstarch(
-    problem: PlanningProblem, *, placement: Placement | None = None, unimodal: Cut = frozen_aware_cut
-) -> Plan:
-    """`placement` None: parallel or colocated, whichever is faster in simulation. `unimodal`: any planner of a single
-    model, asked how to cut each module at given degrees (Cornstarch 5.2)."""
-    placements: tuple[Placement, ...] = ("parallel", "colocated") if placement is None else (placement,)
-    if len(problem.sources) < 2 and placement is None:
-        placements = ("parallel",)
-    return search(problem, unimodal, planner="cornstarch", placements=placements)

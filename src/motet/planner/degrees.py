@@ -1,131 +1,103 @@
-"""Which degrees of parallelism a planner may choose from: the user's limits, as far as they divide the model."""
+"""Degrees of parallelism: which ones a module can have, and which the user's limits leave a planner to choose from."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
+from motet.attention.masks.distribution import check_ulysses
 from motet.errors import UserError
+from motet.parallel.tensor_plans import check_tp
 from motet.plan import Plan
-from motet.planner.bound_and_simulate import best_layout
-from motet.planner.explicit import Placement, check_degrees
-from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import Degrees, PlanningProblem
+
+NO_CONTEXT_PARALLELISM = (
+    "clip_text_model",
+    "pixtral",
+    "qwen2_5_vl_vision",
+    "qwen2_audio_encoder",
+    "siglip_text_model",
+)
+"""Encoders without context parallelism: their tokens do not attend to exactly their whole item, or their blocks need
+more than the tokens (`motet.families.encoders.EncoderFamily.has_full_attention`)."""
+
+
+def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None:
+    """Raises `UserError` naming what is wrong with a module's degrees."""
+    workload = problem.modules[name].workload
+    for key in ("tp", "cp", "pp", "dp"):
+        if getattr(degrees, key) < 1:
+            raise UserError(f"parallel: {name}.{key} is {getattr(degrees, key)}; give at least 1")
+    if degrees.pp > workload.num_layers:
+        raise UserError(
+            f"parallel: {name}.pp is {degrees.pp}, but it has {workload.num_layers} layers; "
+            f"give at most {workload.num_layers}"
+        )
+    try:
+        check_tp(workload.family, workload.config, degrees.tp)
+    except UserError as error:
+        raise UserError(f"parallel: {name}.{error}") from None
+    if degrees.cp > 1:
+        _check_context(problem, name, degrees)
+    elif degrees.fully_sharded:
+        raise UserError(
+            f"parallel: {name}.fully_sharded: context-parallel ranks share the parameters, but cp is 1; "
+            "give a larger cp, or leave fully_sharded out"
+        )
+
+
+def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> None:
+    workload = problem.modules[name].workload
+    if workload.family in NO_CONTEXT_PARALLELISM:
+        raise UserError(
+            f"parallel: {name}.cp is {degrees.cp}, but ranks cannot share the tokens of a {workload.family}; give cp 1"
+        )
+    samples_each = -(-len(problem.samples) // (problem.num_microbatches * degrees.dp))
+    longest = samples_each * max(sample.num_tokens(name) for sample in problem.samples)
+    block_size = degrees.context.block_size
+    if longest <= (degrees.cp - 1) * block_size:
+        raise UserError(
+            f"parallel: {name}.cp is {degrees.cp}, but microbatches have about {longest} tokens, too few for "
+            f"{degrees.cp} blocks of {block_size}; give a smaller cp or context.block_size"
+        )
+    attention = next((layer.attention for layer in workload.layers if layer.attention is not None), None)
+    if degrees.context.method == "ulysses" and attention is not None:
+        try:
+            check_ulysses(attention.num_heads // degrees.tp, attention.num_key_value_heads // degrees.tp, degrees.cp)
+        except UserError as error:
+            raise UserError(f"parallel: {name}.{error}") from None
+
+
+def _is_possible(problem: PlanningProblem, name: str, degrees: Degrees) -> bool:
+    try:
+        check_degrees(problem, name, degrees)
+    except UserError:
+        return False
+    return True
 
 
 def tp_sizes(problem: PlanningProblem, name: str) -> list[int]:
-    """Of those allowed, the ones that divide the module's heads."""
-    fitting = []
-    for size in problem.modules[name].tp_sizes:
-        try:
-            check_degrees(problem, name, Degrees(tp=size))
-        except UserError:
-            continue
-        fitting.append(size)
-    return fitting
+    """Allowed tensor-parallel sizes that divide the module's heads."""
+    return [size for size in problem.modules[name].tp_sizes if _is_possible(problem, name, Degrees(tp=size))]
 
 
 def cp_sizes(problem: PlanningProblem, name: str, dp: int = 1) -> list[int]:
-    """Of those allowed, the ones for which a replica's microbatches are long enough; of modules that enter others 1."""
-    return _fitting_cp_sizes(problem, name, dp) if problem.modules[name].workload.kind == "language_model" else [1]
+    """Allowed context-parallel sizes for which a replica's microbatches are long enough; 1 for encoders."""
+    return template_cp_sizes(problem, name, dp) if problem.modules[name].workload.kind == "language_model" else [1]
 
 
-def template_cp_sizes(problem: PlanningProblem, name: str) -> list[int]:
-    """As `cp_sizes`, for templates, whose encoders may share tokens too."""
-    return _fitting_cp_sizes(problem, name, problem.failures + 1)
-
-
-def _fitting_cp_sizes(problem: PlanningProblem, name: str, dp: int) -> list[int]:
-    fitting = []
-    for size in problem.modules[name].cp_sizes:
-        try:
-            check_degrees(problem, name, Degrees(cp=size, dp=dp, context=problem.modules[name].context))
-        except UserError:
-            continue
-        fitting.append(size)
-    return fitting
-
-
-def check_may_share_none(problem: PlanningProblem, planner: str) -> None:
-    """Raises `UserError` if the user's limits leave a planner no plan without context parallelism."""
-    for name, module in problem.modules.items():
-        if 1 not in module.cp_sizes:
-            is_last = module.workload.kind == "language_model"
-            raise UserError(
-                f"parallel.limits.{'cp' if is_last else f'modules.{name}.cp'}: is {list(module.cp_sizes)}, but planner "
-                f"{planner} chooses no context parallelism; allow 1 too, or take planner "
-                f"{'auto' if is_last else 'oobleck'}"
-            )
-
-
-def check_limits(problem: PlanningProblem) -> None:
-    """Raises `UserError` if the limits leave a module no tensor-parallel size at all, or no planner enough devices or
-    samples."""
-    for name, module in problem.modules.items():
-        fitting = tp_sizes(problem, name)
-        if not fitting:
-            allowed = " or ".join(map(str, module.tp_sizes))
-            raise UserError(f"parallel.limits: tp is {allowed}, which {name} cannot be cut into; allow 1")
-        dp, tp = min(problem.dp_sizes), min(fitting)
-        if dp * tp > problem.num_devices:
-            raise UserError(
-                f"parallel.limits: dp {dp} and tp {tp}, the least that {name} may have, need {dp * tp} devices, but "
-                f"cluster.num_devices is {problem.num_devices}; allow smaller sizes, or give more devices"
-            )
-    if min(problem.dp_sizes) > len(problem.samples):
-        raise UserError(
-            f"parallel.limits.dp: is at least {min(problem.dp_sizes)}, but train.global_batch_size is "
-            f"{len(problem.samples)}, which leaves replicas without a sample; allow fewer"
-        )
-
-
-def check_may_be_whole(problem: PlanningProblem, planner: str, names: Iterable[str]) -> None:
-    """Raises `UserError` if the limits leave one of these modules only groups that cut it."""
-    for name in names:
-        if 1 not in problem.modules[name].tp_sizes:
-            allowed = " or ".join(map(str, problem.modules[name].tp_sizes))
-            raise UserError(
-                f"parallel.limits: tp of {name} is {allowed}, but planner {planner} does not cut it; allow 1, or give "
-                "another planner"
-            )
-
-
-FINDS_REPLICAS_ITSELF = ("oobleck",)
-"""Planners for which the number of replicas is what they look for: no limit is set on it, as none is on towers'."""
-FILLS_REPLICAS = ("optimus", "megatron_extra_stages", "auto")
-"""Planners that give a replica of the language model several of an encoder (auto takes their plans): its own number is
-what is limited."""
-
-
-def check_within_limits(problem: PlanningProblem, plan: Plan) -> None:
-    """Raises `UserError` if a planner's plan is outside the user's limits: it has no way to keep to them."""
-    for name, planned in plan.modules.items():
-        if planned.kind == "loss":
-            continue
-        owner = planned.data_module(name)
-        module = problem.modules[owner]
-        stages = [stage for replica in planned.replicas for stage in replica.stages]
-        num_stages = max(len(replica.stages) for replica in planned.replicas)
-        _check_limit(plan, owner, "max_pp", num_stages, range(1, (module.max_stages or num_stages) + 1))
-        for stage in stages:
-            _check_limit(plan, owner, "tp", stage.tp_size, module.tp_sizes)
-            _check_limit(plan, owner, "cp", stage.cp_size, module.cp_sizes)
-        may_be_filled = plan.planner in FILLS_REPLICAS and module.workload.kind != "language_model"
-        finds_replicas = plan.planner in FINDS_REPLICAS_ITSELF or plan.loss_module is not None
-        if not finds_replicas and not may_be_filled:
-            _check_limit(plan, owner, "dp", len(planned.replicas), problem.dp_sizes)
-
-
-def _check_limit(plan: Plan, name: str, limit: str, size: int, allowed: Sequence[int]) -> None:
-    if size not in allowed:
-        least = f"at most {max(allowed)}" if limit == "max_pp" else " or ".join(map(str, allowed))
-        raise UserError(
-            f"parallel.limits: {limit} of {name} is {least}, but planner {plan.planner} needs {size}; allow {size}, or "
-            "give another planner"
-        )
+def template_cp_sizes(problem: PlanningProblem, name: str, dp: int | None = None) -> list[int]:
+    """As `cp_sizes`, for templates, whose encoders may have context parallelism too. `dp` None: one replica more than
+    there may be failures."""
+    module = problem.modules[name]
+    num_replicas = problem.failures + 1 if dp is None else dp
+    return [
+        size
+        for size in module.cp_sizes
+        if _is_possible(problem, name, Degrees(cp=size, dp=num_replicas, context=module.context))
+    ]
 
 
 def dp_sizes(problem: PlanningProblem, num_devices: int | None = None) -> list[int]:
-    """Of those allowed, the ones that divide the devices (None: all of them) and leave no replica without a sample."""
+    """Allowed numbers of replicas that divide the devices (None: all of them) and leave no replica without a sample."""
     total = problem.num_devices if num_devices is None else num_devices
     return [dp for dp in problem.dp_sizes if total % dp == 0 and dp <= len(problem.samples)]
 
@@ -135,22 +107,16 @@ def most_stages(problem: PlanningProblem, name: str) -> int:
     return min(num_layers, problem.modules[name].max_stages or num_layers)
 
 
-def has_few_stages(problem: PlanningProblem, chunks: Sequence[Chunk]) -> bool:
-    """Whether no module has more runs of layers than the user allows."""
-    counts = Counter(chunk.module for chunk in chunks)
-    return all(counts[name] <= most_stages(problem, name) for name in problem.modules)
+def common_tp_sizes(problem: PlanningProblem, names: Iterable[str]) -> list[int]:
+    """Tensor-parallel sizes that all of these modules can have, ascending."""
+    return sorted(set.intersection(*(set(tp_sizes(problem, name)) for name in names)))
 
 
 def uniform_degrees(problem: PlanningProblem, modules: tuple[str, ...] | None = None) -> Iterator[tuple[int, int, int]]:
-    """(dp, tp, groups) with one tensor-parallel size for these modules (None: all); groups are those of one replica."""
-    for dp, tp in product(problem.dp_sizes, _common_tp_sizes(problem, modules)):
+    """(dp, tp, groups of one replica) with one tensor-parallel size for these modules (None: for all)."""
+    for dp, tp in product(problem.dp_sizes, common_tp_sizes(problem, modules or tuple(problem.modules))):
         if problem.num_devices % (dp * tp) == 0 and dp <= len(problem.samples):
             yield dp, tp, problem.num_devices // (dp * tp)
-
-
-def _common_tp_sizes(problem: PlanningProblem, modules: tuple[str, ...] | None) -> list[int]:
-    names = tuple(problem.modules) if modules is None else modules
-    return sorted(set.intersection(*(set(tp_sizes(problem, name)) for name in names)))
 
 
 def no_layout(problem: PlanningProblem, planner: str) -> UserError:
@@ -161,18 +127,75 @@ def no_layout(problem: PlanningProblem, planner: str) -> UserError:
     )
 
 
-def best_plan(
-    problem: PlanningProblem,
-    layouts: Iterable[Layout],
-    planner: str,
-    placement: Placement | None,
-) -> Plan:
-    """The layout with the shortest simulated iteration; of those that fit, if any does.
+def check_limits(problem: PlanningProblem) -> None:
+    """Raises `UserError` if the limits leave a module no tensor-parallel size at all, or no planner enough devices or
+    samples."""
+    for name, module in problem.modules.items():
+        fitting = tp_sizes(problem, name)
+        if not fitting:
+            allowed = " or ".join(map(str, module.tp_sizes))
+            raise UserError(f"parallel.limits: tp is {allowed}, which {name} does not support; allow 1")
+        dp, tp = min(problem.dp_sizes), min(fitting)
+        if dp * tp > problem.num_devices:
+            raise UserError(
+                f"parallel.limits: dp {dp} and tp {tp}, the smallest allowed for {name}, need {dp * tp} devices, but "
+                f"cluster.num_devices is {problem.num_devices}; allow smaller sizes, or give more devices"
+            )
+    if min(problem.dp_sizes) > len(problem.samples):
+        raise UserError(
+            f"parallel.limits.dp: the smallest size is {min(problem.dp_sizes)}, but train.global_batch_size is "
+            f"{len(problem.samples)}, which leaves replicas without a sample; allow fewer"
+        )
 
-    Raises `UserError` if there is none, or if the user wants the encoders elsewhere than this planner puts them."""
-    if placement is not None:
-        raise UserError(f"parallel.placement: planner {planner} places encoders in its own way; leave placement out")
-    evaluations = best_layout(problem, layouts)
-    if not evaluations:
-        raise no_layout(problem, planner)
-    return evaluations[0].plan
+
+def check_allows_cp_1(problem: PlanningProblem, planner: str) -> None:
+    """Raises `UserError` if the limits leave no plan to a planner that chooses no context parallelism."""
+    for name, module in problem.modules.items():
+        if 1 not in module.cp_sizes:
+            is_last = module.workload.kind == "language_model"
+            raise UserError(
+                f"parallel.limits.{'cp' if is_last else f'modules.{name}.cp'}: is {list(module.cp_sizes)}, but planner "
+                f"{planner} chooses no context parallelism; allow 1 too, or take planner "
+                f"{'auto' if is_last else 'oobleck'}"
+            )
+
+
+def check_allows_tp_1(problem: PlanningProblem, planner: str, names: Iterable[str]) -> None:
+    """Raises `UserError` if the limits leave no plan to a planner that never cuts these modules by tensor
+    parallelism."""
+    for name in names:
+        if 1 not in problem.modules[name].tp_sizes:
+            allowed = " or ".join(map(str, problem.modules[name].tp_sizes))
+            raise UserError(
+                f"parallel.limits: tp of {name} is {allowed}, but planner {planner} supports only tp 1 for it; "
+                "allow 1, or give another planner"
+            )
+
+
+def check_within_limits(
+    problem: PlanningProblem, plan: Plan, *, limits_dp: bool = True, limits_dp_of_encoders: bool = True
+) -> None:
+    """Raises `UserError` if a plan is outside of the user's limits. `limits_dp`, `limits_dp_of_encoders`: whether the
+    limit on replicas holds for this planner; it never holds for towers."""
+    for name, planned in plan.modules.items():
+        if planned.kind == "loss":
+            continue
+        owner = planned.data_module(name)
+        module = problem.modules[owner]
+        num_stages = max(len(replica.stages) for replica in planned.replicas)
+        _check_limit(plan, owner, "max_pp", num_stages, range(1, (module.max_stages or num_stages) + 1))
+        for stage in (stage for replica in planned.replicas for stage in replica.stages):
+            _check_limit(plan, owner, "tp", stage.tp_size, module.tp_sizes)
+            _check_limit(plan, owner, "cp", stage.cp_size, module.cp_sizes)
+        limits_own_dp = limits_dp_of_encoders or module.workload.kind == "language_model"
+        if limits_dp and limits_own_dp and plan.loss_module is None:
+            _check_limit(plan, owner, "dp", len(planned.replicas), problem.dp_sizes)
+
+
+def _check_limit(plan: Plan, name: str, limit: str, size: int, allowed: Sequence[int]) -> None:
+    if size not in allowed:
+        least = f"at most {max(allowed)}" if limit == "max_pp" else " or ".join(map(str, allowed))
+        raise UserError(
+            f"parallel.limits: {limit} of {name} is {least}, but planner {plan.planner} needs {size}; allow {size}, or "
+            "give another planner"
+        )

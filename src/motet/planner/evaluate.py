@@ -1,6 +1,6 @@
-"""What a plan would do: its schedule simulated with the problem's costs, and whether it fits into memory."""
+"""Simulates a plan: iteration time, memory, lower bound, and changes that bring a plan within memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,7 +9,7 @@ import numpy as np
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.balancing.policies import assign
 from motet.costs.iteration import IterationCosts
-from motet.costs.memory import RESERVE
+from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
 from motet.planner.problem import PlanningProblem
@@ -18,16 +18,17 @@ from motet.schedule.generators import GENERATORS, SPLIT_BACKWARDS
 from motet.schedule.lower import Program, lower
 from motet.schedule.program import make_schedule
 from motet.schedule.routes import derive_routes
-from motet.schedule.schedule import Schedule
-from motet.shapes.module_shape import ModuleWorkload
 from motet.simulator.lower_bound import lower_bound_s
 from motet.simulator.replica_folding import Folding, copy_schedule, fold
 from motet.simulator.simulate import SimulationResult, simulate
 
+MAX_MICROBATCH_FACTOR = 8
+"""Largest multiple of the number of microbatches that `memory_suggestions` tries."""
+
 
 @dataclass(frozen=True)
 class Overflow:
-    """A rank that needs more memory than its device has."""
+    """A rank that needs more memory than is usable on its device."""
 
     rank: int
     needed_bytes: int
@@ -43,12 +44,12 @@ class Overflow:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The typical batch on a plan's ranks, with its costs: alike under every schedule."""
+    """The costs of the typical batch on a plan's ranks, which no schedule changes."""
 
     costs: IterationCosts
     folding: Folding | None
     fewer: tuple[Folding, IterationCosts] | None
-    """For one of those pipelines that differ only in how they lie on the nodes, if their schedules are the same."""
+    """A folding that ignores where pipelines lie on the nodes, and its costs; None if it folds no further."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class Evaluation:
 
     @property
     def num_actions(self) -> int:
-        """That were simulated: pipelines that are alike count once."""
+        """Simulated actions; pipelines that are folded into one count once."""
         return len(self.program.actions)
 
     @cached_property
     def overflows(self) -> tuple[Overflow, ...]:
         """The ranks that do not fit, the worst first."""
-        limit = int(self.problem.cluster.device.memory_bytes * (1 - RESERVE))
+        limit = int(usable_bytes(self.problem.cluster))
         too_much = [
             Overflow(rank, peak, limit) for rank, peak in enumerate(self.result.peak_memory_bytes) if peak > limit
         ]
@@ -94,25 +95,23 @@ class Evaluation:
         return bound_s + self.problem.program_s
 
     def mfu(self, dtype: str) -> float | None:
-        """Model FLOPs over what the devices could do at their peak; None where the peak is not known."""
+        """Model FLOPs utilization: model FLOPs over the devices' peak; None where the peak is not known."""
         peak = self.problem.cluster.device.peak_flops.get(dtype)
         if peak is None or self.problem.cluster.device.name == "cpu":
             return None
-        return self._model_flops() / (self.iteration_time_s * self.plan.num_ranks * peak)
-
-    def _model_flops(self) -> float:
-        if self.result.folding is None:
-            return self.costs.cells.model_flops()
-        copies, routes = self.result.folding.copies, self.costs.routes
-        weights = np.array([len(copies[stage.module, stage.replica]) for stage in routes.stages], dtype=float)
-        return self.costs.cells.model_flops(weights[routes.cell_stage])
+        weights = None
+        if self.result.folding is not None:
+            copies, routes = self.result.folding.copies, self.costs.routes
+            of_stage = np.array([len(copies[stage.module, stage.replica]) for stage in routes.stages], dtype=float)
+            weights = of_stage[routes.cell_stage]
+        return self.costs.cells.model_flops(weights) / (self.iteration_time_s * self.plan.num_ranks * peak)
 
 
 def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Evaluation:
-    """`folded`: pipelines that are alike are simulated once (`motet.simulator.replica_folding`), where ranks share no
-    cores.
+    """Simulates one iteration of the plan. `folded`: simulate identical pipelines once, where ranks share no cores
+    (`motet.simulator.replica_folding`).
 
-    Raises `ValueError` if the plan is not one of this problem's model, or its schedule is not known."""
+    Raises `UserError` if the plan is of another model, or its schedule is not known."""
     check_same_model(problem, plan)
     if plan.schedule not in GENERATORS:
         raise UserError(f"plan: schedule {plan.schedule!r} is not known; known are {', '.join(GENERATORS)}")
@@ -120,65 +119,53 @@ def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Ev
 
 
 def under_schedule(evaluation: Evaluation, schedule: str) -> Evaluation:
-    """The same plan under another schedule, which takes less than to evaluate it anew. Raises as `evaluate` does."""
+    """The same plan under another schedule, faster than a new evaluation. Raises as `evaluate` does."""
     plan = replace(evaluation.plan, schedule=schedule)
     return _simulated(evaluation.problem, plan, evaluation.prepared)
 
 
 def _simulated(problem: PlanningProblem, plan: Plan, prepared: Prepared) -> Evaluation:
     costs = prepared.costs
-    program = lower(_schedule(plan.schedule, prepared), Dependencies(costs.routes), costs.compute_s)
+    folding, fewer_costs = prepared.fewer or (None, costs)
+    routes, memory = fewer_costs.routes, fewer_costs.memory_limit()
+    schedule = make_schedule(plan.schedule, routes, fewer_costs.compute_s, memory=memory)
+    if folding is not None:
+        schedule = copy_schedule(schedule, Dependencies(routes), Dependencies(costs.routes), folding)
+    program = lower(schedule, Dependencies(costs.routes), costs.compute_s)
     result = simulate(program, costs, num_cores=problem.num_cores, folding=prepared.folding)
     return Evaluation(problem, plan, program, prepared, result)
 
 
-def _schedule(name: str, prepared: Prepared) -> Schedule:
-    """Made for all pipelines that differ at all, or for fewer and copied to them."""
-    folding, costs = prepared.fewer or (None, prepared.costs)
-    schedule = make_schedule(name, costs.routes, costs.compute_s, memory=costs.memory_limit())
-    if folding is None:
-        return schedule
-    return copy_schedule(schedule, Dependencies(costs.routes), Dependencies(prepared.costs.routes), folding)
-
-
-def _workloads(problem: PlanningProblem) -> Mapping[str, ModuleWorkload]:
-    return {name: module.workload for name, module in problem.modules.items()}
-
-
-def _costs(problem: PlanningProblem, plan: Plan, assignment: BatchAssignment) -> IterationCosts:
-    return IterationCosts(
-        derive_routes(plan, assignment, problem.samples),
-        problem.samples,
-        workloads=_workloads(problem),
-        table=problem.table,
-        cluster=problem.cluster,
-        memory=problem.memory,
-        sample_kinds=problem.sample_kinds,
-    )
-
-
 def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
-    whole = assign(plan, problem.samples, workloads=_workloads(problem), table=problem.table)
+    workloads = {name: module.workload for name, module in problem.modules.items()}
+
+    def costs(assignment: BatchAssignment) -> IterationCosts:
+        return IterationCosts(
+            derive_routes(plan, assignment, problem.samples),
+            problem.samples,
+            workloads=workloads,
+            table=problem.table,
+            cluster=problem.cluster,
+            memory=problem.memory,
+            sample_kinds=problem.sample_kinds,
+        )
+
+    whole = assign(plan, problem.samples, workloads=workloads, table=problem.table)
     if not folded or problem.num_cores is not None:
-        return Prepared(_costs(problem, plan, whole), None, None)
+        return Prepared(costs(whole), None, None)
     folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
-    return Prepared(_costs(problem, plan, folding.assignment), folding, _fewer(problem, plan, whole, folding))
-
-
-def _fewer(
-    problem: PlanningProblem, plan: Plan, whole: BatchAssignment, folding: Folding
-) -> tuple[Folding, IterationCosts] | None:
-    """One of those pipelines that differ only in how they lie on the nodes; None if there are none, or if what actions
-    take depends on it: where members of a group exchange keys, or towers are contrasted."""
-    depends = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
-    if depends or problem.cluster.num_nodes == 1:
-        return None
-    fewer = fold(plan, whole, problem.sample_kinds)
-    return None if len(fewer.copies) == len(folding.copies) else (fewer, _costs(problem, plan, fewer.assignment))
+    fewer = None
+    # Where members of a group exchange keys, or towers are contrasted, compute times depend on the place on the nodes.
+    depends_on_nodes = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
+    if not depends_on_nodes and problem.cluster.num_nodes > 1:
+        fewer = fold(plan, whole, problem.sample_kinds)
+    if fewer is None or len(fewer.copies) == len(folding.copies):
+        return Prepared(costs(folding.assignment), folding, None)
+    return Prepared(costs(folding.assignment), folding, (fewer, costs(fewer.assignment)))
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
-    """Raises `ValueError` if the plan is one of another model."""
+    """Raises `UserError` if the plan is of another model."""
     for name, module in plan.modules.items():
         owner = module.data_module(name)
         if owner not in problem.modules:
@@ -196,7 +183,7 @@ def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
     if missing:
         raise UserError(f"plan: has no module {', '.join(missing)}; the model has it")
     for edge in problem.edges:
-        # Copies of a module may each feed a part of them.
+        # Each copy of a module may feed some of the layers.
         entered = {
             layer
             for e in plan.edges
@@ -211,3 +198,88 @@ def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
 
 def _listed(ranges: tuple[LayerRange, ...]) -> list[list[int]]:
     return [list(layers) for layers in ranges]
+
+
+def memory_suggestions(evaluation: Evaluation) -> list[str]:
+    """Suggests changes that bring a plan within memory: one line for each that suffices in simulation on the same
+    layout, the least intrusive first; else one line that says what does not suffice."""
+    found = [
+        f"{what} fits: peak {max(changed.result.peak_memory_bytes) / 2**30:.2f} GiB"
+        for what, changed in _changes(evaluation)
+        if changed.fits
+    ]
+    if found:
+        return found
+    worst = evaluation.overflows[0]
+    factor = -(-worst.needed_bytes // max(1, worst.limit_bytes))
+    return [
+        "zero1, recompute and smaller microbatches do not suffice; "
+        f"spread the layers of rank {worst.rank} over about {factor} times as many devices (more stages, or larger tp)"
+    ]
+
+
+def _changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
+    """Single changes, then combinations of them if no single change suffices."""
+    problem, plan = evaluation.problem, evaluation.plan
+    sharded = replace(problem, memory=replace(problem.memory, zero1=True))
+    recompute = tuple(name for name, module in plan.modules.items() if module.kind != "loss")
+    owners = tuple(name for name in problem.modules if name != problem.loss_module)
+    recomputing = replace(problem, recompute=owners)
+    tried = []
+    if not problem.memory.zero1 and any(len(module.replicas) > 1 for module in plan.modules.values()):
+        tried.append(("parallel.zero1: true", evaluate(sharded, plan)))
+    if set(plan.recompute) != set(recompute):
+        names = ", ".join(owners)
+        tried.append((f"parallel.recompute: [{names}]", evaluate(recomputing, replace(plan, recompute=recompute))))
+    if plan.loss_module is not None:
+        tried += _recomputed_features(evaluation)
+    for number in _more_microbatches(evaluation):
+        smaller = evaluate(replace(problem, num_microbatches=number), replace(plan, num_microbatches=number))
+        tried.append((f"parallel.num_microbatches: {number}", smaller))
+        if smaller.fits:
+            break
+    yield from tried
+    if any(changed.fits for _, changed in tried):
+        return
+    both = replace(recomputing, memory=replace(problem.memory, zero1=True))
+    what = "parallel.zero1: true with parallel.recompute of all modules"
+    together = evaluate(both, replace(plan, recompute=recompute))
+    yield what, together
+    for number in _more_microbatches(evaluation):
+        if together.fits:
+            return
+        changed = replace(plan, recompute=recompute, num_microbatches=number)
+        together = evaluate(replace(both, num_microbatches=number), changed)
+        yield f"{what} and parallel.num_microbatches: {number}", together
+
+
+def _more_microbatches(evaluation: Evaluation) -> Iterator[int]:
+    """Larger numbers of microbatches that the samples suffice for; none for towers, which hold whole contrastive
+    batches."""
+    problem, plan = evaluation.problem, evaluation.plan
+    replicas = max(len(module.replicas) for module in plan.modules.values())
+    factor = 2
+    while plan.loss_module is None and factor <= MAX_MICROBATCH_FACTOR:
+        if factor * plan.num_microbatches * replicas > len(problem.samples):
+            return
+        yield factor * plan.num_microbatches
+        factor *= 2
+
+
+def _recomputed_features(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
+    """Recomputed features with more microbatches: smaller microbatches alone do not help towers, which hold all
+    microbatches between two batch-syncs."""
+    problem, plan = evaluation.problem, evaluation.plan
+    towers = tuple(name for name in problem.towers if plan.modules[name].trainable)
+    if set(towers) <= set(plan.recompute_features):
+        return
+    for factor in (1, 2, 4, 8):
+        cut = {
+            name: replace(plan.modules[name], num_microbatches=factor * plan.num_microbatches_of(name))
+            for name in towers
+        }
+        changed = evaluate(problem, replace(plan, modules={**plan.modules, **cut}, recompute_features=towers))
+        more = f" with {factor} times as many microbatches" if factor > 1 else ""
+        yield f"parallel.recompute_features: [{', '.join(towers)}]{more}", changed
+        if changed.fits:
+            return

@@ -1,4 +1,7 @@
-"""From a run file to a planning problem and its plan. Pure: of the model only configurations are read, no weights."""
+"""Makes the planning problem of a run file, and the plan that the run file asks for.
+
+Only configurations of models are read, no weights, and torch is not imported.
+"""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -9,46 +12,43 @@ from motet.assignment.batch_assignment import BatchAssignment
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
-from motet.balancing.policies import assign
+from motet.balancing.policies import ASSIGNMENTS, assign
 from motet.cluster import Cluster, available_cores, cluster_from_dict
-from motet.config import (
-    CatalogueConfig,
-    ModuleParallelConfig,
-    PartConfig,
-    RunConfig,
-    load_catalogue,
-)
-from motet.costs.analytic import analytic_table
+from motet.config import CatalogueConfig, ModuleParallelConfig, RunConfig, load_catalogue
+from motet.costs.analytic import Speeds, analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
-from motet.costs.kernel_speeds import Speeds
 from motet.costs.memory import MemoryOptions
 from motet.errors import UserError, closest
-from motet.families.hf_config import read_generator, read_part_values
-from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, ContextOptions, Edge, LayerRange, Plan
-from motet.planner.distmm.towers_from_run_file import plan_of_towers, tower_edges, tower_workloads
-from motet.planner.distmm.towers_from_run_file import trainable_layers as trainable_layers_of_towers
-from motet.planner.explicit import SHARED_BY_NONE
+from motet.families.configured_graph import ConfiguredGraph, read_graph
+from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, Plan
+from motet.planner.degrees import NO_CONTEXT_PARALLELISM
+from motet.planner.distmm.planner import SCHEDULE
+from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.routes import Routes
-from motet.shapes.families import module_workload
-from motet.shapes.module_shape import ModuleWorkload, with_feature_layer, with_projector
+from motet.shapes.module_shape import ModuleWorkload
 
 MIN_SHARED_TOKENS = 4096
-"""Of a sample on each rank of a context-parallel group, where the user sets no limits: with fewer, what the ranks
-exchange and the smaller kernels cost more than is won."""
+"""Fewest tokens of a sample on each rank of a context-parallel group, unless the user sets limits: with fewer,
+communication and smaller kernels cost more than context parallelism saves."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
-"""By `train.dtype`, of weights and of what travels between stages; bfloat16 is autocast."""
+"""Bytes of a weight and of an element that is sent between stages, by `train.dtype`; bfloat16 is autocast."""
 AUTOCAST_BYTES = {"bfloat16": 2}
-"""By `train.dtype`, of what autocast computes."""
+"""Bytes of an element that autocast computes, by `train.dtype`."""
+CONTRASTIVE_DEGREES = {"tp", "pp", "dp", "layers_per_stage", "sequence_parallel"}
+"""The degrees that modules of a contrastive model can have."""
 
 
 def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningProblem:
-    """`samples`: a typical global batch. Raises `ValueError` naming the key of the run file that is wrong."""
-    _check_schedule(config)
-    workloads = read_workloads(config)
+    """The planning problem of a run file. `samples`: a typical global batch.
+
+    Raises `ValueError` naming the key of the run file that is wrong."""
+    graph = read_graph(config)
+    workloads = graph.workloads
+    _check_schedule_and_assignment(config, graph)
     _check_limited_modules(config, workloads)
     cluster = describe_cluster(config)
     table = read_costs(config, workloads, cluster)
@@ -63,20 +63,18 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     return PlanningProblem(
         modules={
             name: ModuleProblem(
-                workload=workload,
-                trainable=trainable_layers(config, name, workload),
-                loss_weight=_loss_weight(config, name),
+                workload=node.workload,
+                trainable=node.trainable,
+                loss_weight=node.loss_weight,
                 tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
                 max_stages=_max_stages(config, name),
                 cp_sizes=cp[name],
                 may_be_sharded=config.parallel.limits.fully_sharded,
-                context=_context(config, workload) if name == LANGUAGE_MODEL else ContextOptions(),
+                context=_context(config, node.workload) if name == LANGUAGE_MODEL else ContextOptions(),
             )
-            for name, workload in workloads.items()
+            for name, node in graph.modules.items()
         },
-        edges=tower_edges(config, workloads)
-        if config.model.towers
-        else edges_between(config, workloads[LANGUAGE_MODEL]),
+        edges=graph.edges,
         cluster=cluster,
         table=table,
         computed=_compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
@@ -95,12 +93,15 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     )
 
 
-def _check_schedule(config: RunConfig) -> None:
-    schedule = config.parallel.schedule
+def _check_schedule_and_assignment(config: RunConfig, graph: ConfiguredGraph) -> None:
+    schedule, assignment = config.parallel.schedule, config.parallel.assignment
+    if assignment not in ASSIGNMENTS:
+        near = closest(assignment.lower(), ASSIGNMENTS, "give one of")
+        raise UserError(f'parallel.assignment: is "{assignment}"; {near}')
     if schedule not in GENERATORS:
         near = closest(schedule.lower(), GENERATORS, "give one of")
         raise UserError(f"parallel.schedule: {schedule!r} is not known; {near}")
-    if schedule in CONTRASTING and not config.model.towers:
+    if schedule in CONTRASTING and not graph.of_kind("loss"):
         raise UserError(f"parallel.schedule: {schedule} is for towers that a loss contrasts; give 1f1b")
 
 
@@ -109,7 +110,7 @@ def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWork
     for name, own in config.parallel.limits.modules.items():
         if name in limited:
             workload = workloads[name]
-            able = workload.kind in ("encoder", "language_model") and workload.family not in SHARED_BY_NONE
+            able = workload.kind in ("encoder", "language_model") and workload.family not in NO_CONTEXT_PARALLELISM
             if not able and own.cp not in (None, (1,)):
                 kind = workload.family if workload.kind == "encoder" else workload.kind
                 raise UserError(
@@ -124,38 +125,61 @@ def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWork
         raise UserError(f"parallel.limits.modules: there is no module {name!r}; give {', '.join(limited)}")
 
 
-def _loss_weight(config: RunConfig, name: str) -> float:
-    if name == DECODER and config.model.decoder is not None:
-        return config.model.decoder.loss_weight
-    return (
-        config.model.contrastive.loss_weight
-        if name == CONTRASTIVE
-        else float(name == LANGUAGE_MODEL or name in config.model.generators)
-    )
-
-
 def plan_for(config: RunConfig, problem: PlanningProblem) -> Plan:
-    """The plan that `parallel` asks for. Raises `ValueError` for what no plan can satisfy."""
-    if config.model.towers:
-        return plan_of_towers(config, problem)
+    """The plan that the run file's `parallel` asks for. Raises `ValueError` if no plan satisfies it."""
+    parallel = config.parallel
+    if problem.loss_module is not None:
+        if parallel.planner == "explicit":
+            return _explicit_contrastive_plan(config, problem)
+        # The default of `planner` is for encoders and a language model.
+        planner = parallel.planner if "planner" in parallel.model_fields_set else "distmm"
+        return make_plan(problem, planner, placement=parallel.placement)
     media = _media_attention(config, problem.modules[LANGUAGE_MODEL].workload)
-    degrees = {name: _degrees(given, media) for name, given in config.parallel.explicit.items()}
-    return make_plan(problem, config.parallel.planner, degrees=degrees, placement=config.parallel.placement)
+    degrees = {name: _degrees(given, media) for name, given in parallel.explicit.items()}
+    return make_plan(problem, parallel.planner, degrees=degrees, placement=parallel.placement)
 
 
-def _is_packed(config: RunConfig) -> bool:
-    return config.parallel.packing or config.model.media_attention != "causal"
+def _explicit_contrastive_plan(config: RunConfig, problem: PlanningProblem) -> Plan:
+    parallel = config.parallel
+    for name, given in parallel.explicit.items():
+        if given.cp > 1:
+            raise UserError(
+                f"parallel.explicit.{name}.cp: is {given.cp}, but towers and decoders have whole items; give 1"
+            )
+    if parallel.placement == "replicated":
+        raise UserError(
+            "parallel.placement: replicated is for encoders of a language model; give parallel or colocated"
+        )
+    plan = tower_plan(
+        problem,
+        {
+            name: TowerLayout(
+                degrees=Degrees(**given.model_dump(include=CONTRASTIVE_DEGREES)),
+                per_batch=given.num_microbatches or parallel.num_microbatches,
+            )
+            for name, given in parallel.explicit.items()
+        },
+        together=[tuple(problem.towers)] if parallel.placement == "colocated" else (),
+        schedule=SCHEDULE if problem.schedules is None else problem.schedule,
+        recompute_features=parallel.recompute_features,
+    )
+    if plan.num_ranks != problem.num_devices:
+        raise UserError(
+            f"parallel: the plan uses {plan.num_ranks} ranks but cluster has {problem.num_devices}; "
+            f"set cluster.num_devices to {plan.num_ranks} or change tp, pp and dp"
+        )
+    return plan
 
 
 def _media_attention(config: RunConfig, language_model: ModuleWorkload) -> str:
-    """What media tokens see, as far as it matters for the balance of context parallelism."""
+    """The kind of attention of media tokens, on which the balance of context parallelism depends."""
     if config.model.media_attention != "family":
         return config.model.media_attention
     return MEDIA_ATTENTION.get(language_model.family, "causal")
 
 
 def _context(config: RunConfig, language_model: ModuleWorkload) -> ContextOptions:
-    """Of planners that choose context parallelism: blocks are such that kernels can take its heads."""
+    """The options for planners that choose context parallelism; kernels support its heads with these blocks."""
     attentions = (layer.attention for layer in language_model.layers if layer.attention is not None)
     widest = max((attention.head_dim for attention in attentions), default=1)
     return ContextOptions(
@@ -168,79 +192,10 @@ def _degrees(given: ModuleParallelConfig, media: str) -> Degrees:
     return Degrees(**{**given.model_dump(exclude={"num_microbatches"}), "context": context})
 
 
-def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
-    """The shape of every module, encoders with their projectors, by name."""
-    if config.model.towers:
-        return tower_workloads(config, read_part_values)
-    language_model = _read_workload(config.model.causal_lm, f"model.{LANGUAGE_MODEL}", _is_packed(config))
-    workloads = {}
-    for name, part in config.model.encoders.items():
-        encoder = _read_workload(part, f"model.encoders.{name}")
-        if encoder.kind != "encoder":
-            raise UserError(f"model.encoders.{name}: {encoder.family} is a language model; give an encoder")
-        if part.feature_layer is not None:
-            try:
-                encoder = with_feature_layer(encoder, part.feature_layer)
-            except UserError as error:
-                raise UserError(f"model.encoders.{name}.{error}") from None
-        if part.projector is not None:
-            encoder = with_projector(encoder, part.projector, language_model.hidden_size)
-        elif encoder.output_size != language_model.hidden_size:
-            raise UserError(
-                f"model.encoders.{name}.projector: is null, but the encoder's width is {encoder.output_size} and the "
-                f"language model's {language_model.hidden_size}; give linear or mlp"
-            )
-        workloads[name] = encoder
-    if language_model.kind != "language_model":
-        raise UserError(f"model.{LANGUAGE_MODEL}: {language_model.family} is an encoder; give a language model")
-    width = language_model.hidden_size
-    generators = {name: read_generator(part, name, width) for name, part in config.model.generators.items()}
-    return {**workloads, LANGUAGE_MODEL: language_model, **generators}
-
-
-def _read_workload(part: PartConfig, where: str, packing: bool = False) -> ModuleWorkload:
-    values = read_part_values(part, where)
-    try:
-        return module_workload(values, packing=packing)
-    except UserError as error:
-        raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
-
-
-def trainable_layers(config: RunConfig, name: str, workload: ModuleWorkload) -> tuple[LayerRange, ...]:
-    """As docs/architecture.md numbers the layers: an encoder's projector is its last one."""
-    if config.model.towers:
-        return trainable_layers_of_towers(config, name, workload)
-    if name == LANGUAGE_MODEL or name in config.model.generators:
-        part = config.model.generators.get(name, config.model.causal_lm)
-        return ((0, workload.num_layers),) if part.train.module else ()
-    encoder = config.model.encoders[name]
-    last = workload.num_layers - (encoder.projector is not None)
-    ranges = [(0, last)] if encoder.train.module else []
-    if encoder.projector is not None and encoder.train.projector:
-        ranges = [(0, workload.num_layers)] if ranges else [(last, workload.num_layers)]
-    return tuple(ranges)
-
-
-def edges_between(config: RunConfig, language_model: ModuleWorkload) -> tuple[Edge, ...]:
-    """Encoders enter the language model at layer 0, or at its cross-attention layers; it enters generators."""
-    layers: tuple[int, ...] = (0,)
-    if config.model.merge == "cross_attention":
-        crossing = language_model.config.get("cross_attention_layers") or ()
-        if not crossing:
-            raise UserError(
-                f"model.merge: {language_model.family} has no cross-attention layers; give placeholder or prepend"
-            )
-        layers = tuple(1 + layer for layer in crossing)
-    return (
-        *(Edge(source=name, target=LANGUAGE_MODEL, layers=layers) for name in config.model.encoders),
-        *(Edge(source=LANGUAGE_MODEL, target=name) for name in config.model.generators),
-    )
-
-
 def describe_cluster(config: RunConfig) -> Cluster:
-    """What the run file leaves out is that of H100s over InfiniBand, or of CPU cores over Ethernet.
+    """The cluster of the run file. Defaults are H100s over InfiniBand, or CPU cores over Ethernet.
 
-    Raises `UserError` for devices and links that nobody knows, and a catalogue that cannot be read."""
+    Raises `UserError` for unknown devices and links, and for a catalogue that cannot be read."""
     cluster, is_cpu = config.cluster, _is_cpu(config)
     values: dict[str, Any] = {
         "num_devices": cluster.num_devices,
@@ -263,21 +218,21 @@ def describe_cluster(config: RunConfig) -> Cluster:
 
 
 def read_costs(config: RunConfig, workloads: Mapping[str, ModuleWorkload], cluster: Cluster) -> CostTable:
-    """Measured, if the run file names a file of costs, else computed from the cluster's peaks and bandwidths."""
+    """Measured costs if the run file names a file of them, else costs computed from the cluster's peak speeds."""
     sizes = {size for name in workloads for size in _tp_sizes(config, name)}
     return _read_costs(config, workloads, cluster, sizes)
 
 
 def assignment_by_costs(config: RunConfig, plan: Plan) -> Callable[[Plan, Sequence[Sample]], BatchAssignment]:
-    """How every batch of a run is cut, by the costs by which its actions are ordered too."""
-    workloads = read_workloads(config)
+    """Returns the function that assigns every global batch of a run, by the costs that order its actions too."""
+    workloads = read_graph(config).workloads
     table = _read_costs(config, workloads, describe_cluster(config), _tp_sizes_of(plan))
     return partial(assign, workloads=workloads, table=table)
 
 
 def iteration_costs(config: RunConfig, plan: Plan) -> Callable[[Routes, Sequence[Sample]], IterationCosts]:
-    """What an iteration costs under any plan of the run file's model, by its routes and samples."""
-    workloads, cluster = read_workloads(config), describe_cluster(config)
+    """Returns the costs of an iteration as a function of routes and samples, for any plan of the run file's model."""
+    workloads, cluster = read_graph(config).workloads, describe_cluster(config)
     table = _read_costs(config, workloads, cluster, _tp_sizes_of(plan))
     return partial(IterationCosts, workloads=workloads, table=table, cluster=cluster, memory=_memory_options(config))
 
@@ -302,10 +257,11 @@ def _read_costs(
 ) -> CostTable:
     if config.cluster.costs is not None:
         table = CostTable.load(config.cluster.costs)
-        if not config.model.towers:
+        losses = {name: workload for name, workload in workloads.items() if workload.kind == "loss"}
+        if not losses:
             return table
-        # The loss takes little, and depends on who shares it: it is computed.
-        computed = _compute_costs(config, {CONTRASTIVE: workloads[CONTRASTIVE]}, cluster, {1})
+        # A loss takes little time, which depends on the ranks that share it: its costs are always computed.
+        computed = _compute_costs(config, losses, cluster, {1})
         return replace(table, modules={**table.modules, **computed.modules})
     return _compute_costs(config, workloads, cluster, tp_sizes)
 
@@ -324,7 +280,7 @@ def _compute_costs(
 
 
 def shared_cores(config: RunConfig) -> float | None:
-    """The cores that all processes share, on one machine of CPUs; None: each device computes by itself."""
+    """The cores that all processes share on a single machine of CPUs; None: devices compute independently."""
     is_cpu = _is_cpu(config) or (config.cluster.device == "cpu" and config.cluster.num_cores is not None)
     if not is_cpu or config.cluster.num_nodes > 1:
         return None
@@ -332,7 +288,7 @@ def shared_cores(config: RunConfig) -> float | None:
 
 
 def _is_cpu(config: RunConfig) -> bool:
-    """Who names an accelerator asks about it, also from a run file for this machine."""
+    # A run file for this machine may name an accelerator, to plan for that.
     return config.cluster.device == "cpu" and config.cluster.accelerator in (None, "cpu")
 
 
@@ -350,7 +306,7 @@ def _tp_sizes(config: RunConfig, name: str) -> tuple[int, ...]:
 def _cp_sizes(config: RunConfig, name: str, samples: Sequence[Sample]) -> tuple[int, ...]:
     limits = config.parallel.limits
     own = limits.modules[name].cp if name in limits.modules else None
-    given = limits.cp if name == LANGUAGE_MODEL or config.model.towers else None
+    given = limits.cp if name == LANGUAGE_MODEL else None
     if own or given or name != LANGUAGE_MODEL:
         return own or given or (1,)
     longest = max((sample.num_tokens(LANGUAGE_MODEL) for sample in samples), default=0)
@@ -359,7 +315,7 @@ def _cp_sizes(config: RunConfig, name: str, samples: Sequence[Sample]) -> tuple[
 
 
 def _known_sizes(table: CostTable, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that the table has costs of; all of them if it has none, so that somebody says which are missing."""
+    """The sizes that the table has costs of; all of them if it has none, so that a later error names them."""
     return tuple(size for size in sizes if size in table.modules.get(name, ())) or sizes
 
 
@@ -367,13 +323,13 @@ def _dp_sizes(config: RunConfig) -> tuple[int, ...]:
     cluster = config.cluster
     most = min(config.train.global_batch_size // config.parallel.num_microbatches, cluster.num_devices)
     sizes = _powers_of_two(config, max(1, most))
-    if not _is_cpu(config) and cluster.num_devices.bit_count() > 1:  # Not a power of two itself.
+    if not _is_cpu(config) and cluster.num_devices.bit_count() > 1:  # It is not a power of two.
         sizes = tuple(sorted({*sizes, *(3 * dp for dp in sizes if 3 * dp <= most)}))
     return config.parallel.limits.dp or sizes
 
 
 def _powers_of_two(config: RunConfig, most: int) -> tuple[int, ...]:
-    """From 1 to `most`; 1 alone on CPUs, whose cores are shared and which no collective makes faster."""
+    """The powers of two up to `most`; on CPUs 1 alone, since processes share the cores."""
     return (1,) if _is_cpu(config) else tuple(2**i for i in range(most.bit_length()))
 
 

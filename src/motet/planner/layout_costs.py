@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from motet.costs.estimator import LayerTime
-from motet.costs.memory import RESERVE
+from motet.costs.memory import usable_bytes
 from motet.planner.layout import Chunk, Layout
 from motet.planner.problem import PlanningProblem
 
@@ -77,16 +77,15 @@ class LayoutCosts:
         return self._sums[key]
 
     def _sum_layers(self, name: str, tp: int, cp: int, dp: int, alone: bool, sequence_parallel: bool) -> _Sums:
-        problem, module = self.problem, self.problem.modules[name]
+        problem = self.problem
         times, lightest = (
             problem.estimator.lower_bound_times(
                 name, tp, dp, cp=cp, alone=alone, lightest=lightest, sequence_parallel=sequence_parallel
             )
             for lightest in (False, True)
         )
-        load = problem.estimator.typical_load(name, dp, cp=cp)
-        static = problem.estimator.static_bytes(name, tp=tp, num_holders=cp * dp)
-        saved = problem.estimator.saved_bytes(name, load, tp=tp, sequence_parallel=sequence_parallel)
+        static = problem.estimator.static_bytes(name, tp, dp, cp=cp)
+        saved = problem.estimator.saved_bytes(name, tp, dp, cp=cp, sequence_parallel=sequence_parallel)
 
         def prefix(values: Sequence[float]) -> list[float]:
             return [0.0, *accumulate(values)]
@@ -102,12 +101,7 @@ class LayoutCosts:
             lightest_backward_s=prefix([half(time) for time in lightest]),
             static_bytes=prefix(static),
             saved_bytes=prefix(saved),
-            updated=prefix(
-                [
-                    layer.num_parameters_per_rank(tp) if module.is_trainable(i) else 0
-                    for i, layer in enumerate(module.workload.layers)
-                ]
-            ),
+            updated=prefix(problem.estimator.num_trainable(name, tp=tp)),
         )
 
     def _heads_and_tails(self, layout: Layout) -> tuple[list[float], list[float]]:
@@ -157,8 +151,7 @@ class LayoutCosts:
 
     def fixed_s(self, layout: Layout) -> float:
         """The optimizer's step of the rank that updates most."""
-        table = self.problem.table
-        return table.optimizer_constant_s + table.optimizer_s_per_parameter * max(self._updated(layout))
+        return self.problem.estimator.optimizer_seconds(max(self._updated(layout)))
 
     def _updated(self, layout: Layout) -> list[float]:
         updated = [0.0] * len(layout.group_sizes)
@@ -171,7 +164,7 @@ class LayoutCosts:
 
     def excess_bytes(self, layout: Layout) -> float:
         """By how much the fullest rank seems to exceed its memory; 0 if all fit."""
-        return max(0.0, self.needed_bytes(layout) - usable_bytes(self.problem))
+        return max(0.0, self.needed_bytes(layout) - usable_bytes(self.problem.cluster))
 
     def needed_bytes(self, layout: Layout) -> float:
         """By the fullest rank."""
@@ -192,8 +185,3 @@ class LayoutCosts:
             )
             behind[chunk.module] = distance + 1
         return max(needed)
-
-
-def usable_bytes(problem: PlanningProblem) -> float:
-    """Of each device."""
-    return problem.cluster.device.memory_bytes * (1 - RESERVE)

@@ -29,7 +29,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from motet.costs.estimator import LayerTime
-from motet.costs.memory import RESERVE
+from motet.costs.memory import usable_bytes
 from motet.planner.degrees import cp_sizes, dp_sizes, tp_sizes
 from motet.planner.problem import PlanningProblem
 
@@ -112,8 +112,7 @@ class _Modules:
     def static_bytes(self, name: str, size: Size) -> int:
         """Parameters, gradients and moments, on all ranks together."""
         if (name, size) not in self._static_bytes:
-            num_holders = size.cp * size.num_replicas
-            each = [self.problem.estimator.static_bytes(name, tp=tp, num_holders=num_holders) for tp in size.tp]
+            each = [self.problem.estimator.static_bytes(name, tp, size.num_replicas, cp=size.cp) for tp in size.tp]
             self._static_bytes[name, size] = sum(
                 min(size.num_holders(tp) * num_bytes for tp, num_bytes in zip(size.tp, layer, strict=True))
                 for layer in zip(*each, strict=True)
@@ -123,12 +122,8 @@ class _Modules:
     def num_updated(self, name: str, size: Size) -> int:
         """Parameters that optimizers update, on all ranks together."""
         if (name, size.tp) not in self._num_updated:
-            module = self.problem.modules[name]
-            self._num_updated[name, size.tp] = sum(
-                min(tp * layer.num_parameters_per_rank(tp) for tp in size.tp)
-                for index, layer in enumerate(module.workload.layers)
-                if module.is_trainable(index)
-            )
+            each = [[tp * n for n in self.problem.estimator.num_trainable(name, tp=tp)] for tp in size.tp]
+            self._num_updated[name, size.tp] = sum(map(min, zip(*each, strict=True)))
         return self.problem.memory.num_keepers(size.cp * size.num_replicas) * self._num_updated[name, size.tp]
 
 
@@ -184,7 +179,7 @@ def _fits(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> bool:
     if any(size.num_holders(min(size.tp)) > problem.num_devices for size in sizes.values()):
         return False
     needed = sum(modules.static_bytes(name, size) for name, size in sizes.items())
-    return needed <= problem.num_devices * problem.cluster.device.memory_bytes * (1 - RESERVE)
+    return needed <= problem.num_devices * usable_bytes(problem.cluster)
 
 
 def _layers(problem: PlanningProblem, sizes: Sizes) -> list[_Layer]:
@@ -336,5 +331,4 @@ def _replicas_work_alike(problem: PlanningProblem, numbers: Set[int]) -> bool:
 def _fixed_s(problem: PlanningProblem, modules: _Modules, sizes: Sizes) -> float:
     """The optimizer's step if all ranks updated equally many parameters."""
     updated = sum(modules.num_updated(name, size) for name, size in sizes.items())
-    table = problem.table
-    return table.optimizer_constant_s + table.optimizer_s_per_parameter * updated / problem.num_devices
+    return problem.estimator.optimizer_seconds(updated / problem.num_devices)

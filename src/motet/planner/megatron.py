@@ -1,28 +1,28 @@
-"""Megatron-LM, extended to multimodal models in the three ways that its rivals compare themselves with.
+"""Megatron-LM, extended to multimodal models in the three ways that papers compare their systems with.
 
 * `megatron` (Optimus 5.1): the language model's blocks evenly over the stages, all encoders inside the first stage.
-* `megatron_extra_stages` (DistTrain 2.1, 8.1): a stage more for each encoder (and generator), all with the language
-  model's TP and DP; the module is not cut but replicated over the ranks of its TP group, which take turns at the
-  samples. A plan says that with replicas: as many, of one rank each, as the group has ranks (`Layout.split`).
-* `megatron_balanced` (Optimus appendix B): all layers in a row, cut into V x PP virtual stages so that the slowest is
-  fastest, virtual stage i on group i mod PP; V and the degrees by simulation.
+* `megatron_extra_stages` (DistTrain 2.1, 8.1): one more stage for each encoder (and generator), all with the language
+  model's TP and DP. The module is not cut but replicated over the ranks of its TP group, which take turns at the
+  samples; in the plan it has a replica of one rank for each rank of the group (`Layout.split`).
+* `megatron_balanced` (Optimus appendix B): all layers in a row, cut into V x PP virtual stages so that the slowest one
+  is as fast as possible, virtual stage i on group i mod PP; V and the degrees by simulation.
 
-Deviations: DP, TP and V are searched within the user's limits (the papers set them by hand). The papers' images of one
-sample are shared out over the TP group; here whole samples are. Several encoders stand one after another in the row,
-where appendix B has no answer. Stages need not divide the blocks; the first ones then get one more.
+Deviations: DP, TP and V are searched within the user's limits (the papers set them by hand). The papers divide the
+images of one sample over the TP group; here the group divides whole samples. Several encoders follow one another in the
+row, a case that appendix B leaves open. Stages need not divide the blocks; the first ones then get one more.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 
 from motet.plan import LayerRange, Plan
-from motet.planner.degrees import best_plan, check_may_be_whole, has_few_stages, uniform_degrees
-from motet.planner.explicit import Placement
-from motet.planner.layout import Chunk, Layout, cut_chain
+from motet.planner.degrees import check_allows_tp_1, uniform_degrees
+from motet.planner.layout import Chunk, Layout, Placement, cut_chain, has_few_stages
 from motet.planner.partition import even_partition
 from motet.planner.problem import PlanningProblem
+from motet.planner.selection import best_plan
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 12)
-"""Numbers of model chunks per group that are tried (Optimus tables 11 and 12 use 6 and 12)."""
+"""Numbers V of model chunks per group that are tried (Optimus tables 11 and 12 use 6 and 12)."""
 
 
 def megatron(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
@@ -31,7 +31,7 @@ def megatron(problem: PlanningProblem, *, placement: Placement | None = None) ->
 
 def megatron_extra_stages(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
     backbone = language_model(problem)
-    check_may_be_whole(problem, "megatron_extra_stages", (name for name in problem.modules if name != backbone))
+    check_allows_tp_1(problem, "megatron_extra_stages", (name for name in problem.modules if name != backbone))
     layouts = _extra_stages(problem, uniform_degrees(problem, (backbone,)))
     return best_plan(problem, layouts, "megatron_extra_stages", placement)
 
@@ -85,29 +85,19 @@ def _extra_stages(problem: PlanningProblem, sizes: GroupSizes) -> Iterator[Layou
 
 
 def balanced_chains(problem: PlanningProblem, sizes: GroupSizes, num_chunks: int, *, planner: str) -> Iterator[Layout]:
-    """All layers in a row over V x PP virtual stages. As in appendix B layers count as if all were trainable."""
+    """All layers in a row over V x PP virtual stages, cut as if all were trainable (appendix B)."""
     total = sum(_num_layers(problem, name) for name in problem.modules)
     for dp, tp, num_groups in sizes:
         if num_chunks * num_groups > total or (num_chunks > 1 and num_groups == 1):
             continue
-        chunks = cut_chain(
-            problem,
-            tuple(problem.modules),
-            layer_seconds(problem, tp, dp, frozen_aware=False),
-            [v % num_groups for v in range(num_chunks * num_groups)],
-        )
+        costs = {name: problem.estimator.layer_seconds(name, tp, dp, frozen_aware=False) for name in problem.modules}
+        chunks = cut_chain(costs, [v % num_groups for v in range(num_chunks * num_groups)])
         if has_few_stages(problem, chunks):
             yield Layout(planner=planner, chunks=tuple(chunks), group_sizes=(tp,) * num_groups, dp=dp)
 
 
-def layer_seconds(
-    problem: PlanningProblem, tp: int, dp: int, *, frozen_aware: bool = True
-) -> Mapping[str, Sequence[float]]:
-    return {name: problem.estimator.layer_seconds(name, tp, dp, frozen_aware=frozen_aware) for name in problem.modules}
-
-
 def language_model(problem: PlanningProblem) -> str:
-    """The module that Megatron's pipeline is made for."""
+    """The module that Megatron cuts into a pipeline."""
     kinds = [name for name in problem.modules if problem.modules[name].workload.kind == "language_model"]
     return kinds[-1] if kinds else list(problem.modules)[-1]
 

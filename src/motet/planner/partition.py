@@ -1,7 +1,7 @@
-"""The exact contiguous partition of layers into stages that minimises the slowest stage (thesis 3.4.1, eq. 3.5).
+"""Exact contiguous partition of layers into stages that minimises the slowest stage (thesis 3.4.1, eq. 3.5).
 
 D(i, s) = min over j of max(D(j, s - 1), P_i - P_j), where P are prefix sums. D(j, s - 1) rises with j and P_i - P_j
-falls, so the best j is where they cross, which one sorted search finds for all i at once: O(S N log N) in all.
+falls, so the best j is where they cross. One sorted search finds it for all i: O(S N log N) in total.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from motet.plan import LayerRange
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[LayerRange, ...]:
-    """Cuts layers of these costs (at least 0) into `num_stages` runs, none of them empty.
+    """Cuts layers of these costs (at least 0) into `num_stages` non-empty runs.
 
-    Of equally good cuts, that with the smallest last boundary is taken (and what lies before it is cut best in turn):
-    the early stages, which hold the activations of more microbatches, get fewer layers.
-    Raises `ValueError` if there are fewer layers than stages.
+    Of equally good cuts, takes the one with the smallest last boundary (and cuts the layers before it in the same way):
+    early stages, which hold the activations of more microbatches, get fewer layers.
+    Raises `UserError` if there are fewer layers than stages.
     """
     num_layers = len(costs)
     boundaries = _table(costs, num_stages).boundaries
@@ -32,12 +32,11 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[LayerRange, ...]
 
 
 def bottlenecks(costs: Sequence[float], max_stages: int) -> np.ndarray:
-    """[num_stages - 1]: the slowest stage's cost in the best cut into 1, 2, ... `max_stages` stages, all at once."""
+    """[num_stages - 1]: cost of the slowest stage in the best cut into 1, 2, ... `max_stages` stages."""
     return np.array(_table(costs, max_stages).slowest[1 : max_stages + 1])
 
 
 def _table(costs: Sequence[float], num_stages: int) -> "_Table":
-    """Of these costs, known up to so many stages."""
     if not 1 <= num_stages <= len(costs):
         raise UserError(f"pp: is {num_stages}, but there are {len(costs)} layers; give 1 to {len(costs)}")
     table = _remembered(tuple(costs))
@@ -47,7 +46,7 @@ def _table(costs: Sequence[float], num_stages: int) -> "_Table":
 
 
 class _Table:
-    """By number of stages s. Searches ask for many numbers of stages of the same layers."""
+    """The dynamic program by number of stages s, extended on demand: searches ask for many numbers of stages."""
 
     def __init__(self, costs: Sequence[float]) -> None:
         self.prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
@@ -64,13 +63,13 @@ class _Table:
         prefix, best, s, num_layers = self.prefix, self.best, len(self.slowest), len(self.prefix) - 1
         ends = np.arange(s, num_layers + 1)
         starts = np.arange(s - 1, num_layers)
-        # The first start at which the stages before it cost as much as the stage after it.
+        # The first start where the stages before it cost at least as much as the stage after it.
         crossing = s - 1 + np.searchsorted(best[starts] + prefix[starts], prefix[ends])
         candidates = np.stack([crossing - 1, crossing])
         candidates = np.clip(candidates, s - 1, ends - 1)
         bottlenecks = np.maximum(best[candidates], prefix[ends] - prefix[candidates])
         bottleneck = bottlenecks.min(axis=0)
-        # To the left of the crossing the last stage decides: equally good starts lie at the end of layers without cost.
+        # Left of the crossing the last stage decides: starts are equally good only across layers without cost.
         chosen = np.where(bottlenecks[0] <= bottlenecks[1], candidates[0], candidates[1])
         chosen = np.minimum(chosen, np.maximum(s - 1, np.searchsorted(prefix, prefix[ends] - bottleneck)))
         self.best = np.concatenate([np.full(s, np.inf), bottleneck])
@@ -86,9 +85,7 @@ def stage_costs(costs: Sequence[float], stages: Sequence[LayerRange]) -> list[fl
 
 
 def fewest_stages(costs: Sequence[float], limit: float) -> int:
-    """The smallest number of stages none of which costs more than `limit`; at most one per layer.
-
-    Where one layer alone costs more, it is a stage by itself."""
+    """The smallest number of stages that each cost at most `limit`; a layer that costs more is a stage by itself."""
     num_stages, filled = 1, 0.0
     for i, cost in enumerate(costs):
         if i and filled + cost > limit * (1 + 1e-12):
@@ -105,7 +102,7 @@ def even_partition(num_layers: int, num_stages: int) -> tuple[LayerRange, ...]:
 
 
 def partition_by_sizes(num_layers: int, layers_per_stage: Sequence[int]) -> tuple[LayerRange, ...]:
-    """Raises `ValueError` if a stage would be empty or the sizes do not add up to the layers."""
+    """Raises `UserError` if a stage would be empty or the sizes do not add up to the layers."""
     if sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise UserError(
             f"layers_per_stage: {list(layers_per_stage)} adds up to {sum(layers_per_stage)}; "

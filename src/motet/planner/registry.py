@@ -1,12 +1,13 @@
-"""Planners: from a problem to a plan. A new one is a file here, an entry in `PLANNERS` and a test."""
+"""Planners by name. To add a planner, write a file in this package, an entry in `PLANNERS` and a test."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from motet.errors import UserError, closest
 from motet.plan import Plan
-from motet.planner.alpa import alpa
-from motet.planner.auto.planner import auto
+from motet.planner.auto import Choice, choose_among
 from motet.planner.baselines import (
     cornstarch,
     encoders_colocated,
@@ -15,48 +16,81 @@ from motet.planner.baselines import (
     frozen_unaware,
     proportional,
 )
-from motet.planner.degrees import check_limits, check_may_share_none, check_within_limits
-from motet.planner.device_counts import on_best_count
+from motet.planner.degrees import check_allows_cp_1, check_limits, check_within_limits
 from motet.planner.distmm.planner import distmm
 from motet.planner.disttrain.planner import disttrain
 from motet.planner.entrain.planner import entrain
-from motet.planner.explicit import Placement, explicit_plan
 from motet.planner.fsdp import fsdp
+from motet.planner.layout import Placement, explicit_plan
 from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
 from motet.planner.optimus.planner import optimus
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.selection import plan_on_best_count
 from motet.planner.templates.planner import oobleck
 
 
-class Planner(Protocol):
+class PlanFunction(Protocol):
     def __call__(self, problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-        """`placement` None: the planner's own choice."""
+        """`placement` None: the planner's own choice. Raises `UserError` if the planner finds no plan."""
 
 
-PLANNERS: Mapping[str, Planner] = {
-    "cornstarch": cornstarch,
-    "disttrain": disttrain,
-    "distmm": distmm,
-    "entrain": entrain,
-    "frozen_unaware": frozen_unaware,
-    "even": even,
-    "optimus": optimus,
-    "oobleck": oobleck,
-    "encoders_colocated": encoders_colocated,
-    "encoders_replicated": encoders_replicated,
-    "megatron": megatron,
-    "megatron_extra_stages": megatron_extra_stages,
-    "megatron_balanced": megatron_balanced,
-    "alpa": alpa,
-    "fsdp": fsdp,
-    "proportional": proportional,
-    "auto": auto,
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    plan: PlanFunction
+    plans_towers: bool = False
+    """Whether it plans towers that a loss contrasts."""
+    chooses_cp: bool = False
+    """Whether it chooses context-parallel sizes."""
+    chooses_num_devices: bool = False
+    """Whether it is asked about all devices only: it chooses how many of them it uses, or is made for all."""
+    limits_dp: bool = True
+    """Whether `parallel.limits.dp` holds for its plans; a planner may be made to find the number of replicas."""
+    limits_dp_of_encoders: bool = True
+    """Whether that limit holds for encoders too; a planner may give each replica of the language model several of an
+    encoder."""
+    is_tried_by_auto: bool = True
+    is_tried_first: bool = False
+    """Whether `auto` asks it first: it often has the best plan, and fewer simulations of the others are needed then."""
+
+
+def _auto(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+    return choose(problem, placement=placement).evaluation.plan
+
+
+PLANNERS: dict[str, Planner] = {
+    "cornstarch": Planner(plan=cornstarch),
+    "disttrain": Planner(plan=disttrain, chooses_num_devices=True),
+    "distmm": Planner(plan=distmm, plans_towers=True, chooses_num_devices=True),
+    "entrain": Planner(plan=entrain),
+    "frozen_unaware": Planner(plan=frozen_unaware),
+    "even": Planner(plan=even),
+    "optimus": Planner(plan=optimus, limits_dp_of_encoders=False, is_tried_first=True),
+    "oobleck": Planner(
+        # It gives up speed for plans that survive failures.
+        plan=oobleck,
+        chooses_cp=True,
+        chooses_num_devices=True,
+        limits_dp=False,
+        is_tried_by_auto=False,
+    ),
+    "encoders_colocated": Planner(plan=encoders_colocated),
+    "encoders_replicated": Planner(plan=encoders_replicated),
+    "megatron": Planner(plan=megatron),
+    "megatron_extra_stages": Planner(plan=megatron_extra_stages, limits_dp_of_encoders=False),
+    "megatron_balanced": Planner(plan=megatron_balanced, is_tried_first=True),
+    "fsdp": Planner(plan=fsdp, chooses_num_devices=True),
+    "proportional": Planner(plan=proportional),
+    "auto": Planner(
+        # It takes the plans of the others.
+        plan=_auto,
+        plans_towers=True,
+        chooses_cp=True,
+        chooses_num_devices=True,
+        limits_dp_of_encoders=False,
+        is_tried_by_auto=False,
+    ),
 }
-"""Those that choose the degrees themselves; `explicit` takes them from the user."""
-SHARE_CONTEXT = ("auto", "oobleck")
-"""Those that choose context parallelism."""
-ON_ALL = ("auto", "disttrain", "distmm", "fsdp", "oobleck")
-"""Those that are asked about all devices only: they choose how many they use, or are made for all of them."""
+"""Planners that choose the degrees themselves; `explicit` takes them from the user."""
 
 
 def make_plan(
@@ -66,9 +100,9 @@ def make_plan(
     degrees: Mapping[str, Degrees] | None = None,
     placement: Placement | None = None,
 ) -> Plan:
-    """The planner's plan. `degrees`: for planner `explicit`, of every module.
+    """The plan of the planner of this name. `degrees`: of every module, for planner `explicit`.
 
-    Raises `ValueError` for a planner that is not known, and for what no plan can satisfy."""
+    Raises `UserError` for an unknown planner, and if it finds no plan within the user's limits."""
     if planner == "explicit":
         if degrees is None:
             raise UserError("parallel.explicit: is empty; give tp, pp and dp of every module, or a planner's name")
@@ -76,26 +110,36 @@ def make_plan(
     if planner not in PLANNERS:
         near = closest(planner.lower(), ["explicit", *PLANNERS], "give one of")
         raise UserError(f"parallel.planner: {planner!r} is not known; {near}")
-    if problem.loss_module is not None and planner not in ("distmm", "auto"):
+    if problem.loss_module is not None and not PLANNERS[planner].plans_towers:
+        able = ", ".join(name for name, entry in PLANNERS.items() if entry.plans_towers)
         raise UserError(
             f"parallel.planner: {planner} lays out encoders and a language model, but the model has towers that a loss "
-            "contrasts; give distmm, auto or explicit"
+            f"contrasts; give {able} or explicit"
         )
     check_limits(problem)
-    return plan_within_limits(problem, planner, placement=placement)
+    return _plan_within_limits(problem, planner, placement=placement)
 
 
-def plan_within_limits(problem: PlanningProblem, planner: str, *, placement: Placement | None = None) -> Plan:
-    """What the planner of this name finds. Raises `UserError` if it finds none within the user's limits on degrees."""
-    if planner not in SHARE_CONTEXT:
-        check_may_share_none(problem, planner)
-    plan = plan_of(planner, problem, placement=placement)
-    check_within_limits(problem, plan)
+def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
+    """What planner `auto` chooses: the fastest of the named planners' plans and its own.
+
+    Raises `UserError` if there is no plan."""
+    tried = [name for name, entry in PLANNERS.items() if entry.is_tried_by_auto]
+    named = {
+        name: partial(_plan_within_limits, planner=name)
+        for name in sorted(tried, key=lambda name: not PLANNERS[name].is_tried_first)
+    }
+    check_limits(problem)
+    return choose_among(problem, named, placement=placement)
+
+
+def _plan_within_limits(problem: PlanningProblem, planner: str, *, placement: Placement | None = None) -> Plan:
+    entry = PLANNERS[planner]
+    if not entry.chooses_cp:
+        check_allows_cp_1(problem, planner)
+    if entry.chooses_num_devices:
+        plan = entry.plan(problem, placement=placement)
+    else:
+        plan = plan_on_best_count(entry.plan, problem, placement=placement)
+    check_within_limits(problem, plan, limits_dp=entry.limits_dp, limits_dp_of_encoders=entry.limits_dp_of_encoders)
     return plan
-
-
-def plan_of(name: str, problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """One of `PLANNERS`' plan, on fewer devices where that is faster."""
-    if name in ON_ALL:
-        return PLANNERS[name](problem, placement=placement)
-    return on_best_count(PLANNERS[name], problem, placement=placement)

@@ -1,68 +1,71 @@
-"""Looks for the numbers of stages and tensor-parallel sizes with the shortest simulated iteration.
+"""Searches the numbers of stages and tensor-parallel sizes with the shortest simulated iteration.
 
-What differs between planners is how they cut a module into stages (`Cut`), and where they put the encoders. Candidates
-are bounded and simulated (`motet.planner.bound_and_simulate`).
+Planners differ in how they cut a module into stages (`Cut`) and where they place the encoders. Candidates are bounded
+and simulated (`motet.planner.selection`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise, product
+from itertools import product
 from math import comb, inf
 
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan
-from motet.planner.bound_and_simulate import best_layout, rank
-from motet.planner.degrees import cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
+from motet.planner.degrees import common_tp_sizes, cp_sizes, dp_sizes, most_stages, no_layout, tp_sizes
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement, build_plan
-from motet.planner.layout import Chunk, Layout, layout_of_degrees
+from motet.planner.layout import Chunk, Layout, Placement, build_plan, layout_of_degrees
 from motet.planner.layout_costs import LayoutCosts
 from motet.planner.partition import fewest_stages, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
+from motet.planner.selection import best_layout, rank
 from motet.schedule.generators import SPLIT_BACKWARDS
 
-Cut = Callable[[PlanningProblem, str, Degrees], tuple[int, ...]]
+Cut = Callable[[PlanningProblem, str, Degrees], Sequence[LayerRange]]
 """(problem, module, degrees) -> layers of each stage."""
+Runs = Callable[[str, Degrees], Sequence[LayerRange]]
+"""(module, degrees) -> layers of each stage."""
 
 MAX_ENUMERATED = 2000
-"""Up to so many ways to share devices out are all looked at; beyond, Cornstarch's Algorithm 1 picks some."""
+"""Up to this many distributions of devices among modules are all enumerated; beyond, Cornstarch's Algorithm 1 picks
+some."""
 
 
-def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Iterable[Placement]) -> Plan:
-    """The best plan on all of the cluster's devices; on fewer only if no plan uses them all.
+def search(problem: PlanningProblem, cut: Cut, *, planner: str, placements: Sequence[Placement]) -> Plan:
+    """The best plan on all of the cluster's devices; on fewer only if no plan uses them all. `placements`: replicated,
+    or some of parallel and colocated.
 
-    A plan that does not fit into memory is returned only if none fits; `Evaluation.overflows` says so.
-    Raises `ValueError` if there are fewer devices than modules need.
+    Returns a plan that does not fit into memory only if none fits (`Evaluation.overflows`). Raises `UserError` if there
+    are fewer devices than modules need.
     """
-    wanted = tuple(placements)
-    for num_devices in usable_counts(problem, wanted):
-        replicated = _replicated(problem, cut, num_devices, planner, wanted) if "replicated" in wanted else []
-        cutoff = _Cutoff(problem)
-        others = [p for p in wanted if p != "replicated"]
-        layouts = layouts_of(problem, cut, num_devices, planner, others, may_be_fast=cutoff.may_be_fast)
-        try:
-            evaluations = [*replicated, *best_layout(problem, layouts, known=replicated)]
-        except TooSlowError as error:
-            raise TooSlowError(min(error.at_least_s, cutoff.least_s)) from error
-        fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
-        if cutoff.least_s < inf and fastest >= problem.cutoff_s:
-            raise TooSlowError(min(fastest, cutoff.least_s))
+    for num_devices in usable_counts(problem, placements):
+        if "replicated" in placements:
+            evaluations = _replicated(problem, cut, num_devices, planner)
+        else:
+            cutoff = _Cutoff(problem)
+            layouts = layouts_of(problem, cut, num_devices, planner, placements, may_be_fast=cutoff.may_be_fast)
+            try:
+                evaluations = best_layout(problem, layouts)
+            except TooSlowError as error:
+                raise TooSlowError(min(error.at_least_s, cutoff.least_s)) from error
+            fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
+            if cutoff.least_s < inf and fastest >= problem.cutoff_s:
+                raise TooSlowError(min(fastest, cutoff.least_s))
         if evaluations:
             return min(evaluations, key=rank).plan
-    raise _why_none(problem, planner, wanted)
+    raise _why_none(problem, planner, placements)
 
 
 class _Cutoff:
-    """Leaves out degrees with which one stage alone takes as long as plans may: most of them, where many are tried."""
+    """Leaves out degrees with which one stage alone takes as long as plans may: most degrees, where many are tried."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self.least_s = inf
-        """Of those that were left out."""
+        """Lower bound of the iteration under the degrees that were left out."""
         self._stage_s: dict[tuple[str, Degrees], float] = {}
 
-    def may_be_fast(self, degrees: Mapping[str, Degrees], runs: "Runs") -> bool:
+    def may_be_fast(self, degrees: Mapping[str, Degrees], runs: Runs) -> bool:
         if self._problem.cutoff_s == inf:
             return True
         seconds = max(self._slowest_s(name, each, runs) for name, each in degrees.items())
@@ -71,7 +74,7 @@ class _Cutoff:
         self.least_s = min(self.least_s, seconds)
         return False
 
-    def _slowest_s(self, name: str, degrees: Degrees, runs: "Runs") -> float:
+    def _slowest_s(self, name: str, degrees: Degrees, runs: Runs) -> float:
         if (name, degrees) not in self._stage_s:
             times = self._problem.estimator.lower_bound_times(name, degrees.tp, degrees.dp, cp=degrees.cp)
             slowest = max(stage_costs([time.total_s for time in times], runs(name, degrees)))
@@ -80,28 +83,22 @@ class _Cutoff:
 
 
 def usable_counts(problem: PlanningProblem, placements: Iterable[Placement]) -> list[int]:
-    """The numbers of devices, most first, that some degrees use up; of the others there are no layouts."""
+    """Numbers of devices that some degrees use completely, largest first; other numbers have no layouts."""
     per_replica = {total for placement in placements for total in _sizes_of_replicas(problem, placement)}
     dps = [dp for dp in problem.dp_sizes if dp <= len(problem.samples)]
     return sorted({dp * n for dp in dps for n in per_replica if dp * n <= problem.num_devices}, reverse=True)
 
 
 def _sizes_of_replicas(problem: PlanningProblem, placement: Placement) -> set[int]:
-    """How many devices one replica of the whole model may have."""
-
-    def sizes(names: tuple[str, ...]) -> set[int]:
-        """Of modules that share groups."""
-        common = set.intersection(*(set(tp_sizes(problem, name)) for name in names))
-        most = min(most_stages(problem, name) for name in names)
-        return {tp * pp for tp in common for pp in range(1, most + 1)}
-
+    """The numbers of devices that one replica of the whole model may have."""
     if placement == "replicated":
-        common = set.intersection(*(set(tp_sizes(problem, name)) for name in problem.modules))
+        common = common_tp_sizes(problem, problem.modules)
         return {tp * pp for tp in common for sink in problem.sinks for pp in range(1, most_stages(problem, sink) + 1)}
-    together = [problem.sources] if placement == "colocated" and problem.sources else [(n,) for n in problem.sources]
     totals = {0}
-    for names in [*together, *((name,) for name in problem.sinks)]:
-        totals = {total + size for total in totals for size in sizes(names) if total + size <= problem.num_devices}
+    for names in _groups(problem, placement):
+        most = min(most_stages(problem, name) for name in names)
+        sizes = {tp * pp for tp in common_tp_sizes(problem, names) for pp in range(1, most + 1)}
+        totals = {total + size for total in totals for size in sizes if total + size <= problem.num_devices}
     return totals
 
 
@@ -113,21 +110,18 @@ def layouts_of(
     placements: Iterable[Placement],
     max_enumerated: int = MAX_ENUMERATED,
     *,
-    shares_context: bool = False,
-    may_be_fast: Callable[[Mapping[str, Degrees], "Runs"], bool] = lambda degrees, runs: True,
+    chooses_cp: bool = False,
+    may_be_fast: Callable[[Mapping[str, Degrees], Runs], bool] = lambda degrees, runs: True,
 ) -> Iterator[Layout]:
-    """Every way to use exactly so many devices with encoders `parallel` or `colocated`, or Algorithm 1's if there are
-    more than `max_enumerated`. `shares_context`: with the context-parallel sizes that may be chosen, not 1 alone.
-    `may_be_fast`: False for degrees to leave out."""
+    """Layouts on exactly `num_devices` devices with encoders `parallel` or `colocated`: all, or those of Cornstarch's
+    Algorithm 1 if there are more than `max_enumerated`. `chooses_cp`: with all allowed context-parallel sizes instead
+    of 1. `may_be_fast`: False for degrees to leave out."""
 
     def runs(name: str, degrees: Degrees) -> Sequence[LayerRange]:
-        def compute() -> list[LayerRange]:
-            return list(pairwise([0, *accumulate(cut(problem, name, degrees))]))
-
-        return problem.remembered(("cut", cut, name, degrees), compute)
+        return problem.remembered(("cut", cut, name, degrees), lambda: cut(problem, name, degrees))
 
     for placement in placements:
-        for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated, shares_context):
+        for degrees in _degrees(problem, runs, num_devices, placement, max_enumerated, chooses_cp):
             if may_be_fast(degrees, runs):
                 yield layout_of_degrees(
                     problem,
@@ -138,56 +132,51 @@ def layouts_of(
                 )
 
 
-Runs = Callable[[str, Degrees], Sequence[LayerRange]]
-
-
-def _replicated(
-    problem: PlanningProblem, cut: Cut, num_devices: int, planner: str, wanted: Sequence[Placement]
-) -> list[Evaluation]:
-    """The sink's stages take all devices, for each choice of sizes; a choice that takes at least as long as the best so
-    far is left out."""
+def _replicated(problem: PlanningProblem, cut: Cut, num_devices: int, planner: str) -> list[Evaluation]:
+    """Simulates plans whose sink's stages take all devices, one for each choice of sizes. Skips a choice whose lower
+    bound is above the fastest plan so far."""
     if len(problem.sinks) != 1:
         return []
     sink = problem.sinks[0]
-    common = set.intersection(*(set(tp_sizes(problem, name)) for name in problem.modules))
     choices = []
-    for dp, tp in product(dp_sizes(problem, num_devices), sorted(common)):
+    for dp, tp in product(dp_sizes(problem, num_devices), common_tp_sizes(problem, problem.modules)):
         pp, left = divmod(num_devices, dp * tp)
         if left or not 1 <= pp <= most_stages(problem, sink):
             continue
         degrees = {name: Degrees(tp=tp, dp=dp, pp=pp if name == sink else 1) for name in problem.modules}
         cuts = {name: cut(problem, name, d) for name, d in degrees.items()}
         bound_s = max(bound(problem, tp, dp, cuts[sink]) for bound in (_replicated_work_s, _sink_alone_s))
-        choices.append((bound_s, {name: replace(d, layers_per_stage=cuts[name]) for name, d in degrees.items()}))
+        sizes = {name: tuple(last - first for first, last in cuts[name]) for name in problem.modules}
+        choices.append((bound_s, {name: replace(d, layers_per_stage=sizes[name]) for name, d in degrees.items()}))
     evaluations: list[Evaluation] = []
     for bound_s, exact in sorted(choices, key=lambda choice: choice[0]):
         if not any(e.fits and e.iteration_time_s <= bound_s for e in evaluations) and bound_s < problem.cutoff_s:
             plan = build_plan(problem, exact, placement="replicated", planner=planner)
             evaluations.append(evaluate(problem, plan))
     left_out = [bound_s for bound_s, _ in choices if bound_s >= problem.cutoff_s]
-    if wanted == ("replicated",) and left_out and not any(e.fits for e in evaluations):
+    if left_out and not any(e.fits for e in evaluations):
         raise TooSlowError(min(left_out))
     return evaluations
 
 
-def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
-    """Of the busiest stage: its part of the sink, and a forward of every encoder; copies whose output nobody reads keep
-    no graph."""
-    frozen = problem.remembered("frozen", lambda: _frozen(problem))
+def _replicated_work_s(problem: PlanningProblem, tp: int, dp: int, runs: Sequence[LayerRange]) -> float:
+    """Work of the busiest stage: its part of the sink, and a forward of every encoder, as copies whose output nothing
+    reads have no backward."""
+
+    def freeze() -> PlanningProblem:
+        return replace(problem, modules={name: replace(m, trainable=()) for name, m in problem.modules.items()})
+
+    frozen = problem.remembered("frozen", freeze)
     times = [time.total_s for time in problem.estimator.lower_bound_times(problem.sinks[0], tp, dp)]
     encoders = sum(
         time.forward_s for name in problem.sources for time in frozen.estimator.lower_bound_times(name, tp, dp)
     )
-    return problem.num_microbatches * (encoders + max(stage_costs(times, list(pairwise([0, *accumulate(cut)])))))
+    return problem.num_microbatches * (encoders + max(stage_costs(times, runs)))
 
 
-def _frozen(problem: PlanningProblem) -> PlanningProblem:
-    return replace(problem, modules={name: replace(module, trainable=()) for name, module in problem.modules.items()})
-
-
-def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ...]) -> float:
-    """A lower bound on the pipeline of the sink by itself, its fill and drain included."""
-    chunks = tuple(Chunk(problem.sinks[0], layers, s) for s, layers in enumerate(pairwise([0, *accumulate(cut)])))
+def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, runs: Sequence[LayerRange]) -> float:
+    """Lower bound of the sink's pipeline by itself, with its fill and drain."""
+    chunks = tuple(Chunk(problem.sinks[0], layers, s) for s, layers in enumerate(runs))
     alone = Layout(planner="alone", chunks=chunks, group_sizes=(tp,) * len(chunks), dp=dp)
     return LayoutCosts(problem).bound_s(alone, split_backward=problem.schedule in SPLIT_BACKWARDS)
 
@@ -195,7 +184,10 @@ def _sink_alone_s(problem: PlanningProblem, tp: int, dp: int, cut: tuple[int, ..
 def _why_none(problem: PlanningProblem, planner: str, placements: Sequence[Placement]) -> UserError:
     where = f"under placement {' or '.join(placements)}"
     groups = {placement: _groups(problem, placement) for placement in placements}
-    fewest = min(_fewest_devices(problem, modules) for modules in groups.values())
+    fewest = min(
+        min(problem.dp_sizes) * sum(min(common_tp_sizes(problem, names), default=inf) for names in modules)
+        for modules in groups.values()
+    )
     if fewest == inf:
         return UserError(
             f"parallel.limits: modules that share ranks {where} have no tp in common; allow one that they have"
@@ -210,18 +202,12 @@ def _why_none(problem: PlanningProblem, planner: str, placements: Sequence[Place
 
 
 def _groups(problem: PlanningProblem, placement: Placement) -> list[tuple[str, ...]]:
-    """Modules that share their ranks."""
+    """The modules of the model, grouped by shared ranks."""
     if placement == "replicated":
         return [(*problem.sources, sink) for sink in problem.sinks]
     if placement == "parallel" or not problem.sources:
         return [(name,) for name in problem.modules]
     return [problem.sources, *((name,) for name in problem.sinks)]
-
-
-def _fewest_devices(problem: PlanningProblem, groups: Iterable[Sequence[str]]) -> float:
-    """That the user's limits allow; inf if modules of a group have no size in common."""
-    common = (set.intersection(*(set(tp_sizes(problem, name)) for name in names)) for names in groups)
-    return min(problem.dp_sizes) * sum(min(sizes, default=inf) for sizes in common)
 
 
 def _degrees(
@@ -230,9 +216,9 @@ def _degrees(
     num_devices: int,
     placement: Placement,
     max_enumerated: int,
-    shares_context: bool,
+    chooses_cp: bool,
 ) -> Iterator[dict[str, Degrees]]:
-    for sizes in _sizes(problem, num_devices, shares_context):
+    for sizes in _sizes(problem, num_devices, chooses_cp):
         units = _units(problem, sizes, placement)
         if units is None:
             continue
@@ -248,14 +234,14 @@ def _degrees(
             }
 
 
-def _sizes(problem: PlanningProblem, num_devices: int, shares_context: bool) -> Iterator[dict[str, Degrees]]:
-    """For each module, degrees without a number of stages."""
+def _sizes(problem: PlanningProblem, num_devices: int, chooses_cp: bool) -> Iterator[dict[str, Degrees]]:
+    """Degrees of every module, without numbers of stages."""
     for dp in dp_sizes(problem, num_devices):
         choices = [
             [
                 Degrees(tp=tp, cp=cp, dp=dp)
                 for tp in tp_sizes(problem, name)
-                for cp in (cp_sizes(problem, name, dp) if shares_context else (1,))
+                for cp in (cp_sizes(problem, name, dp) if chooses_cp else (1,))
             ]
             for name in problem.modules
         ]
@@ -265,7 +251,7 @@ def _sizes(problem: PlanningProblem, num_devices: int, shares_context: bool) -> 
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that share their ranks, and so their number of stages."""
+    """Modules on the same ranks, and so with the same number of stages."""
 
     names: tuple[str, ...]
     ranks_per_stage: int
@@ -300,8 +286,9 @@ def _compositions(units: Sequence[Unit], num_devices: int) -> Iterator[tuple[int
 def loosely_coupled(
     problem: PlanningProblem, runs: Runs, units: Sequence[Unit], sizes: Mapping[str, Degrees], num_devices: int
 ) -> Iterator[tuple[int, ...]]:
-    """Cornstarch Algorithm 1: for each number of stages of the language model, each encoder gets the fewest stages that
-    keep up with it. Devices that are left go, stage by stage, to the slowest module. `sizes`: degrees but for them."""
+    """Numbers of stages by Cornstarch's Algorithm 1: for each number of stages of the language model, each encoder gets
+    the fewest stages that keep up with it; remaining devices go, stage by stage, to the slowest module. `sizes`:
+    degrees without numbers of stages."""
     times = {name: problem.estimator.layer_seconds(name, own.tp, own.dp, cp=own.cp) for name, own in sizes.items()}
     sink = next(i for i, unit in enumerate(units) if unit.is_sink)
 

@@ -1,12 +1,11 @@
-"""What a run's data look like to its model and plan, from metadata alone (`motet data-stats`).
+"""Statistics of a run's data under a model and plan, from metadata alone (`motet data-stats`).
 
-Sizes and work of each module, sample by sample (thesis Figure 4.3); how they relate, in single samples (Figure 4.4) and
-in batches of growing size, with b_min (Figure 4.5, `motet.planner.entrain.profiling_size`); and what the plan's
-iteration would take, and how long ranks would idle, under each way to cut the global batch
-(`motet.balancing.policies`).
+These are the sizes and work of each module, sample by sample (thesis Figure 4.3); the ratios of work, in single samples
+(Figure 4.4) and in batches of growing size, with b_min (Figure 4.5, `motet.planner.entrain.profiling_size`); and the
+plan's predicted iteration and bubble under each assignment (`ASSIGNMENTS`).
 
 Work is in device-seconds, forward and backward, of each sample by itself (`motet.balancing.sample_work`), under the
-plan: what is frozen costs less. Limits: b_min takes every module to have devices of its own, as Entrain's layouts do.
+plan: frozen layers cost less. Limits: b_min assumes that every module has devices of its own, as in Entrain's layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,19 +26,19 @@ from motet.planner.problem import PlanningProblem
 from motet.ragged_arrays import Floats
 
 BATCHES_DRAWN = 400
-"""Of each size, to see how far ratios spread."""
+"""Number of random batches of each size."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleStats:
-    """Of one module, over all samples that were looked at."""
+    """Statistics of one module over all samples."""
 
     tokens: Floats
-    """[samples]; 0 where a sample lacks the modality. Of a language model: the whole sequence."""
+    """[samples]; 0 where a sample lacks the modality; the whole sequence for a language model."""
     own_tokens: Floats
-    """[samples]: without what encoders put into the sequence."""
+    """[samples]; without the tokens that encoders insert into the sequence."""
     work_s: Floats
-    """[samples]: device-seconds."""
+    """[samples] device-seconds."""
 
     @property
     def share_of_samples(self) -> float:
@@ -48,23 +47,23 @@ class ModuleStats:
 
 @dataclass(frozen=True, eq=False)
 class RatioStats:
-    """Work of an encoder over that of the language model."""
+    """Ratios of an encoder's work to the language model's."""
 
     whole: float
-    """Of all samples together."""
+    """The ratio over all samples."""
     by_sample: Floats
     """[samples]."""
     by_batch_size: Mapping[int, Floats]
-    """Number of samples -> the ratio in batches drawn at random, with replacement."""
+    """Number of samples -> the ratios in batches drawn at random, with replacement."""
 
 
 @dataclass(frozen=True)
 class AssignmentStats:
-    """The plan under one way to cut batches; means over the batches that were looked at."""
+    """The plan under one assignment; means over the batches."""
 
     iteration_time_s: float
     bubble_fraction: float
-    """The part of all ranks' time in which they do not compute."""
+    """The fraction of all ranks' time without computation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +71,7 @@ class DataStats:
     plan: Plan
     global_batch_size: int
     num_batches: int
-    """That iterations were predicted for."""
+    """Number of batches whose iterations were predicted."""
     modules: Mapping[str, ModuleStats]
     ratios: Mapping[str, RatioStats]
     """By encoder."""
@@ -80,16 +79,16 @@ class DataStats:
     """b_min; its allocation is in the order of `modules`."""
     why_no_profiling_size: str | None
     assignments: Mapping[str, AssignmentStats]
-    """By name, the plan's own first."""
+    """By name, the plan's assignment first."""
 
 
 def data_stats(
     problem: PlanningProblem, plan: Plan, samples: Sequence[Sample], *, num_batches: int, seed: int = 0
 ) -> DataStats:
-    """`samples`: in the order of training, at least a global batch of as many as `problem` has. `num_batches`: that
-    iterations are predicted for, at most as many as there are.
+    """Statistics of `samples`, at least a global batch of them, in the order of training. `num_batches`: the maximum
+    number of global batches whose iterations are predicted.
 
-    Raises `UserError` if the plan is not one of this problem's model."""
+    Raises `UserError` if the plan is of another model."""
     check_same_model(problem, plan)
     size = len(problem.samples)
     modules = _modules(problem, plan, samples)
@@ -106,6 +105,9 @@ def data_stats(
 
 
 def _modules(problem: PlanningProblem, plan: Plan, samples: Sequence[Sample]) -> dict[str, ModuleStats]:
+    def own_tokens(sample: Sample, name: str) -> int:
+        return sum(segment.num_tokens for segment in sample.layouts.get(name, ()) if segment.source is None)
+
     workloads = {name: module.workload for name, module in problem.modules.items()}
     stats = {}
     for name, work in sample_work(plan, samples, workloads=workloads, table=problem.table).items():
@@ -115,14 +117,10 @@ def _modules(problem: PlanningProblem, plan: Plan, samples: Sequence[Sample]) ->
         devices = np.array([stage.tp_size for stage in stages], float)
         stats[name] = ModuleStats(
             tokens=np.array([sample.num_tokens(name) for sample in samples], float),
-            own_tokens=np.array([_own_tokens(sample, name) for sample in samples], float),
+            own_tokens=np.array([own_tokens(sample, name) for sample in samples], float),
             work_s=(work.forward_s + work.backward_s) @ devices,
         )
     return stats
-
-
-def _own_tokens(sample: Sample, name: str) -> int:
-    return sum(segment.num_tokens for segment in sample.layouts.get(name, ()) if segment.source is None)
 
 
 def _ratio(encoder_s: Floats, language_model_s: Floats, random: np.random.Generator) -> RatioStats:
@@ -138,7 +136,7 @@ def _ratio(encoder_s: Floats, language_model_s: Floats, random: np.random.Genera
 def _profiling_size(
     problem: PlanningProblem, plan: Plan, modules: Mapping[str, ModuleStats], random: np.random.Generator
 ) -> tuple[ProfilingSize | None, str | None]:
-    """Or why there is none."""
+    """b_min, or the reason why there is none."""
     if len(modules) < 2:
         return None, "one module takes all devices"
     work = np.stack([stats.work_s for stats in modules.values()], axis=1)
@@ -152,17 +150,11 @@ def _assignments(
     problem: PlanningProblem, plan: Plan, batches: Sequence[Sequence[Sample]]
 ) -> dict[str, AssignmentStats]:
     contrasts = plan.loss_module is not None
+    problems = [replace(problem, samples=tuple(batch)) for batch in batches]
     names = [plan.assignment, *(name for name in ASSIGNMENTS if name != plan.assignment)]
     return {
-        name: _predicted(problem, replace(plan, assignment=name), batches)
+        name: AssignmentStats(fmean(e.iteration_time_s for e in each), fmean(e.result.bubble_fraction for e in each))
         for name in names
         if not contrasts or name == DEFAULT_ASSIGNMENT
+        for each in [[evaluate(of_batch, replace(plan, assignment=name)) for of_batch in problems]]
     }
-
-
-def _predicted(problem: PlanningProblem, plan: Plan, batches: Sequence[Sequence[Sample]]) -> AssignmentStats:
-    evaluations = [evaluate(replace(problem, samples=tuple(batch)), plan) for batch in batches]
-    return AssignmentStats(
-        fmean(evaluation.iteration_time_s for evaluation in evaluations),
-        fmean(evaluation.result.bubble_fraction for evaluation in evaluations),
-    )

@@ -1,8 +1,12 @@
-"""A picture of timelines: one lane per rank, a colour per module, its shade by what is done; messages are not drawn.
-Of ranks that do the same at the same time one can stand for all.
+"""Pictures of timelines, of memory over time, and of a run's data, drawn with matplotlib.
 
-Several timelines (predicted and measured) stand below each other on one time axis. Limit: beyond some thousand spans
-the picture is a texture; use the trace (motet.report.chrome_trace) to look closer.
+A picture of timelines has one lane per rank (one rank can stand for several with the same timeline) and one colour per
+module, whose shade tells the kind of action; messages are not drawn. Several timelines (predicted and measured) stand
+below each other on one time axis. Limit: with more than some thousand spans single spans cannot be told apart; use the
+trace (`motet.report.timelines.save_trace`) instead.
+
+A picture of memory has a line for each rank, and the limit of the device. Limit: only the `MAX_LINES` highest distinct
+curves are drawn.
 """
 
 import colorsys
@@ -19,19 +23,17 @@ from matplotlib.patches import Patch
 from motet.report.data_stats import DataStats
 from motet.timeline import BUSY_KINDS, SPAN_KINDS, Lanes, MemoryCurve, Span, Timeline, lane_name, lanes_by_title
 
-# A picture of timelines: one lane per rank, a colour per module, its shade by what is done; messages are not drawn. Of
-# ranks that do the same at the same time one can stand for all.
-#
-# Several timelines (predicted and measured) stand below each other on one time axis. Limit: beyond some thousand spans
-# the picture is a texture; use the trace (motet.report.chrome_trace) to look closer.
-
-
 LIGHTNESS = {"F": 0.72, "B": 0.45, "I": 0.52, "W": 0.36, "optimizer": 0.6, "reduce": 0.8, "gather": 0.7}
 MAX_LABELS = 400
+"""Actions are labelled only if there are at most this many."""
+MAX_LINES = 10
+"""The number of colours of lines."""
+LOG_SCALE_RATIO = 50
+"""Token counts whose ratio exceeds this are drawn on a logarithmic axis."""
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], lanes: Lanes | None = None) -> Figure:
-    """The timelines by title."""
+    """Draws timelines, by title."""
     groups = lanes_by_title(timelines, lanes)
     longest_s = max((timeline.iteration_time_s for timeline in timelines.values()), default=0.0)
     unit, unit_s = ("s", 1.0) if longest_s >= 10 else ("ms", 1e-3)
@@ -61,12 +63,12 @@ def plot_timelines(timelines: Mapping[str, Timeline], lanes: Lanes | None = None
 
 
 def save_timelines(timelines: Mapping[str, Timeline], path: Path, lanes: Lanes | None = None) -> None:
-    """Writes the picture; the file's suffix (.png, .svg, .pdf) says how."""
+    """Writes the picture in the format of the path's suffix (.png, .svg, .pdf)."""
     plot_timelines(timelines, lanes).savefig(path, dpi=150)
 
 
 def _bubble_fraction(timeline: Timeline, groups: Sequence[Sequence[int]]) -> float:
-    """Of all the ranks that the lanes stand for."""
+    """Over all ranks that the lanes stand for."""
     available = sum(map(len, groups)) * timeline.iteration_time_s
     busy_s = sum(len(ranks) * timeline.busy_s[ranks[0]] for ranks in groups)
     return 1.0 - busy_s / available if available else 0.0
@@ -93,7 +95,7 @@ def _draw(
             if span.kind in "FBIW" and span.end - span.start >= narrowest_label_s:
                 labels.append((start + length / 2, lane, span.name))
     for (lane, color, busy), intervals in bars.items():
-        # Reductions run beside the computation: a thin line below it.
+        # Reductions overlap with the computation: they are thin lines below it.
         below, height = (lane - 0.4, 0.7) if busy else (lane + 0.32, 0.12)
         axis.broken_barh(intervals, (below, height), facecolors=color, edgecolor="white", linewidth=0.4)
     if len(labels) <= MAX_LABELS:
@@ -106,7 +108,7 @@ def _draw(
 
 
 def _color(span: Span, modules: list[str]) -> tuple[float, float, float]:
-    """The module's hue (grey if it is none of `modules`) in the kind's lightness."""
+    """The module's hue (grey if it is not in `modules`) with the lightness of the span's kind."""
     lightness = LIGHTNESS[span.kind]
     if span.module not in modules:
         return (lightness, lightness, lightness)
@@ -114,17 +116,8 @@ def _color(span: Span, modules: list[str]) -> tuple[float, float, float]:
     return colorsys.hls_to_rgb(hue, lightness, 0.55)
 
 
-# A picture of memory over time: a line for each rank, and the limit of the device.
-#
-# Limit: of many ranks only those that hold most are drawn, each different curve once.
-
-
-MAX_LINES = 10
-"""As many as there are colours."""
-
-
 def plot_memory(memory: Mapping[str, Sequence[MemoryCurve]], *, limit_bytes: float | None = None) -> Figure:
-    """Each rank's curve, by title. `limit_bytes`: that a rank may hold."""
+    """Draws each rank's memory over time, by title. `limit_bytes`: the memory that a rank may use."""
     figure = Figure(figsize=(12, 1.0 + 3.2 * len(memory)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(memory), sharex=True, squeeze=False)[:, 0]
@@ -138,7 +131,7 @@ def plot_memory(memory: Mapping[str, Sequence[MemoryCurve]], *, limit_bytes: flo
 
 
 def save_memory(memory: Mapping[str, Sequence[MemoryCurve]], path: Path, *, limit_bytes: float | None = None) -> None:
-    """Writes the picture; the file's suffix (.png, .svg, .pdf) says how."""
+    """Writes the picture in the format of the path's suffix (.png, .svg, .pdf)."""
     plot_memory(memory, limit_bytes=limit_bytes).savefig(path, dpi=150)
 
 
@@ -158,28 +151,22 @@ def _draw_memory_picture(axis: Axes, curves: Sequence[MemoryCurve], limit_bytes:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-# A picture of a run's data: how tokens are distributed, how the modules' work relates, how long ranks would idle.
-
-
-WIDE = 50
-"""Tokens that differ by this factor are drawn on a logarithmic axis."""
-
-
 def plot_data_stats(stats: DataStats) -> Figure:
-    """Three panels, as thesis Figures 4.3 and 4.5, and the idle time of each way to cut batches."""
+    """Draws three panels: the distributions of tokens and the ratios of work (thesis Figures 4.3 and 4.5), and the
+    bubble under each assignment."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    tokens, ratios, idle = figure.subplots(1, 3)
+    tokens, ratios, bubbles = figure.subplots(1, 3)
     _draw_tokens(tokens, stats)
     _draw_ratios(ratios, stats)
-    _draw_idle(idle, stats)
-    for axis in (tokens, ratios, idle):
+    _draw_bubbles(bubbles, stats)
+    for axis in (tokens, ratios, bubbles):
         axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def save_data_stats(stats: DataStats, path: Path) -> None:
-    """Writes the picture; the file's suffix (.png, .svg, .pdf) says how."""
+    """Writes the picture in the format of the path's suffix (.png, .svg, .pdf)."""
     plot_data_stats(stats).savefig(path, dpi=150)
 
 
@@ -190,10 +177,10 @@ def _draw_tokens(axis: Axes, stats: DataStats) -> None:
             share = np.arange(1, len(values) + 1) / len(values)
             axis.step(values, share, where="post", label=f"{name} ({module.share_of_samples:.0%} of samples)")
     smallest, largest = axis.get_xlim()
-    if largest > WIDE * max(smallest, 1):
+    if largest > LOG_SCALE_RATIO * max(smallest, 1):
         axis.set_xscale("log")
     axis.set_xlabel("tokens of a sample")
-    axis.set_ylabel("share of the samples that have some")
+    axis.set_ylabel("share of the samples with tokens")
     axis.set_ylim(0, 1.02)
     axis.set_title("tokens", loc="left")
     axis.legend(fontsize=7)
@@ -217,7 +204,7 @@ def _draw_ratios(axis: Axes, stats: DataStats) -> None:
     axis.legend(fontsize=7)
 
 
-def _draw_idle(axis: Axes, stats: DataStats) -> None:
+def _draw_bubbles(axis: Axes, stats: DataStats) -> None:
     names = list(stats.assignments)
     shares = [100 * each.bubble_fraction for each in stats.assignments.values()]
     colors = ["tab:orange" if name == stats.plan.assignment else "tab:blue" for name in names]
@@ -226,5 +213,5 @@ def _draw_idle(axis: Axes, stats: DataStats) -> None:
     axis.bar_label(bars, labels=times, padding=3, fontsize=7)
     axis.set_xlim(0, 1.25 * max([*shares, 1.0]))
     axis.invert_yaxis()
-    axis.set_xlabel("% of the ranks' time idle, predicted")
-    axis.set_title("cuts of the batch; orange: the plan's", loc="left")
+    axis.set_xlabel("predicted bubble, % of the ranks' time")
+    axis.set_title("assignments; orange: the plan's", loc="left")

@@ -1,26 +1,60 @@
-"""What is told about a plan, to a program (`report`) and to a person (`report_text`)."""
+"""Reports of a plan: the JSON of `motet plan` and `motet simulate` (`report`) and its text (`report_text`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from motet.plan import Plan
-from motet.planner.auto.planner import Choice
-from motet.planner.evaluate import Evaluation, evaluate
+from motet.planner.auto import Choice
+from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
 from motet.planner.fsdp import fully_sharded
-from motet.planner.memory_suggestions import remedies
 from motet.planner.problem import PlanningProblem
 from motet.schedule.action import Compute, Kind
 from motet.timeline import Timeline
 
-# How far measured costs and computed ones are apart, where a plan has both.
-#
-# Compared are the layers alone, on the plan's mean microbatch, without what a measured stage costs beside its layers.
+
+def report(
+    plan: Plan, problem: PlanningProblem, *, planning_time_s: float = 0.0, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Simulates the plan's iteration on the problem's typical batch and reports it (`report_evaluation`)."""
+    return report_evaluation(evaluate(problem, plan), planning_time_s=planning_time_s, dtype=dtype)
+
+
+def report_evaluation(
+    evaluation: Evaluation, *, planning_time_s: float = 0.0, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The JSON of `motet plan` and `motet simulate`."""
+    plan, problem = evaluation.plan, evaluation.problem
+    return {
+        "planner": plan.planner,
+        "fits": evaluation.fits,
+        "overflows": [str(overflow) for overflow in evaluation.overflows],
+        "remedies": memory_suggestions(evaluation) if evaluation.overflows else [],
+        "iteration_time_s": evaluation.iteration_time_s,
+        "throughput_samples_per_s": len(problem.samples) / evaluation.iteration_time_s,
+        "bubble_fraction": evaluation.result.bubble_fraction,
+        "time_shares_s": evaluation.result.time_shares.means_s(),
+        "mfu": evaluation.mfu(dtype),
+        "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
+        "num_devices": plan.num_ranks,
+        "schedule": plan.schedule,
+        "assignment": plan.assignment,
+        "num_microbatches": plan.num_microbatches,
+        "stages": list(_stages(evaluation)),
+        "lower_bound_s": evaluation.lower_bound_s,
+        "planning_time_s": planning_time_s,
+        "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
+        "cost_comparison": compare_costs(problem, plan),
+        **({"fully_sharded": asdict(fully_sharded(evaluation))} if plan.planner == "fsdp" else {}),
+    }
 
 
 def compare_costs(problem: PlanningProblem, plan: Plan) -> list[dict[str, Any]]:
-    """For each module: seconds of one microbatch's forward and backward, and the ratios computed / measured (None where
-    nothing is measured). Empty if the problem's costs are computed themselves."""
+    """Compares measured costs with computed ones: for each module, seconds of the plan's mean microbatch, forward and
+    backward, and the ratios computed / measured (None where nothing is measured).
+
+    Compares the layers alone, without a measured stage's cost beside its layers. Empty if the problem's costs are
+    computed."""
     if problem.computed is None:
         return []
     computed_problem = replace(problem, table=problem.computed)
@@ -41,44 +75,9 @@ def compare_costs(problem: PlanningProblem, plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def report(
-    plan: Plan, problem: PlanningProblem, *, planning_time_s: float = 0.0, dtype: str = "float32"
-) -> dict[str, Any]:
-    """The JSON of `motet plan` and `motet simulate`: the plan's simulated iteration on the problem's typical batch."""
-    return report_evaluation(evaluate(problem, plan), planning_time_s=planning_time_s, dtype=dtype)
-
-
-def report_evaluation(
-    evaluation: Evaluation, *, planning_time_s: float = 0.0, dtype: str = "float32"
-) -> dict[str, Any]:
-    plan, problem = evaluation.plan, evaluation.problem
-    return {
-        "planner": plan.planner,
-        "fits": evaluation.fits,
-        "overflows": [str(overflow) for overflow in evaluation.overflows],
-        "remedies": remedies(evaluation) if evaluation.overflows else [],
-        "iteration_time_s": evaluation.iteration_time_s,
-        "throughput_samples_per_s": len(problem.samples) / evaluation.iteration_time_s,
-        "bubble_fraction": evaluation.result.bubble_fraction,
-        "time_shares_s": evaluation.result.time_shares.means_s(),
-        "mfu": evaluation.mfu(dtype),
-        "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
-        "num_devices": plan.num_ranks,
-        "schedule": plan.schedule,
-        "assignment": plan.assignment,
-        "num_microbatches": plan.num_microbatches,
-        "stages": list(_stages(evaluation)),
-        "lower_bound_s": evaluation.lower_bound_s,
-        "planning_time_s": planning_time_s,
-        "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
-        "cost_comparison": compare_costs(problem, plan),
-        **({"fully_sharded": asdict(fully_sharded(evaluation))} if plan.planner == "fsdp" else {}),
-    }
-
-
 def report_measured(measured: Mapping[str, Any], timeline: Timeline, predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """An iteration that ran, with the keys of the one that was predicted. It fitted, as it ran; what is of the plan
-    alone is taken from there. A stage's seconds are means over the spans of all its ranks."""
+    """The report of a measured iteration, with the keys of the predicted one; values of the plan alone are taken from
+    there. A stage's seconds are means over the spans of all its ranks. The plan fits, since it ran."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for span in timeline.spans:
         stage = span.name.rpartition(span.kind)[0]
@@ -96,7 +95,7 @@ def report_measured(measured: Mapping[str, Any], timeline: Timeline, predicted: 
 
 
 def report_choice(choice: Choice) -> dict[str, Any]:
-    """What planner `auto` has to say beside its plan: `choice` in the JSON of `motet plan`."""
+    """`choice` in the JSON of `motet plan`: how planner `auto` chose its plan."""
     return {
         "found_by": choice.found_by,
         "why": choice.why,
@@ -111,7 +110,7 @@ def report_choice(choice: Choice) -> dict[str, Any]:
 
 
 def choice_text(values: Mapping[str, Any]) -> str:
-    """The same as a line and a table, the fastest first."""
+    """The text of `report_choice`: a line and a table, fastest planner first."""
     named = sorted(values["named"].items(), key=lambda item: (not item[1]["fits"], item[1]["iteration_time_s"]))
     slower = sorted(values["too_slow"].items(), key=lambda item: item[1]["at_least_s"])
     width = max((len(name) for name, _ in [*named, *slower]), default=0)
@@ -120,12 +119,12 @@ def choice_text(values: Mapping[str, Any]) -> str:
         f"  {name.ljust(width)}  {_ms(value['iteration_time_s'])}{'' if value['fits'] else '  does not fit'}"
         for name, value in named
     ]
-    lines += [f"  {name.ljust(width)}  at least {_ms(value['at_least_s'])}" for name, value in slower]
+    lines += [f"  {name.ljust(width)}  lower bound {_ms(value['at_least_s'])}" for name, value in slower]
     return "\n".join(lines)
 
 
 def _stages(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Each stage's mean over its microbatches."""
+    """Each stage with the mean seconds of its microbatches."""
     routes, costs = evaluation.program.dependencies.routes, evaluation.costs
     folding = evaluation.result.folding
     seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
@@ -154,26 +153,31 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def report_text(values: Mapping[str, Any]) -> str:
-    """The same as a few lines and a table."""
+    """The text of `report`: a few lines and a table."""
     peak = max(values["peak_memory_bytes"])
     lines = [
         f"planner {values['planner']}, {values['num_devices']} devices, schedule {values['schedule']}, "
         f"{values['num_microbatches']} microbatches, assignment {values['assignment']}",
-        f"iteration {_ms(values['iteration_time_s'])} (no schedule of this plan takes less than "
-        f"{_ms(values['lower_bound_s'])}), {values['throughput_samples_per_s']:.1f} samples/s, "
-        f"idle {values['bubble_fraction']:.1%}, peak memory {peak / 2**20:.0f} MiB",
-        _shares_text(values["time_shares_s"]),
+        f"iteration {_ms(values['iteration_time_s'])} (lower bound for this plan {_ms(values['lower_bound_s'])}), "
+        f"{values['throughput_samples_per_s']:.1f} samples/s, "
+        f"bubble {values['bubble_fraction']:.1%}, peak memory {peak / 2**20:.0f} MiB",
+        _time_shares_text(values["time_shares_s"]),
         f"costs: {values['costs']['source']} on {values['costs']['hardware']}, {values['costs']['date']}",
     ]
     if values["mfu"] is not None:
         lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
     if "fully_sharded" in values:
-        lines.append(_sharded_text(values["fully_sharded"]))
+        sharded = values["fully_sharded"]
+        lines.append(
+            "with parameters, gradients and optimizer state sharded over all devices (FSDP, in closed form): iteration "
+            f"{_ms(sharded['iteration_time_s'])}, peak memory {sharded['peak_memory_bytes'] / 2**20:.0f} MiB, "
+            f"{'fits' if sharded['fits'] else 'does not fit'}"
+        )
     rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]
-    for stage, num_alike in _different(values["stages"]):
+    for stage, num_replicas in _distinct_stages(values["stages"]):
         first, last = stage["layers"]
         ranks = ",".join(str(rank) for rank in stage["ranks"])
-        ranks += f" (1 of {num_alike} replicas)" if num_alike > 1 else ""
+        ranks += f" (1 of {num_replicas} replicas)" if num_replicas > 1 else ""
         rows.append((stage["module"], f"{first}-{last - 1}", ranks, _ms(stage["forward_s"]), _ms(stage["backward_s"])))
     lines += _table(rows)
     if values["cost_comparison"]:
@@ -185,16 +189,8 @@ def report_text(values: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _sharded_text(values: Mapping[str, Any]) -> str:
-    return (
-        "with parameters, gradients and optimizer state sharded over all devices (FSDP, in closed form): iteration "
-        f"{_ms(values['iteration_time_s'])}, peak memory {values['peak_memory_bytes'] / 2**20:.0f} MiB, "
-        f"{'fits' if values['fits'] else 'does not fit'}"
-    )
-
-
-def _different(stages: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Of replicas that are cut alike the first one's stages, and how many replicas these are."""
+def _distinct_stages(stages: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """The stages of one replica of each distinct partition, and the number of replicas that have it."""
     replicas: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for stage in stages:
         replicas.setdefault((stage["module"], stage["replica"]), []).append(stage)
@@ -221,11 +217,11 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _shares_text(shares_s: Mapping[str, float]) -> str:
-    """What the devices' time goes to, on average; what is less than a tenth of a percent is left out."""
+def _time_shares_text(shares_s: Mapping[str, float]) -> str:
+    """Mean shares of the devices' time, without those below a tenth of a percent."""
     total_s = sum(shares_s.values())
     parts = [f"{name.replace('_', ' ')} {s / total_s:.1%}" for name, s in shares_s.items() if s >= 1e-3 * total_s > 0]
-    return f"time goes to {', '.join(parts)}"
+    return f"share of time: {', '.join(parts)}"
 
 
 def _ms(seconds: float) -> str:

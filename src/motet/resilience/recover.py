@@ -63,7 +63,7 @@ from motet.runtime.checkpoint.checkpoint import read_latest
 from motet.runtime.checkpoint.folder import Stamp, stamps, write_atomically
 from motet.runtime.deadline import StepOverrunError
 from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
-from motet.runtime.training.worker import checkpoint_to_resume, make_trainer, told_of, training_result
+from motet.runtime.training.worker import checkpoint_to_resume, make_trainer, resume_message, training_result
 
 T = TypeVar("T")
 
@@ -327,7 +327,7 @@ class TrainingProcess:
             found = checkpoint_to_resume(run.resume, trainer.output)
         is_expected = run.resume is not None or run.restarts > 0 or before is not None
         if (is_expected or found is not None) and dist.get_rank() == 0:
-            print(told_of(found, trainer), file=sys.stderr, flush=True)
+            print(resume_message(found, trainer), file=sys.stderr, flush=True)
         if found is not None:
             trainer.resume(*found)
 

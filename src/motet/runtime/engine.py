@@ -16,7 +16,6 @@ from torch import Tensor
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
 from motet.assignment.sample import Sample
 from motet.balancing.policies import check_assignment
-from motet.errors import UserError
 from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh
@@ -89,7 +88,6 @@ class Engine:
         expect: Expect | None = None,
         num_spare_ranks: int = 0,
     ) -> None:
-        _check_losses(plan)
         check_assignment(plan)
         self.plan, self.device, self._assign, self._expect = plan, device, assign, expect
         mesh = build_mesh(plan, timeout, num_spare_ranks=num_spare_ranks)
@@ -254,15 +252,6 @@ def _form(routes: Routes) -> Hashable:
         (cell, tuple((route.target, route.carries_gradient) for route in routes.outgoing[cell]))
         for cell in routes.cells
     )
-
-
-def _check_losses(plan: Plan) -> None:
-    for edge in plan.edges:
-        if plan.modules[edge.source].loss_weight:
-            raise UserError(
-                f"plan: modules.{edge.source}.loss_weight: is {plan.modules[edge.source].loss_weight}, but its output "
-                f"enters {edge.target}; set it to 0, or take the edge out"
-            )
 
 
 def _digest(text: str) -> int:

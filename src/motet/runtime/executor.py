@@ -80,7 +80,16 @@ class Executor:
             runner.begin_iteration(routes, batch, loss_tokens)
         for step in program.steps:
             with self.doing(step):
-                self._run_step(step)
+                if isinstance(step, Message):
+                    self._exchange(step)
+                elif isinstance(step, Reduce):
+                    self.reducers[step].start()
+                elif step.kind is Kind.FORWARD:
+                    self._forward(step)
+                elif step.kind is Kind.WEIGHT:
+                    self._weight_half(step)
+                else:
+                    self._backward(step)
         with self.doing("the end of the iteration"):
             self._mailbox.finish()
             for runner in self.runners.values():
@@ -88,18 +97,6 @@ class Executor:
             if not routes.forward_only:
                 for reduce, reducer in self.reducers.items():
                     reducer.finish(self._deadline, reduce)
-
-    def _run_step(self, step: Step) -> None:
-        if isinstance(step, Message):
-            self._exchange(step)
-        elif isinstance(step, Reduce):
-            self.reducers[step].start()
-        elif step.kind is Kind.FORWARD:
-            self._forward(step)
-        elif step.kind is Kind.WEIGHT:
-            self._weight_half(step)
-        else:
-            self._backward(step)
 
     def _forward(self, action: Compute) -> None:
         cell = action.cell
@@ -176,7 +173,7 @@ class Executor:
 
     def _for_rank(self, output: torch.Tensor, route: Route, rank: int) -> torch.Tensor:
         """What a rank gets of what a route carries: context-parallel ranks their own tokens only."""
-        return self.runners[route.source[:3]].for_member(
+        return self.runners[route.source[:3]].rows.for_member(
             output, route, member_of(self._routes.stage(route.target), rank)
         )
 

@@ -97,7 +97,8 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
     traceback, and `KeyboardInterrupt` if the user interrupted.
     """
     if started_by_torchrun():
-        result = _join(worker, args, device, timeout_s)
+        with _process_group(device, timeout_s):
+            result = worker(*args)
         return result if int(os.environ["RANK"]) == 0 else None
     with tempfile.TemporaryDirectory(prefix="motet-") as name, _signal_handlers_restored():
         folder = Path(name)
@@ -142,7 +143,7 @@ def _silence_torchelastic() -> None:
 
 
 def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, timeout_s: float) -> None:
-    """A started process: like `_join`, but result and failure go to files."""
+    """Runs the worker in a started process; its result or failure goes to a file."""
     # Inherited handlers would only run when a blocking call returns; the default action ends the process at once.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -150,7 +151,8 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
     write_atomically(folder / f"pid_{os.getpid()}", str(rank))
     _wait_until_all_are_started(folder)
     try:
-        result = _join(worker, args, device, timeout_s)
+        with _process_group(device, timeout_s):
+            result = worker(*args)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
     except BaseException as error:
@@ -175,18 +177,18 @@ def _wait_until_all_are_started(folder: Path) -> None:
         time.sleep(0.001)
 
 
-def _join(worker: Worker, args: tuple[Any, ...], device: Device, timeout_s: float) -> Any:
-    """Runs the worker inside the process group that the environment describes."""
+@contextmanager
+def _process_group(device: Device, timeout_s: float) -> Iterator[None]:
+    """The process group that the environment describes."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     torch.set_num_threads(max(1, available_cores() // local_size))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
-    result = worker(*args)
+    yield
     # A rank that leaves while others still talk to it makes gloo abort them.
     dist.barrier()
     dist.destroy_process_group()
-    return result
 
 
 def _explain(folder: Path, deaths: "_FirstDeaths") -> Exception:

@@ -5,16 +5,15 @@ computes the loss, the backward hands the gradients back to their microbatches. 
 the routes alone, so every rank derives the same.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from motet.models.stages.contrastive import ALONE, ContrastiveStage, RowExchange
-from motet.runtime.stage_runner import Saved, StageRunner
-from motet.schedule.batch_sync import samples_of_ranks, shares
+from motet.models.stages.contrastive import ALONE, RowExchange
+from motet.runtime.stage_runner import StageRunner
+from motet.schedule.batch_sync import Shares, samples_of_ranks, shares
 from motet.schedule.routes import Cell, Route
 
 
@@ -29,34 +28,20 @@ class LossRunner(StageRunner):
         """Routes from stages on other ranks end there."""
         return self._rank in self._routes.stage(route.source).ranks
 
-    def forward(self, cell: Cell, inputs: Mapping[Route, Tensor], *, is_split: bool = False) -> None:
-        """`inputs`: what the routes from this rank's own stages carry, whole."""
-        keeps_graph = cell in self._routes.with_backward
-        leaves = {
-            route: self._own_embeddings(route, carried).requires_grad_(route.carries_gradient and keeps_graph)
-            for route, carried in inputs.items()
-        }
-        with torch.set_grad_enabled(keeps_graph):
-            output = cast(ContrastiveStage, self.module).loss(self._by_tower(cell, leaves), shares(self._routes, cell))
-            self.loss_sum += output.detach()
-            if keeps_graph:
-                self._saved[cell] = Saved(leaves, output, output * self._loss_scale, None)
+    def _shares(self, cell: Cell) -> Shares:
+        return shares(self._routes, cell)
 
-    def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
-        """Returns the gradients of what `forward` was given, whole on every rank of their stage."""
-        saved = self._saved.pop(cell)
-        assert saved.loss is not None
-        assert saved.output is not None
-        if saved.loss.requires_grad:  # Not on a rank that holds frozen towers, or no samples, of a frozen scale.
-            torch.autograd.backward([saved.loss])
+    def _input_gradients(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
+        """The gradients of what `forward` was given, whole on every rank of their stage. Collective."""
         exchange = RowExchange(self._cp or ALONE)
         result = {}
         for route in self._routes.incoming[cell]:
             if not route.carries_gradient:
                 continue
-            own = saved.inputs[route].grad if route in saved.inputs else None
+            own = leaves[route].grad if route in leaves else None
             if own is None:
-                own = saved.output.new_zeros(len(self._own_places(route)), self.module.hidden_size)
+                shape = (len(self._own_places(route)), self.module.hidden_size)
+                own = torch.zeros(shape, dtype=self.boundary_dtype, device=self.device)
             by_rank = samples_of_ranks(self._routes, route)
             ends = np.cumsum([len(samples) for samples in by_rank.values()])
             places = [np.zeros(0, dtype=np.int64) for _ in self.stage.ranks]
@@ -68,13 +53,6 @@ class LossRunner(StageRunner):
                 result[route] = whole
         exchange.finish()
         return {route: self._carried_gradient(route, embeddings) for route, embeddings in result.items()}
-
-    def backward_weight(self, cell: Cell) -> Iterator[Tensor]:
-        """Nothing is left: scale and bias have their gradients with the features'."""
-        return iter(())
-
-    def parameters_left(self, cell: Cell) -> set[Tensor]:
-        return set()
 
     def _own_places(self, route: Route) -> list[int]:
         """Where the samples that this rank puts in stand among the route's."""
@@ -88,7 +66,7 @@ class LossRunner(StageRunner):
         counts = [self._batch.samples[i].num_outputs(tower) for i in route.samples]
         return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64))
 
-    def _own_embeddings(self, route: Route, carried: Tensor) -> Tensor:
+    def _own_part(self, route: Route, carried: Tensor) -> Tensor:
         rows = self._first_rows(route)[self._own_places(route)]
         return carried if len(rows) == len(carried) else carried.index_select(0, rows.to(carried.device))
 
@@ -102,9 +80,9 @@ class LossRunner(StageRunner):
         whole[self._first_rows(route).to(whole.device)] = embeddings
         return whole
 
-    def _by_tower(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> dict[str, Tensor]:
+    def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
         """Each tower's embeddings in the order of the contrastive batch."""
-        place = {sample: i for i, sample in enumerate(self._routes.samples(cell))}
+        place = {sample: i for i, sample in enumerate(members)}
         parts: dict[str, list[Route]] = {}
         for route in leaves:
             parts.setdefault(route.source.module, []).append(route)

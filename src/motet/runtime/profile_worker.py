@@ -8,11 +8,10 @@ import torch.distributed as dist
 from motet.config import RunConfig
 from motet.costs.cost_model import CostTable
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile
+from motet.families.configured_graph import read_graph
 from motet.models.stages.stage import Batch, StageModule
 from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import DECODER, LANGUAGE_MODEL, LayerRange
-from motet.planner.distmm.towers_from_run_file import tower_edges
-from motet.planner.from_run_file import edges_between, read_workloads
 from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_stage, pick_device
 
 
@@ -20,9 +19,7 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
     """Collective over all processes, which are a multiple of `tp_size`. `batch`: where microbatches are drawn from."""
     device = pick_device(config, int(os.environ["LOCAL_RANK"]))
     tp = _my_group(tp_size)
-    workloads = read_workloads(config)
-    towers = config.model.towers
-    edges = tower_edges(config, workloads) if towers else edges_between(config, workloads[LANGUAGE_MODEL])
+    graph = read_graph(config)
 
     def make_stage(name: str, layers: LayerRange, tp_size: int) -> StageModule:
         stage = build_stage(_all_trainable(config), name, layers, tp, device, recompute=False)
@@ -30,10 +27,10 @@ def profile_worker(config: RunConfig, batch: Batch, modules: tuple[str, ...], tp
 
     described = {}
     for name in modules:
-        entering = [edge for edge in edges if edge.target == name]
+        entering = [edge for edge in graph.edges if edge.target == name]
         described[name] = ProfiledModule(
-            workload=workloads[name],
-            sources={edge.source: workloads[edge.source].output_size for edge in entering},
+            workload=graph.modules[name].workload,
+            sources={edge.source: graph.modules[edge.source].workload.output_size for edge in entering},
             entry_layers=entering[0].layers if entering else (0,),
         )
     return profile(

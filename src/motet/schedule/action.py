@@ -52,7 +52,7 @@ Durations = Callable[[Compute], float]
 
 
 def unit_duration(action: Compute) -> float:
-    """For when costs are not known: a backward takes twice as long as a forward or as one of its own halves."""
+    """Default durations where costs are not known: a backward takes twice as long as a forward or one of its halves."""
     return 2.0 if action.kind is Kind.BACKWARD else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Who puts what into a contrastive loss: the rows of its similarity matrix as its group shares them.
+"""Shares of a contrastive loss: the rows of its similarity matrix that each member of its group contributes.
 
 The loss is one action of all ranks that make its features (DistMM section 5.4, batch-sync). Each of them puts in what
 it has made itself: the ranks of a tower's last stage share the samples of a route evenly, so nothing is sent into the
@@ -32,7 +32,7 @@ def pairs_of(towers: Sequence[str], anchor: str | None) -> tuple[Pair, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Of one contrastive batch, whose samples count from 0 here."""
+    """Shares of one contrastive batch; samples are numbered from 0 within it."""
 
     places: Mapping[str, Sequence[Ints]]
     """For each tower and member of the group: the samples whose features it puts in, ascending. Samples without an item
@@ -42,18 +42,18 @@ class Shares:
 
 
 def samples_of_ranks(routes: Routes, route: Route) -> dict[int, tuple[int, ...]]:
-    """Of a route into a loss: the samples (indices into the global batch) that each rank of its source puts in."""
+    """Samples (indices into the global batch) that each source rank of a route into a loss contributes."""
     ranks = routes.stage(route.source).ranks
     return dict(zip(ranks, split_evenly(route.samples, len(ranks)), strict=True))
 
 
 def num_comparisons(pairs: Sequence[Pair], towers: Collection[str]) -> int:
-    """In how many pairs of towers a sample that has items for these ones is compared: its weight in the loss."""
+    """Number of pairs of towers in which a sample with items for these towers is compared: its weight in the loss."""
     return sum(first in towers and second in towers for first, second in pairs)
 
 
 def shares(routes: Routes, cell: Cell) -> Shares:
-    """Of a loss's cell."""
+    """Shares of a loss's cell."""
     members = routes.samples(cell)
     place = {sample: i for i, sample in enumerate(members)}
     ranks = routes.stage(cell).ranks

@@ -1,4 +1,4 @@
-"""What each action reads and writes. Stated here once, for validator, communication pass, simulator and executor.
+"""Values that each action reads and writes, stated once for validator, communication pass, simulator and executor.
 
 Dependencies are values, never pairs of actions: an action may start when all values that it reads have been written.
 Values are dataclasses because named tuples with equal fields are equal whatever their class: an activation would pass
@@ -29,7 +29,7 @@ from motet.schedule.action import Action, Compute, Kind, Reduce
 from motet.schedule.routes import Cell, Routes, StageCells
 
 KINDS = tuple(Kind)
-"""In the order in which actions are numbered."""
+"""Kinds of actions, in the order in which actions are numbered."""
 NOTHING = -1
 """Stands for the value that an action does not read or write."""
 
@@ -52,7 +52,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class SavedGraph:
-    """What a forward keeps for its backward (`half`: what the input half keeps for the weight half)."""
+    """The graph that a forward keeps for its backward (`half`: what the input half keeps for the weight half)."""
 
     cell: Cell
     half: bool = False
@@ -84,7 +84,7 @@ class Holder:
 
 
 def reductions(plan: Plan) -> dict[Reduce, tuple[Holder, ...]]:
-    """For every run of layers with a trainable one and the same holders: who sums its gradients.
+    """Holders that sum gradients, for every run of layers that has a trainable layer and the same holders.
 
     Copies of a module (`copy_of`) hold its layers too. A parameter that two layers share is summed over the holders of
     either, after its layers' own run has left it out.
@@ -123,7 +123,7 @@ class Dependencies:
 
     @property
     def num_actions(self) -> int:
-        """Of the numbers that compute actions have; a schedule needs fewer."""
+        """Upper bound of compute actions' numbers; a schedule uses some of them."""
         return len(KINDS) * self.routes.num_cells
 
     def number(self, action: Compute) -> int:
@@ -146,25 +146,25 @@ class Dependencies:
 
     @cached_property
     def carried_reads(self) -> Rows:
-        """For each action, the values that it reads of those that routes carry."""
+        """Route values that each action reads."""
         gradients = self._gradients(self.routes.routes_out)
         return stacked([self.routes.routes_in, gradients, gradients, self._none])
 
     @cached_property
     def carried_writes(self) -> Rows:
-        """For each action, the values that it writes of those that routes carry."""
+        """Route values that each action writes."""
         gradients = self._gradients(self.routes.routes_in)
         return stacked([self.routes.routes_out, gradients, gradients, self._none])
 
     @cached_property
     def kept_read(self) -> Ints:
-        """For each action, the value that it reads of those that stay, or `NOTHING`."""
+        """Local value that each action reads, or `NOTHING`."""
         saved, half, _ = self._kept
         return np.concatenate([np.full_like(saved, NOTHING), saved, saved, half])
 
     @cached_property
     def kept_write(self) -> Ints:
-        """For each action, the value that it writes of those that stay, or `NOTHING`."""
+        """Local value that each action writes, or `NOTHING`."""
         saved, half, weight = self._kept
         saved = np.where(self.routes.cell_has_backward, saved, NOTHING)
         weight = np.where(self.routes.cell_has_weight_gradient, weight, NOTHING)
@@ -196,7 +196,7 @@ class Dependencies:
         return every[self.routes.cell_has_weight_gradient[every]]
 
     def ranks(self, action: Action) -> tuple[int, ...]:
-        """Who executes it, together."""
+        """Ranks that execute the action together."""
         if isinstance(action, Compute):
             return self.routes.stage(action.cell).ranks
         return self._ranks_of_reductions[action]

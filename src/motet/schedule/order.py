@@ -29,10 +29,10 @@ class Lanes:
     """Ranks that execute the same list of actions are one lane: what is done by all of them is looked at once."""
 
     actions: tuple[Ints, ...]
-    """For each lane, the numbers of its actions."""
+    """Numbers of the actions, by lane."""
     of_rank: Ints
     of_stage: Rows
-    """For each stage of the routes, the lanes of its ranks: one, unless groups overlap."""
+    """Lanes of each stage's ranks: one, unless groups overlap."""
 
 
 def lanes_of(schedule: Schedule, dependencies: Dependencies) -> Lanes:
@@ -95,7 +95,8 @@ def check_acyclic(schedule: Schedule, dependencies: Dependencies) -> None:
 
 
 def iteration_s(schedule: Schedule, dependencies: Dependencies, duration_s: Durations) -> float:
-    """When the last action ends if messages take no time. Raises `CyclicScheduleError` as `order_actions` does."""
+    """Time at which the last action ends if messages take no time. Raises `CyclicScheduleError` as `order_actions`
+    does."""
     nothing_sent = np.zeros(2 * dependencies.routes.num_routes, dtype=bool)
     clock = _Clock(schedule, lanes_of(schedule, dependencies), dependencies, nothing_sent)
     end_s, _ = clock.run(seconds_of_actions(clock.present, dependencies, duration_s))
@@ -118,19 +119,19 @@ class _Clock:
         self.bounds = starts_of(np.array([len(actions) for actions in lanes.actions], dtype=np.int64)).tolist()
         self.stage = dependencies.routes.cell_stage[self.sequence % max(1, dependencies.routes.num_cells)]
         self.awaited = self._awaited(is_sent)
-        """For each place, what it waits for: twice the other's home, plus 1 if a transfer lies between."""
+        """What each position waits for: twice the other's home, plus 1 if a transfer lies between."""
         self.only = self.awaited.only(none=NONE, many=MANY)
         self.only[lanes.of_stage.lengths[self.stage] > 1] = SHARED
         self.place = self.bounds[:-1]
         self.free_s = [0.0] * len(lanes.actions)
         self.free_ticks = [0] * len(lanes.actions)
         self.end_s = [-1.0] * len(self.sequence)
-        """By home; negative until it has ended."""
+        """End time by home; negative until it has ended."""
         self.ticks = [0] * len(self.sequence)
         self.arrived: dict[int, set[int]] = {}
-        """For each home of several lanes' action, the lanes that have reached it."""
+        """Lanes that have reached each home of an action of several lanes."""
         self.parked = [NONE] * len(self.sequence)
-        """For each home that has not ended, a lane that waits for it; `also_parked` says which other one does too."""
+        """A lane that waits for each home that has not ended; `also_parked` names further ones."""
         self.also_parked = [NONE] * len(lanes.actions)
 
     def _awaited(self, is_sent: Bools) -> Rows:
@@ -224,7 +225,8 @@ class _Clock:
                 self.place[lane], self.free_s[lane], self.free_ticks[lane] = place, now_s, now_ticks
 
     def _latest(self, lanes: Iterable[int], place: int) -> tuple[float, int] | None:
-        """When all that the action waits for has happened; None, and the last of the lanes parked, if it has not."""
+        """Time at which everything that the action waits for has happened; if it has not: None, and the last lane is
+        parked."""
         moments = [(self.free_s[lane], self.free_ticks[lane]) for lane in lanes]
         for code in self.awaited[place].tolist():
             if self.end_s[code >> 1] < 0.0:

@@ -1,4 +1,4 @@
-"""From a schedule's name to the program of an iteration: the one way in which planners, simulator and engine get it.
+"""Makes the program of an iteration from a schedule's name; planners, simulator and engine all use it.
 
 What is simulated is what runs only if both order the same actions by the same expected times.
 """

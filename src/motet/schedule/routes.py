@@ -1,4 +1,4 @@
-"""Which samples' tokens go from which producer to which consumer: derived from plan and assignment, never by hand.
+"""Routes: which samples' tokens go from which producer to which consumer, derived from plan and assignment.
 
 A route knows cells, not ranks: `motet.schedule.lower` splits it into messages between ranks. Whether a gradient comes
 back, and whether a cell has a backward pass at all, is decided here, once, from the plan: never from what happens to
@@ -61,14 +61,14 @@ class Routes:
     stages: tuple[StageCells, ...]
     """Those that have cells, in topological order; cells are numbered through them."""
     cell_stage: Ints
-    """For each cell, its stage as an index into `stages`."""
+    """Stage of each cell, as an index into `stages`."""
     cell_microbatch: Ints
     route_source: Ints
-    """For each route, the number of the cell that it leaves."""
+    """Number of the cell that each route leaves."""
     route_target: Ints
     route_has_gradient: Bools
     route_samples: Callable[[int], tuple[int, ...]]
-    """Of the route of this number."""
+    """The route of this number."""
     cell_has_backward: Bools
     cell_has_weight_gradient: Bools
     forward_only: bool = False
@@ -98,12 +98,12 @@ class Routes:
 
     @cached_property
     def routes_in(self) -> Rows:
-        """For each cell, the numbers of the routes that enter it."""
+        """Numbers of the routes that enter each cell."""
         return rows_of(self.route_target, self.num_cells)
 
     @cached_property
     def routes_out(self) -> Rows:
-        """For each cell, the numbers of the routes that leave it."""
+        """Numbers of the routes that leave each cell."""
         return rows_of(self.route_source, self.num_cells)
 
     @cached_property
@@ -256,7 +256,7 @@ def _flows_between_modules(
     microbatches: Ints,
 ) -> list[_Flow]:
     producer_of: dict[str, dict[int, tuple[int, int, int, int]]] = defaultdict(dict)
-    """For each module and sample: replica, stage and microbatch of the cell that hands it on, and its number."""
+    """Replica, stage, microbatch and number of the cell that hands a sample on, by module and sample."""
     sources = {edge.source for edge in plan.edges}
     for stage in stages:
         if stage.module in sources and _is_last(plan, stage):
@@ -291,7 +291,7 @@ def _flows_between_modules(
 def _gradients_and_losses(
     plan: Plan, stages: Sequence[StageCells], between: Sequence[_Flow], num_cells: int
 ) -> tuple[Bools, Bools]:
-    """For each cell, whether a gradient is computed at or before it, and whether a loss is computed at or after it."""
+    """Two flags per cell: a gradient is computed at or before it; a loss is computed at or after it."""
     entering: dict[int, list[int]] = defaultdict(list)
     leaving: dict[int, list[int]] = defaultdict(list)
     for flow in between:

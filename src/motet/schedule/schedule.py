@@ -1,4 +1,4 @@
-"""For each rank, the ordered list of its compute actions. This one definition is what runs and what is simulated.
+"""Ordered list of compute actions for each rank. This one definition is both simulated and run.
 
 Generators write schedules of compute actions only; `motet.schedule.lower` adds reductions and messages. A schedule is
 written with actions, or with their numbers (`motet.schedule.dependencies`), which is quicker; each is made from the
@@ -88,7 +88,7 @@ def schedule_of_groups(dependencies: Dependencies, order: Iterable[tuple[tuple[i
 
 
 def grid(lists: Sequence[Sequence[object]], marks: Mapping[int, int]) -> str:
-    """What each rank does, one line a rank, with the place `marks[rank]` in each marked rank's list pointed out."""
+    """Text with one line per rank; position `marks[rank]` of each marked rank's list is pointed out."""
     lines = []
     for rank, steps in enumerate(lists):
         words = [f">>{step}<<" if i == marks.get(rank) else str(step) for i, step in enumerate(steps)]

@@ -32,7 +32,7 @@ def cells_of_stages(routes: Routes) -> dict[StageKey, list[Cell]]:
 
 
 def successors(routes: Routes) -> dict[StageKey, dict[StageKey, list[tuple[Cell, Cell]]]]:
-    """For each stage, the stages that its output goes to, with the (producer, consumer) cells between them."""
+    """Successors of each stage, with the (producer, consumer) cells between them."""
     result: dict[StageKey, dict[StageKey, list[tuple[Cell, Cell]]]] = {
         stage: defaultdict(list) for stage in cells_of_stages(routes)
     }
@@ -43,7 +43,7 @@ def successors(routes: Routes) -> dict[StageKey, dict[StageKey, list[tuple[Cell,
 
 
 def stages_after(routes: Routes) -> dict[StageKey, set[StageKey]]:
-    """For each stage, the stages that its output goes to; the stages in topological order."""
+    """Successors of each stage; the stages are in topological order."""
     keys = [StageKey(*stage[:3]) for stage in routes.stages]
     result: dict[StageKey, set[StageKey]] = {key: set() for key in keys}
     for code in routes.stage_pairs[0].tolist():
@@ -174,17 +174,18 @@ def shares_ranks_with_encoders(plan: Plan) -> bool:
 
 
 GroupsOfReplica = dict[tuple[str, int], list[tuple[int, ...]]]
-"""For each (module, replica) its groups of ranks, each once, in the order of the stages."""
+"""Groups of ranks of each (module, replica), each once, in the order of the stages."""
 
 
 def groups_in_rounds(plan: Plan, modules: Set[str]) -> GroupsOfReplica | None:
-    """If each replica's stage s stands on group s mod P of its P groups, and no other replica of these modules there;
-    else None."""
+    """The groups, if each replica's stage s stands on group s mod P of its P groups, and no other replica of these
+    modules; else None."""
     return _groups_placed(plan, modules, lambda s, num_groups: s % num_groups)
 
 
 def groups_in_v(plan: Plan) -> GroupsOfReplica | None:
-    """If each replica's stages stand on groups of their own, or the 2 P of them on group 0 .. P - 1, P - 1 .. 0."""
+    """The groups, if each replica's stages stand on groups of their own, or its 2 P stages on groups 0 .. P - 1, P - 1
+    .. 0."""
     groups = _groups_placed(plan, plan.modules.keys(), lambda s, num_groups: max(0, min(s, 2 * num_groups - 1 - s)))
     if groups is None:
         return None
@@ -193,7 +194,7 @@ def groups_in_v(plan: Plan) -> GroupsOfReplica | None:
 
 
 def _groups_placed(plan: Plan, modules: Set[str], place: Callable[[int, int], int]) -> GroupsOfReplica | None:
-    """If each replica's stage s stands on group `place(s, number of groups)`, and no other replica there; else None."""
+    """The groups, if each replica's stage s stands on group `place(s, number of groups)` alone; else None."""
     result: GroupsOfReplica = {}
     seen: set[int] = set()
     for name in modules:
@@ -222,7 +223,7 @@ def cuts_alike(routes: Routes, modules: Set[str] | None = None) -> bool:
 
 
 def due_by_cell(routes: Routes, *, latest: bool = False) -> list[int]:
-    """For each cell, the first microbatch of a last stage that waits for it: when in the iteration it is needed.
+    """First microbatch of a last stage that waits for each cell: the time in the iteration at which it is needed.
 
     `latest`: the last such microbatch: when in the iteration all of its gradients have come."""
     choose = max if latest else min
@@ -240,7 +241,7 @@ def due_microbatches(routes: Routes) -> dict[Cell, int]:
 
 
 def microbatches_in_flight(routes: Routes) -> Mapping[StageKey, int]:
-    """How many microbatches each stage must have begun and not finished to keep the stages after it busy.
+    """Number of microbatches in flight with which each stage keeps the stages after it busy.
 
     Where all modules cut the batch alike, this is 1F1B's: one more than the distance to the sink (or all there are).
     Otherwise it is what a consumer's microbatches in flight need at most, counted in the producer's and added up over

@@ -1,7 +1,7 @@
 """Whether a schedule can be run: complete, free of deadlock, and what it makes each rank hold. Errors show the place.
 
 That its *program* never blocks, whatever the rule by which a transport pairs sends and receives, follows from how
-`motet.schedule.lower` places messages; `motet.schedule.queue_rules` executes it under each rule to show it.
+`motet.schedule.lower` places messages; tests execute it under the queue rules of each transport.
 """
 
 from collections import Counter, defaultdict
@@ -116,7 +116,7 @@ def _is_complete(schedule: Schedule, dependencies: Dependencies) -> bool:
 
 
 def _cells(routes: Routes, stages: Sequence[int]) -> Ints:
-    """Of these stages, which are given in their order."""
+    """Checks these stages, given in their order."""
     first, last = np.array([(routes.stages[i].first, routes.stages[i].last) for i in stages] or [(0, 0)]).T
     return ranges(first, last - first)
 
@@ -132,7 +132,7 @@ def _missing(cell: Cell, count: Counter[Compute], *, backward: bool) -> list[Com
 def liveness(
     schedule: Schedule, dependencies: Dependencies, saved_bytes: Callable[[Cell, bool], int] | None = None
 ) -> Liveness:
-    """What the order of each rank's actions alone makes it hold of activations saved for the backward."""
+    """Peak number of activations that each rank holds for backwards, from the order of its actions alone."""
     routes = dependencies.routes
     first_saved, num_cells = 2 * routes.num_routes, routes.num_cells
     is_held = np.zeros(2 * num_cells, dtype=bool)

@@ -158,4 +158,4 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_source_positions": 1500,
     },
 }
-"""What transformers fills in; keys that are absent here and in the configuration are optional."""
+"""Values that transformers fills in; keys that are absent here and in the configuration are optional."""

@@ -203,4 +203,4 @@ GENERATORS: Mapping[str, Callable[[Config], ModuleWorkload]] = {
     "DiTTransformer2DModel": _dit,
     "Transformer2DModel": _dit,
 }
-"""By the class that diffusers' configuration names."""
+"""Readers by the class that diffusers' configuration names."""

@@ -47,7 +47,7 @@ class Reader:
         return self(key) if key in self.values else otherwise
 
     def share(self, key: str, parts: str) -> int:
-        """Of `key` for each of `parts`, which have to divide it."""
+        """Value of `key` for each of `parts`, which must divide it."""
         whole, number = self(key), self(parts)
         if whole % number:
             raise UserError(f"model: {self.family}: {parts} is {number}, which does not divide {key} {whole}")
@@ -401,7 +401,7 @@ FAMILIES: Mapping[str, Callable[[Reader], ModuleWorkload]] = {
     "whisper": _whisper,
     "qwen2_audio_encoder": _whisper,
 }
-"""By the `model_type` of the configuration."""
+"""Readers by the `model_type` of the configuration."""
 
 # For each family of caption decoders: the shape of its layers, read from its configuration (CoCa-like models).
 #
@@ -451,7 +451,7 @@ def _bert_decoders(values: Mapping[str, Any]) -> ModuleWorkload:
 
 
 DECODERS: Mapping[str, Callable[[Mapping[str, Any]], ModuleWorkload]] = {"gpt2": _gpt2, "bert": _bert_decoders}
-"""By the `model_type` of the configuration."""
+"""Readers by the `model_type` of the configuration."""
 
 
 def _decoder(read: Reader, embed: LayerShape, head: LayerShape, *, inner: int) -> ModuleWorkload:

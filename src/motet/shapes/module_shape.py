@@ -40,12 +40,12 @@ class Linear:
     rows_per_token: float = 1.0
     """Rows for each token of the layer's sequence (a patch merger has a quarter, a first convolution two)."""
     cut: Literal["column", "row"] | None = None
-    """By tensor parallelism: its outputs, its inputs, or not at all."""
+    """Cut by tensor parallelism: along its outputs, along its inputs, or not at all."""
     reads_layer_input: bool = False
     """Its input is the layer's input (no norm between), so that only earlier layers need its input gradient."""
     rows: Rows = "tokens"
     kernel_area: int = 1
-    """Of a convolution: the pixels under its kernel, each of which `in_features` counts. It reads each pixel once."""
+    """Pixels under a convolution's kernel, each counted in `in_features`. It reads each pixel once."""
 
     @property
     def num_parameters(self) -> int:
@@ -90,11 +90,11 @@ class LayerShape:
     resolution: float = 1.0
     """Length of the layer's sequence over that of the module's (a U-Net's inner levels: a quarter each)."""
     num_comparisons: int = 0
-    """Of a contrastive loss: how often features of one tower are compared with those of another, each way counted."""
+    """Number of comparisons between two towers' features in a contrastive loss, both directions counted."""
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """In the order in which they are computed."""
+        """Linears in the order in which they are computed."""
         return tuple(attention for attention in (self.attention, self.crossing) if attention is not None)
 
     @property
@@ -143,7 +143,7 @@ class ModuleWorkload:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Which of the layers are transformer blocks."""
+        """Indices of the transformer blocks."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.part == "block")
 
     def has_block(self, layers: LayerRange) -> bool:
@@ -170,7 +170,7 @@ class ModuleWorkload:
         return any(layer.crossing is not None for layer in self.layers)
 
     def boundary(self, layer: int) -> tuple[Rows, int]:
-        """What crosses the boundary before `layer` (after the last one): how many rows, and their width."""
+        """Rows and width of the tensor that crosses the boundary before `layer` (after the last one)."""
         part = self.layers[layer - 1].part if layer else "embed"
         if self.encodes_items and part in ("head", "projector"):
             return "outputs", self.layers[layer - 1].hidden_size
@@ -183,7 +183,7 @@ class ModuleWorkload:
         return sum(layer.num_parameters for layer in self.layers) - shared
 
     def layer_classes(self) -> list[int]:
-        """For each layer, the first layer of the same shape."""
+        """First layer of the same shape, for each layer."""
         first: dict[LayerShape, int] = {}
         return [first.setdefault(layer, i) for i, layer in enumerate(self.layers)]
 

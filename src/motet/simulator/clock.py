@@ -1,14 +1,14 @@
-"""When each step of a program begins and ends, if no two computations share a processor and no two links a cable.
+"""Times of a program's steps where computations share no processor and links share no cable.
 
-Then each step's begin follows from the ends of steps that come before it in the program's order, so one pass over that
-order is enough and no queue of events is needed:
+Each step's begin then follows from the ends of earlier steps in the program's order, so one pass over that order
+suffices:
 
 * a compute action begins when its ranks' last actions have ended and all that it reads has arrived;
-* a message when the last actions before it on its sender and on its receiver have ended, and the message before it on
-  the same link;
-* a reduction when the last actions before it on all that take part have ended, and their reductions before it.
+* a message begins when the last actions before it on its sender and on its receiver have ended, and the message before
+  it on the same link;
+* a reduction begins when the last actions before it on all participants have ended, and their earlier reductions.
 
-`motet.simulator.event_loop` has the same rules for what shares resources.
+`motet.simulator.event_loop` applies the same rules to shared resources.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ NONE, MANY = -1, -2
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Seconds since the iteration's begin, by place in `Program.actions`, by message, by reduction."""
+    """Seconds since the begin of the iteration, by place in `Program.actions`, by message and by reduction."""
 
     action_start: Floats
     action_end: Floats
@@ -35,7 +35,7 @@ class Times:
 
     @property
     def end_s(self) -> float:
-        """When all has ended."""
+        """End of the last step."""
         ends = (self.action_end, self.message_end, self.reduction_end)
         return max((float(end.max()) for end in ends if len(end)), default=0.0)
 
@@ -48,7 +48,7 @@ class _Pass:
     def __init__(self, program: Program, seconds: StepCosts) -> None:
         self.program, self.seconds = program, seconds
         self.free_s = [0.0] * len(program.lanes.actions)
-        """For each lane, the end of its last action so far."""
+        """End of the last action of each lane so far."""
         self.arrived_s = [0.0] * (2 * program.dependencies.routes.num_routes)
         self.reduction_times: list[tuple[float, float]] = []
         self.reductions_free_s = np.zeros(len(program.lanes.of_rank))
@@ -58,7 +58,7 @@ class _Pass:
         lanes, routes = program.lanes, program.dependencies.routes
         stage = routes.cell_stage[program.actions % max(1, routes.num_cells)]
         reads = program.dependencies.carried_reads.selected(program.actions)
-        # Most actions read one value at most and are done by one lane; the others are told apart by a negative number.
+        # Most actions read at most one value and run on one lane; a negative number marks the others.
         read = reads.only(none=NONE, many=MANY)
         read[lanes.of_stage.lengths[stage] > 1] = MANY
         message_starts = program.message_starts.tolist()
@@ -93,7 +93,7 @@ class _Pass:
             now += action_s
             ends.append(now)
             free_s[lane] = now
-            # The sender of what has just been made is free just now.
+            # The sender of a new value is free now.
             for _ in range(first_message, last_message):
                 carried, on, seconds = next(of_messages)
                 begin = now

@@ -1,8 +1,12 @@
-"""What the simulator asks of a cost model. Seconds and bytes; `motet.costs` answers for real models and clusters.
+"""Protocols of the simulator's cost models, and the durations of a program's steps under disturbances.
 
-`Costs` is what every model answers. A model that can do more says so by having the methods of one of the others:
-`ArrayCosts` (many answers at once), `GroupCosts` (what part of a computation is communication), `ShardedCosts` (the
-optimizer's state is sharded, so new parameters must be gathered).
+Every cost model implements `Costs` in seconds and bytes; `motet.costs` does for real models and clusters. A model may
+also implement `ArrayCosts` (many answers at once), `GroupCosts` (the part of a computation that is communication) and
+`ShardedCosts` (the optimizer state is sharded, so new parameters are gathered).
+
+Stragglers: a rank's factor multiplies the time of what it computes; a group is as slow as its slowest member. Jitter:
+every computation takes a random additional time, drawn from the action's own number and the seed, so that it does not
+depend on the rest of the program.
 """
 
 from collections.abc import Mapping
@@ -23,35 +27,34 @@ class Costs(Protocol):
 
     @property
     def fixed_s(self) -> float:
-        """What each iteration takes beside its actions: the optimizer step and the like."""
+        """Time of each iteration beside its actions: the optimizer step and the like."""
 
     def compute_s(self, action: Compute) -> float:
-        """How long the stage's ranks are busy with the action when nothing disturbs them."""
+        """Duration of the action on the stage's ranks without disturbances."""
 
     def message_s(self, message: Message) -> float:
-        """How long the message occupies its link: latency included, waiting for its turn not."""
+        """Time for which the message occupies its link, latency included."""
 
     def message_bytes(self, message: Message) -> int:
         """Size of the message, which is also the size of the buffers at both of its ends."""
 
     def reduce_s(self, reduce: Reduce) -> float:
-        """How long the reduction takes from the moment when its last participant joins."""
+        """Duration of the reduction after its last participant has joined."""
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
-        """What *each* rank of the stage keeps for the cell's backward.
+        """Bytes that *each* rank of the stage saves for the cell's backward.
 
-        `half`: what it still keeps after the input half, until the weight half has run.
-        """
+        `half`: those that remain from the input half until the weight half has run."""
 
     def static_bytes(self, rank: int) -> int:
-        """Parameters, gradients, optimizer state and whatever else stays for the whole iteration."""
+        """Parameters, gradients, optimizer state and everything else that stays for the whole iteration."""
 
 
 @runtime_checkable
 class ArrayCosts(Protocol):
-    """The same answers by number (`motet.schedule.dependencies`), for programs of very many actions.
+    """The answers of `Costs` by number (`motet.schedule.dependencies`), for programs of very many actions.
 
-    A model may have these only if a message's size follows from its value, and its time from that and its ends."""
+    A model may implement these only if a message's size follows from its value, and its time from that and its ends."""
 
     def compute_seconds(self, dependencies: Dependencies) -> Floats:
         """`compute_s` of each action."""
@@ -69,20 +72,18 @@ class ArrayCosts(Protocol):
 @runtime_checkable
 class GroupCosts(Protocol):
     def group_communication_s(self, action: Compute) -> float:
-        """The part of `compute_s` in which the stage's ranks wait for each other's tensors and compute nothing."""
+        """The part of `compute_s` in which the stage's ranks exchange tensors and compute nothing."""
 
 
 @runtime_checkable
 class ShardedCosts(Protocol):
     def gather_s(self, reduce: Reduce) -> float:
-        """How long it takes to gather the new parameters of what `reduce` sums; 0 where nothing is sharded."""
+        """Duration of gathering the new parameters of the layers that `reduce` sums; 0 where nothing is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformCosts:
-    """The same for every stage: for schedules drawn on paper, and for tests.
-
-    The two halves of a backward share its time equally."""
+    """Equal costs of every stage, for drawings and tests. The two halves of a backward take equally long."""
 
     forward_s: float = 1.0
     backward_s: float = 2.0
@@ -119,21 +120,14 @@ class UniformCosts:
         return self.static_bytes_per_rank
 
 
-# The seconds of each step of a program: a cost model's answers, and what slows single ranks or steps down.
-#
-# Stragglers: a rank's factor makes what it computes take that much longer; a group is as slow as its slowest member.
-# Jitter: every computation takes a random time longer, drawn for each action from its own number and the seed, so that
-# it does not depend on what else is in the program.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Disturbances:
-    """What happens on real machines and stands in no cost model."""
+    """Slow ranks and random delays, which no cost model contains."""
 
     straggler_factors: Mapping[int, float] = field(default_factory=dict)
-    """By rank; 1.2: all that the rank computes takes a fifth longer."""
+    """By rank; 1.2: every computation of the rank takes a fifth longer."""
     jitter: float = 0.0
-    """The mean of what each computation takes longer, as a share of its own time; exponentially distributed."""
+    """Mean additional time of a computation, as a share of its own time; exponentially distributed."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -150,18 +144,18 @@ class Disturbances:
 
 @dataclass(frozen=True, eq=False)
 class StepCosts:
-    """By place in `Program.actions`, by message, by reduction."""
+    """Durations and sizes by place in `Program.actions`, by message and by reduction."""
 
     compute_s: Floats
     message_s: Floats
     message_bytes: Ints
     reduce_s: Floats
     gather_s: Floats
-    """Of each reduction's layers."""
+    """Gather of new parameters, by reduction."""
 
 
 def step_costs(program: Program, costs: Costs, disturbances: Disturbances | None = None) -> StepCosts:
-    """In the program's order of actions, messages and reductions; asked for all at once where `costs` can."""
+    """Durations in the program's order, from `ArrayCosts` where `costs` implements it."""
     dependencies = program.dependencies
     if isinstance(costs, ArrayCosts):
         compute_s = costs.compute_seconds(dependencies)[program.actions]
@@ -196,7 +190,7 @@ def _factors(program: Program, disturbances: Disturbances) -> Floats:
     ]
     factors = np.array(slowest, dtype=float)[routes.cell_stage[program.actions % max(1, routes.num_cells)]]
     if disturbances.jitter:
-        # Drawn for all numbers there are, so that each action's own is the same under every schedule.
+        # Drawn for all action numbers, so that each action's draw is the same under every schedule.
         draws = np.random.default_rng(disturbances.seed).exponential(
             disturbances.jitter, program.dependencies.num_actions
         )

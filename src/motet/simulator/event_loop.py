@@ -1,15 +1,18 @@
-"""When each step of a program begins and ends where computations share processors, or messages network cards.
+"""Times of a program's steps where computations share processors or messages share network cards.
 
-The same rules as in `motet.simulator.clock`, but how long a step takes depends on what else goes on, so time must be
-gone through in order: an event loop. Shared are
+The rules are those of `motet.simulator.clock`, but the duration of a step depends on what runs at the same time, so an
+event loop follows the clock. Shared are
 
 * cores: k computing ranks on c cores progress at rate min(1, c/k);
 * network cards: of the messages between nodes, k that leave (or enter) a node of c cards at once progress at rate
   min(1, c/k); a message goes at the lower of the rates at its two ends.
 
-Limits: what a message loses to others at one end is not given to those at the other; latency is shared like bandwidth;
-reductions share neither cores nor cards. Ranks that are alike are not folded here, so time grows with all ranks and
-messages: 1296 GPUs with 300,000 messages take about 6 s.
+Events are ordered by (time, priority, sequence): of two events at the same time the one of lower priority value comes
+first, and of two with equal priority the one that was pushed first. A simulation is therefore deterministic.
+
+Limits: bandwidth that a message loses at one end is not given to others at the other end; latency is shared like
+bandwidth; reductions share neither cores nor cards. Equal pipelines are not folded here, so run time grows with all
+ranks and messages: 1296 GPUs with 300,000 messages take about 6 s.
 """
 
 import heapq
@@ -26,12 +29,6 @@ from motet.schedule.dependencies import Value
 from motet.schedule.lower import Message, Program
 from motet.simulator.clock import Times
 from motet.simulator.costs import StepCosts
-
-# A queue of events in time, and processors that computing ranks share.
-#
-# Events come out by (time, priority, sequence): of two at the same time the one of smaller priority first, and of two
-# that are equal in that too the one that was put in first. So a simulation is deterministic.
-
 
 T = TypeVar("T")
 
@@ -57,11 +54,10 @@ class EventQueue(Generic[T]):
 
 
 class SharedCores(Generic[T]):
-    """Processor sharing: k computing ranks on c cores progress at rate min(1, c/k), all alike.
+    """Processor sharing: k computing ranks on c cores all progress at rate min(1, c/k).
 
-    Because all progress alike, work is kept in *progress* rather than time: what has begun at progress p and needs w
-    seconds alone ends at progress p + w, whatever happens between. Nothing is recomputed when a rank joins or leaves.
-    """
+    Work is therefore kept in *progress* instead of time: a computation that begins at progress p and takes w seconds
+    alone ends at progress p + w. Nothing is recomputed when a rank joins or leaves."""
 
     def __init__(self, num_cores: float = inf) -> None:
         self._num_cores = num_cores
@@ -158,7 +154,7 @@ class _Loop:
         self.start = [0.0] * len(self.steps)
         self.end = [0.0] * len(self.steps)
         self.on_link: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-        """The messages from one rank to another that are under way or wait for their turn."""
+        """The messages from one rank to another that are in flight or queued."""
         self.cores: SharedCores[int] = SharedCores(num_cores)
         self.transfers = _Transfers(cards)
         self.events: EventQueue[int] = EventQueue()
@@ -170,7 +166,7 @@ class _Loop:
             sources = (self.cores.next_end_s, self.transfers.next_end_s, self.events.next_time_s)
             if (next_s := min(sources)) == inf:
                 break
-            # Of a computation and a message that end together, the computation goes first.
+            # If a computation and a message end together, the computation comes first.
             source = (self.cores, self.transfers, self.events)[sources.index(next_s)]
             now, i = source.pop()
             self._finish(now, i)
@@ -204,7 +200,7 @@ class _Loop:
             self._satisfy(now, i)
 
     def _satisfy(self, now: float, i: int) -> None:
-        """One thing less that step i waits for."""
+        """Counts one condition of step i as met, and starts the step after the last one."""
         self.missing[i] -= 1
         if self.missing[i]:
             return
@@ -231,16 +227,16 @@ class _Loop:
 
 
 class _Transfers:
-    """The messages between nodes that are under way.
+    """The messages between nodes that are in flight.
 
-    When one begins or ends, only those that share an end with it may go faster or slower. Each has its end, at the
-    present rate, in a heap; what a later one has replaced there is passed over."""
+    When one begins or ends, only the rates of those that share an end with it change. A heap holds the end of each at
+    its present rate; outdated entries are skipped."""
 
     def __init__(self, cards: SharedCards | None) -> None:
         self._cards = cards
         self._under_way: dict[int, _Transfer] = {}
         self._at: dict[tuple[str, int], dict[int, _Transfer]] = defaultdict(dict)
-        """By the nodes that they leave and enter."""
+        """Transfers by the nodes that they leave and enter."""
         self._ends: list[tuple[float, int]] = []
 
     def shares_cards(self, sender: int, receiver: int) -> bool:
@@ -279,7 +275,7 @@ class _Transfers:
         return inf
 
     def pop(self) -> tuple[float, int]:
-        """Of those that end together, the one that comes first in the program."""
+        """The next transfer to end; of several, the first one in the program."""
         now_s = self.next_end_s
         _, i = heapq.heappop(self._ends)
         ends = self._under_way.pop(i).ends
@@ -293,7 +289,7 @@ class _Transfers:
 class _Transfer:
     ends: tuple[tuple[str, int], tuple[str, int]]
     left_s: float
-    """What it would still take alone, from `since_s` on."""
+    """Remaining time at full rate, from `since_s` on."""
     since_s: float
     rate: float = 0.0
     end_s: float = inf

@@ -1,13 +1,12 @@
-"""A time below which no schedule of a plan and its assignment can come.
+"""Lower bound of the iteration time over all schedules of a plan and its assignment.
 
-The relaxation: each rank is looked at alone. Of the others it knows only that every action waits for what it reads (its
-head: the longest way to it from the beginning) and is waited for (its tail: the longest way from it to the end), as if
-they had processors without number and links that nothing occupies. Within that, the rank may interrupt its actions. The
-best it can do then is to work, at every moment, at the action with the longest tail among those whose head has passed
-(Jackson's preemptive schedule; Carlier 1982, "The one-machine sequencing problem"). That is never less than the longest
-path through the rank, nor than its work plus its unavoidable fill and drain.
+The relaxation considers each rank alone. Each of its actions has a head (the longest path to it from the beginning) and
+a tail (the longest path from it to the end), as if all other ranks had unlimited processors and free links. The rank
+may interrupt its actions. The optimum then is to work, at every moment, on the action with the longest tail among those
+whose head has passed (Jackson's preemptive schedule; Carlier 1982, "The one-machine sequencing problem"). The bound is
+at least the longest path through the rank, and at least its work plus its unavoidable fill and drain.
 
-Limits: fixed are the plan, the assignment and the durations; memory is not looked at.
+Limits: the plan, the assignment and the durations are fixed; memory is ignored.
 """
 
 import heapq
@@ -34,7 +33,7 @@ class Job(NamedTuple):
 
 
 def lower_bound_s(routes: Routes, costs: Costs, *, split_backward: bool = False) -> float:
-    """No schedule takes less. `split_backward`: not even one that splits backwards into their halves."""
+    """Lower bound in seconds. `split_backward`: it also holds for schedules that split backwards into halves."""
     of_stage = _jobs(routes, costs, split_backward)
     held: list[list[int]] = [[] for _ in range(routes.plan.num_ranks)]
     for s, stage in enumerate(routes.stages):
@@ -46,7 +45,7 @@ def lower_bound_s(routes: Routes, costs: Costs, *, split_backward: bool = False)
 
 
 def preemptive_time_s(jobs: list[Job]) -> float:
-    """When one rank's jobs, tails included, end at best if it may interrupt them."""
+    """Minimal end of one rank's jobs, tails included, if it may interrupt them."""
     waiting = sorted(jobs, reverse=True)  # By head, the earliest last.
     available: list[tuple[float, float]] = []  # (-tail, seconds left)
     now = result = 0.0
@@ -68,8 +67,7 @@ def preemptive_time_s(jobs: list[Job]) -> float:
 
 
 def _jobs(routes: Routes, costs: Costs, split_backward: bool) -> list[list[Job]]:
-    """What the ranks of each stage have to do for each forward and each whole backward: one job, or two if backwards
-    may be split."""
+    """The jobs of each stage's ranks: one for each forward and backward, or two for a backward that may be split."""
     dependencies, num_cells = Dependencies(routes), routes.num_cells
     backward_cells = np.flatnonzero(routes.cell_has_backward)
     backwards = KINDS.index(Kind.BACKWARD) * num_cells + backward_cells
@@ -79,7 +77,7 @@ def _jobs(routes: Routes, costs: Costs, split_backward: bool) -> list[list[Job]]
     reduced = routes.cell_has_weight_gradient[backward_cells]
     end_s[backwards] = np.where(reduced, _reduce_s(dependencies, costs)[routes.cell_stage[backward_cells]], 0.0)
     heads, tails = np.zeros(len(now)), later + end_s
-    # Actions of one level wait for none of each other, so their ways are found together.
+    # Actions of one level do not wait for each other, so their paths are found together.
     level = _levels(routes)
     waits = _waits(dependencies, present, _delays_s(dependencies, costs))
     assert (level[waits.before] < level[waits.after]).all(), "what is read is of a lower level"
@@ -99,7 +97,7 @@ def _jobs(routes: Routes, costs: Costs, split_backward: bool) -> list[list[Job]]
 
 
 def _levels(routes: Routes) -> Ints:
-    """For each action, more than for all that it waits for: how many stages are before it, backwards after forwards."""
+    """A level for each action that is higher than those of all actions it waits for."""
     depth = [0] * len(routes.stages)
     codes, _ = routes.stage_pairs
     for code in codes.tolist():  # Ascending, and stages come in topological order.
@@ -110,7 +108,7 @@ def _levels(routes: Routes) -> Ints:
 
 
 class _Waits(NamedTuple):
-    """Which action waits for which other, and how long after that one's end at least."""
+    """Pairs of actions of which one waits for the other, and the least delay between them."""
 
     before: Ints
     after: Ints
@@ -129,7 +127,7 @@ def _waits(dependencies: Dependencies, present: Ints, delay_s: Floats) -> _Waits
 
 
 def _by_level(waits: _Waits, level: Ints) -> list[_Waits]:
-    """The lowest first. `level`: of each wait."""
+    """Waits by level, the lowest first. `level`: of each wait."""
     of_level = rows_of(level, int(level.max(initial=-1)) + 1)
     rows = [of_level[i] for i in np.unique(level).tolist()]
     return [_Waits(waits.before[row], waits.after[row], waits.delay_s[row]) for row in rows]
@@ -138,7 +136,7 @@ def _by_level(waits: _Waits, level: Ints) -> list[_Waits]:
 def _durations_s(
     dependencies: Dependencies, present: Ints, costs: Costs, split_backward: bool
 ) -> tuple[Floats, Floats]:
-    """For each action, what others wait for, and what may be put off to the end."""
+    """For each action, the time that others wait for, and the time that may be deferred to the end."""
     now, later = np.zeros(dependencies.num_actions), np.zeros(dependencies.num_actions)
     now[present] = seconds_of_actions(present, dependencies, costs.compute_s)[present]
     if split_backward:
@@ -153,7 +151,7 @@ def _durations_s(
 
 
 def _delays_s(dependencies: Dependencies, costs: Costs) -> Floats:
-    """For each value, how long the slowest of the messages that carry it takes."""
+    """Duration of the slowest message that carries each value."""
     routes = dependencies.routes
     num_values = 2 * routes.num_routes + 3 * routes.num_cells
     if not isinstance(costs, ArrayCosts):
@@ -176,7 +174,7 @@ def _delays_s(dependencies: Dependencies, costs: Costs) -> Floats:
 
 
 def _reduce_s(dependencies: Dependencies, costs: Costs) -> Floats:
-    """For each stage, the longest reduction that waits for its last backward."""
+    """The longest reduction that waits for each stage's last backward."""
     number = {stage[:3]: s for s, stage in enumerate(dependencies.routes.stages)}
     longest = [0.0] * len(number)
     for reduce, holders in dependencies.reductions.items():

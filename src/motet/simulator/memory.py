@@ -1,4 +1,4 @@
-"""How much memory each rank holds, and when, given when each step of a program began and ended.
+"""Memory of each rank over time, from the begin and end of each step of a program.
 
 | what | from | to |
 |---|---|---|
@@ -6,10 +6,10 @@
 | what the input half leaves | the input half's end | the weight half's end |
 | the buffer of a message, at its sender | the producer's end | the message's end |
 | the buffer of a message, at its receiver | the message's start | the end of the action that reads it |
-| parameters and all that is static | always | |
+| parameters and other static bytes | always | |
 
-Limits: what passes between two stages on the same rank is charged to what they save, not by itself; temporary memory
-inside an action and fragmentation are the cost model's to add to the static part.
+Limits: tensors between two stages on the same rank count as saved by them; the cost model adds temporary memory inside
+an action and fragmentation to the static part.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ from motet.timeline import MemoryCurve
 
 @dataclass(frozen=True, eq=False)
 class _Holds:
-    """Each is held by a rank, with a size, from a begin to an end."""
+    """Tensors that a rank holds from a begin to an end."""
 
     rank: Ints
     size: Ints
@@ -39,10 +39,10 @@ class _Holds:
         return _Holds(self.rank[places], self.size[places], self.begin[places], self.end[places])
 
     def of_ranks(self, ranks: Iterable[int], num_ranks: int) -> dict[int, "_Holds"]:
-        """Of each of these ranks those that last."""
+        """By rank, those with a size and a duration."""
         lasting = (self.size != 0) & (self.begin < self.end)
         holds = self if lasting.all() else self.selected(np.flatnonzero(lasting))
-        # Small numbers are sorted by their digits, which is quicker.
+        # Radix sort of small numbers is faster.
         number = np.uint16 if num_ranks < 2**16 else np.int64
         holds = holds.selected(np.argsort(holds.rank.astype(number), kind="stable"))
         bounds = starts_of(np.bincount(holds.rank, minlength=num_ranks)).tolist()
@@ -52,7 +52,7 @@ class _Holds:
 def memory_curves(
     program: Program, costs: Costs, seconds: StepCosts, times: Times, ranks: Iterable[int] | None = None
 ) -> dict[int, MemoryCurve]:
-    """By rank. `ranks`: which ones; None: all."""
+    """Memory by rank. `ranks`: None: all."""
     num_ranks = len(program.lanes.of_rank)
     wanted = range(num_ranks) if ranks is None else sorted(ranks)
     everything = (_saved(program, costs, times), *_buffers(program, seconds, times))
@@ -61,7 +61,7 @@ def memory_curves(
 
 
 def _saved(program: Program, costs: Costs, times: Times) -> _Holds:
-    """What forwards and input halves keep for what comes after them."""
+    """Tensors that forwards and input halves save."""
     dependencies, routes = program.dependencies, program.dependencies.routes
     num_cells, first_saved = routes.num_cells, 2 * routes.num_routes
     freed_s = np.full(2 * num_cells, np.nan)  # By saved value: the end of the action that reads it.
@@ -92,7 +92,7 @@ def _saved(program: Program, costs: Costs, times: Times) -> _Holds:
 
 
 def _buffers(program: Program, seconds: StepCosts, times: Times) -> tuple[_Holds, _Holds]:
-    """Of messages, at their senders and at their receivers."""
+    """Buffers of messages at their senders and at their receivers."""
     made_s = np.repeat(times.action_end, np.diff(program.message_starts))
     reads = program.dependencies.carried_reads.selected(program.actions)
     read_s = np.zeros(2 * program.dependencies.routes.num_routes)
@@ -109,7 +109,7 @@ def _curve(holds: list[_Holds], static_bytes: int) -> MemoryCurve:
     changes = np.concatenate([sizes for hold in holds for sizes in (hold.size, -hold.size)])
     in_order = np.argsort(moments, kind="stable")
     times, held = moments[in_order], np.cumsum(changes[in_order]) + static_bytes
-    # Of what happens at one moment only the sum counts.
+    # Changes at the same time are added up.
     final = np.flatnonzero(times[1:] != times[:-1])
     final = np.append(final, len(times) - 1) if len(times) else final
     times, held = times[final], held[final]

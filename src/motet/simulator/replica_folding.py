@@ -1,16 +1,15 @@
-"""Pipelines that are alike are simulated once.
+"""Folding of equal pipelines, so that each is simulated once.
 
-A pipeline here is what hangs together by routes and by shared ranks: replicas of modules that pass tokens on to each
-other. Two are alike if they have the same stages on ranks that lie alike on the nodes, and microbatches of the same
-layouts. Then all that they do happens at the same moments; they meet only in reductions, where each finds the others
-just arrived. So one of them is given its microbatches, and the others none (a microbatch without samples has no
-actions), and what is seen on its ranks holds for theirs.
+A pipeline here is a set of replicas that routes or shared ranks connect. Two pipelines are equal if they have the same
+stages on ranks with the same placement on the nodes, and microbatches of the same layouts. All their steps then happen
+at the same times, and they meet only in reductions, which all of them reach together. One pipeline represents the
+others: it keeps its microbatches while the others get empty ones, which have no actions.
 
-Those that differ only in how their ranks lie on the nodes take different times, but their actions have the same order,
-which is then found once (`copy_schedule`): orders go by what actions take, not messages.
+Pipelines that differ only in the placement of their ranks take different times, but their actions have the same order,
+because orders depend on the durations of actions, not of messages. The order is then found once (`copy_schedule`).
 
-Limits: the costs of a pipeline may depend on nothing else (`motet.costs` keeps to that); all ranks compute equally
-fast. Schedules must not let one pipeline's order depend on another's; ours do not.
+Limits: the costs of a pipeline must depend on nothing else (`motet.costs` guarantees it); all ranks compute equally
+fast; the order of one pipeline must not depend on another pipeline (no generator of ours does).
 """
 
 from collections import defaultdict
@@ -30,18 +29,18 @@ from motet.schedule.stage_graph import ReplicaKey, pipeline_numbers, pipelines
 
 @dataclass(frozen=True, eq=False)
 class Folding:
-    """Which pipelines stand for which."""
+    """Which pipelines represent which."""
 
     assignment: BatchAssignment
-    """The batch's cut, without the microbatches of pipelines for which another one stands."""
+    """The assignment, with empty microbatches for represented pipelines."""
     rank_of: Ints
-    """For each rank, the one that stands for it: itself, or the one at its place in the pipeline that does."""
+    """The representative of each rank: itself, or the rank at its place in the representing pipeline."""
     replica_of: Mapping[ReplicaKey, ReplicaKey]
-    """The same for replicas."""
+    """The representative of each replica."""
 
     @cached_property
     def copies(self) -> Mapping[ReplicaKey, list[ReplicaKey]]:
-        """For each replica that stands for itself, those it stands for, itself first."""
+        """For each representative, the replicas that it represents, itself first."""
         result: dict[ReplicaKey, list[ReplicaKey]] = defaultdict(list)
         for key, stands_for_it in self.replica_of.items():
             result[stands_for_it].append(key)
@@ -51,8 +50,7 @@ class Folding:
 def fold(
     plan: Plan, assignment: BatchAssignment, kinds: Sequence[int], node: Callable[[int], int] = lambda rank: 0
 ) -> Folding:
-    """`kinds`: of the samples (`kinds_of_samples`). `node`: of a rank; what is on one node has other links than what is
-    not."""
+    """Finds equal pipelines. `kinds`: of the samples (`kinds_of_samples`). `node`: the node of a rank."""
     rank_of = np.arange(plan.num_ranks)
     replica_of: dict[ReplicaKey, ReplicaKey] = {}
     first_alike: dict[Hashable, tuple[list[ReplicaKey], list[int]]] = {}
@@ -78,7 +76,7 @@ def _form(
     kinds: Sequence[int],
     node: Callable[[int], int],
 ) -> tuple[Hashable, list[int]]:
-    """What a pipeline is like, with ranks, nodes and samples numbered as they first occur in it; and its ranks."""
+    """A pipeline's form, with ranks, nodes and samples numbered in order of occurrence, and its ranks."""
     ranks: dict[int, int] = {}
     nodes: dict[int, int] = {}
     sample_numbers: dict[int, int] = {}
@@ -95,11 +93,11 @@ def _form(
 
 
 def copy_schedule(schedule: Schedule, source: Dependencies, target: Dependencies, folding: Folding) -> Schedule:
-    """The schedule of `source` on every pipeline of `target` for which, by `folding`, one of `source` stands."""
+    """The schedule of `source`, copied to every pipeline of `target` that `folding` says it represents."""
     num_cells, first = source.routes.num_cells, {stage[:3]: stage.first for stage in source.routes.stages}
     number = pipeline_numbers(target.routes)
     cell_of: dict[int, Ints] = defaultdict(lambda: np.zeros(num_cells, dtype=np.int64))
-    """For each pipeline of `target`, by the cell of `source` that its cell is like."""
+    """For each pipeline of `target`: its cell, by the equal cell of `source`."""
     pipeline_of_rank: dict[int, int] = {}
     for stage in target.routes.stages:
         pipeline, like = number[stage.module, stage.replica], folding.replica_of[stage.module, stage.replica]

@@ -1,6 +1,21 @@
-"""What a simulation tells: times, the timeline, each rank's memory, and where the idle time comes from.
+"""The result of a simulation: times, the timeline, the memory of each rank, and the causes of its bubbles.
 
-Numbers are kept in arrays; spans and curves are made when they are asked for.
+Numbers are kept in arrays; spans and curves are made on demand.
+
+Causes of bubbles (Optimus, Table 1 and Figure 2):
+
+| cause | when |
+|---|---|
+| warm-up | before the rank's first action; all along, if it has none |
+| cool-down | between the rank's last action and the last one of all ranks |
+| imbalance | between its actions, while it waits for other stages (the paper's "other") |
+| tensor parallelism | within its actions, while members of the group wait for each other's tensors |
+| reduction | after the last action of all ranks, until all gradients are summed (the paper's reduce-scatter) |
+| gather | after the optimizer step, while new parameters are gathered (the paper's all-gather) |
+
+The part of a reduction or a message that computation hides is not counted. The paper's all-gather stands at the begin
+of an iteration, which makes no difference from step to step. Limits: context parallelism counts as tensor parallelism,
+and both are known only for cost models that tell them apart (`GroupCosts`).
 """
 
 from collections.abc import Container
@@ -19,23 +34,10 @@ from motet.simulator.memory import memory_curves
 from motet.simulator.replica_folding import Folding
 from motet.timeline import MemoryCurve, Span, Timeline
 
-# Where each rank's time goes, and what its idle time comes from (Optimus, Table 1 and Figure 2).
-#
-# | cause | when | |---|---| | warm-up | before the rank's first action; all along, if it has none | | cool-down |
-# between the rank's last action and the last one of all ranks | | imbalance | between its actions: waits for other
-# stages, after the warm-up's forwards too (the paper's "other") | | tensor parallelism | within its actions, while
-# members of the group wait for each other's tensors | | reduction | after the last action of all ranks, until all
-# gradients are summed (the paper's reduce-scatter) | | gather | after the optimizer's step, while new parameters are
-# gathered (the paper's all-gather) |
-#
-# What the other half of a reduction or a message hides behind computation is no idle time and not counted. The paper's
-# all-gather stands at the iteration's begin; from step to step that is the same. Limits: context parallelism counts as
-# tensor parallelism, and both are known only of cost models that tell them apart (`GroupCosts`).
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TimeShares:
-    """Seconds of each rank; together they are the iteration's time."""
+    """Seconds of each rank by cause, which add up to the iteration's time."""
 
     compute: Floats
     optimizer: Floats
@@ -47,7 +49,7 @@ class TimeShares:
     gather: Floats
 
     def means_s(self) -> dict[str, float]:
-        """Over all ranks."""
+        """Means over all ranks."""
         return {name: float(seconds.mean()) if len(seconds) else 0.0 for name, seconds in asdict(self).items()}
 
 
@@ -58,7 +60,7 @@ class SimulationResult:
     seconds: StepCosts
     times: Times
     folding: Folding | None = None
-    """Which pipelines stand for others, if not each for itself."""
+    """Pipelines that represent others; None: all are simulated."""
 
     @property
     def num_ranks(self) -> int:
@@ -71,8 +73,9 @@ class SimulationResult:
 
     @cached_property
     def gathers(self) -> tuple[tuple[float, float], ...]:
-        """When the new parameters of each reduction's layers are gathered: after the optimizer's step, one after the
-        other on each rank, in the order in which the layers are needed next."""
+        """Begin and end of the gather of new parameters, for each reduction.
+
+        Gathers follow the optimizer step, one after another on each rank, in the order in which layers are needed."""
         free = np.full(self.num_ranks, self.times.end_s + self.costs.fixed_s, dtype=float)
         result = [(0.0, 0.0)] * len(self.program.reductions)
         for i, reduce in reversed(list(enumerate(self.program.reductions))):
@@ -92,13 +95,13 @@ class SimulationResult:
 
     @cached_property
     def busy_s(self) -> Floats:
-        """For each rank, the time for which it computes."""
+        """Time for which each rank computes."""
         busy = self._sum_by_rank(self.times.action_end - self.times.action_start) + self.costs.fixed_s
         return busy if self.folding is None else busy[self.folding.rank_of]
 
     @cached_property
     def time_shares(self) -> TimeShares:
-        """What each rank's time goes to."""
+        """The time of each rank by cause."""
         times, lanes = self.times, self.program.lanes
         last_action_s = float(times.action_end.max()) if len(times.action_end) else 0.0
         num_lanes = len(lanes.actions)
@@ -113,7 +116,7 @@ class SimulationResult:
         fixed = np.full(self.num_ranks, self.costs.fixed_s, dtype=float)
         busy = self.busy_s - fixed
         communication = self._group_communication_s()[rank_of]
-        # What is left of differences where there is nothing may be less than 0, by rounding.
+        # Rounding may leave differences slightly below 0.
         gathered_s = self.iteration_time_s + self._first_s - times.end_s - self.costs.fixed_s
         return TimeShares(
             compute=busy - communication,
@@ -127,7 +130,7 @@ class SimulationResult:
         )
 
     def _group_communication_s(self) -> Floats:
-        """Seconds of each rank; disturbances take their share of it."""
+        """Seconds of each rank in group communication, scaled with disturbances."""
         if not isinstance(self.costs, GroupCosts):
             return np.zeros(self.num_ranks)
         actions = self.program.dependencies.actions(self.program.actions)
@@ -137,7 +140,7 @@ class SimulationResult:
         return self._sum_by_rank(np.divide(parts * took, whole, out=np.zeros_like(parts), where=whole > 0))
 
     def _sum_by_rank(self, of_actions: Floats) -> Floats:
-        """What each rank's actions come to; only of ranks that stand for themselves."""
+        """Sums over the actions of each rank that is simulated itself."""
         routes = self.program.dependencies.routes
         stage = routes.cell_stage[self.program.actions % max(1, routes.num_cells)]
         sums = np.bincount(stage, of_actions, minlength=len(routes.stages))
@@ -148,13 +151,13 @@ class SimulationResult:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute, 0 to 1."""
+        """Share of all ranks' time in which they do not compute, 0 to 1."""
         available = self.num_ranks * self.iteration_time_s
         return 1.0 - float(self.busy_s.sum()) / available if available else 0.0
 
     @cached_property
     def alike_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that compute the same at the same moments, by the first rank of each."""
+        """Groups of ranks that compute the same at the same time, ordered by first rank."""
         groups: dict[int, list[int]] = {}
         stands_for = range(self.num_ranks) if self.folding is None else self.folding.rank_of
         for rank, lane in enumerate(self.program.lanes.of_rank[stands_for].tolist()):
@@ -166,7 +169,7 @@ class SimulationResult:
         return self.timeline_of(range(self.num_ranks))
 
     def timeline_of(self, ranks: Container[int]) -> Timeline:
-        """The spans of these ranks; they keep their numbers."""
+        """The spans of these ranks, with their original numbers."""
         program, times = self.program, self.times
         actions = program.dependencies.actions(program.actions)
         spans: list[list[Span]] = []
@@ -205,14 +208,14 @@ class SimulationResult:
         return Timeline(tuple(in_order), self.num_ranks)
 
     def _copies(self, cell: Cell) -> list[Cell]:
-        """The cells that this one stands for."""
+        """The cells that this one represents."""
         if self.folding is None:
             return [cell]
         replicas = self.folding.copies[cell.module, cell.replica]
         return [cell._replace(replica=replica) for _, replica in replicas]
 
     def _message_copies(self, message: Message) -> list[Message]:
-        """The copies of both ends are in the same order, as pipelines come one after the other."""
+        """The messages that this one represents. Copies of both ends are in the same order."""
         routes = self.program.dependencies.routes
         sends, receives = (message.target, message.source) if message.gradient else (message.source, message.target)
         sender = routes.stage(sends).ranks.index(message.sender)
@@ -226,7 +229,7 @@ class SimulationResult:
 
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """For each rank."""
+        """Memory over time of each rank."""
         if self.folding is None:
             return tuple(memory_curves(self.program, self.costs, self.seconds, self.times).values())
         curves = memory_curves(self.program, self.costs, self.seconds, self.times, set(self.folding.rank_of.tolist()))

@@ -1,14 +1,14 @@
-"""Runs a program on a virtual clock, by the same rules as the executor runs it on torch.distributed.
+"""Simulates a program on a virtual clock, by the rules by which the executor runs it on torch.distributed.
 
-* Each rank goes through its projection of the program. A compute action blocks its ranks, all of them together, until
-  it ends; it begins when all of them have reached it and every message that it reads has arrived.
-* Messages do not block: a rank posts its send or receive when it reaches it and goes on. The transfer begins when both
-  ends are posted, and messages from one rank to another follow each other.
-* Reductions do not block either: one begins when its last participant has reached it, and each rank's reductions follow
-  each other. The iteration ends when all have ended; then comes what is fixed, the optimizer's step, and then, where
-  the optimizer's state is sharded, its ranks gather the new parameters.
-* Optionally ranks share processor cores, or messages network cards (`motet.simulator.event_loop`); ranks may be slow,
-  and computations take random times longer (`motet.simulator.costs`).
+* Each rank follows its projection of the program. A compute action blocks all of its ranks until it ends; it begins
+  when all of them have reached it and every message that it reads has arrived.
+* Messages do not block: a rank posts its send or receive and continues. The transfer begins when both ends are posted;
+  messages from one rank to another follow each other.
+* Reductions do not block: one begins when its last participant has reached it; the reductions of a rank follow each
+  other. After the last one comes the optimizer step and, if the optimizer state is sharded, the gather of new
+  parameters.
+* Optionally ranks share processor cores or messages share network cards (`motet.simulator.event_loop`), ranks are slow,
+  or computations take random additional time (`motet.simulator.costs`).
 
 Limits: communication costs no processor time.
 """
@@ -34,12 +34,11 @@ def simulate(
     disturbances: Disturbances | None = None,
     folding: Folding | None = None,
 ) -> SimulationResult:
-    """Predicts when each rank does what.
+    """Predicts the times and the memory of an iteration. Deterministic.
 
-    `num_cores`: that all ranks share; None: each has its own. `cards`: network cards that messages share; None: no link
-    slows another one down. `folding`: which pipelines stand for others (`motet.simulator.replica_folding`). The same
-    arguments give the same result. Raises `ValueError` if pipelines are folded that something makes different.
-    """
+    `num_cores`: cores that all ranks share; None: each has its own. `cards`: network cards that messages share; None:
+    links are independent. `folding`: pipelines that represent others (`motet.simulator.replica_folding`). Raises
+    `ValueError` for a folding beside shared resources or disturbances, which make pipelines differ."""
     if folding is not None and (num_cores is not None or cards is not None or disturbances is not None):
         raise ValueError("ranks that share cores or cards, or are disturbed, are not alike: simulate without folding")
     seconds = step_costs(program, costs, disturbances)

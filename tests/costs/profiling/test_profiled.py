@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from tiny_configs import EVERY_MODEL
 
-from motet.costs.cost_model import LayerCost, Quadratic
-from motet.costs.load import Load
-from motet.costs.profiling.regression import Measurement, fit_module
+from motet.costs.cost_model import LayerCost, Load, Quadratic
+from motet.costs.profiling.profiler import Measurement, fit_module
 from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 

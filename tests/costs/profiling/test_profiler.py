@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from motet.assignment.sample import Sample, Segment
-from motet.costs.cost_model import CostTable
-from motet.costs.load import microbatch_load
+from motet.costs.cost_model import CostTable, microbatch_load
 from motet.costs.profiling import links as profiler_links
 from motet.costs.profiling import profiler
 from motet.costs.profiling.links import NUM_PARAMETER_TENSORS, measure_links, measure_optimizer
@@ -26,6 +25,7 @@ from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profi
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import build_projector
+from motet.models.stages.stage import StageInput
 from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 
@@ -174,9 +174,10 @@ def test_it_predicts_a_run_that_was_not_measured(table):
     stage = make_stage("text", (1, 3), 1)
     hidden = torch.randn(stage.input_shape(samples), requires_grad=True)
     output_gradient = torch.ones(hidden.shape)
-    stage(hidden, {}, [{} for _ in samples], samples).backward(output_gradient)  # Others add to its gradients.
+    inputs = StageInput(samples, hidden=hidden)
+    stage(inputs).hidden.backward(output_gradient)  # Others add to its gradients.
     with CountedTime() as time:
-        stage(hidden, {}, [{} for _ in samples], samples).backward(output_gradient)
+        stage(inputs).hidden.backward(output_gradient)
     load = microbatch_load(MODULES["text"].workload, "text", samples, ("vision",))
     costs = table.of("text", 1)
     predicted = (

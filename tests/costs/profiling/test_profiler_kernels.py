@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.cluster import DEVICES
-from motet.costs.kernel_speeds import kernel_seconds
+from motet.costs.analytic import kernel_seconds
 from motet.costs.profiling import links as profiler_kernels
 from motet.costs.profiling.links import kernel_cases, measure_speeds
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from conversation_files import CONVERSATIONS, write_conversations, write_media
 
-from motet.data.conversation.example import Modality
-from motet.data.formats.conversation_sources import open_conversations
+from motet.data.example import Modality
 from motet.data.formats.conversations import ConversationExamples
+from motet.data.formats.registry import open_conversations
 from motet.errors import UserError
 
 QUESTION = {"from": "human", "value": "What?"}

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from motet.config import load_run_config
-from motet.data.run_file.datasets import open_data
-from motet.data.run_file.samples import open_samples
+from motet.data.run_file import open_data, open_samples
 from motet.errors import UserError
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from motet.config import RunConfig
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 from motet.errors import UserError
 
 NUM_RECORDS = 21

@@ -25,8 +25,8 @@ from data_servers import MODULES, TOKEN, BatchSequence, ServerProcess, batches, 
 from waiting import wait_until
 
 from motet.data.service import server as service
-from motet.data.service.preparer import Preparer
 from motet.data.service.tickets import TOKEN_VARIABLE
+from motet.data.service.workers import Preparer
 
 FEWEST_STEPS = 24
 STEPS_PER_CHECKPOINT = 3

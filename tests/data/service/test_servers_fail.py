@@ -26,10 +26,9 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from waiting import wait_until
 
 from motet.config import RunConfig
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
-from motet.data.service.preparer import Answer, Preparer
+from motet.data.chat import word_level_tokenizer
 from motet.data.service.tickets import Ticket
-from motet.data.service.workers import Workers
+from motet.data.service.workers import Answer, Preparer, Workers
 from motet.errors import UserError
 
 NUM_BATCHES = 9

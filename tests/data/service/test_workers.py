@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from motet.assignment.sample import Sample, Segment
-from motet.data.service.preparer import Preparer
 from motet.data.service.tensor_buffer import TensorBuffer, in_shared_memory, unpack
 from motet.data.service.tickets import Ticket
 from motet.data.service.workers import (
@@ -22,6 +21,7 @@ from motet.data.service.workers import (
     SLOT_BYTES,
     SLOTS_PER_WORKER,
     PreparationError,
+    Preparer,
     Workers,
 )
 

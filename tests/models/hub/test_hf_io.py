@@ -18,15 +18,15 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoTokenizer, LlamaForCausalLM, SiglipImageProcessor
 
 from motet.config import EncoderConfig, LanguageModelConfig, ModelConfig
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 from motet.errors import UserError
 from motet.models.hub.export import (
     describe_config,
     describe_module,
     export_module,
     export_parts,
+    graph_tensors,
     load_export,
-    multimodal_tensors,
 )
 from motet.models.hub.generation import generate_answers
 from motet.models.hub.weights import CheckpointTensors
@@ -36,7 +36,7 @@ from motet.models.multimodal import MultimodalModule
 
 def assert_same_parameters(left: nn.Module, right: nn.Module) -> None:
     expected, found = (
-        multimodal_tensors(model) if isinstance(model, MultimodalModule) else dict(model.named_parameters())
+        graph_tensors(model) if isinstance(model, MultimodalModule) else dict(model.named_parameters())
         for model in (left, right)
     )
     assert set(found) == set(expected)
@@ -80,7 +80,7 @@ def test_tied_embeddings_are_stored_once_and_tied_again(tmp_path: Path) -> None:
 def test_settings_tokenizer_and_processors_come_back(tmp_path: Path) -> None:
     tokenizer = word_level_tokenizer(["what do you see"])
     model = tiny_multimodal(vision="clip", feature_layer=-2, feature_select="full", merge="prepend")
-    export_module(model, tmp_path / "out", tokenizer=tokenizer, processors={"vision": SiglipImageProcessor()})
+    export_module(model, tmp_path / "out", processors={"vision": SiglipImageProcessor(), "language_model": tokenizer})
     loaded = load_export(tmp_path / "out")
     assert (loaded.vision_encoder.feature_layer, loaded.vision_encoder.feature_select) == (-2, "full")
     assert (loaded.merge, loaded.placeholder_token_ids) == ("prepend", {"vision": IMAGE_ID})
@@ -102,7 +102,7 @@ def test_a_projector_of_the_users_own_comes_back_into_his_module(tmp_path: Path)
 
 def test_large_models_are_written_in_shards_one_in_memory_at_a_time(tmp_path: Path) -> None:
     model = tiny_multimodal(dtype=torch.float32)
-    tensors = multimodal_tensors(model)
+    tensors = graph_tensors(model)
     max_shard_size = 10_000
     largest = max(tensor.nbytes for tensor in tensors.values())
     alive = {"now": 0, "most": 0}
@@ -142,7 +142,7 @@ def test_a_run_file_and_a_checkpoint_are_exported(tmp_path: Path) -> None:
         }
     )
     model = tiny_multimodal(projector="linear", dtype=torch.float32)
-    tensors = multimodal_tensors(model)
+    tensors = graph_tensors(model)
     # As motet.runtime.checkpoint.checkpoint writes them: a file of each rank, the optimizer's tensors among them.
     names = sorted(tensors)
     checkpoint = tmp_path / "step_00000001"
@@ -159,7 +159,7 @@ def test_a_run_file_and_a_checkpoint_are_exported(tmp_path: Path) -> None:
 
 def test_the_readme_loads_every_part_without_motet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_multimodal(audio="whisper", dtype=torch.float32).eval()
-    export_module(model, tmp_path / "out", tokenizer=word_level_tokenizer(["what do you see"]))
+    export_module(model, tmp_path / "out", processors={"language_model": word_level_tokenizer(["what do you see"])})
     text = (tmp_path / "out" / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert f"id {IMAGE_ID}" in text
@@ -202,7 +202,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
             raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        export_module(model, tmp_path / "out", tokenizer=FullDisk())
+        export_module(model, tmp_path / "out", processors={"language_model": FullDisk()})
     assert_same_parameters(model, load_export(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -233,7 +233,7 @@ def _with(name: str, tensor: torch.Tensor):
 def test_tensors_of_another_model_are_refused(change, words: str, tmp_path: Path) -> None:
     model = tiny_multimodal()
     with pytest.raises(UserError, match=words) as caught:
-        export_parts(change(multimodal_tensors(model)), describe_module(model), tmp_path / "out")
+        export_parts(change(graph_tensors(model)), describe_module(model), tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 

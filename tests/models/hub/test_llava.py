@@ -10,7 +10,7 @@ from tiny_language_models import SIZES, TINY
 from tiny_multimodal import IMAGE_ID, tiny_multimodal
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, SiglipImageProcessor
 
-from motet.data.conversation.word_tokenizer import word_level_tokenizer
+from motet.data.chat import word_level_tokenizer
 from motet.errors import UserError
 from motet.models.hub.export import export_module, load_export
 from motet.models.hub.llava import from_llava, to_llava

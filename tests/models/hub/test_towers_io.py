@@ -12,7 +12,7 @@ from motet.errors import UserError
 from motet.families.classes import model_class_of
 from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModalityModule
-from motet.models.hub.export import export_towers, load_towers
+from motet.models.hub.export import describe_config, export_parts, load_towers
 from motet.models.materialize import read_part_config
 from motet.models.stages.contrastive import ContrastiveLoss
 
@@ -47,7 +47,7 @@ def test_parts_and_the_whole_have_the_weights(tmp_path: Path) -> None:
     tensors = {f"{part}.{key}": t for part, module in model.parts().items() for key, t in module.named_parameters()}
     processor = SimpleNamespace(save_pretrained=lambda folder: None)
     folder = tmp_path / "export"
-    export_towers(tensors, MODEL, folder, processors={"photo": processor, "words": processor})
+    export_parts(tensors, describe_config(MODEL, {}), folder, processors={"photo": processor, "words": processor})
     again = load_towers(folder)
     for name, part in model.parts().items():
         for key, value in part.named_parameters():

@@ -12,9 +12,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from motet.assignment.sample import Sample
 from motet.families.encoders import family_of
 from motet.families.token_counts import encoder_segment
-from motet.models.reference.plain_forward import plain_encoder_output
+from motet.models.reference import plain_encoder_output
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.projector import build_projector, projected_size
+from motet.models.stages.stage import StageInput
 
 CUTS = [(0, BLOCKS + 3), (0, 2, BLOCKS + 2, BLOCKS + 3), (0, BLOCKS + 1, BLOCKS + 3)]
 
@@ -39,7 +40,8 @@ def outputs_of(module, cuts, features, samples):
     stages = [EncoderStage("encoder", module(), cut) for cut in pairwise(cuts)]
     hidden = None
     for stage in stages:
-        hidden = stage(hidden, {}, features if stage.needs_features else [{} for _ in samples], samples)
+        read = features if stage.needs_features else [{} for _ in samples]
+        hidden = stage(StageInput(samples, read, hidden)).hidden
         assert hidden.shape == stage.output_shape(samples)
     return hidden, stages
 
@@ -146,23 +148,23 @@ def whole_stage(family="clip"):
 def test_misfits_name_the_sample():
     stage, features, samples = whole_stage()
     with pytest.raises(ValueError, match="'s0' has no pixel_values for encoder"):
-        stage(None, {}, [{}, *features[1:]], samples)
+        stage(StageInput(samples, [{}, *features[1:]]))
     with pytest.raises(ValueError, match="makes 85 tokens in encoder, but the layouts have 102"):
-        stage(None, {}, [{"pixel_values": features[0]["pixel_values"][:1]}, *features[1:]], samples)
+        stage(StageInput(samples, [{"pixel_values": features[0]["pixel_values"][:1]}, *features[1:]]))
     swapped = Sample(id="s0", layouts={"encoder": samples[0].layouts["encoder"][::-1]})
     with pytest.raises(ValueError, match=r"'s0' has encoder's items as \[1, 0\]; put them in order"):
-        stage(None, {}, features, [swapped, *samples[1:]])
+        stage(StageInput([swapped, *samples[1:]], features))
     short = dataclasses.replace(samples[1].layouts["encoder"][0], num_outputs=5)
     wrong = [samples[0], Sample(id="s1", layouts={"encoder": (short,)}), samples[2]]
     with pytest.raises(ValueError, match="'s1' says that encoder hands on 5 tokens, but 16 came out"):
-        stage(None, {}, features, wrong)
+        stage(StageInput(wrong, features))
 
 
 def test_short_mel_is_refused():
     stage, features, samples = whole_stage("whisper")
     features[0]["input_features"] = features[0]["input_features"][..., :20]
     with pytest.raises(ValueError, match="needs 24 mel frames, not 20"):
-        stage(None, {}, features, samples)
+        stage(StageInput(samples, features))
 
 
 def test_what_is_no_encoder_is_refused():

@@ -18,10 +18,10 @@ from tiny_encoders import (
 from torch import nn
 
 from motet.families.encoders import family_of
-from motet.models.reference.plain_forward import plain_encoder_output
+from motet.models.reference import plain_encoder_output
 from motet.models.stages.encoder import EncoderStage, encoder_layer_parts, num_encoder_layers
 from motet.models.stages.projector import build_projector
-from motet.models.stages.stage import StageModule
+from motet.models.stages.stage import StageInput, StageModule
 
 TOLERANCE = 1e-12
 CUTS = {
@@ -72,7 +72,8 @@ def run(stages, features, samples):
     for stage in stages:
         if hidden is not None:
             assert hidden.shape == stage.input_shape(samples)
-        hidden = stage(hidden, {}, features if stage.needs_features else [{} for _ in samples], samples)
+        read = features if stage.needs_features else [{} for _ in samples]
+        hidden = stage(StageInput(samples, read, hidden)).hidden
         assert hidden.shape == stage.output_shape(samples)
     return hidden
 

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from motet.assignment.sample import Sample, Segment
 from motet.models.materialize import float64_throughout
 from motet.models.stages.language_model import LanguageModelStage
+from motet.models.stages.stage import StageInput
 
 H = SIZES["hidden_size"]
 FAMILIES = [name for name in TINY if name != "mllama"]
@@ -69,15 +70,16 @@ def run_in_stages(model, bounds, samples, incoming, *, packing, recompute=False,
         entering = leaves if any(stage.layers[0] <= layer < stage.layers[1] for layer in enters) else {}
         if hidden is not None:
             assert tuple(hidden.shape) == stage.input_shape(samples)
-        hidden = stage(hidden, entering, features if stage.needs_features else [{}] * len(samples), samples)
-    hidden.backward()
+        read = features if stage.needs_features else [{}] * len(samples)
+        hidden, loss = stage(StageInput(samples, read, hidden, entering))
+    loss.backward()
     gradients: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if parameter.grad is not None:
                 canonical = stage.canonical_name(name)
                 gradients[canonical] = gradients.get(canonical, 0) + parameter.grad
-    return hidden.detach(), gradients, {source: leaf.grad for source, leaf in leaves.items()}
+    return loss.detach(), gradients, {source: leaf.grad for source, leaf in leaves.items()}
 
 
 def run_plainly(model, samples, incoming, *, cross_attention=False):
@@ -164,3 +166,22 @@ def test_cross_attention(packing: bool, recompute: bool) -> None:
     reference = run_plainly(tiny_language_model("mllama"), only_text, {}, cross_attention=True)
     ours = run_in_stages(tiny_language_model("mllama"), [3, 6], only_text, {}, packing=packing, enters=(2, 4))
     assert_alike(ours, reference)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_last_hidden_states_of_every_token_are_handed_on_beside_the_loss(packing: bool) -> None:
+    model = tiny_language_model("llama")
+    stage = LanguageModelStage("llm", copy.deepcopy(model), (0, 6), packing=packing)
+    incoming = incoming_of(SAMPLES)
+    features = [features_of(sample, i) for i, sample in enumerate(SAMPLES)]
+    hidden, loss = stage(StageInput(SAMPLES, features, incoming=incoming, hands_on=True))
+    alone = []
+    for i, sample in enumerate(SAMPLES):
+        entering = incoming_of(SAMPLES)
+        starts = {source: sum(s.num_outputs(source) for s in SAMPLES[:i]) for source in entering}
+        own = {s: rows[starts[s] : starts[s] + sample.num_outputs(s)] for s, rows in entering.items()}
+        alone.append(stage.hidden_states(StageInput([sample], [features[i]], incoming=own))[0][0])
+    torch.testing.assert_close(hidden, torch.cat(alone), rtol=1e-12, atol=1e-12)
+    without, same_loss = stage(StageInput(SAMPLES, features, incoming=incoming))
+    assert without is None
+    assert torch.equal(loss, same_loss)

@@ -8,20 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkout import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from tower_problems import tower_problem as problem
 
 from motet.config import load_run_config
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
+from motet.families.configured_graph import read_workloads
 from motet.plan import CONTRASTIVE, Plan
 from motet.planner.distmm.planner import Assignment, assign_devices, assigned_plan, assignments, balance, distmm
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.distmm.units import Choices, unit_choices
-from motet.planner.evaluate import evaluate
-from motet.planner.from_run_file import describe_cluster, read_costs, read_workloads
-from motet.planner.memory_suggestions import remedies
+from motet.planner.evaluate import evaluate, memory_suggestions
+from motet.planner.from_run_file import describe_cluster, read_costs
 from motet.planner.problem import Degrees
 from motet.planner.registry import PLANNERS, make_plan
 from motet.schedule.action import Compute, Kind
@@ -45,7 +46,7 @@ def choices_of(rows: list[tuple[int, float]]) -> Choices:
     return Choices(devices, seconds, ones, ones, devices, ones, np.zeros(len(rows), dtype=bool))
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(TABLES, st.integers(1, 10))
 def test_the_load_balancer_equals_exhaustive_search(tables: list[list[tuple[int, float]]], num_devices: int) -> None:
     every = [rows for rows in product(*tables) if sum(row[0] for row in rows) <= num_devices]
@@ -180,7 +181,7 @@ def test_recomputed_features_are_named_where_they_make_a_plan_fit() -> None:
     roomy = problem()
     plan = tower_plan(roomy, {name: TowerLayout(degrees=Degrees(dp=2)) for name in roomy.towers})
     tight = problem(memory_bytes=12e6)
-    lines = remedies(evaluate(tight, plan))
+    lines = memory_suggestions(evaluate(tight, plan))
     named = {line.partition(" fits")[0] for line in lines}
     assert "parallel.recompute: [image, text]" in named, "the loss has nothing to recompute"
     assert "parallel.recompute_features: [image, text] with 4 times as many microbatches" in named

@@ -28,7 +28,7 @@ def test_every_pipeline_has_nodes_of_its_own(num_nodes: int, devices_per_node: i
     assert len(pipelines) >= failures + 1
     assert sorted(node for nodes in pipelines for node in nodes) == list(range(num_nodes))
     assert sum(plan.replica_microbatches) == 4 * (failures + 1)
-    assert PLANNERS["oobleck"](problem) == plan
+    assert PLANNERS["oobleck"].plan(problem) == plan
 
 
 def test_no_combination_is_simulated_faster() -> None:

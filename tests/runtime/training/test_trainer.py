@@ -22,10 +22,9 @@ from motet.assignment.sample import Sample
 from motet.cli.main import main
 from motet.config import RunConfig
 from motet.data.loader import LoadedBatch, Loader
-from motet.data.run_file.datasets import open_data
-from motet.data.service.preparer import Preparer
-from motet.data.service.producer import InProcess
-from motet.data.service.tickets import Corrupt, Split
+from motet.data.run_file import open_data
+from motet.data.service.tickets import Corrupt, InProcess, Split
+from motet.data.service.workers import Preparer
 from motet.errors import UserError
 from motet.models.stages.language_model import LanguageModelStage
 from motet.runtime.engine import Engine, IterationResult

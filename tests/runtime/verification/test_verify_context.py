@@ -12,6 +12,7 @@ import torch
 from dense_masks import dense
 from distributed import run_distributed
 from one_process import check_together, verify
+from sampling import in_campaigns
 from scenario import FROZEN, Scenario, ScenarioBatch
 
 from motet.assignment.sample import Segment
@@ -21,8 +22,7 @@ from motet.attention.masks.rules import AttentionRule, mask_of, register_mask
 from motet.attention.masks.token_layout import Document, layout_of_documents
 from motet.models.materialize import float64_throughout
 from motet.parallel import context_attention as context_parallel
-from motet.parallel import context_sequence
-from motet.runtime import stage_runner
+from motet.parallel import context_rows, context_sequence
 from motet.runtime.assembly import build_engine
 from motet.runtime.verification.verify import Comparison
 
@@ -122,16 +122,13 @@ UNLIKE_ENCODERS = [
 members hold none."""
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS],
-    ids=lambda s: (
-        f"{s.llm}-cp{s.llm_cps or s.cp}-encoders{s.encoder_cps or s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-"
-        f"{s.cp_method}"
-    ),
-)
-def test_equals_one_process(scenario: Scenario) -> None:
-    check_together([replace(scenario, dtype="float64")])
+EVERY = [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
+
+
+@pytest.mark.parametrize("num_ranks", sorted({scenario.num_ranks for scenario in EVERY}))
+def test_equals_one_process(num_ranks: int) -> None:
+    """All scenarios of a size share a start of processes."""
+    check_together([replace(scenario, dtype="float64") for scenario in EVERY if scenario.num_ranks == num_ranks])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +177,7 @@ def test_what_a_route_brings_is_derived_once(scenario: Scenario) -> None:
             routes.append(arguments)
             return held_outputs(*arguments)
 
-        with patch.object(stage_runner, "held_outputs", counted):
+        with patch.object(context_rows, "held_outputs", counted):
             verify(scenario)
         return len(routes), len({repr(arguments) for arguments in routes})
 
@@ -242,6 +239,6 @@ def draw(seed: int) -> Scenario:
             return scenario
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 60))])
+@pytest.mark.parametrize("seed", [0, *in_campaigns(range(1, 60))])
 def test_drawn_from_the_product(seed: int) -> None:
     check_together([replace(draw(seed), dtype="float32")])

@@ -1,4 +1,4 @@
-"""Who computes attention under an interval mask: the Triton kernels, FlexAttention, or torch's dense attention.
+"""Backends of attention under an interval mask: Triton kernels, FlexAttention, or torch's dense attention.
 
 A backend is a forward and a backward of its own, because context parallelism (motet.parallel.context_attention) gets
 keys and values from other ranks in both, and keeps them in neither.
@@ -18,13 +18,11 @@ from motet.attention.kernels.device_mask import MOST_HEAD_DIM, DeviceMask, TileM
 from motet.attention.masks.tile_counts import most_block_tokens
 from motet.errors import UserError
 
-# Attention under an interval mask by torch's dense attention: the oracle, and the path on the CPU.
-#
-# Limits: the mask is a matrix of queries x keys.
+# Dense attention of torch: the reference, and the path on the CPU. Its mask is a matrix of queries x keys.
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float | None = None) -> Tensor:
-    """As `motet.attention.kernels.flash.flash_attention`."""
+    """Dense counterpart of `motet.attention.kernels.flash.flash_attention`."""
     return masked_attention(query, key, value, mask.dense(), scale)
 
 
@@ -41,10 +39,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor,
     return torch.where(has_keys[:, None, :, None], out, torch.zeros((), dtype=out.dtype, device=out.device))
 
 
-# Attention under an interval mask by torch's FlexAttention: the second path on GPUs, tiles from our own block map.
-#
-# torch's own `create_block_mask` evaluates the mask for all pairs; here the tiles come from the tokens. Limits: on the
-# CPU torch has no backward for it (NotImplementedError).
+# FlexAttention of torch: the second path on GPUs. `create_block_mask` of torch evaluates the mask for all pairs; here
+# the tiles come from our block map. On the CPU torch has no backward for it (NotImplementedError).
 
 
 def flex_mask(mask: DeviceMask) -> BlockMask:
@@ -68,7 +64,8 @@ def flex_mask(mask: DeviceMask) -> BlockMask:
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
-    """As `motet.attention.kernels.flash.flash_attention`, for the mask of `flex_mask`. Compiled on GPUs."""
+    """FlexAttention counterpart of `motet.attention.kernels.flash.flash_attention`, for `flex_mask`. Compiled on
+    GPUs."""
     is_grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
         return _compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=is_grouped)
@@ -100,7 +97,7 @@ BackendName = Literal["auto", "triton", "flex", "dense"]
 
 
 Saved = tuple[Tensor, ...]
-"""What a forward leaves for its backward beside inputs and output."""
+"""Tensors that a forward saves for its backward beside inputs and output."""
 
 
 class Backend(Protocol):
@@ -186,7 +183,7 @@ class FlexBackend(_Recomputing):
 
     def __init__(self) -> None:
         self._block_masks: dict[DeviceMask, Any] = {}
-        """Of the few masks that it is called with: layers, heads and passes of a microbatch share one."""
+        """Cached block masks: layers, heads and passes of a microbatch share one."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: DeviceMask, scale: float) -> Tensor:
 

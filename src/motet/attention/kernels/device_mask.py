@@ -16,17 +16,14 @@ from torch import Tensor
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.tile_counts import EMPTY, FULL, block_map
 
-# What each program of the kernels works off: blocks with long rows of tiles are shared out, longest tasks first.
-#
-# A block is computed by as many tasks as its non-empty tiles need, each of about equally many (thesis 3.3.2.2);
-# compute units take tasks in order, so the longest come first and the short ones fill the end. Pure.
-
+# Tasks: a block of queries is computed by as many programs as its non-empty tiles need, each with about equally many
+# tiles (thesis 3.3.2.2). Compute units take tasks in order, so the longest come first.
 
 Int32 = NDArray[np.int32]
 
 
 MOST_HEAD_DIM = 256
-"""Of kernels on a GPU."""
+"""Widest head that the GPU kernels compute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +129,7 @@ class DeviceTasks:
 
 @dataclass(frozen=True, eq=False)
 class DeviceMask:
-    """Of B sequences, Q queries and K keys of each."""
+    """Mask of B sequences with Q queries and K keys each."""
 
     lo: Tensor
     """[B, Q, 2], int32: where the intervals of positions begin that a query sees."""
@@ -150,7 +147,7 @@ class DeviceMask:
     key_tasks: DeviceTasks
     """Blocks of keys, over the blocks of queries that see them."""
     tile_maps: tuple[TileMap, ...]
-    """Of each sequence, rows are blocks of queries."""
+    """Tiles of each sequence; rows are blocks of queries."""
 
     def dense(self) -> Tensor:
         """[B, Q, K], bool: for the oracle and short sequences."""

@@ -44,7 +44,8 @@ def _allowed(lo, hi, classes_seen, position, key_class):
 
 @triton.jit
 def _load_queries_mask(LO, HI, CLASSES_SEEN, batch, rows, num_queries):
-    """What the queries see: ((lo, lo), (hi, hi), bits of classes); nothing beyond the last query."""
+    """Intervals and classes that the queries see: ((lo, lo), (hi, hi), bits of classes); empty beyond the last
+    query."""
     inside = rows < num_queries
     at = batch.to(tl.int64) * num_queries + rows
     lo = (tl.load(LO + 2 * at, mask=inside, other=0), tl.load(LO + 2 * at + 1, mask=inside, other=0))

@@ -60,7 +60,7 @@ class BitfieldMask:
 
 
 def bitfield_mask(words: NDArray, *, num_modalities: int = NUM_MODALITY_BITS) -> BitfieldMask:
-    """Of words [B, T] as in the papers: the lowest bit is the token's own.
+    """Converts words [B, T] as in the papers, where the lowest bit is the token's own.
 
     Raises `UserError` where a word has a bit that no modality has."""
     words = np.ascontiguousarray(words, np.int64)

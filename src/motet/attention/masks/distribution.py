@@ -1,4 +1,4 @@
-"""Which rank of a context-parallel group computes which blocks of queries (Cornstarch 4.3.2, 5.3; thesis 3.3.2.1).
+"""Distribution of blocks of queries over a context-parallel group (Cornstarch 4.3.2, 5.3; thesis 3.3.2.1).
 
 `lpt` is longest processing time first, with a cap: ranks' token counts differ by at most one block, else what balances
 the attention unbalances everything else. Under the cap every rank takes one block in every round of G blocks, so a
@@ -42,13 +42,13 @@ _GOOD_ENOUGH = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileCost:
-    """What a tile costs, per head."""
+    """Cost of a tile per head."""
 
     full_s: float
     partial_s: float
     """More than a full one: its mask is computed for every pair."""
     block_s: float = 0.0
-    """Of every block of queries, whatever it meets."""
+    """Fixed cost of every block of queries."""
 
     def of_blocks(self, counts: TileCounts) -> NDArray[np.float64]:
         """[N]: seconds of every block of queries, per head."""
@@ -241,7 +241,7 @@ def snake(workloads: Int64, num_ranks: int, short_last: bool) -> Int64:
 
 
 def random(workloads: Int64, num_ranks: int, short_last: bool) -> Int64:
-    """In random order, as many blocks for each (Cornstarch 5.3)."""
+    """Random order, equally many blocks for each rank (Cornstarch 5.3)."""
     return np.random.default_rng(0).permutation(np.arange(len(workloads)) % num_ranks)
 
 
@@ -295,12 +295,8 @@ def _as_integers(workloads: NDArray, num_ranks: int) -> Int64:
     return np.rint(workloads * scale).astype(np.int64)
 
 
-# Which member of a context-parallel group holds which tokens of a microbatch, and which encoder outputs go there.
-#
-# It follows from the layouts and the plan alone: those who send to a module find it as those who hold it do. What is
-# balanced is the attention of layers that see all; where windows cut it, it goes by the tokens, of which all have
-# equally many.
-
+# Token ownership follows from the layouts and the plan alone, so senders and owners derive the same. The balance is
+# that of layers with full attention; sliding windows cost about the same for every token.
 
 Rows = NDArray[np.int64]
 
@@ -311,13 +307,13 @@ FULL = AttentionRule(text="full")
 
 
 def rule_of_text(options: ContextOptions) -> Rule:
-    """Of a language model's layers without a window."""
+    """Rule of a language model's layers without a window."""
     return rule_named(options.media_attention)
 
 
 @lru_cache(maxsize=512)
 def share_out(documents: tuple[Document, ...], rule: Rule, options: ContextOptions, cp_size: int) -> Distribution:
-    """Who holds which blocks of documents that stand one after the other; some members may hold none."""
+    """Owners of the blocks of documents that stand one after the other; some members may own none."""
     mask = mask_of_documents(documents, rule)
     return distribute(
         KERNEL_COST.of_blocks(tile_counts(mask, options.block_size)),
@@ -335,7 +331,7 @@ def member_of(stage: Stage, rank: int) -> int:
 
 
 def tokens_of_members(documents: tuple[Document, ...], rule: Rule, options: ContextOptions, cp_size: int) -> list[Rows]:
-    """For each member: which tokens of these documents stand in its share."""
+    """Tokens of these documents that each member owns."""
     distribution = share_out(documents, rule, options, cp_size)
     return [distribution.tokens_of(member) for member in range(cp_size)]
 

@@ -1,4 +1,4 @@
-"""From a layout and a rule to the lowered mask.
+"""Rules of attention: from a token layout to an interval mask.
 
 The rule says how tokens of a document see one another; documents never do. What the kinds of masks are called:
 
@@ -39,12 +39,12 @@ from motet.errors import UserError
 MediaAttention = Literal["causal", "own_item", "own_modality", "block_causal", "prefix"]
 
 MEDIA_ATTENTION: dict[str, MediaAttention] = {"gemma3_text": "block_causal"}
-"""By `model_type` of a language model, where media tokens are not simply causal."""
+"""Media attention by `model_type` of the language model, where media tokens are not simply causal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """How the tokens of one document see one another."""
+    """Rule by which the tokens of one document see one another."""
 
     text: Literal["causal", "full"] = "causal"
     """Whether a text token sees what stands before it and itself, or its whole document."""
@@ -69,12 +69,12 @@ class AttentionRule:
 
 
 def rule_of_family(model_type: str, *, sliding_window: int | None = None) -> AttentionRule:
-    """Of a language model's layer; `sliding_window` where the layer has one."""
+    """Rule of a language model's layer; `sliding_window` where the layer has one."""
     return AttentionRule(media=MEDIA_ATTENTION.get(model_type, "causal"), window=sliding_window)
 
 
 def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
-    """What each token of the layout sees under the rule.
+    """Interval mask of the layout under the rule.
 
     A token sees all keys from its run's floor, or where its window begins, up to itself or its run's ceiling, whichever
     is later. A second interval is for the sink, or for the question that answers share.
@@ -145,7 +145,7 @@ def _last_media(layout: TokenLayout) -> Int32:
 
 
 def _classes(layout: TokenLayout, rule: AttentionRule) -> tuple[Int16, Bool] | None:
-    """Of runs [R] and the mask over classes; None where intervals say it all."""
+    """Classes of runs [R] and the mask over classes; None where intervals suffice."""
     if rule.media == "own_modality":
         token_class = np.maximum(layout.modality, TEXT).astype(np.int16)
         return token_class, _text_and_closed_classes(len(layout.sources))
@@ -194,31 +194,16 @@ def _item_extents(layout: TokenLayout) -> tuple[Int32, Int32]:
     return start, stop
 
 
-# Rules by name: those of `motet.attention.masks.rules`, and masks that a user brings under a name of his own.
-#
-# A mask of one's own is a function from the segments of one sample to an `IntervalMask` of its tokens. Whoever sends
-# to the language model calls it too, to know which rank holds which tokens; so it must depend on its arguments alone,
-# and has to be registered in every process. Plans hold its name, no code; run files name kinds that motet has.
-#
-# def answers_apart(segments, window): answers = tuple(segment.num_tokens for segment in segments[1:]) return
-# mask_of(layout_of_documents([Document(segments, answers=answers)]), AttentionRule())
-#
-# register_mask("answers_apart", answers_apart) model = MultimodalModule(encoders, language_model,
-# media_attention="answers_apart")
-#
-# Words of a bitfield become such a mask by `motet.attention.masks.bitfield.lower`.
-
-
 MaskOfSample = Callable[[tuple[Segment, ...], int | None], IntervalMask]
-"""(segments of a sample in the language model; sliding window of the layers that are asked for, None: they have none)
--> who sees whom among its tokens. Samples never see one another."""
+"""Function (segments of a sample in the language model, sliding window of the layers or None) -> mask of the sample's
+tokens. Samples never see one another."""
 
 _OWN: dict[str, MaskOfSample] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRule:
-    """What a registered function says for layers with this window."""
+    """Mask that a registered function makes for layers with this window."""
 
     name: str
     mask_of_sample: MaskOfSample
@@ -229,8 +214,19 @@ Rule = AttentionRule | OwnRule
 
 
 def register_mask(name: str, mask_of_sample: MaskOfSample) -> None:
-    """From now on `name` may stand where a kind of media attention stands; call it in every process.
+    """Registers a mask function under `name`, which may then be given as media attention. Call it in every process.
 
+    Ranks that send to the language model call the function too, to know which rank owns which tokens, so it must depend
+    on its arguments alone. Plans hold the name; run files name only the kinds that motet has. Example:
+
+        def answers_apart(segments, window):
+            answers = tuple(segment.num_tokens for segment in segments[1:])
+            return mask_of(layout_of_documents([Document(segments, answers=answers)]), AttentionRule())
+
+        register_mask("answers_apart", answers_apart)
+        model = MultimodalModule(encoders, language_model, media_attention="answers_apart")
+
+    The words of a bitfield become such a mask by `motet.attention.masks.bitfield.lower`.
     Raises `UserError` for the name of a kind that motet has, or of another function."""
     if name in (*get_args(MediaAttention), "family"):
         raise UserError(f"register_mask: {name} is a kind of attention that motet has; give another name")
@@ -254,7 +250,7 @@ def rule_named(media_attention: str, window: int | None = None) -> Rule:
 
 @lru_cache(maxsize=8)
 def mask_of_documents(documents: tuple[Document, ...], rule: Rule) -> IntervalMask:
-    """Of documents one after the other.
+    """Mask of documents one after the other.
 
     Raises `UserError` where a function returns a mask that is not of its sample's tokens."""
     if isinstance(rule, AttentionRule):

@@ -1,4 +1,4 @@
-"""How much there is to compute: pairs of each token, full and partial tiles of each block of queries, the block map.
+"""Amount of attention work: pairs of each token, full and partial tiles of each block of queries, and the block map.
 
 The sequence is cut into blocks of 128 tokens. A tile is a block of queries by a block of keys: *full* if all its pairs
 are seen (the last block may be short: all pairs that exist), *empty* if none is, *partial* otherwise. The attention
@@ -31,19 +31,19 @@ Integers = NDArray[np.integer]
 
 _EVERY_CLASS = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _ROWS_AT_A_TIME = 256
-"""Of a block map: 8 bytes a tile are needed while they are written."""
+"""Largest number of tiles of a block map; each needs 8 bytes while it is written."""
 _FEW = 16
 """Keys that are fewer than the tokens by this factor are searched for, instead of counting through all tokens."""
 
 
 def most_block_tokens(head_dim: int) -> int:
-    """Of a block for kernels on a GPU, which hold heads in powers of two."""
+    """Most tokens of a block for kernels on a GPU, which hold heads in powers of two."""
     return MOST_BLOCK_ELEMENTS // (1 << (head_dim - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileCounts:
-    """Of each block of queries [N]: how many key blocks it meets in full and in part, and how many pairs it sees."""
+    """Numbers of full and partial key blocks and of pairs for each block of queries [N]."""
 
     full: Int64
     partial: Int64
@@ -159,7 +159,7 @@ def _has_only(present: UInt64, keys: UInt64 | np.uint64) -> Bool:
 
 
 def _keys_before(mask: IntervalMask, keys: np.uint64) -> Callable[[Int32], Integers]:
-    """How many tokens of the classes in `keys` stand before each of some places, 0 to T."""
+    """Number of tokens of the classes in `keys` before each of some places, 0 to T."""
     counted = ((_bit(np.arange(len(mask.class_mask))) & keys) != 0)[mask.token_class]
     positions = np.flatnonzero(counted)
     if len(positions) * _FEW < mask.num_tokens:
@@ -200,7 +200,7 @@ class _Ranges:
     stop: Int64
     keys: UInt64
     weight: Int64
-    """How many queries of the row it stands for."""
+    """Number of queries that the row stands for."""
 
 
 def _queries(mask: IntervalMask, blocks: Integers | None, block_size: int) -> _Queries:
@@ -279,7 +279,7 @@ def _joined(parts: list[_Ranges]) -> _Ranges:
 
 
 def _union(ranges: _Ranges, columns: int) -> _Ranges:
-    """What some range covers; classes of ranges that overlap add up."""
+    """Union of ranges; classes of overlapping ranges add up."""
     order, ends = _ends_in_order(ranges, columns)
     keys = np.zeros(len(ends), np.uint64)
     for word in np.unique(ranges.keys):
@@ -290,7 +290,7 @@ def _union(ranges: _Ranges, columns: int) -> _Ranges:
 
 
 def _intersection(ranges: _Ranges, columns: int, num_queries: Int64, seen_by_all: UInt64) -> _Ranges:
-    """What the ranges of all queries of a row cover. No query may cover a place twice."""
+    """Number of queries of a row whose ranges cover each place. No query may cover a place twice."""
     order, ends = _ends_in_order(ranges, columns)
     covering = np.cumsum(np.concatenate([ranges.weight, -ranges.weight])[order])
     row = ends // (columns + 1)

@@ -1,4 +1,4 @@
-"""What stands where in a sequence, as runs of tokens: documents, items of media, prefixes, answers, padding.
+"""Layout of a sequence as runs of tokens: documents, items of media, prefixes, answers, padding.
 
 Masks depend on nothing else, so every rank derives them from the samples' metadata. A run is a stretch of one segment:
 a text segment, an image, a frame of a clip. There are thousands of runs where there are a million tokens.
@@ -25,7 +25,7 @@ class Document:
     """A sequence that sees nothing outside itself: one sample, or one of several packed together."""
 
     segments: tuple[Segment, ...]
-    """In order. A segment with `grid` (frames, rows, columns) is as many runs as it has frames."""
+    """Segments in order. A segment with `grid` (frames, rows, columns) makes one run per frame."""
     prefix: int = 0
     """So many leading tokens see one another in both directions (prefix-LM)."""
     answers: tuple[int, ...] = ()
@@ -50,11 +50,11 @@ class Run(NamedTuple):
     document_start: int
     document_stop: int
     prefix_stop: int
-    """Where the prefix of the document ends."""
+    """End of the document's prefix."""
     shared_stop: int
-    """Where the part that the document's answers share ends; without answers: where the document ends."""
+    """End of the part that the document's answers share; without answers the end of the document."""
     answer_start: int
-    """Where the run's answer begins; -1 outside of answers."""
+    """Begin of the run's answer; -1 outside of answers."""
 
 
 class TokenLayout:
@@ -170,7 +170,7 @@ def segments_from_spans(num_tokens: int, spans: Iterable[tuple[int, int, str, in
 
 
 def _run_lengths(segment: Segment) -> list[int]:
-    """Of each frame, if the grid counts frames."""
+    """Runs of each frame, if the grid counts frames."""
     if segment.num_tokens == 0:
         return []
     if segment.source is None or len(segment.grid) != 3:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from motet.cluster import Device
+from motet.costs.analytic import KernelTime, Speeds, fit_speeds
 from motet.costs.communication import fit_link
 from motet.costs.cost_model import LinkCost
-from motet.costs.kernel_speeds import KernelTime, Speeds, fit_speeds
 from motet.costs.kernels import Kernel
 
 LINK_ELEMENTS = (1, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22)
@@ -139,7 +139,7 @@ def _median_s(function: Callable[[], object], repetitions: int, device: torch.de
     return statistics.median(times)
 
 
-# Measures single kernels on this machine, to calibrate the speeds of computed costs (`motet.costs.kernel_speeds`).
+# Measures single kernels on this machine, to calibrate the speeds of computed costs (`motet.costs.analytic`).
 #
 # Matrix products, attention, convolutions and norms of sizes from tiny to large; each is run until it has taken a
 # while, and the mean counts. Sizes that would take long at the peak are left out. Only forwards: a gradient's products

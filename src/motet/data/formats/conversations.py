@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.data.conversation.example import PLACEHOLDERS, Example, Media, Message, Modality
+from motet.data.example import PLACEHOLDERS, Example, Media, Message, Modality
 from motet.data.formats.media import media_of
 from motet.errors import UserError
 

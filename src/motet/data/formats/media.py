@@ -13,7 +13,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from motet.data.conversation.example import Modality
+from motet.data.example import Modality
 from motet.errors import UserError
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from motet.data.conversation.example import Example, Media, Message, Modality
+from motet.data.example import Example, Media, Message, Modality
 from motet.data.formats.conversations import is_text, read_records
 from motet.data.formats.media import ImageFile, SoundFile
 from motet.errors import UserError

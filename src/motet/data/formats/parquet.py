@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from motet.data.conversation.example import PLACEHOLDERS, Example, Media, Modality
+from motet.data.example import PLACEHOLDERS, Example, Media, Modality
 from motet.data.formats.conversations import make_example
 from motet.data.formats.media import media_of
 from motet.errors import UserError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from motet.data.conversation.example import Example, Modality
+from motet.data.example import Example, Modality
 from motet.data.formats.conversations import make_example
 from motet.data.formats.media import media_of
 from motet.errors import UserError

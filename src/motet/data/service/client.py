@@ -19,10 +19,9 @@ from pyarrow import flight
 from torch import Tensor
 
 from motet.assignment.sample import Sample
-from motet.data.service.producer import METADATA
 from motet.data.service.server import DESCRIBE, Request
 from motet.data.service.tensor_buffer import unpack, view_of_memory
-from motet.data.service.tickets import Corrupt, Split, Ticket, authorization, samples_from_json
+from motet.data.service.tickets import METADATA, Corrupt, Split, Ticket, authorization, samples_from_json
 from motet.errors import UserError
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 8.0

@@ -21,9 +21,8 @@ import pyarrow as pa
 from pyarrow import flight
 
 from motet.addresses import free_address
-from motet.data.service.preparer import Answer
 from motet.data.service.tickets import Corrupt, Ticket, is_authorized, samples_to_json
-from motet.data.service.workers import Workers, shares
+from motet.data.service.workers import Answer, Workers, shares
 from motet.errors import UserError
 
 SCHEMA = pa.schema([("data", pa.large_binary())])

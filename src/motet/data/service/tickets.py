@@ -1,29 +1,31 @@
-"""What training asks preprocessing for, and what it may get instead of a sample. Pure: no torch.
+"""Requests for prepared samples (tickets), the interface of those who answer them, and access to data servers.
 
-A ticket names samples by their positions in the data set, and the module whose tensors are wanted; without a module it
-asks for metadata. The answer is a function of the ticket and the data alone. It does not depend on epoch, step, seed,
-batch size, plan or number of ranks: these stay with training (`motet.data.loader` is the one definition of the order),
-so a server has no state to lose, any server may answer any ticket, and a run under another plan asks the same servers.
+A ticket names samples by their positions in the data set, and the module whose tensors are requested; without a module
+it requests metadata. The answer is a function of the ticket and the data alone, not of epoch, step, seed, batch size,
+plan or number of ranks: `motet.data.loader` alone defines the order. So a server has no state to lose, any server can
+answer any ticket, and a run under another plan can use the same servers.
+
+The token that grants access to a data server comes from an environment variable or a file, never from the command line,
+which every user of a machine can read. It is sent unencrypted unless the connection uses TLS. Torch is not imported.
 """
 
 import hmac
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from motet.assignment.sample import Sample, Segment
 from motet.config import PartConfig, RunConfig
 from motet.errors import UserError
 from motet.plan import DECODER, LANGUAGE_MODEL
 
-# Who may ask a data server: the token, and where one is found. Pure: no torch.
-#
-# The token comes from an environment variable or a file, never from the command line, which every user of a machine
-# can read. It travels in the clear unless the connection is TLS.
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from motet.data.preparation import Dataset
 
 TOKEN_VARIABLE = "MOTET_DATA_TOKEN"
 SHORTEST_TOKEN = 16
@@ -31,7 +33,7 @@ SHORTEST_TOKEN = 16
 
 
 def read_token(token_file: str | None) -> str:
-    """Of the file if one is named, else of the environment. Raises `UserError`: there is no access without a token."""
+    """Reads the token from the file, or from the environment if no file is given. Raises `UserError`."""
     if token_file is None:
         token, where = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
         if not token:
@@ -54,22 +56,16 @@ def read_token(token_file: str | None) -> str:
 
 
 def authorization(token: str) -> str:
-    """The header's value."""
+    """The value of the `authorization` header."""
     return f"Bearer {token}"
 
 
 def is_authorized(given: str, token: str) -> bool:
-    """In a time that tells nothing of the token."""
+    """Compares in constant time."""
     return hmac.compare_digest(given.encode(), authorization(token).encode())
 
 
-# What servers and training have to agree on: all of the run file that decides what a sample becomes. Pure: no torch.
-#
-# Not in it: where samples are prepared and how far ahead, seed and batch size, layout, learning rates. Paths are, as
-# they are written; what the files hold, only servers know, and they are compared with one another.
-
-
-HOW_IT_IS_DONE = {
+DATA_KEYS_OF_PREPARATION = {
     "workers",
     "batches_ahead",
     "servers",
@@ -77,14 +73,16 @@ HOW_IT_IS_DONE = {
     "token_file",
     "tls_roots",
 }
-"""Keys of `data` that change no sample."""
+"""Keys of `data` that decide where and when samples are prepared, not what they become."""
 
-OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "projector", "loss_weight"}
-"""Keys of a part of the model that change no sample."""
+MODEL_KEYS_OF_TRAINING = {"seed", "learning_rate", "projector_learning_rate", "train", "projector", "loss_weight"}
+"""Keys of a part of the model that do not change samples."""
 
 
 def data_facts(config: RunConfig) -> dict[str, Any]:
-    """All keys that decide what a sample becomes, as JSON has them."""
+    """All keys of the run file that decide what a sample becomes; servers and training must have the same ones.
+
+    Paths are compared as they are written; servers compare the contents of the files with one another."""
     model = config.model
     parts: dict[str, PartConfig] = {**model.encoders, **model.towers}
     if model.language_model is not None:
@@ -92,8 +90,8 @@ def data_facts(config: RunConfig) -> dict[str, Any]:
     if model.decoder is not None:
         parts[DECODER] = model.decoder
     return {
-        "data": config.data.model_dump(mode="json", exclude=HOW_IT_IS_DONE),
-        "model": {name: part.model_dump(mode="json", exclude=OF_TRAINING) for name, part in parts.items()},
+        "data": config.data.model_dump(mode="json", exclude=DATA_KEYS_OF_PREPARATION),
+        "model": {name: part.model_dump(mode="json", exclude=MODEL_KEYS_OF_TRAINING) for name, part in parts.items()},
         "merge": model.merge,
         "placeholder_tokens": dict(model.placeholder_tokens),
     }
@@ -108,14 +106,14 @@ class Ticket:
     indices: tuple[int, ...]
     """Positions in the data set."""
     module: str | None = None
-    """Whose tensors; None: the samples' metadata."""
+    """The module whose tensors are requested; None: metadata."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Ticket":
-        """Raises `ValueError` for what is no ticket: tickets come from the network."""
+        """Parses a ticket, which may come from the network. Raises `ValueError`."""
         values = json.loads(text)
         if not isinstance(values, dict) or values.keys() != {"split", "indices", "module"}:
             raise ValueError("a ticket has split, indices and module")
@@ -167,3 +165,58 @@ def _sample_from_json(values: dict[str, Any]) -> Sample:
         },
         num_loss_tokens=values["num_loss_tokens"],
     )
+
+
+METADATA = "metadata"
+"""Key of metadata, beside modules' names, in counts of bytes."""
+
+
+class Producer(Protocol):
+    """Prepares samples of one data set. Called from several threads at a time."""
+
+    @property
+    def received_bytes(self) -> Mapping[str, int]:
+        """Bytes received from other processes so far, by module and of metadata."""
+
+    may_skip: bool
+    """Whether samples that cannot be prepared are returned as `Corrupt`; otherwise they stop the run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs between different data or preparations, as far as is known without reading all data."""
+
+    def __len__(self) -> int: ...
+
+    def samples(self, indices: Sequence[int]) -> list[Sample | Corrupt]:
+        """The metadata of samples. Raises `UserError` for one that cannot be prepared, unless `may_skip`."""
+
+    def features(self, module: str, indices: Sequence[int]) -> "list[dict[str, Tensor]]":
+        """The samples' tensors for one module; not to be written to. Raises `UserError` naming a corrupt file."""
+
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """Prepares samples in the calling thread."""
+
+    may_skip = False
+
+    def __init__(self, dataset: "Dataset") -> None:
+        self._dataset = dataset
+        self.received_bytes: dict[str, int] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        return self._dataset.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def samples(self, indices: Sequence[int]) -> list[Sample | Corrupt]:
+        return [self._dataset.sample(i) for i in indices]
+
+    def features(self, module: str, indices: Sequence[int]) -> "list[dict[str, Tensor]]":
+        return [self._dataset.features(i, module) for i in indices]
+
+    def close(self) -> None:
+        pass

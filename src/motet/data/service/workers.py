@@ -1,11 +1,10 @@
-"""Processes that answer tickets. One that dies is replaced, and its tickets are answered by others.
+"""Preparation of samples in worker processes. A worker that dies is replaced, and its tickets are answered by others.
 
-The standard library's process pool, forked: workers have the data sets as they were opened, without reading them again.
-
-Through the pool's pipe go notes of at most `select.PIPE_BUF` bytes, which the kernel writes whole or not at all:
-a worker that is killed in the middle of a longer message would leave whoever reads it waiting for ever. What a note
-speaks of lies in memory that is shared: small answers in slots that all workers have from the start, large tensors in
-memory of their own (torch's, which vanishes with its last user).
+The standard library's process pool is forked, so workers have the data sets as they were opened, without reading them
+again. Messages through the pool's pipe have at most `select.PIPE_BUF` bytes, which the kernel writes atomically: a
+worker that is killed in the middle of a longer message would block its reader forever. The answers themselves are in
+shared memory: small ones in slots that all workers have from the start, large tensors in memory of their own (torch's,
+which is freed with its last user).
 
 Limits: a pool that loses one worker restarts all of them; torch's shared memory is /dev/shm, which containers often
 make small.
@@ -19,42 +18,91 @@ import signal
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from motet.assignment.sample import Sample
-from motet.data.service.preparer import Answer, Preparer
-from motet.data.service.tensor_buffer import Header, TensorBuffer, in_own_memory, in_shared_memory, unpack
+from motet.data.preparation import Dataset
+from motet.data.service.tensor_buffer import (
+    Allocate,
+    Header,
+    TensorBuffer,
+    in_own_memory,
+    in_shared_memory,
+    pack,
+    unpack,
+)
 from motet.data.service.tickets import Corrupt, Split, Ticket
 from motet.errors import UserError
 
 MAX_ATTEMPTS = 5
-"""At one ticket, each of which cost a worker its life."""
+"""Attempts at one ticket, each of which ended with the death of a worker."""
 
 LARGE_BYTES = 256 * 2**10
-"""From here on, setting up shared memory costs less than two copies."""
+"""From this size on, setting up shared memory costs less than two copies."""
 
 SLOT_BYTES = 2 * LARGE_BYTES
 SLOTS_PER_WORKER = 8
-"""Pages that nobody writes to cost nothing."""
+"""Slots that are never written to take no memory."""
+
+
+Answer = list[Sample | Corrupt] | TensorBuffer | Corrupt
+"""The answer to a ticket for metadata; for tensors; and for tensors of a sample that cannot be prepared."""
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """Answers tickets from data sets.
+
+    `checks_all`: a sample's tensors are prepared before its metadata is returned, so that samples that cannot be
+    prepared are known before the batch is cut. Every process then decodes all samples that it is asked about."""
+
+    datasets: Mapping[Split, Dataset]
+    checks_all: bool = False
+    _good: set[tuple[Split, int]] = field(default_factory=set, init=False, repr=False)
+
+    def answer(self, ticket: Ticket, allocate: Allocate = in_own_memory) -> Answer:
+        """The answer, a function of the ticket and the data alone. `allocate`: allocates the memory for tensors."""
+        if ticket.module is None:
+            return [self._sample(ticket.split, index) for index in ticket.indices]
+        features: list[dict[str, Tensor]] = []
+        for index in ticket.indices:
+            try:
+                features.append(self.datasets[ticket.split].features(index, ticket.module))
+            except UserError as error:
+                return Corrupt(index, str(error))
+        return pack(features, allocate)
+
+    def _sample(self, split: Split, index: int) -> Sample | Corrupt:
+        dataset = self.datasets[split]
+        try:
+            sample = dataset.sample(index)
+            if self.checks_all and (split, index) not in self._good:
+                for module in sample.layouts:
+                    if sample.has(module):
+                        dataset.features(index, module)
+                self._good.add((split, index))
+            return sample
+        except UserError as error:
+            return Corrupt(index, str(error))
 
 
 class WorkersDiedError(RuntimeError):
-    """The workers die of a ticket again and again."""
+    """Raised when workers die repeatedly over one ticket."""
 
 
 class PreparationError(RuntimeError):
-    """A worker failed at a ticket, in a way that is no fault of the sample's."""
+    """Raised when a worker fails for another reason than the sample."""
 
 
 class Workers:
-    """`num`: processes; 0: tickets are answered by the caller itself."""
+    """Answers tickets by `num` worker processes; 0: in the calling thread."""
 
     def __init__(self, preparer: Preparer, num: int) -> None:
         self.preparer, self.num = preparer, num
@@ -66,7 +114,7 @@ class Workers:
         return _Pool(self.preparer, self.num)
 
     def answers(self, tickets: Iterable[Ticket]) -> Iterator[Answer]:
-        """In the tickets' order; of those that follow, only a bounded number is begun before an answer is taken."""
+        """The answers in the order of the tickets. A bounded number of further tickets is prepared ahead."""
         if self._pool is None:
             yield from map(self.preparer.answer, tickets)
             return
@@ -78,7 +126,7 @@ class Workers:
                 if not begun:
                     return
                 yield self._finish(begun.popleft())
-        finally:  # Nobody wants the rest.
+        finally:  # The caller does not take the other answers.
             for left in begun:
                 left.note.add_done_callback(left.give_back)
 
@@ -118,8 +166,8 @@ class Workers:
 
 
 class _Pool:
-    """Processes that die together, and the slots that they write to. A worker of a broken pool may still be writing, so
-    another pool has other slots."""
+    """Worker processes and the slots that they write to. A worker of a broken pool may still be writing, so a new pool
+    has new slots."""
 
     def __init__(self, preparer: Preparer, num: int) -> None:
         num_slots = SLOTS_PER_WORKER * num
@@ -128,10 +176,10 @@ class _Pool:
         self.executor = ProcessPoolExecutor(
             num, multiprocessing.get_context("fork"), initializer=_begin, initargs=(preparer, self._slots)
         )
-        self.executor.submit(os.getpid)  # Forks now, as long as this process has few threads.
+        self.executor.submit(os.getpid)  # Forks now, while this process has few threads.
 
     def take_slot(self) -> int | None:
-        """None if all are taken."""
+        """Returns a free slot, or None if there is none."""
         try:
             return self._free.popleft()
         except IndexError:
@@ -142,7 +190,7 @@ class _Pool:
             self._free.append(slot)
 
     def read(self, note: "_Note", slot: int | None) -> Answer:
-        """What a worker has written; its slot is free again. Raises `PreparationError`."""
+        """Reads what a worker has written and frees its slot. Raises `PreparationError`."""
         if note.shared is not None:
             written = pickle.loads(note.shared.numpy().data)
         else:
@@ -171,23 +219,23 @@ class _Begun:
 
 @dataclass(frozen=True)
 class _Note:
-    """What goes through the pipe."""
+    """The message through the pipe."""
 
     num_bytes: int
-    """Of the answer, pickled, without large tensors."""
+    """Size of the pickled answer, without large tensors."""
     shared: Tensor | None
-    """uint8 [bytes], where the answer is; None: in the slot."""
+    """uint8 [bytes] that hold the answer; None: it is in the slot."""
     data: Tensor | None
     """uint8 [bytes] in shared memory, if the tensors are large."""
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """A `TensorBuffer` as it is written."""
+    """The form in which a `TensorBuffer` is pickled."""
 
     header: Header
     data: np.ndarray
-    """uint8 [bytes]; none, if they have memory of their own."""
+    """uint8 [bytes]; empty if the tensors have memory of their own."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +244,7 @@ class _Failed:
     traceback: str
 
 
-# What follows runs in the workers.
+# The functions from here to `_answer` run in the workers.
 
 _preparer: Preparer | None = None
 _slots: mmap.mmap | None = None
@@ -205,8 +253,8 @@ _slots: mmap.mmap | None = None
 def _begin(preparer: Preparer, slots: mmap.mmap) -> None:
     global _preparer, _slots
     _preparer, _slots = preparer, slots
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The terminal's interrupt is for who asks.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # By which a broken pool ends; whoever forked may have caught it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles the terminal's interrupt.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ends a broken pool; the main process may have a handler.
     torch.set_num_threads(1)  # A pool of threads does not survive the fork.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -243,17 +291,14 @@ def _answer(ticket: Ticket, slot: int | None) -> _Note:
     return _Note(len(content), shared, data)
 
 
-# The producer that needs nothing to be started: worker processes of the training process itself.
-
-
 LARGEST_SHARE = 16
-"""Samples that are prepared, and travel, at a time."""
+"""Most samples that are prepared and sent at a time."""
 
 
 class LocalProducer:
-    """One data set, prepared by workers, which several data sets may share.
+    """The producer of one data set, whose workers may be shared by several data sets.
 
-    `may_skip`: the workers check all samples. Each training process then decodes all of them, whatever it needs."""
+    `may_skip`: the workers check all samples, so each training process decodes all of them."""
 
     def __init__(self, workers: Workers, split: Split, num_samples: int, *, may_skip: bool = False) -> None:
         self._workers, self._split, self._num_samples, self.may_skip = workers, split, num_samples, may_skip
@@ -294,7 +339,7 @@ class LocalProducer:
 
 
 def shares(ticket: Ticket, num_workers: int) -> Iterator[Ticket]:
-    """The same ticket in parts, enough of them to keep all workers busy, and none so large that it is a burden."""
+    """Splits a ticket into parts: enough to keep all workers busy, and of at most `LARGEST_SHARE` samples."""
     size = min(LARGEST_SHARE, max(1, -(-len(ticket.indices) // (2 * num_workers or 1))))
     for first in range(0, len(ticket.indices), size):
         yield Ticket(ticket.split, ticket.indices[first : first + size], ticket.module)

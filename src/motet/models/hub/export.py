@@ -1,4 +1,4 @@
-"""A trained model as a folder that plain transformers loads: one sub-folder for each part.
+"""Exports a trained model as a folder that plain transformers loads: one sub-folder for each part.
 
     exported/
       vision/               config.json, model.safetensors, the image processor
@@ -7,7 +7,13 @@
       motet.json            how they are put together
       README.md             how to load them without motet
 
-The folder is written under another name and renamed when it is complete. A part's sub-folder can stand as `path` in
+A contrastive model has its towers in place of the encoders, `contrastive/` (the loss: logit_scale and logit_bias),
+`decoder/` if there is a caption decoder, and `whole/`: the same as one CLIPModel or SiglipModel, if transformers has
+such a model. The features of a tower are its encoder's `pooler_output` (Whisper: the mean of its `last_hidden_state`
+without padding), times the projector, divided by their length. The decoder's `encoder_hidden_states` are the
+`last_hidden_state` of the tower that it reads, times the projector.
+
+The folder is written under another name and renamed when it is complete. A part's sub-folder can be given as `path` in
 another run file. `motet.models.hub.llava` writes one model of transformers' own instead, where it has the architecture.
 
 Limits: callbacks are code and are not exported; a projector of the user's own is exported as its weights alone.
@@ -33,12 +39,11 @@ from motet.families.classes import Kind, model_class_of
 from motet.families.encoders import ENCODER_FAMILIES
 from motet.families.token_counts import FeatureSelect
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
-from motet.models.graph import Merge, ModalityModule
+from motet.models.graph import Merge, ModalityModule, ModuleGraph
 from motet.models.hub.clip import is_transformers_model, to_transformers
 from motet.models.hub.weights import (
     MAX_SHARD_SIZE,
     check_tensors,
-    module_tensors,
     save_part,
     save_tensors,
     tensors_under,
@@ -49,9 +54,6 @@ from motet.models.multimodal import MultimodalModule
 from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.projector import PROJECTORS
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
-
-# The README.md of an exported model: how to load it with transformers and torch alone. A test runs its code.
-
 
 Manifest = Mapping[str, Any]
 """The content of the export's motet.json."""
@@ -71,7 +73,7 @@ _MERGES = {
 
 
 def export_readme(manifest: Manifest, *, has_tokenizer: bool) -> str:
-    """Markdown."""
+    """The README.md of an exported model: how to load it with transformers and torch alone. A test runs its code."""
     code = "\n".join(_loading_code(manifest, has_tokenizer=has_tokenizer))
     use = "\n".join(_how_features_are_used(name, manifest) for name in manifest["encoders"])
     return (
@@ -120,87 +122,144 @@ def _how_features_are_used(name: str, manifest: Manifest) -> str:
 
 MANIFEST = "motet.json"
 OWN_PROJECTOR = "own"
-"""Instead of a projector's name: a module of the user's own."""
+"""Stands for a projector of the user's own, where others have names."""
+WHOLE = "whole"
+"""The sub-folder of a contrastive model as one model of transformers'."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderDescription:
+class PartDescription:
+    """A module of transformers and its projector, without weights."""
+
+    kind: Kind
     config: PretrainedConfig
-    projector: str | None
+    projector: str | None = None
     """Its name, None, or `OWN_PROJECTOR`."""
+    projector_sizes: tuple[int, int] = (0, 0)
+    """(in_features, out_features) of an encoder's projector."""
     feature_select: FeatureSelect = "patch"
     feature_layer: int | None = None
     placeholder_token_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDescription:
-    """All of a multimodal model but its weights."""
+class LossDescription:
+    """A contrastive loss and, if there is one, the caption decoder beside it."""
 
-    encoders: Mapping[str, EncoderDescription]
-    language_model: PretrainedConfig
+    kind: str
+    anchor: str | None
+    loss_weight: float
+    decoder: Mapping[str, Any] | None
+    """`reads`, the tower, and `loss_weight`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """All of a model but its weights."""
+
+    parts: Mapping[str, PartDescription]
+    """By module."""
     merge: Merge = "placeholder"
     media_attention: str = "causal"
     """As in a run file: what tokens of images and clips see in the language model."""
+    loss: LossDescription | None = None
 
-    def projector_sizes(self, encoder: str) -> tuple[int, int]:
-        """(in_features, out_features) of a projector by name."""
-        config = self.encoders[encoder].config
-        return getattr(config, ENCODER_FAMILIES[config.model_type].output_size), self.language_model.hidden_size
+    @property
+    def encoders(self) -> dict[str, PartDescription]:
+        """Encoders or towers."""
+        return {name: part for name, part in self.parts.items() if part.kind == "encoder"}
+
+    @property
+    def language_model(self) -> PretrainedConfig:
+        return self.parts[LANGUAGE_MODEL].config
 
 
-def describe_config(config: ModelConfig, placeholder_token_ids: Mapping[str, int]) -> ModelDescription:
+def describe_config(model: ModelConfig, placeholder_token_ids: Mapping[str, int]) -> ModelDescription:
     """Of a run file's model. Raises `UserError` if a part's configuration cannot be read."""
-    encoders = {
-        name: EncoderDescription(
-            config=read_part_config(part, "encoder", where=f"model.encoders.{name}"),
+    if model.towers:
+        return _describe_towers(model)
+    language_model = read_part_config(model.causal_lm, "language_model", where=f"model.{LANGUAGE_MODEL}")
+    parts = {}
+    for name, part in model.encoders.items():
+        config = read_part_config(part, "encoder", where=f"model.encoders.{name}")
+        parts[name] = PartDescription(
+            kind="encoder",
+            config=config,
             projector=part.projector,
+            projector_sizes=(_output_size(config), language_model.hidden_size),
             feature_select=part.feature_select,
             feature_layer=part.feature_layer,
             placeholder_token_id=placeholder_token_ids.get(name),
         )
-        for name, part in config.encoders.items()
-    }
-    language_model = read_part_config(config.causal_lm, "language_model", where=f"model.{LANGUAGE_MODEL}")
-    media = config.media_attention
+    parts[LANGUAGE_MODEL] = PartDescription(kind="language_model", config=language_model)
+    media = model.media_attention
     if media == "family":
         media = rule_of_family(language_model.model_type).media
-    return ModelDescription(encoders=encoders, language_model=language_model, merge=config.merge, media_attention=media)
+    return ModelDescription(parts=parts, merge=model.merge, media_attention=media)
+
+
+def _describe_towers(model: ModelConfig) -> ModelDescription:
+    configs = {
+        name: read_part_config(tower, "encoder", where=f"model.towers.{name}") for name, tower in model.towers.items()
+    }
+    widths = (_output_size(configs[name]) for name, tower in model.towers.items() if tower.projector is None)
+    width = model.contrastive.width or next(widths)
+    parts = {
+        name: PartDescription(
+            kind="encoder",
+            config=configs[name],
+            projector=tower.projector,
+            projector_sizes=(_output_size(configs[name]), width),
+        )
+        for name, tower in model.towers.items()
+    }
+    decoder = None
+    if model.decoder is not None:
+        config = read_part_config(model.decoder, "decoder", where=f"model.{DECODER}")
+        parts[DECODER] = PartDescription(kind="decoder", config=config)
+        decoder = {"reads": model.decoder.reads, "loss_weight": model.decoder.loss_weight}
+    given = model.contrastive
+    loss = LossDescription(kind=given.loss, anchor=given.anchor, loss_weight=given.loss_weight, decoder=decoder)
+    return ModelDescription(parts=parts, loss=loss)
 
 
 def describe_module(model: MultimodalModule) -> ModelDescription:
     """Of a model in memory, as `describe_config` of a run file's."""
     kind_of = {projector_class: kind for kind, projector_class in PROJECTORS.items()}
-    encoders = {
-        name: EncoderDescription(
+    language_model = model.language_model.module.config
+    parts = {
+        name: PartDescription(
+            kind="encoder",
             config=encoder.module.config,
             projector=None if encoder.projector is None else kind_of.get(type(encoder.projector), OWN_PROJECTOR),
+            projector_sizes=(encoder.output_size, language_model.hidden_size),
             feature_select=encoder.feature_select,
             feature_layer=encoder.feature_layer,
             placeholder_token_id=model.placeholder_token_ids.get(name),
         )
         for name, encoder in model.modality_modules(encoders_only=True).items()
     }
-    return ModelDescription(
-        encoders=encoders,
-        language_model=model.language_model.module.config,
-        merge=model.merge,
-        media_attention=model.media_attention,
-    )
+    parts[LANGUAGE_MODEL] = PartDescription(kind="language_model", config=language_model)
+    return ModelDescription(parts=parts, merge=model.merge, media_attention=model.media_attention)
 
 
-def multimodal_tensors(model: MultimodalModule) -> dict[str, Tensor]:
+def _output_size(config: PretrainedConfig) -> int:
+    size: int = getattr(config, ENCODER_FAMILIES[config.model_type].output_size)
+    return size
+
+
+def graph_tensors(model: ModuleGraph) -> dict[str, Tensor]:
     """Every parameter by its name in the whole model, as checkpoints have it; tied ones once."""
     return {
-        f"{part}.{name}": tensor
+        f"{part}.{name}": parameter.detach()
         for part, module in model.parts().items()
-        for name, tensor in module_tensors(module).items()
+        for name, parameter in module.named_parameters()
     }
 
 
 def export_module(model: MultimodalModule, folder: str | Path, **options: Any) -> None:
     """`export_parts` of a model that is in memory."""
-    export_parts(multimodal_tensors(model), describe_module(model), folder, **options)
+    export_parts(graph_tensors(model), describe_module(model), folder, **options)
 
 
 def export_parts(
@@ -208,7 +267,6 @@ def export_parts(
     description: ModelDescription,
     folder: str | Path,
     *,
-    tokenizer: Any = None,
     processors: Mapping[str, Any] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
@@ -218,31 +276,36 @@ def export_parts(
         tensors: by name in the whole model, such as `vision.projector.linear_1.weight`; read one file's worth at a
             time (`motet.models.hub.weights.CheckpointTensors`).
         folder: replaced if it is an earlier export.
-        tokenizer: saved beside the language model, whose generation then ends with its end-of-sequence token.
-        processors: by encoder: its image processor or feature extractor.
+        processors: by module: its tokenizer, image processor or feature extractor. A language model's tokenizer
+            determines the token that ends its answers.
 
     Raises `UserError` if the tensors are not those of the model, or if the folder is in use for something else.
     """
-    _check_parts(description, tensors, processors or {})
+    processors = processors or {}
+    _check_parts(description, tensors, processors)
 
     def write(partial: Path) -> None:
-        for name, encoder in description.encoders.items():
-            part, model_class = f"{name}.module", model_class_of(encoder.config.model_type, "encoder")
-            own = tensors_under(tensors, part)
-            save_part(partial / name, model_class, encoder.config, own, where=part, max_shard_size=max_shard_size)
-            if encoder.projector is not None:
-                _save_projector(partial / f"{name}_projector", name, description, tensors)
-        config, part = description.language_model, f"{LANGUAGE_MODEL}.module"
-        llm_folder, model_class = partial / LANGUAGE_MODEL, model_class_of(config.model_type, "language_model")
-        own = tensors_under(tensors, part)
-        save_part(llm_folder, model_class, config, own, where=part, max_shard_size=max_shard_size)
-        for name, processor in (processors or {}).items():
-            processor.save_pretrained(partial / name)
-        if tokenizer is not None:
-            save_tokenizer(llm_folder, tokenizer)
+        for name, part in description.parts.items():
+            where, model_class = f"{name}.module", model_class_of(part.config.model_type, part.kind)
+            own = tensors_under(tensors, where)
+            save_part(partial / name, model_class, part.config, own, where=where, max_shard_size=max_shard_size)
+            if part.projector is not None:
+                _save_projector(partial / f"{name}_projector", name, part, tensors)
+            if name in processors:
+                processors[name].save_pretrained(partial / name)
+            if name in processors and part.kind == "language_model":
+                generation_config(processors[name]).save_pretrained(partial / name)
         manifest = _manifest(description)
         write_json(partial / MANIFEST, manifest)
-        (partial / "README.md").write_text(export_readme(manifest, has_tokenizer=tokenizer is not None))
+        if description.loss is None:
+            readme = export_readme(manifest, has_tokenizer=LANGUAGE_MODEL in processors)
+            (partial / "README.md").write_text(readme)
+            return
+        (partial / CONTRASTIVE).mkdir()
+        save_tensors(partial / CONTRASTIVE / "model.safetensors", tensors_under(tensors, f"{CONTRASTIVE}.module"))
+        whole = load_towers(partial)
+        if is_transformers_model(whole):
+            to_transformers(whole).save_pretrained(partial / WHOLE)
 
     write_folder(Path(folder), write, marker=MANIFEST)
 
@@ -266,11 +329,10 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) ->
     partial.rename(folder)
 
 
-def save_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """And the generation configuration that follows from it: what ends an answer."""
-    tokenizer.save_pretrained(folder)
+def generation_config(tokenizer: Any) -> GenerationConfig:
+    """What follows from a tokenizer: the token that ends an answer."""
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad")}
-    GenerationConfig(**ids).save_pretrained(folder)
+    return GenerationConfig(**ids)
 
 
 def load_export(folder: str | Path, *, projectors: Mapping[str, nn.Module] | None = None) -> MultimodalModule:
@@ -328,30 +390,29 @@ def load_model(folder: Path, class_of: Callable[[str], Any]) -> Any:
 
 
 def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], processors: Mapping[str, Any]) -> None:
-    parts = {f"{LANGUAGE_MODEL}.module"}
-    for name, encoder in description.encoders.items():
-        parts |= {f"{name}.module"} | ({f"{name}.projector"} if encoder.projector else set())
-        if f"{name}_projector" in description.encoders:
+    parts = set() if description.loss is None else {f"{CONTRASTIVE}.module"}
+    for name, part in description.parts.items():
+        parts |= {f"{name}.module"} | ({f"{name}.projector"} if part.projector else set())
+        if f"{name}_projector" in description.parts:
             raise UserError(f"export: {name}_projector is the folder of {name}'s projector; rename that encoder")
     for name in tensors:
         if ".".join(name.split(".")[:2]) not in parts:
             raise UserError(f"export: the tensor {name} belongs to no part; the parts are {', '.join(sorted(parts))}")
     for name in processors:
-        if name not in description.encoders:
-            raise UserError(f"export: processors has {name!r}, but the encoders are {', '.join(description.encoders)}")
+        if name not in description.parts:
+            raise UserError(f"export: processors has {name!r}, but the modules are {', '.join(description.parts)}")
 
 
-def _save_projector(folder: Path, encoder: str, description: ModelDescription, tensors: Mapping[str, Tensor]) -> None:
-    kind = description.encoders[encoder].projector
-    own = tensors_under(tensors, f"{encoder}.projector")
-    config: dict[str, Any] = {"projector": kind}
-    if kind in PROJECTORS:
-        in_features, out_features = description.projector_sizes(encoder)
+def _save_projector(folder: Path, name: str, part: PartDescription, tensors: Mapping[str, Tensor]) -> None:
+    own = tensors_under(tensors, f"{name}.projector")
+    config: dict[str, Any] = {"projector": part.projector}
+    if part.projector in PROJECTORS:
+        in_features, out_features = part.projector_sizes
         with torch.device("meta"):
-            expected = dict(PROJECTORS[kind](in_features, out_features).named_parameters())
-        check_tensors(expected, own, where=f"{encoder}.projector")
+            expected = dict(PROJECTORS[part.projector](in_features, out_features).named_parameters())
+        check_tensors(expected, own, where=f"{name}.projector")
         config |= {"in_features": in_features, "out_features": out_features}
-        config |= {"activation": "gelu"} if kind == "mlp" else {}
+        config |= {"activation": "gelu"} if part.projector == "mlp" else {}
     folder.mkdir()
     write_json(folder / "config.json", config)
     save_tensors(folder / "model.safetensors", own)
@@ -376,23 +437,27 @@ def _load_projector(folder: Path, encoder: str, projectors: Mapping[str, nn.Modu
 
 
 def _manifest(description: ModelDescription) -> dict[str, Any]:
-    encoders = {}
-    for name, encoder in description.encoders.items():
-        encoders[name] = {
-            **_class_entry(encoder.config, "encoder"),
-            "projector": encoder.projector,
-            "projector_sizes": description.projector_sizes(name),
-            "feature_select": encoder.feature_select,
-            "feature_layer": encoder.feature_layer,
-            "placeholder_token_id": encoder.placeholder_token_id,
-        }
-    language_model = _class_entry(description.language_model, "language_model")
+    loss = description.loss
+    if loss is not None:
+        manifest = {"format": 1, "loss": loss.kind, "anchor": loss.anchor, "loss_weight": loss.loss_weight}
+        manifest["towers"] = {name: tower.projector for name, tower in description.encoders.items()}
+        return manifest if loss.decoder is None else {**manifest, DECODER: loss.decoder}
     return {
         "format": 1,
         "merge": description.merge,
         "media_attention": description.media_attention,
-        "encoders": encoders,
-        LANGUAGE_MODEL: language_model,
+        "encoders": {
+            name: {
+                **_class_entry(encoder.config, "encoder"),
+                "projector": encoder.projector,
+                "projector_sizes": encoder.projector_sizes,
+                "feature_select": encoder.feature_select,
+                "feature_layer": encoder.feature_layer,
+                "placeholder_token_id": encoder.placeholder_token_id,
+            }
+            for name, encoder in description.encoders.items()
+        },
+        LANGUAGE_MODEL: _class_entry(description.language_model, "language_model"),
     }
 
 
@@ -422,66 +487,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-# A trained contrastive model as a folder that plain transformers loads: one sub-folder for each part.
-#
-# exported/ image/ config.json, model.safetensors, the image processor image_projector/ config.json, model.safetensors
-# text/ config.json, model.safetensors, the tokenizer text_projector/ ... contrastive/ model.safetensors: logit_scale,
-# logit_bias whole/ the same as one CLIPModel or SiglipModel, where transformers has such a model decoder/ a caption
-# decoder, where there is one, and its tokenizer motet.json how they are put together
-#
-# Features are each encoder's `pooler_output` (Whisper: the mean of its `last_hidden_state` over what is no padding),
-# times the projector, over its length. The decoder's `encoder_hidden_states` are the `last_hidden_state` of the tower
-# that it reads, times the projector.
-
-
-def export_towers(
-    tensors: Mapping[str, Tensor], model: ModelConfig, folder: str | Path, *, processors: Mapping[str, Any]
-) -> None:
-    """Writes every part of a run file's towers for plain `from_pretrained`.
-
-    `tensors`: by name in the whole model, as checkpoints have it. `processors`: by tower, tokenizer or processor."""
-    manifest: dict[str, Any] = {"format": 1, "loss": model.contrastive.loss, "anchor": model.contrastive.anchor}
-    manifest["loss_weight"] = model.contrastive.loss_weight
-    manifest["towers"] = {name: tower.projector for name, tower in model.towers.items()}
-
-    if model.decoder is not None:
-        manifest["decoder"] = {"reads": model.decoder.reads, "loss_weight": model.decoder.loss_weight}
-
-    def write(partial: Path) -> None:
-        for name, tower in model.towers.items():
-            config = read_part_config(tower, "encoder", where=f"model.towers.{name}")
-            part = f"{name}.module"
-            save_part(
-                partial / name,
-                model_class_of(config.model_type, "encoder"),
-                config,
-                tensors_under(tensors, part),
-                where=part,
-            )
-            processors[name].save_pretrained(partial / name)
-            if tower.projector is not None:
-                own = dict(tensors_under(tensors, f"{name}.projector"))
-                matrices = [own[key] for key in sorted(own) if own[key].dim() == 2]
-                (partial / f"{name}_projector").mkdir()
-                sizes = {"in_features": matrices[0].shape[1], "out_features": matrices[-1].shape[0]}
-                write_json(partial / f"{name}_projector" / "config.json", {"projector": tower.projector, **sizes})
-                save_tensors(partial / f"{name}_projector" / "model.safetensors", own)
-        if model.decoder is not None:
-            config = read_part_config(model.decoder, "decoder", where=f"model.{DECODER}")
-            part = f"{DECODER}.module"
-            model_class = model_class_of(config.model_type, "decoder")
-            save_part(partial / DECODER, model_class, config, tensors_under(tensors, part), where=part)
-            processors[DECODER].save_pretrained(partial / DECODER)
-        (partial / CONTRASTIVE).mkdir()
-        save_tensors(partial / CONTRASTIVE / "model.safetensors", dict(tensors_under(tensors, f"{CONTRASTIVE}.module")))
-        write_json(partial / MANIFEST, manifest)
-        whole = load_towers(partial)
-        if is_transformers_model(whole):
-            to_transformers(whole).save_pretrained(partial / "whole")
-
-    write_folder(Path(folder), write, marker=MANIFEST)
-
-
 def load_towers(folder: str | Path) -> ContrastiveModule:
     """The exported model, in evaluation mode. Raises `UserError` naming the file that is missing or damaged."""
     folder = Path(folder)
@@ -490,7 +495,7 @@ def load_towers(folder: str | Path) -> ContrastiveModule:
         towers = {
             name: ModalityModule(
                 load_part(folder / name, "encoder"),
-                None if projector is None else _load_projector_export_towers(folder / f"{name}_projector"),
+                None if projector is None else _load_projector(folder / f"{name}_projector", name, {}),
             )
             for name, projector in manifest["towers"].items()
         }
@@ -504,10 +509,3 @@ def load_towers(folder: str | Path) -> ContrastiveModule:
         return ContrastiveModule(towers, loss, anchor=manifest["anchor"], decoder=decoder, loss_weight=weight).eval()
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise UserError(f"{folder}: is no exported contrastive model ({error}); export it again") from None
-
-
-def _load_projector_export_towers(folder: Path) -> nn.Module:
-    config = json.loads((folder / "config.json").read_text())
-    projector = PROJECTORS[config["projector"]](config["in_features"], config["out_features"])
-    projector.load_state_dict(load_file(folder / "model.safetensors"))
-    return projector

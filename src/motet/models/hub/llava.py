@@ -21,12 +21,12 @@ from motet.families.classes import model_class_of
 from motet.families.token_counts import FeatureSelect, token_counts
 from motet.models.graph import ModalityModule
 from motet.models.hub.export import (
-    EncoderDescription,
     ModelDescription,
+    PartDescription,
     describe_module,
+    generation_config,
+    graph_tensors,
     load_model,
-    multimodal_tensors,
-    save_tokenizer,
     write_folder,
 )
 from motet.models.hub.weights import MAX_SHARD_SIZE, RenamedTensors, save_part
@@ -43,7 +43,7 @@ HAS_NORM_IN_HEAD = ("siglip_vision_model", "dinov2")
 
 def to_llava(model: MultimodalModule, folder: str | Path, **options: Any) -> None:
     """`export_llava` of a model that is in memory."""
-    export_llava(multimodal_tensors(model), describe_module(model), folder, **options)
+    export_llava(graph_tensors(model), describe_module(model), folder, **options)
 
 
 def export_llava(
@@ -70,7 +70,8 @@ def export_llava(
         llava = LlavaForConditionalGeneration
         save_part(partial, llava, config, renamed, where="llava", max_shard_size=max_shard_size)
         if tokenizer is not None:
-            save_tokenizer(partial, tokenizer)
+            tokenizer.save_pretrained(partial)
+            generation_config(tokenizer).save_pretrained(partial)
         if image_processor is not None:
             _processor(config, tokenizer, image_processor).save_pretrained(partial)
 
@@ -179,7 +180,7 @@ def _causal_language_model(model: Any) -> nn.Module:
     return causal
 
 
-def _tokens_per_image(encoder: EncoderDescription) -> int:
+def _tokens_per_image(encoder: PartDescription) -> int:
     side = encoder.config.image_size // encoder.config.patch_size
     counts = token_counts(encoder.config, (side, side))
     return counts.num_full if encoder.feature_select == "full" else counts.num_patch

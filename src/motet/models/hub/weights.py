@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -171,8 +171,3 @@ def _own_memory(tensor: Tensor) -> Tensor:
     """safetensors refuses tensors that share memory, such as slices of one buffer."""
     is_slice = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
     return tensor.clone(memory_format=torch.contiguous_format) if is_slice else tensor.contiguous()
-
-
-def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, tied ones once."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}

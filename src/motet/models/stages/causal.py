@@ -87,6 +87,11 @@ def merge(embeddings: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     return flat.index_copy(0, places.to(flat.device), tokens.to(flat.dtype)).view(rows, columns, width)
 
 
+def all_tokens(hidden: Tensor, sequences: SequenceLayout) -> Tensor:
+    """[rows, columns, H] -> [sum of lengths, H], sample after sample, without padding."""
+    return hidden.flatten(0, 1).index_select(0, sequences.places().to(hidden.device))
+
+
 class CausalStage(nn.Module, ABC):
     """Layers [first, last) of a causal model. Takes over `model`; the subclass drops what is not its own."""
 

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from motet.assignment.sample import Sample
 from motet.config.model_section import INITIAL_LOGIT_SCALE
 from motet.errors import UserError
+from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context_attention import ContextParallel
 from motet.plan import ContextOptions
 from motet.ragged_arrays import Ints
@@ -271,6 +272,12 @@ class ContrastiveStage(nn.Module):
         raise AssertionError("nothing is sent into a contrastive loss")
 
     output_shape = input_shape
+
+    def forward(self, inputs: StageInput) -> StageOutput:
+        """The loss of one contrastive batch (`loss`), of the towers' embeddings that this rank holds."""
+        assert inputs.shares is not None
+        with torch.autocast(self.module.logit_scale.device.type, enabled=False):
+            return StageOutput(loss=self.loss(inputs.incoming, inputs.shares))
 
     def loss(self, features: Mapping[str, Tensor], shares: Shares) -> Tensor:
         """The sum of the losses of all pairs and samples, alike on all ranks of the group. Collective.

@@ -17,6 +17,7 @@ function: a stage that holds a later one calls `preprocess_callback` too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -29,9 +30,9 @@ from motet.attention.masks.distribution import FULL, Rows, tokens_of_members
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
 from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
-from motet.families.token_counts import EncoderOutputs
+from motet.families.token_counts import Selection, selection_of
 from motet.models.stages.projector import PROJECTORS, projected_size
-from motet.models.stages.stage import keep_frozen_in_eval_mode
+from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_sequence import (
     ITEM_ATTENTION,
@@ -60,6 +61,85 @@ def encoder_layer_parts(module: nn.Module, layer: int) -> tuple[str, ...]:
     parts = {0: family.embed_parts, head_layer: family.head_parts}.get(layer, ())
     present = {name for name, _ in module.named_modules()}
     return tuple(part for part in parts if part in present)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOutputs:
+    """What leaves each layer of an encoder: how many tokens of each sample, how wide, and which are handed on.
+
+    Derived from configuration and layouts alone, so that shapes are known before anything is computed."""
+
+    name: str
+    """The module whose layouts are read."""
+    config: Any
+    """Of the transformers model."""
+    head_layer: int
+    block_width: int
+    head_width: int
+    projector_width: int | None
+    """None: there is no projector."""
+    is_pooled: bool
+    """Whether the head hands on what a tower's pooling makes, which layouts count."""
+    has_callback_after_head: bool
+
+    def width(self, layer: int) -> int:
+        """Of what enters `layer` (of what leaves the last one)."""
+        if layer <= self.head_layer:
+            return self.block_width
+        if layer == self.head_layer + 1:
+            return self.head_width
+        assert self.projector_width is not None
+        return self.projector_width
+
+    def num_tokens(self, layer: int, samples: Sequence[Sample]) -> list[int]:
+        """Of each sample, of what enters `layer` (of what leaves the last one)."""
+        if layer <= self.head_layer:
+            return [sample.num_tokens(self.name) for sample in samples]
+        if layer == self.head_layer + 1 and self.projector_width is not None:
+            return self.projector_inputs(samples)
+        return self.final(samples)
+
+    def of_head(self, samples: Sequence[Sample]) -> list[int]:
+        """Tokens of each sample that the head hands on, before the callback after it."""
+        if self.is_pooled:
+            return self.final(samples)
+        return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
+
+    def projector_inputs(self, samples: Sequence[Sample]) -> list[int]:
+        """A callback after the head makes what the layout says, or the shape here would not be known from metadata."""
+        return self.final(samples) if self.has_callback_after_head else self.of_head(samples)
+
+    def final(self, samples: Sequence[Sample]) -> list[int]:
+        return [sample.num_outputs(self.name) for sample in samples]
+
+    def tiles(self, samples: Sequence[Sample]) -> list[tuple[tuple[int, ...], int]]:
+        """(grid, number of tokens) of every image or clip in order."""
+        tiles = []
+        for sample in samples:
+            for segment in sample.layouts[self.name]:
+                num_tiles = selection_of(self.config, segment).num_tiles
+                tiles += [(segment.grid, segment.num_tokens // num_tiles)] * num_tiles
+        return tiles
+
+    def select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Of each tile's features after the head, those that the layout hands on."""
+        if self.is_pooled:
+            return hidden
+        selections = self._selections(samples)
+        if all(selection.num_tokens == selection.num_full for selection in selections):
+            return hidden
+        items = hidden.split([selection.num_tiles * selection.num_full for selection in selections])
+        return torch.cat(
+            [
+                item.unflatten(0, (selection.num_tiles, selection.num_full))
+                .narrow(1, selection.first, selection.num_tokens)
+                .flatten(0, 1)
+                for item, selection in zip(items, selections, strict=True)
+            ]
+        )
+
+    def _selections(self, samples: Sequence[Sample]) -> list[Selection]:
+        return [selection_of(self.config, segment) for sample in samples for segment in sample.layouts[self.name]]
 
 
 class EncoderStage(nn.Module):
@@ -202,26 +282,18 @@ class EncoderStage(nn.Module):
         """Of what `forward` returns, from metadata alone."""
         return self._boundary_shape(self.layers[1], samples)
 
-    def forward(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-    ) -> Tensor:
+    def forward(self, inputs: StageInput) -> StageOutput:
         """Returns [sum of num_tokens, hidden_size]; after the last layer [sum of num_outputs, output_size].
-
-        Args:
-            hidden: the previous stage's output; None on the first stage.
-            incoming: nothing enters an encoder: empty.
-            features: one dict for each sample; read where `needs_features`.
 
         Raises `ValueError` if features or callbacks do not fit the samples' layouts.
         """
-        assert not incoming, f"{self.name} is an encoder, but {', '.join(incoming)} was sent to it"
-        inputs = [self._preprocessed(sample) for sample in features] if self.needs_features else []
+        assert not inputs.incoming, f"{self.name} is an encoder, but {', '.join(inputs.incoming)} was sent to it"
+        samples, hidden = inputs.samples, inputs.hidden
+        features = [self._preprocessed(sample) for sample in inputs.features] if self.needs_features else []
         if self.holds(0):
-            hidden = self._embed(inputs, samples)
+            tensors = self._raw_features(features, samples)
+            hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._outputs.tiles(samples)])
+            self._check_num_tokens(hidden, tensors, samples)
         assert hidden is not None
         if self._context is not None and self._is_shared(self.layers[0]):
             context = self._shared(samples, hidden.device)
@@ -230,17 +302,17 @@ class EncoderStage(nn.Module):
         else:
             hidden = self._run_blocks_and_head(hidden, samples)
         if self.layers[1] <= self._head_layer:
-            return hidden
-        output = self._hand_on(hidden, inputs, samples)
-        if self._context is None or not self._is_last:
-            return output
-        # All ranks compute it alike, and the group adds up their gradients.
-        return scale_gradient(output, 1 / self._context.size)
+            return StageOutput(hidden)
+        output = self._hand_on(hidden, features, samples)
+        if self._context is not None and self._is_last:
+            # All ranks compute it alike, and the group adds up their gradients.
+            output = scale_gradient(output, 1 / self._context.size)
+        return StageOutput(output)
 
     def _preprocessed(self, features: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return features if self._preprocess is None else self._preprocess(dict(features))
 
-    def _embed(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
+    def _raw_features(self, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> list[Tensor]:
         key = self.family.feature
         for sample, sample_inputs in zip(samples, inputs, strict=True):
             if key not in sample_inputs:
@@ -248,17 +320,17 @@ class EncoderStage(nn.Module):
             items = [segment.item for segment in sample.layouts[self.name]]
             if items != sorted(items):
                 raise UserError(f"layout: sample {sample.id!r} has {self.name}'s items as {items}; put them in order")
-        tensors = [sample_inputs[key] for sample_inputs in inputs]
-        hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._outputs.tiles(samples)])
+        return [sample_inputs[key] for sample_inputs in inputs]
+
+    def _check_num_tokens(self, hidden: Tensor, tensors: Sequence[Tensor], samples: Sequence[Sample]) -> None:
         expected = sum(sample.num_tokens(self.name) for sample in samples)
         if hidden.shape[0] != expected:
             ids = ", ".join(repr(sample.id) for sample in samples)
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise UserError(
-                f"features: {key} of samples {ids} ({shapes}) makes {hidden.shape[0]} tokens in {self.name}, "
-                f"but the layouts have {expected}"
+                f"features: {self.family.feature} of samples {ids} ({shapes}) makes {hidden.shape[0]} tokens in "
+                f"{self.name}, but the layouts have {expected}"
             )
-        return hidden
 
     @property
     def idle_blocks(self) -> tuple[str, ...]:

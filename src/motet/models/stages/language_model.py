@@ -28,12 +28,14 @@ from motet.families.language_models import (
 from motet.models.stages.causal import (
     CausalStage,
     SequenceLayout,
+    all_tokens,
     labels_of,
     layout_of,
     merge,
     places_of_outputs,
     token_ids,
 )
+from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_sequence import (
     ATTENTION,
@@ -44,7 +46,7 @@ from motet.parallel.context_sequence import (
     num_rows,
     set_attention,
 )
-from motet.parallel.tensor_collectives import reduce_from_group
+from motet.parallel.tensor_collectives import reduce_from_group, scale_gradient
 from motet.plan import ContextOptions, LayerRange
 
 PreprocessCallback = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
@@ -143,12 +145,11 @@ class LanguageModelStage(CausalStage):
 
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
-        context = self.shared(samples, next(self.parameters()).device)
+        context = self._share(samples, next(self.parameters()).device)
         context.prepare(self._windows)
         return context
 
-    def shared(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
-        """The microbatch as the ranks of the group share it; only where `has_own_attention`."""
+    def _share(self, samples: Sequence[Sample], device: torch.device) -> ContextSequence:
         assert self._context is not None
         return context_sequence(self._documents(samples), self._rules, self._context, device)
 
@@ -166,35 +167,33 @@ class LanguageModelStage(CausalStage):
         """Whether attention is ours, for its masks or for shares of the tokens."""
         return self._context is not None
 
-    def forward(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-    ) -> Tensor:
+    def forward(self, inputs: StageInput) -> StageOutput:
+        """The hidden states [rows, columns, hidden_size]; on the last stage the sum of the token losses and, for other
+        modules that read them, the hidden states of all tokens [sum of tokens, hidden_size], sample after sample."""
+        hidden, sequences, context = self.hidden_states(inputs)
+        if not self.is_last:
+            return StageOutput(hidden)
+        loss = self.loss_sum(hidden, inputs.features, sequences, context)
+        return StageOutput(self._all_tokens(hidden, sequences, context) if inputs.hands_on else None, loss)
+
+    def _all_tokens(self, hidden: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
+        if context is None or self._context is None or self._context.size == 1:
+            return all_tokens(hidden, sequences)
+        # Each member of the context-parallel group hands on all tokens, and gradients of the members are added up.
+        return scale_gradient(context.gather(hidden[0]), 1 / self._context.size)
+
+    def hidden_states(self, inputs: StageInput) -> tuple[Tensor, SequenceLayout, ContextSequence | None]:
+        """[rows, columns, hidden_size] after the stage's blocks and, on the last stage, the last norm; how the
+        microbatch's sequences lie in it, and with attention of our own which tokens this rank holds: [1, held,
+        hidden_size] then."""
+        hidden, incoming, samples = inputs.hidden, inputs.incoming, inputs.samples
         sequences = layout_of(samples, self.name, packed=self.packing)
         context = None
         if self._context is not None:
-            device = features[0]["input_ids"].device if hidden is None else hidden.device
-            context = self.shared(samples, device)
-        output = self.hidden_states(hidden, incoming, features, samples, sequences, context)
-        return self.loss_sum(output, features, sequences, context) if self.is_last else output
-
-    def hidden_states(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-        sequences: SequenceLayout,
-        context: ContextSequence | None = None,
-    ) -> Tensor:
-        """[rows, columns, hidden_size] after the stage's blocks and, on the last stage, the last norm.
-
-        `context`: where only a share of the tokens is held, which; [1, held, hidden_size] then."""
+            device = inputs.features[0]["input_ids"].device if hidden is None else hidden.device
+            context = self._share(samples, device)
         if hidden is None:
-            hidden = self._embed(incoming, features, samples, sequences, context)
+            hidden = self._embed(incoming, inputs.features, samples, sequences, context)
         device = hidden.device
         if context is not None:
             num_calls = context.num_calls
@@ -205,15 +204,16 @@ class LanguageModelStage(CausalStage):
                 context=context,
             ).last_hidden_state
             assert context.num_calls - num_calls == len(base_model(self.module).layers)
-            return output
+            return output, sequences, context
         mask = sequences.attention_mask()
-        return base_model(self.module)(
+        output = base_model(self.module)(
             inputs_embeds=hidden,
             attention_mask=None if mask is None else mask.to(device),
             position_ids=sequences.position_ids().to(device),
             use_cache=False,
             **(self._cross_attention(incoming, samples, sequences, hidden) if self.cross_attends else {}),
         ).last_hidden_state
+        return output, sequences, None
 
     def _embed(
         self,

@@ -1,17 +1,17 @@
-"""What the runtime asks of a stage: see docs/architecture.md, "Stages"."""
+"""The interface between stages and the runtime: batches, stage inputs and outputs (docs/architecture.md, "Stages")."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from motet.assignment.sample import Sample
-
-# The tensors behind the metadata: loaded by the ranks that need them, when they need them.
+from motet.schedule.batch_sync import Shares
 
 
 class Batch(Protocol):
-    """One global batch."""
+    """One global batch: metadata on every rank, tensors loaded by the ranks that ask for them."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -19,6 +19,33 @@ class Batch(Protocol):
 
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         """One sample's tensors for one module (docs/architecture.md, "Batch"); `sample` is its index in `samples`."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageInput:
+    """One microbatch as it enters a stage."""
+
+    samples: Sequence[Sample]
+    """The microbatch's samples, in order."""
+    features: Sequence[Mapping[str, Tensor]] = ()
+    """The raw features of each sample; empty dicts where the stage does not need them."""
+    hidden: Tensor | None = None
+    """The output of the module's previous stage; None on the first stage."""
+    incoming: Mapping[str, Tensor] = field(default_factory=dict)
+    """By source module, the rows that it hands on [num_rows, width], in the order (sample, item)."""
+    hands_on: bool = False
+    """Whether other modules read the hidden states of a last stage that computes a loss too."""
+    shares: Shares | None = None
+    """For a contrastive loss: which rank holds which rows of the contrastive batch."""
+
+
+class StageOutput(NamedTuple):
+    """What a stage makes of one microbatch. Both tensors are roots of its backward; either may be absent."""
+
+    hidden: Tensor | None = None
+    """What the next stage reads; after the last stage, [sum of num_outputs, output_size] for other modules."""
+    loss: Tensor | None = None
+    """The sum of the microbatch's losses, neither weighted nor averaged."""
 
 
 class StageModule(Protocol):
@@ -31,14 +58,7 @@ class StageModule(Protocol):
     needs_features: bool
     """Whether it reads raw features."""
 
-    def __call__(
-        self,
-        hidden: Tensor | None,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-    ) -> Tensor:
-        """The output for one microbatch; of a language model's last stage, the sum of the token losses."""
+    def __call__(self, inputs: StageInput) -> StageOutput: ...
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]: ...
 

@@ -21,12 +21,12 @@ import numpy as np
 
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.planner.bound_and_simulate import rank
 from motet.planner.distmm.towers import TowerLayout, decoders, tower_plan
 from motet.planner.distmm.units import Choices, unit_choices
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement
+from motet.planner.layout import Placement
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.selection import rank
 from motet.ragged_arrays import Floats
 
 # DistMM's load balancer (section 5.2): how many devices each tower gets, so that the slowest is as fast as possible.

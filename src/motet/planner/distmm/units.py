@@ -24,10 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.costs.communication import BUCKET_BYTES
 from motet.costs.cost_model import Quadratic, total
-from motet.costs.load import Load, microbatch_load
-from motet.costs.memory import RESERVE, cast_weight_bytes
+from motet.costs.memory import usable_bytes
 from motet.planner.degrees import tp_sizes
 from motet.planner.distmm.towers import decoders
 from motet.planner.partition import partition, stage_costs
@@ -137,7 +135,7 @@ def _choices(
         axis.ravel()
         for axis in np.meshgrid(
             np.arange(1, most + 1),
-            np.array(_microbatch_counts(batch_size)),
+            np.array([1 << i for i in range(batch_size.bit_length())]),  # What lies between differs little.
             np.array([False, True][: 1 + (may_recompute and towers[0] in problem.towers)]),
             indexing="ij",
         )
@@ -147,7 +145,9 @@ def _choices(
     dp, per_batch, recomputes, samples = (x[sensible] for x in (dp, per_batch, recomputes, samples))
     size = -(-samples // per_batch)
     estimates = [_Estimate(problem, name, degrees) for name in towers]
-    chained = [e for e in estimates if _is_chained(problem, e.name)]
+    own = decoders(problem)
+    read = {edge.source for edge in problem.edges if edge.target in own}
+    chained = [estimate for name, estimate in zip(towers, estimates, strict=True) if name in own or name in read]
     turns = problem.num_contrastive_batches * per_batch + degrees.pp - 1
     seconds = turns * sum(e.turn_s(size, recomputes) for e in estimates)
     seconds = seconds + sum(e.turn_s(size, recomputes) for e in chained)
@@ -159,58 +159,30 @@ def _choices(
         held = np.full_like(per_batch, degrees.pp)
     held = np.minimum(held, problem.num_contrastive_batches * per_batch)
     needed = sum(e.static_bytes(dp) + e.saved_bytes(size, held, recomputes) for e in estimates)
-    fits = needed <= problem.cluster.device.memory_bytes * (1 - RESERVE)
+    fits = needed <= usable_bytes(problem.cluster)
     tp, pp = (np.full(len(dp), n) for n in degrees)
     every = Choices(dp * degrees.num_devices, np.asarray(seconds), tp, pp, dp, per_batch, recomputes)
     return every.take(np.asarray(fits, dtype=bool))
 
 
-def _is_chained(problem: PlanningProblem, name: str) -> bool:
-    """Whether it is a decoder, or the tower that one reads."""
-    own = decoders(problem)
-    return name in own or any(edge.source == name and edge.target in own for edge in problem.edges)
-
-
-def _microbatch_counts(batch_size: int) -> list[int]:
-    """Powers of two: what lies between differs little."""
-    return [1 << i for i in range(batch_size.bit_length())]
-
-
 class _Estimate:
-    """Of one tower under a partition, on the rank that has most of it."""
+    """Seconds and bytes of one tower under a partition, on the stage that has most of them."""
 
     def __init__(self, problem: PlanningProblem, name: str, degrees: Partition) -> None:
-        self.problem, self.name, self.tp, self.pp = problem, name, *degrees
-        module = problem.modules[name]
-        costs = problem.table.of(name, self.tp)
-        gradients = problem.gradients[name]
-        self.load = _mean_load(problem, name)
-        self.forward = total([layer.forward for layer in costs.layers])
-        self.backward = total(
-            layer.passes(input_gradient=needs.input_gradient, weight_gradient=needs.weight_gradient).backward
-            for layer, needs in zip(costs.layers, gradients, strict=True)
-        )
-        if name in problem.recompute:
-            blocks = [
-                layer.forward
-                for i, (layer, needs) in enumerate(zip(costs.layers, gradients, strict=True))
-                if needs.any and module.workload.has_block((i, i + 1))
-            ]
-            self.backward = total([self.backward, *blocks])
-        self.trains = any(needs.any for needs in gradients)
-        work = [layer.forward.plus(layer.passes(True, True).backward) for layer in costs.layers]
-        times = [cost.seconds(self.load) for cost in work]
-        self.stages = partition(times, self.pp)
-        self.time_share = max(stage_costs(times, self.stages)) / sum(times)
-        parameters = [layer.num_parameters_per_rank(self.tp) for layer in module.workload.layers]
-        trained = [n * module.is_trainable(i) for i, n in enumerate(parameters)]
-        self.num_parameters = max(stage_costs(parameters, self.stages))
-        self.num_trained = max(stage_costs(trained, self.stages))
-        cast = [
-            cast_weight_bytes(layer, tp_size=self.tp, options=problem.memory) * needs.any
-            for layer, needs in zip(module.workload.layers, gradients, strict=True)
-        ]
-        self.cast_bytes = max(stage_costs(cast, self.stages))
+        self.problem, self.estimator, (self.tp, self.pp) = problem, problem.estimator, degrees
+        self.load = self.estimator.mean_sample_load(name)
+        passes = self.estimator.layer_passes(name, self.tp)
+        self.forward = total(layer.forward for layer in passes)
+        self.backward = total(layer.backward for layer in passes)
+        self.trains = any(needs.any for needs in problem.gradients[name])
+        costs = problem.table.of(name, self.tp).layers
+        times = [layer.forward.plus(layer.passes(True, True).backward).seconds(self.load) for layer in costs]
+        stages = partition(times, self.pp)
+        self.time_share = max(stage_costs(times, stages)) / sum(times)
+        self.trained = np.array(stage_costs(self.estimator.num_trainable(name, tp=self.tp), stages))
+        self.static = np.array(stage_costs(self.estimator.static_bytes(name, self.tp), stages))
+        self.graph_bytes = max(stage_costs(self.estimator.saved_bytes_of_load(name, self.load, tp=self.tp), stages))
+        self.boundary_bytes = self.estimator.boundary_bytes(name, stages[0][1], self.load) if self.pp > 1 else 0.0
 
     def turn_s(self, size: Ints, recomputes: Bools) -> Floats:
         """A microbatch's forward and backward on the slowest stage."""
@@ -224,62 +196,30 @@ class _Estimate:
         return np.asarray(cost.constant + size * linear + size.astype(float) ** 2 * cost[-1] * self.load.tokens**2)
 
     def reduce_s(self, dp: Ints) -> Floats:
-        """A ring over the replicas, which enters and leaves each node once (`motet.costs.communication`)."""
-        cluster, options = self.problem.cluster, self.problem.memory
-        num_bytes = self.num_trained * options.parameter_bytes
-        size = self.tp * self.pp
-        per_node = max(1, cluster.devices_per_node // size)
-        sisters = max(1, cluster.devices_per_node // per_node)
-        outside = cluster.between_nodes.bytes_per_s * min(1.0, cluster.num_nics / sisters)
-        inside = dp * size <= cluster.devices_per_node
-        bandwidth = np.where(inside, cluster.within_node.bytes_per_s, outside)
-        # Where all nodes are filled alike, only one step for each node pays the network's latency.
-        alike = dp * size % cluster.devices_per_node == 0
-        steps = np.where(alike, -(-dp // per_node), dp) - 1
-        latency = np.where(inside, (dp - 1) * cluster.within_node.latency_s, steps * cluster.between_nodes.latency_s)
-        num_buckets = -(-num_bytes // BUCKET_BYTES)
-        return np.asarray(2 * (dp - 1) / dp * num_bytes / bandwidth + 2 * num_buckets * latency)
+        """The sum of gradients over the replicas."""
+        num_bytes = float(self.trained.max()) * self.problem.memory.parameter_bytes
+        stride = self.tp * self.pp
+        sizes, places = np.unique(dp, return_inverse=True)
+        seconds = [
+            self.estimator.all_reduce_seconds(range(0, size * stride, stride), num_bytes) for size in sizes.tolist()
+        ]
+        return np.array(seconds)[places]
 
     def optimizer_s(self, dp: Ints) -> Floats:
-        return np.asarray(self.problem.table.optimizer_s_per_parameter * self.num_trained * self._kept_share(dp))
+        return np.asarray(self.problem.table.optimizer_s_per_parameter * self.trained.max() * self._kept_share(dp))
 
     def _kept_share(self, dp: Ints) -> Floats:
-        """Of the optimizer's state, on each of `dp` ranks (`MemoryOptions.num_keepers`)."""
+        """The share of the optimizer state on each of `dp` ranks (`MemoryOptions.num_keepers`)."""
         memory = self.problem.memory
         return np.minimum(1.0, memory.state_copies / dp) if memory.zero1 else np.ones(len(dp))
 
     def static_bytes(self, dp: Ints) -> Floats:
-        options = self.problem.memory
-        state = options.state_bytes * self.num_trained * self._kept_share(dp)
-        return np.asarray(options.parameter_bytes * (self.num_parameters + self.num_trained) + state + self.cast_bytes)
+        state = np.outer(1 - self._kept_share(dp), self.problem.memory.state_bytes * self.trained)
+        return np.asarray((self.static - state).max(axis=1))
 
     def saved_bytes(self, size: Ints, held: Ints, recomputes: Bools) -> Floats:
         """`held`: microbatches that wait for their backwards."""
         if not self.trains:
             return np.zeros(len(size))
-        graph = size * self._graph_bytes
-        boundary = size * (self._boundary_bytes if self.pp > 1 else 0.0)
-        return np.asarray(np.where(recomputes, held * boundary + graph, held * graph))
-
-    @property
-    def _graph_bytes(self) -> float:
-        """Of one sample on the fullest stage."""
-        saved = self.problem.estimator.saved_bytes(self.name, self.load, tp=self.tp)
-        return max(stage_costs(saved, self.stages))
-
-    @property
-    def _boundary_bytes(self) -> float:
-        hidden_size = self.problem.modules[self.name].workload.hidden_size
-        return self.load.tokens * hidden_size * self.problem.memory.activation_bytes
-
-
-def _mean_load(problem: PlanningProblem, name: str) -> Load:
-    """Of one sample."""
-
-    def compute() -> Load:
-        able = [sample for sample in problem.samples if sample.has(name)]
-        sources = [edge.source for edge in problem.edges if edge.target == name]
-        loads = [microbatch_load(problem.modules[name].workload, name, [sample], sources) for sample in able]
-        return Load(*(sum(values) / len(problem.samples) for values in zip(*loads, strict=True)))
-
-    return problem.remembered(("mean sample", name), compute)
+        graph = size * self.graph_bytes
+        return np.asarray(np.where(recomputes, held * size * self.boundary_bytes + graph, held * graph))

@@ -22,16 +22,16 @@ from math import inf
 
 import numpy as np
 
-from motet.costs.memory import RESERVE, cast_weight_bytes, static_layer_bytes
+from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import no_layout, tp_sizes
 from motet.planner.disttrain.orchestration import orchestrate
 from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement, cut_module
+from motet.planner.layout import Placement, cut_module
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.selection import rank
 
 NUM_SIMULATED = 6
 MAX_TIGHTENED = 4
@@ -95,7 +95,7 @@ def orchestration_problem(problem: PlanningProblem) -> OrchestrationProblem:
         num_devices=problem.num_devices,
         global_batch_size=len(problem.samples),
         num_microbatches=problem.num_microbatches,
-        device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
+        device_bytes=usable_bytes(problem.cluster),
         zero1=problem.memory.zero1,
         state_copies=problem.memory.state_copies,
     )
@@ -124,27 +124,18 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
             f"parallel.limits: dp is {allowed}, but disttrain deals out the global batch of {len(problem.samples)} "
             "evenly; allow a number that divides it"
         )
+    estimator = problem.estimator
     fits = {size: _linear_fit(problem, name, size, dp_sizes) for size in tp_sizes(problem, name)}
     num_samples = _samples_per_microbatch(problem, dp_sizes[0])
-    memory = problem.memory
-    state, with_optimizer = 0, 0
-    for index, layer in enumerate(module.workload.layers):
-        trainable = module.is_trainable(index)
-        parameters = static_layer_bytes(layer, trainable=False, tp_size=1, num_holders=1, options=memory)
-        cast = cast_weight_bytes(layer, tp_size=1, options=memory) if problem.gradients[name][index].any else 0
-        state += parameters * (2 if trainable else 1) + cast
-        with_optimizer += static_layer_bytes(
-            layer, trainable=trainable, tp_size=1, num_holders=1, options=replace(memory, zero1=False)
-        )
-        with_optimizer += cast
+    optimizer_bytes = problem.memory.state_bytes * sum(estimator.num_trainable(name, tp=1))
     return Unit(
         role=role,
         layer_costs=tuple(problem.estimator.layer_seconds(name, min(fits), dp_sizes[0])),
         seconds={size: per_sample for size, (per_sample, _) in fits.items()},
         microbatch_s={size: constant for size, (_, constant) in fits.items()},
-        state_bytes=state,
-        optimizer_bytes=with_optimizer - state,
-        activation_bytes={size: _saved_bytes(problem, name, size, dp_sizes[0]) / num_samples for size in fits},
+        state_bytes=sum(estimator.static_bytes(name)) - optimizer_bytes,
+        optimizer_bytes=optimizer_bytes,
+        activation_bytes={size: sum(estimator.saved_bytes(name, size, dp_sizes[0])) / num_samples for size in fits},
         boundary_s=_boundary_s(problem, name, dp_sizes[0]),
         reduce_s=_reduce_s(problem, name),
         dp_sizes=dp_sizes,
@@ -153,25 +144,17 @@ def _unit(problem: PlanningProblem, name: str, role: Role) -> Unit:
     )
 
 
-def _saved_bytes(problem: PlanningProblem, name: str, tp_size: int, dp: int) -> float:
-    """What a typical microbatch leaves in the whole module for its backward, on each rank of a group."""
-    return sum(problem.estimator.saved_bytes(name, problem.estimator.typical_load(name, dp), tp=tp_size))
-
-
 def _boundary_s(problem: PlanningProblem, name: str, dp: int) -> float:
-    """A sample's message to the next stage, and its gradient's way back."""
-    workload = problem.modules[name].workload
-    tokens = problem.estimator.typical_load(name, dp).tokens / _samples_per_microbatch(problem, dp)
-    num_bytes = tokens * workload.hidden_size * problem.memory.activation_bytes
+    """A sample's message to the next stage, and its gradient's message back."""
+    estimator = problem.estimator
+    num_bytes = estimator.boundary_bytes(name, 1, estimator.typical_load(name, dp))
+    num_bytes /= _samples_per_microbatch(problem, dp)
     returns = any(needs.any for needs in problem.gradients[name])
-    measured = problem.table.message
-    farthest = problem.cluster.link(0, problem.num_devices - 1)
-    bytes_per_s = farthest.bytes_per_s if measured is None else measured.bytes_per_s
-    return num_bytes / bytes_per_s * (2 if returns else 1)
+    return num_bytes / estimator.link(0, problem.num_devices - 1).bytes_per_s * (2 if returns else 1)
 
 
 def _reduce_s(problem: PlanningProblem, name: str) -> float:
-    """All gradients' bytes over the bandwidth of one device."""
+    """The bytes of all gradients over the bandwidth of one device."""
     num_bytes = sum(problem.estimator.gradient_bytes(name, tp=1))
     measured = problem.table.all_reduce
     if measured is not None:

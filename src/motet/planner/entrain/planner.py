@@ -27,10 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.costs.communication import all_reduce_seconds, resharding_seconds
+from motet.costs.communication import resharding_seconds
 from motet.errors import UserError
 from motet.plan import Edge, LayerRange, Plan
-from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import dp_sizes, no_layout, tp_sizes
 from motet.planner.entrain.profiling_size import (
     ProfilingSize,
@@ -39,9 +38,10 @@ from motet.planner.entrain.profiling_size import (
     stable_profiling_size,
 )
 from motet.planner.evaluate import Evaluation, evaluate
-from motet.planner.explicit import Placement, build_plan
+from motet.planner.layout import Placement, build_plan
 from motet.planner.partition import partition, stage_costs
 from motet.planner.problem import Degrees, PlanningProblem
+from motet.planner.selection import rank
 
 MAX_SIMULATED = 8
 
@@ -188,7 +188,6 @@ def _component(problem: PlanningProblem, name: str, dp: int) -> Component:
 
 def resharding(problem: PlanningProblem, dp: int) -> Reshard:
     """`dp`: the replicas that share the batch."""
-    num_microbatches = dp * problem.num_microbatches
 
     def seconds(edge: Edge, shapes: Mapping[str, Shape]) -> float:
         source, target = shapes[edge.source], shapes[edge.target]
@@ -198,8 +197,7 @@ def resharding(problem: PlanningProblem, dp: int) -> Reshard:
         begin, end = first_rank[edge.source] + source.ranks_per_stage * (source.pp - 1), first_rank[edge.target]
         senders = range(begin, begin + source.ranks_per_stage)
         receivers = range(end, end + target.ranks_per_stage)
-        tokens = sum(sample.num_outputs(edge.source) for sample in problem.samples) / num_microbatches
-        num_bytes = tokens * problem.modules[edge.source].workload.output_size * problem.memory.activation_bytes
+        num_bytes = problem.estimator.output_bytes(edge.source, dp)
         returns = any(needs.any for needs in problem.gradients[edge.source])
         there = resharding_seconds(problem.cluster, _transfers(senders, receivers, num_bytes / target.cp))
         back = resharding_seconds(problem.cluster, _transfers(receivers, senders, num_bytes / source.cp))
@@ -226,7 +224,7 @@ def _reduction(problem: PlanningProblem, dp: int) -> Reduce:
         most = max(sum(of_layers[first:last]) for first, last in stages)
         stride = sum(each.num_ranks for each in shapes.values())
         holders = [first_rank + d * stride + c * shape.tp for d in range(dp) for c in range(shape.cp)]
-        return all_reduce_seconds(problem.table, problem.cluster, holders, most)
+        return problem.estimator.all_reduce_seconds(holders, most)
 
     return seconds
 

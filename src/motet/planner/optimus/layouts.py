@@ -21,8 +21,7 @@ from itertools import accumulate, product
 from math import inf
 from operator import itemgetter
 
-from motet.costs.communication import all_reduce_seconds, message_seconds
-from motet.costs.memory import RESERVE
+from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import LayerRange
 from motet.planner.degrees import dp_sizes, most_stages, no_layout, tp_sizes
@@ -73,7 +72,7 @@ class Solution:
 
     @cached_property
     def excess_bytes(self) -> int:
-        return max(0, max(self.needed_bytes) - _limit_bytes(self.problem))
+        return max(0, max(self.needed_bytes) - int(usable_bytes(self.problem.cluster)))
 
 
 def solutions(problem: PlanningProblem) -> list[Solution]:
@@ -128,7 +127,7 @@ def llm_layouts(problem: PlanningProblem) -> list[tuple[LlmLayout, LlmTimeline]]
         if len(fitting) >= MAX_LLM_LAYOUTS and bound_s >= fitting[MAX_LLM_LAYOUTS - 1]:
             break
         timeline = side.timeline()
-        excess = max(0, max(side.needed_bytes(timeline)) - _limit_bytes(problem))
+        excess = max(0, max(side.needed_bytes(timeline)) - int(usable_bytes(problem.cluster)))
         found.append((excess, timeline.iteration_s, i, side.layout, timeline))
     return [(layout, timeline) for *_, layout, timeline in sorted(found, key=itemgetter(0, 1, 2))[:MAX_LLM_LAYOUTS]]
 
@@ -145,10 +144,6 @@ def _llm_sides(problem: PlanningProblem) -> Iterator["LlmSide"]:
 
 def _powers_of_two(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length())]
-
-
-def _limit_bytes(problem: PlanningProblem) -> int:
-    return int(problem.cluster.device.memory_bytes * (1 - RESERVE))
 
 
 class LlmSide:
@@ -218,19 +213,14 @@ class LlmSide:
         problem, layout = self.problem, self.layout
         if layout.pp == 1:
             return 0.0
-        num_bytes = (
-            problem.estimator.typical_load(name, layout.dp).tokens
-            * problem.modules[name].workload.hidden_size
-            * problem.memory.activation_bytes
-        )
-        return message_seconds(problem.table, problem.cluster, 0, tp, num_bytes)
+        estimator = problem.estimator
+        num_bytes = estimator.boundary_bytes(name, 1, estimator.typical_load(name, layout.dp))
+        return estimator.link(0, tp).seconds(num_bytes)
 
     def _collectives(self) -> tuple[float, float]:
         """(before, after) of the place that holds most: an all-reduce is a reduce-scatter and an all-gather."""
-        most = max(
-            sum(self._trainable_bytes(self.name, stage, self.layout.tp) for stage in stages)
-            for stages in self._stages_of_places()
-        )
+        of_layers = self.problem.estimator.gradient_bytes(self.name, tp=self.layout.tp)
+        most = max(sum(sum(of_layers[a:b]) for a, b in stages) for stages in self._stages_of_places())
         seconds = self._all_reduce_s(self.layout.dp, self.layout.pp * self.layout.tp, most)
         if not self.problem.memory.zero1:
             return 0.0, seconds
@@ -242,20 +232,14 @@ class LlmSide:
         seconds = 0.0
         for name in self.problem.sources:
             stages = cut(self.problem, name, encoder.tp, self.layout.dp, encoder.pp)
-            most = max(self._trainable_bytes(name, stage, encoder.tp) for stage in stages)
+            of_layers = self.problem.estimator.gradient_bytes(name, tp=encoder.tp)
+            most = max(sum(of_layers[a:b]) for a, b in stages)
             num_replicas = self.layout.dp * encoder.pipelines(self.layout)
             seconds += self._all_reduce_s(num_replicas, encoder.pp * encoder.tp, most)
         return seconds
 
     def _all_reduce_s(self, num_ranks: int, stride: int, num_bytes: float) -> float:
-        ranks = tuple(range(0, num_ranks * stride, stride))
-        return all_reduce_seconds(self.problem.table, self.problem.cluster, ranks, num_bytes)
-
-    def _trainable_bytes(self, name: str, layers: LayerRange, tp: int) -> float:
-        module = self.problem.modules[name]
-        return self.problem.memory.parameter_bytes * sum(
-            module.workload.layers[i].num_parameters_per_rank(tp) for i in range(*layers) if module.is_trainable(i)
-        )
+        return self.problem.estimator.all_reduce_seconds(range(0, num_ranks * stride, stride), num_bytes)
 
     # Bytes ------------------------------------------------------------------------------------------------------------
 
@@ -283,7 +267,7 @@ class LlmSide:
             for stages in self._stages_of_places()
         ]
         return all(
-            own + of_encoder <= _limit_bytes(self.problem)
+            own + of_encoder <= int(usable_bytes(self.problem.cluster))
             for own, of_encoder in zip(states, self._encoder_state_bytes(encoder), strict=True)
         )
 
@@ -315,11 +299,10 @@ class LlmSide:
         return tuple(map(sum, zip(own, self._encoder_state_bytes(encoder), activations, strict=True)))
 
     def _state_bytes(self, name: str, layers: LayerRange, tp: int, num_replicas: int) -> int:
-        return sum(self.problem.estimator.static_bytes(name, tp=tp, num_holders=num_replicas)[slice(*layers)])
+        return sum(self.problem.estimator.static_bytes(name, tp, num_replicas)[slice(*layers)])
 
     def _saved_bytes(self, name: str, layers: LayerRange, tp: int) -> int:
-        load = self.problem.estimator.typical_load(name, self.layout.dp)
-        return sum(self.problem.estimator.saved_bytes(name, load, tp=tp)[slice(*layers)])
+        return sum(self.problem.estimator.saved_bytes(name, tp, self.layout.dp)[slice(*layers)])
 
 
 def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) -> list[int]:

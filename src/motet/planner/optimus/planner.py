@@ -16,13 +16,13 @@ from math import ceil
 from motet.assignment.batch_assignment import BatchAssignment, split_evenly
 from motet.errors import UserError
 from motet.plan import LayerRange, Plan, Replica, Stage
-from motet.planner.bound_and_simulate import rank
 from motet.planner.degrees import most_stages
 from motet.planner.evaluate import evaluate
-from motet.planner.explicit import Placement
+from motet.planner.layout import Placement
 from motet.planner.optimus.layouts import LlmSide, Solution, cut, solutions
 from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
+from motet.planner.selection import rank
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule

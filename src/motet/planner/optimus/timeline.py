@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from motet.costs.analytic import AnalyticCosts
-from motet.costs.kernel_speeds import default_speeds
+from motet.costs.analytic import AnalyticCosts, default_speeds
+from motet.costs.cells import LayerGradients
 from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels
-from motet.costs.layer_gradients import LayerGradients
 from motet.plan import LayerRange
 from motet.planner.problem import PlanningProblem
 from motet.shapes.module_shape import LayerShape

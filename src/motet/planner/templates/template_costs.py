@@ -1,32 +1,22 @@
-"""What mapping layers to devices is given for a template: seconds and bytes of each module's layers, for every number
-of devices that a stage may have (`motet.planner.templates.planner`, `motet.planner.templates.stage_mapping`).
+"""Costs of mapping layers to devices for a template, for every number of devices that a stage may have.
 
-They are those of the simulation, for the mean of all microbatches. Under context parallelism each rank computes its
-share of the tokens, exchanges keys and values in the forward and in the backward, and saves the activations of its
-share; but before and behind an encoder's blocks each computes and saves all, and the head's gather what the blocks
-made. Parameters are whole on each rank of the context-parallel group, unless the stage is fully sharded: then each
-keeps a share, and all of them are gathered in the forward and in the backward.
+The estimator's seconds and bytes of each module's layers become the `MappingProblem` of
+`motet.planner.templates.stage_mapping`. They agree with the simulation of a mean microbatch.
 
-A language model's samples are packed in all stages of a replica if tokens are shared out in one. Where they are padded
-otherwise, a stage without context parallelism costs one thing beside stages with it and another without: templates
-without any are mapped apart. An encoder's items stand apart in any case.
+A language model's samples are packed in all stages of a replica as soon as one stage has context parallelism. Where
+they would be padded otherwise, the costs of a stage without context parallelism differ between the two cases, so
+templates without any context parallelism are mapped separately.
 
-Limits: what a stage or an action takes whatever its layers are is not in it, nor what gathering tokens takes between
-stages that share them out otherwise: messages are those between equal groups. A microbatch without images exchanges as
-much as one with them. Fully sharded stages have no tensor parallelism; what they gather counts as if each had a block,
-and a backward if the module has one.
+Limits: costs of a stage or an action as such are not included, nor is gathering tokens between stages of different
+context parallelism. Fully sharded stages have no tensor parallelism.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from motet.costs.communication import message_seconds
-from motet.costs.memory import RESERVE, gathered_bytes
-from motet.costs.stage_seconds import is_gathered_in_backward, key_exchange, parameter_gather, token_gather
+from motet.costs.memory import usable_bytes
 from motet.errors import UserError
-from motet.plan import Stage
-from motet.planner.degrees import template_cp_sizes, tp_sizes
-from motet.planner.explicit import check_degrees
+from motet.planner.degrees import check_degrees, template_cp_sizes, tp_sizes
 from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem
 
@@ -74,7 +64,7 @@ def mapping_problems(problem: PlanningProblem, *, fully_sharded: Collection[str]
             modules={**{source: costs for source, costs in encoders.items() if costs is not None}, name: chain},
             devices_per_node=problem.cluster.devices_per_node,
             num_microbatches=problem.num_microbatches,
-            device_bytes=problem.cluster.device.memory_bytes * (1 - RESERVE),
+            device_bytes=usable_bytes(problem.cluster),
         )
         for chain in chains
     ]
@@ -88,49 +78,38 @@ def _choice(problem: PlanningProblem, name: str, allowed: Sequence[Sharing]) -> 
 
 
 def _chain_costs(problem: PlanningProblem, name: str, sharing: Sharing) -> ChainCosts:
-    cp = sharing.cp_size
+    estimator, dp, cp = problem.estimator, problem.failures + 1, sharing.cp_size
+    packed, sharded = sharing.is_packed, sharing.is_sharded
     tps = _tp_sizes(problem, name, sharing)
     return ChainCosts(
-        seconds={tp * cp: _seconds(problem, name, tp, sharing) for tp in tps},
-        static_bytes={tp * cp: _static_bytes(problem, name, tp, sharing) for tp in tps},
-        saved_bytes={tp * cp: _saved_bytes(problem, name, tp, sharing) for tp in tps},
-        fixed_bytes={tp * cp: _gathered_blocks_bytes(problem, name, cp) for tp in tps} if sharing.is_sharded else None,
+        seconds={
+            tp * cp: estimator.seconds_with_exchange(name, tp, dp, cp=cp, packed=packed, fully_sharded=sharded)
+            for tp in tps
+        },
+        static_bytes={tp * cp: estimator.static_bytes(name, tp, dp, cp=cp, fully_sharded=sharded) for tp in tps},
+        saved_bytes={
+            tp * cp: estimator.saved_bytes(name, tp, dp, cp=cp, packed=packed, fully_sharded=sharded) for tp in tps
+        },
+        fixed_bytes={tp * cp: estimator.gathered_block_bytes(name, tp, cp) for tp in tps} if sharded else None,
         cut_s=_cut_seconds(problem, name, sharing),
         cp_size=cp,
     )
 
 
 def _cut_seconds(problem: PlanningProblem, name: str, sharing: Sharing) -> CutCosts:
-    """Of the messages from a stage to the next one, and back."""
+    """Messages from a stage to the next one, and back."""
+    estimator, dp = problem.estimator, problem.failures + 1
     workload, trainable = problem.modules[name].workload, problem.modules[name].trainable_layers
-    load = problem.estimator.typical_load(name, problem.failures + 1, cp=sharing.cp_size, packed=sharing.is_packed)
-    outputs = problem.estimator.typical_load(name, problem.failures + 1).outputs
+    load = estimator.typical_load(name, dp, packed=sharing.is_packed)
     cuts: tuple[list[float], list[float]] = ([0.0], [0.0])
     for border in range(1, workload.num_layers + 1):
-        rows, width = workload.boundary(border)
-        num_bytes = (load.tokens if rows == "tokens" else outputs) * width * problem.memory.activation_bytes
+        num_bytes = estimator.boundary_bytes(name, border, load, num_shares=sharing.cp_size)
         comes_back = border < workload.num_layers and problem.gradients[name][border].input_gradient
         comes_back = comes_back or (border == workload.num_layers and any(trainable))
         is_end = border == workload.num_layers and name in problem.sinks
         for cut, receiver in zip(cuts, (1, problem.cluster.devices_per_node), strict=True):
-            once_s = message_seconds(problem.table, problem.cluster, 0, receiver, num_bytes)
-            cut.append(0.0 if is_end else (1 + comes_back) * once_s)
+            cut.append(0.0 if is_end else (1 + comes_back) * estimator.link(0, receiver).seconds(num_bytes))
     return CutCosts(*cuts)
-
-
-def _saved_bytes(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
-    """Of each layer, on each rank, for each microbatch in flight."""
-    workload, num_pipelines = problem.modules[name].workload, problem.failures + 1
-    whole, shared = (
-        problem.estimator.saved_bytes(
-            name,
-            problem.estimator.typical_load(name, num_pipelines, cp=cp, packed=sharing.is_packed),
-            tp=tp,
-            fully_sharded=sharing.is_sharded,
-        )
-        for cp in (1, sharing.cp_size)
-    )
-    return [(shared if workload.is_shared(layer) else whole)[i] for i, layer in enumerate(workload.layers)]
 
 
 def _tp_sizes(problem: PlanningProblem, name: str, sharing: Sharing) -> list[int]:
@@ -147,54 +126,3 @@ def _can_share(problem: PlanningProblem, name: str, tp: int, cp: int) -> bool:
     except UserError:
         return False
     return True
-
-
-def _seconds(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
-    """Of each layer, forward and backward of one microbatch."""
-    num_pipelines, cp = problem.failures + 1, sharing.cp_size
-    times = problem.estimator.layer_times(name, tp, num_pipelines, cp=cp, packed=sharing.is_packed)
-    if cp == 1:
-        return [time.total_s for time in times]
-    workload, gradients = problem.modules[name].workload, problem.gradients[name]
-    whole = problem.estimator.layer_times(name, tp, num_pipelines, packed=sharing.is_packed)
-    load = problem.estimator.typical_load(name, num_pipelines, cp=cp)
-    stage = Stage(layers=(0, workload.num_layers), ranks=tuple(range(tp * cp)), tp_size=tp, cp_size=cp)
-    seconds = []
-    for index, (layer, needs) in enumerate(zip(workload.layers, gradients, strict=True)):
-        runs_again = needs.any and name in problem.recompute and workload.has_block((index, index + 1))
-        keys_s = key_exchange(layer, stage, problem.cluster, problem.memory).seconds(load)
-        total_s = (times if workload.is_shared(layer) else whole)[index].total_s + (1 + needs.any + runs_again) * keys_s
-        if workload.encodes_items and layer.part == "head":
-            tokens_s = token_gather(workload, index, stage, problem.cluster, problem.memory).seconds(load)
-            total_s += (1 + needs.input_gradient) * tokens_s
-        if sharing.is_sharded:
-            num_sent = 1 + is_gathered_in_backward(layer, needs, gradients) + needs.weight_gradient
-            total_s += num_sent * parameter_gather(layer, stage, problem.cluster, problem.memory).seconds(load)
-        seconds.append(total_s)
-    return seconds
-
-
-def _static_bytes(problem: PlanningProblem, name: str, tp: int, sharing: Sharing) -> Sequence[float]:
-    """Of each layer, on each rank: what is there whatever is in flight."""
-    num_pipelines, cp = problem.failures + 1, sharing.cp_size
-    if not sharing.is_sharded:
-        return problem.estimator.static_bytes(name, tp=tp, num_holders=num_pipelines * cp)
-    own = problem.estimator.static_bytes(name, tp=tp, num_holders=num_pipelines, num_shares=cp)
-    module = problem.modules[name]
-    # What is in no block is gathered for as long as its stage computes.
-    gathered = [
-        0
-        if layer.part == "block"
-        else gathered_bytes([(layer, module.is_trainable(i))], tp_size=tp, num_shares=cp, options=problem.memory)
-        for i, layer in enumerate(module.workload.layers)
-    ]
-    return [bytes_kept + more for bytes_kept, more in zip(own, gathered, strict=True)]
-
-
-def _gathered_blocks_bytes(problem: PlanningProblem, name: str, cp: int) -> float:
-    """Of the blocks that are gathered one by one."""
-    module = problem.modules[name]
-    blocks = [
-        (layer, module.is_trainable(i)) for i, layer in enumerate(module.workload.layers) if layer.part == "block"
-    ]
-    return gathered_bytes(blocks, tp_size=1, num_shares=cp, options=problem.memory)

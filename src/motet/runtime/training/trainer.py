@@ -168,6 +168,7 @@ class Trainer:
         self._make_output()
         self._sinks = self._open_sinks()
         self.is_paused = False
+        executor, timeout_s = self.engine.executor, self.settings.step_timeout_s
         progress = Progress(self.settings.steps, self.finished_steps, visible=self.is_first)
         try:
             if self.summary.settled_steps < self.finished_steps:  # A failure came between a step and what follows it.
@@ -176,7 +177,24 @@ class Trainer:
                 self._save()
             self.summary.save_again = False
             while not self.is_done and not self.is_paused:
-                values = self._timed_step()
+                started = time.perf_counter()
+                with interrupted_after(timeout_s, lambda: executor.overrun(timeout_s)):
+                    with executor.doing("waiting for its data"):
+                        batch = next(self.loader)
+                    self._report_skipped(batch)
+                    loaded = time.perf_counter()
+                    result = self.step(batch)
+                ended = time.perf_counter()
+                self.summary.step_s.append(ended - started)
+                self.summary.iteration_s.append(ended - loaded)
+                values = {
+                    "loss": result.loss,
+                    "gradient_norm": result.gradient_norm,
+                    "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
+                    "step_s": ended - started,
+                    "data_s": loaded - started,
+                    "samples_per_s": len(batch.samples) / (ended - started),
+                }
                 progress.advance(self.finished_steps, values)
                 self._write(values)
                 self.after_step()
@@ -194,30 +212,7 @@ class Trainer:
                 sink.close()
         return self.summary
 
-    def _timed_step(self) -> dict[str, float]:
-        """One step; what metrics tell of it."""
-        summary = self.summary
-        started = time.perf_counter()
-        timeout_s = self.settings.step_timeout_s
-        with interrupted_after(timeout_s, lambda: self.engine.executor.overrun(timeout_s)):
-            with self.engine.executor.doing("waiting for its data"):
-                batch = next(self.loader)
-            self._report_skipped(batch)
-            loaded = time.perf_counter()
-            result = self._step(batch)
-        ended = time.perf_counter()
-        summary.step_s.append(ended - started)
-        summary.iteration_s.append(ended - loaded)
-        return {
-            "loss": result.loss,
-            "gradient_norm": result.gradient_norm,
-            "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
-            "step_s": ended - started,
-            "data_s": loaded - started,
-            "samples_per_s": len(batch.samples) / (ended - started),
-        }
-
-    def _step(self, batch: Batch) -> IterationResult:
+    def step(self, batch: Batch) -> IterationResult:
         """One update, unless numbers are not finite."""
         engine = self.engine
         engine.model.zero_gradients()

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
-from motet.data.service.opening import Producers, batches_ahead, open_producers
+from motet.data.run_file import data_to_prepare
+from motet.data.service.opening import Producers, open_producers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
@@ -34,8 +35,21 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
     """Trains and returns what `motet train --json` prints, on every rank.
 
     `forecast_bytes`: by rank, the peak memory that the planner expects."""
+    if not any(module.trainable for module in plan.modules.values()):
+        raise UserError("model: everything is frozen, so there is nothing to train; set a part's train.module: true")
+    device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    check_memory(forecast_bytes, device, config.cluster.memory_bytes)
+    producers = open_producers(config)
     try:
-        return _train(config, plan, forecast_bytes)
+        trainer = make_trainer(config, build_engine(config, plan, device), producers)
+        found = checkpoint_to_resume(config.train.resume, trainer.output)
+        if found is not None:
+            trainer.resume(*found)
+        if config.train.resume is not None and dist.get_rank() == 0:
+            print(resume_message(found, trainer), file=sys.stderr, flush=True)
+        dist.barrier()  # Links are tried with little patience for a rank that is late.
+        try_links(plan, trainer.engine.model.mesh, device)
+        return training_result(config, trainer.train(), producers, device)
     except StepFailedError as error:
         if not isinstance(error, StepTimeoutError):
             time.sleep(REPORT_S)  # A rank that died has a better cause to tell, and the launcher ends this one.
@@ -43,31 +57,8 @@ def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = 
         if not isinstance(error, StepOverrunError):
             time.sleep(REPORT_S)
         raise
-
-
-def _train(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int]) -> dict[str, Any]:
-    if not any(module.trainable for module in plan.modules.values()):
-        raise UserError("model: everything is frozen, so there is nothing to train; set a part's train.module: true")
-    device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
-    check_memory(forecast_bytes, device, config.cluster.memory_bytes)
-    producers = open_producers(config)
-    try:
-        return _train_on(config, plan, producers, device)
     finally:
         producers.close()
-
-
-def _train_on(config: RunConfig, plan: Plan, producers: Producers, device: torch.device) -> dict[str, Any]:
-    train = config.train
-    trainer = make_trainer(config, build_engine(config, plan, device), producers)
-    found = checkpoint_to_resume(train.resume, trainer.output)
-    if found is not None:
-        trainer.resume(*found)
-    if train.resume is not None and dist.get_rank() == 0:
-        print(told_of(found, trainer), file=sys.stderr, flush=True)
-    dist.barrier()  # What follows has little patience with a rank that is late.
-    try_links(plan, trainer.engine.model.mesh, device)
-    return training_result(config, trainer.train(), producers, device)
 
 
 def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Trainer:
@@ -78,7 +69,7 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
         train.global_batch_size,
         seed=train.seed,
         wanted=engine.wanted,
-        batches_ahead=batches_ahead(config),
+        batches_ahead=data_to_prepare(config).batches_ahead,
     )
     held_out = None
     if producers.held_out is not None and train.eval_every:
@@ -125,7 +116,7 @@ def checkpoint_to_resume(resume: str | None, output: Path) -> tuple[Path, Traini
     return folder, read_training_state(folder)
 
 
-def told_of(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str:
+def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str:
     """Data that have changed are not refused: tokenizers are mended, files completed."""
     if resumed is None:
         return "no checkpoint yet: beginning with step 1"

@@ -31,13 +31,13 @@ from motet.schedule.stage_graph import pipeline_numbers
 
 class Policy(NamedTuple):
     lookahead: int
-    """By how many microbatches filling forwards go before the given order."""
+    """Number of microbatches by which filling forwards run ahead of the given order."""
     lateness: float = 0.5
-    """By how much of its own duration an action that fills a gap may outlast it."""
+    """Share of its own duration by which an action that fills a gap may outlast the gap."""
 
 
 class Needs(NamedTuple):
-    """By cell: for which microbatch of which stage of the given order a filling cell is made."""
+    """The (stage, microbatch) of the given order that each filling cell serves."""
 
     stage: list[int]
     """`NOTHING` if nobody in the given order waits for it."""
@@ -93,7 +93,7 @@ class BubblesToFill:
         self.seconds_left = [
             list(accumulate(self.tables.seconds[action] for action in reversed(order)))[::-1] for order in self.given
         ]
-        """From each place of each given order on."""
+        """Remaining time from each position of each given order."""
         number = pipeline_numbers(routes)
         self.pipeline_of_stage = [number[stage.module, stage.replica] for stage in routes.stages]
         self.needs = _needs(routes, self.is_given)
@@ -138,7 +138,7 @@ class FillingClock:
         num_lanes, num_units = len(bubbles.lanes), len(bubbles.lanes_of_unit)
         self.position = [0] * len(bubbles.given)
         self.forwards: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
-        """Of each lane, what is ready: (place of the microbatch that waits, action)."""
+        """Ready actions by lane: (position of the waiting microbatch, action)."""
         self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
         self.begun = [0] * len(bubbles.units)
         """Forwards of each stage."""
@@ -150,7 +150,7 @@ class FillingClock:
         self.running: list[tuple[float, int, int]] = []
         self.num_started = 0
         self.earliest_end_s = 0.0
-        """By what of the given order is left on some group."""
+        """Time left of the given order, largest over the groups."""
         self.num_running = [0] * (1 + max(bubbles.pipeline_of_stage, default=0))
         """Actions of each pipeline."""
 

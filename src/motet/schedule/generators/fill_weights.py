@@ -36,7 +36,7 @@ from motet.schedule.schedule import Schedule, schedule_of_groups
 Group = tuple[int, ...]
 
 LATENESS = (0.0, 0.5, 1.0)
-"""By how much of its own duration a weight half may delay what comes next."""
+"""Share of its own duration by which a weight half may delay the next action."""
 
 
 def fill_weights(
@@ -111,7 +111,7 @@ class _SplitOrder:
 
 
 class _Limits:
-    """What each group may hold."""
+    """Memory limit of each group."""
 
     def __init__(
         self, order: _SplitOrder, may_hold: list[int], groups: list[Group], memory: MemoryLimit | None
@@ -119,7 +119,7 @@ class _Limits:
         self.may_hold = may_hold
         self.limit_bytes = [inf if memory is None else min(map(memory.limit_bytes, group)) for group in groups]
         self.more_bytes = [0] * len(order.holds)
-        """By how much each action changes what is kept."""
+        """Change of kept bytes by action."""
         if memory is not None:
             for action in order.tables.present:
                 self.more_bytes[action] = _more_bytes(order, memory, action)
@@ -148,7 +148,7 @@ class _Clock:
         self.bytes_held = [0] * num_groups
         self.missing = [len(values) for values in order.tables.reads]
         self.written_at: dict[int, float] = {}
-        """When each value that is written, or being written, is there."""
+        """Time at which each value that is written, or being written, becomes available."""
         self.running: list[tuple[float, int, int]] = []
         self.busy = [False] * num_groups
         self.num_started = 0

@@ -63,7 +63,7 @@ def _interleaved(
 def order_in_rounds(
     routes: Routes, modules: Set[str], forwards_per_place: int
 ) -> list[tuple[tuple[int, ...], Ints]] | None:
-    """What each group of these modules executes, as if there were no others; None where the closed form does not hold.
+    """Actions of each group of these modules, as if there were no others; None where the closed form does not hold.
 
     `forwards_per_place`: how many more forwards than the next place a group begins with."""
     groups = groups_in_rounds(routes.plan, modules)
@@ -100,7 +100,8 @@ class _Run(NamedTuple):
     first: int
     last: int
     num_turns: int
-    """At least the number of places, so that a microbatch is back at the first place when its next turn comes."""
+    """Number of microbatches per round: at least the number of places, so that a microbatch is back at the first place
+    in time."""
 
 
 class _Rounds:
@@ -116,7 +117,7 @@ class _Rounds:
         forwards, backwards = self._turns_of_chunk(self.num_chunks - 1), self._turns_of_chunk(0)
         needed = np.minimum(np.arange(num_microbatches) + num_after, num_microbatches - 1)
         self.lead = int((forwards[needed] - backwards).max())
-        """How many turns of forwards the last place is ahead of its backwards."""
+        """Number of forward turns by which the last place is ahead of its backwards."""
 
     def _turns_of_chunk(self, chunk: int) -> Ints:
         """The turn of each microbatch's forward; it is the turn of its backward in the chunk as far from the last."""
@@ -132,7 +133,7 @@ class _Rounds:
         return int((begun - np.arange(len(begun))).max())
 
     def merge(self, routes: Routes, chunks: Sequence[StageCells], num_warm_up: int) -> Ints:
-        """What a group with these chunks executes."""
+        """Actions of a group with these chunks, in order."""
         last = self.runs[-1]
         forwards = np.full(last.first * self.num_chunks + self.num_chunks * last.num_turns, NOTHING)
         backwards = forwards.copy()

@@ -32,7 +32,7 @@ from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.stage_graph import StageKey, due_by_cell, pipeline_numbers
 
-# What each action reads, writes and takes, by number and as plain lists: for the clocks that generators run.
+# Values and durations of actions as plain lists, for the clocks that generators run.
 
 
 class ActionTables:
@@ -44,10 +44,10 @@ class ActionTables:
         self.seconds: list[float] = seconds.tolist()
         """0 for actions that are not present."""
         self.reads = _with_kept(dependencies.carried_reads.to_lists(), dependencies.kept_read)
-        """For each action, the numbers of the values."""
+        """Numbers of the values, by action."""
         self.writes = _with_kept(dependencies.carried_writes.to_lists(), dependencies.kept_write)
         self.readers: dict[int, list[int]] = {}
-        """For each value, the actions that are present and read it."""
+        """Actions of the schedule that read each value."""
         for action in self.present:
             for value in self.reads[action]:
                 self.readers.setdefault(value, []).append(action)
@@ -62,11 +62,11 @@ class MemoryLimit:
     """A limit on the bytes that forwards have saved and backwards have not yet freed."""
 
     saved_bytes: Callable[[Cell], int]
-    """What each rank of the cell's stage keeps between its forward and its backward."""
+    """Bytes that each rank of the cell's stage keeps between forward and backward."""
     limit_bytes: Callable[[int], int]
-    """For each rank."""
+    """Limit in bytes, by rank."""
     half_saved_bytes: Callable[[Cell], int] | None = None
-    """What it keeps between the halves of its backward: with recomputation more than before. None: as much."""
+    """Bytes kept between the halves of the backward (with recomputation more than before it). None: the same."""
 
 
 def list_schedule(
@@ -89,7 +89,7 @@ def list_schedule(
 
 
 class _Ranks:
-    """Which ranks hold which stages of the routes."""
+    """Ranks of each stage of the routes, as units that compute together."""
 
     def __init__(self, routes: Routes) -> None:
         held: list[list[int]] = [[] for _ in range(routes.plan.num_ranks)]

@@ -1,4 +1,4 @@
-"""What closed forms are made of: the turns of a stage, one for each microbatch, and their order in 1F1B.
+"""Building blocks of closed-form schedules: a stage's turns, one per microbatch, and their order in 1F1B.
 
 Turns are numbers of actions; where a microbatch gives a stage nothing to do, its turn is empty (`NOTHING`). Empty turns
 keep the places of the others, so a form that cannot deadlock with all turns cannot without some of them.
@@ -50,23 +50,22 @@ def alternate(forwards: Ints, backwards: Ints, num_warm_up: int) -> Ints:
 
 
 def one_group(routes: Routes, stages: Sequence[StageCells], num_warm_up: int) -> Ints:
-    """What a group with these stages, in topological order, executes in 1F1B: a turn takes a microbatch through all."""
+    """Actions of a group with these stages (in topological order) in 1F1B: a turn takes a microbatch through all of
+    them."""
     num_turns = max(num_microbatches(routes, stage) for stage in stages)
     forwards = np.stack([forward_turns(routes, stage, num_turns) for stage in stages], axis=1)
     backwards = np.stack([backward_turns(routes, stage, num_turns) for stage in reversed(stages)], axis=1)
     return alternate(forwards, backwards, min(num_warm_up, num_turns))
 
 
-# What closed forms for contrasted towers are made of: the turns of each group of ranks, with the batch-syncs in them.
-#
-# A batch-sync (DistMM section 5.4) is the loss's forward and backward for one contrastive batch. It reads the features
-# of that batch's K microbatches, of all replicas of all towers, and their backwards wait for it. So it stands, on the
-# last stage of every tower, in the turn of the microbatch that completes the contrastive batch. Nothing else joins the
-# towers.
+# Turns of contrasted towers with their batch-syncs. A batch-sync (DistMM section 5.4) is the loss's forward and
+# backward for one contrastive batch. It reads the features of that batch's K microbatches, of all replicas of all
+# towers, and their backwards wait for it. So it stands, on the last stage of every tower, in the turn of the
+# microbatch that completes the contrastive batch. Nothing else joins the towers.
 
 
 class TowerTurns(NamedTuple):
-    """Of one group of ranks."""
+    """Turns of one group of ranks."""
 
     ranks: Group
     forwards: Ints

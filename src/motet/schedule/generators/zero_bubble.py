@@ -124,21 +124,22 @@ def _peaks(order: Mapping[Group, Ints], routes: Routes) -> dict[Group, int]:
 
 # ZBV over a DAG of modules (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3).
 #
-# A replica of 2 P stages stands on P groups of ranks in the shape of a V: stage k and stage 2 P - 1 - k on group k, so
-# the first group holds the first stage and the last. The first backward then begins where the last forward ends, and
-# all groups need their memory for equally long. At place p, in the order in which forwards and input halves come:
+# A replica of 2 P stages stands on P groups of ranks in the shape of a V: stages k and 2 P - 1 - k on group k, so the
+# first group holds the first stage and the last. The first backward then begins where the last forward ends, and all
+# groups need their memory for equally long. At place p, forwards and input halves come in this order:
 #
-# 1. 2 (P - p) - 1 forwards of the first chunk; 2. p times a forward of the second chunk and one of the first, which
-# reach the place in turn by then; 3. P - p times a forward and an I of the second chunk; 4. F and I of the first, F
-# and I of the second chunk, as long as there are forwards; 5. p times I of the second and I of the first chunk in
-# turn, then the P - p that are left of the first.
+# 1. 2 (P - p) - 1 forwards of the first chunk;
+# 2. p times a forward of the second chunk and one of the first, which reach the place in turn by then;
+# 3. P - p times a forward and an I of the second chunk;
+# 4. F and I of the first, F and I of the second chunk, as long as there are forwards;
+# 5. p times I of the second and I of the first chunk in turn, then the P - p that are left of the first.
 #
-# The weight halves fill what would be idle (`fill_weights`), where a group may hold 2 P microbatches of one chunk: as
-# many bytes as 1F1B's first group does with stages twice as large. With F = I = W no group is then ever idle between
-# its first and its last action, from 2 P - 1 microbatches on. Up to 2 P, missing ones are empty turns.
+# Weight halves fill the remaining bubbles (`fill_weights`); a group may hold 2 P microbatches of one chunk, as many
+# bytes as 1F1B's first group does with stages twice as large. With F = I = W no group then has a bubble between its
+# first and its last action, from 2 P - 1 microbatches on. Below 2 P, missing microbatches are empty turns.
 #
-# Modules before it keep 1F1B's order. A replica that stands on groups of its own is scheduled as ZB-H1 does; where
-# neither holds, or a module comes after one in V shape, ZB-H1 takes over (and with it the list scheduler).
+# Modules before it keep 1F1B's order. A replica on groups of its own is scheduled by ZB-H1; where neither holds, or a
+# module follows one in V shape, ZB-H1 takes over (and with it the list scheduler).
 
 
 def zero_bubble_v(routes: Routes, costs: Durations | None = None, *, memory: MemoryLimit | None = None) -> Schedule:
@@ -172,7 +173,7 @@ def zero_bubble_v(routes: Routes, costs: Durations | None = None, *, memory: Mem
 
 
 def _one_group(routes: Routes, first: StageCells, second: StageCells, place: int, num_places: int) -> Ints:
-    """What a group executes, with whole backwards at the place of their input halves."""
+    """Actions of a group, with whole backwards in place of their input halves."""
     num_turns = max(num_microbatches(routes, first), 2 * num_places)
     f0, f1 = (iter(forward_turns(routes, stage, num_turns).tolist()) for stage in (first, second))
     b0, b1 = (iter(backward_turns(routes, stage, num_turns).tolist()) for stage in (first, second))

@@ -1,0 +1,1 @@
+"""Generates docs/map.md and docs/api.md from the sources; `make docs` runs it."""

@@ -1,0 +1,97 @@
+"""Prints the page of the run file, made from its schema: `python docs/generate/run_file.py > docs/run-file.md`."""
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from motet.config import RunConfig
+
+INTRODUCTION = """\
+# The run file
+
+A YAML file. Unknown keys, duplicate keys and values of another type are errors. Paths are relative to the current
+directory. `--set a.b.c=value` on the command line replaces a value, or adds one; the value is YAML too.
+This page is generated from `motet.config` by `python docs/generate/run_file.py`.
+"""
+
+SIMPLE_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}
+
+
+def describe() -> str:
+    lines = [INTRODUCTION]
+    for key, section in _sections():
+        lines.append(f"## `{key}`\n")
+        if section.__doc__:
+            lines.append(f"{_one_line(section.__doc__)}\n")
+        lines.append("| key | values | default | |\n|---|---|---|---|")
+        lines += [_row(name, field) for name, field in section.model_fields.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every section with its place in the file, outer ones first."""
+    waiting: list[tuple[str, type[BaseModel]]] = [("", RunConfig)]
+    while waiting:
+        key, section = waiting.pop(0)
+        if key:
+            yield key, section
+        for name, field in section.model_fields.items():
+            inner = f"{key}.{name}".removeprefix(".")
+            for kind, path in _models(field.annotation, inner):
+                waiting.append((path, kind))
+
+
+def _models(annotation: Any, key: str) -> Iterator[tuple[type[BaseModel], str]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        kind = annotation.model_fields.get("kind")
+        yield annotation, f"{key} (kind: {get_args(kind.annotation)[0]})" if kind else key
+    elif get_origin(annotation) is dict:
+        yield from _models(get_args(annotation)[1], f"{key}.<name>")
+    else:
+        for argument in get_args(annotation):
+            yield from _models(argument, key)
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    default = "needed" if field.is_required() else f"`{_default(field.default)}`"
+    return f"| `{name}` | {_values(field.annotation)} | {default} | {_one_line(field.description or '')} |"
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, BaseModel):
+        return "{}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(_default(entry) for entry in value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _values(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in SIMPLE_TYPES:
+        return SIMPLE_TYPES[annotation]
+    if origin is Annotated:
+        return _values(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if a is type(None) else _values(a) for a in arguments)
+    if origin is tuple:
+        return f"list of: {_values(arguments[0])}"
+    if origin is dict:
+        return f"mapping of names to: {_values(arguments[1])}"
+    return "see below"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(describe())

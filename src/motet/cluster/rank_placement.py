@@ -1,0 +1,63 @@
+"""Renumbers ranks so that groups which fit on one node lie on one node: tensor parallelism across nodes is slow.
+
+Planners number ranks in the order in which they lay out modules, so that an encoder on one device shifts every later
+group across the borders of the nodes. Where this happens, larger groups are numbered first: sizes that divide each
+other and the node's size then all lie within nodes. The order of groups of one size is kept, so neighbouring stages
+stay neighbours.
+
+Limits: plans whose groups overlap partly are left unchanged, as are sizes for which this does not help.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from motet.plan import Plan, Replica
+
+Group = tuple[int, ...]
+
+
+def on_nodes(plan: Plan, devices_per_node: int) -> Plan:
+    """The same plan, with ranks renumbered if fewer groups then lie on more nodes than they need."""
+    stage_groups = {stage.ranks for _, _, _, stage in plan.stages()}
+    units = _largest(stage_groups)
+    if units is None:
+        return plan
+    before = _num_divided(units, devices_per_node)
+    if not before:
+        return plan
+    in_order = sorted(units, key=lambda ranks: (-len(ranks), min(ranks)))
+    number = {rank: i for i, rank in enumerate(rank for ranks in in_order for rank in sorted(ranks))}
+    after = _num_divided((tuple(number[rank] for rank in ranks) for ranks in units), devices_per_node)
+    return _renumbered(plan, number) if after < before else plan
+
+
+def _largest(groups: Iterable[Group]) -> list[Group] | None:
+    """The groups that no other group contains; None if some groups overlap partly."""
+    largest: list[Group] = []
+    owner: dict[int, Group] = {}
+    for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
+        owners = {owner.get(rank) for rank in ranks}
+        if owners == {None}:
+            largest.append(ranks)
+            owner |= dict.fromkeys(ranks, ranks)
+        elif len(owners) > 1:
+            return None
+    return largest
+
+
+def _num_divided(groups: Iterable[Group], devices_per_node: int) -> int:
+    """The number of groups on more nodes than they need."""
+    return sum(
+        len({rank // devices_per_node for rank in ranks}) > -(-len(ranks) // devices_per_node) for ranks in groups
+    )
+
+
+def _renumbered(plan: Plan, number: dict[int, int]) -> Plan:
+    def moved(replica: Replica) -> Replica:
+        stages = (replace(stage, ranks=tuple(number[rank] for rank in stage.ranks)) for stage in replica.stages)
+        return replace(replica, stages=tuple(stages))
+
+    modules = {
+        name: replace(module, replicas=tuple(map(moved, module.replicas))) for name, module in plan.modules.items()
+    }
+    return replace(plan, modules=modules)

@@ -1,0 +1,330 @@
+"""The schema of the run file: every key with its type, default and meaning; and the function that reads the file.
+
+The sections `model`, `data` and `parallel` have files of their own. `docs/run-file.md` is generated from these classes.
+Unknown keys are errors. Paths are relative to the current directory. Checks that need more than the run file itself
+(other files, the model's layers, registries) are made where those are read.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from motet.config.data_section import (
+    ConversationsConfig,
+    DescribedConfig,
+    DialADigitConfig,
+    PairsConfig,
+    SameDigitsConfig,
+)
+from motet.config.model_section import ModelConfig
+from motet.config.parallel_section import ParallelConfig
+from motet.config.section import Count, CountOrNever, Degree, Fraction, PositiveNumber, Section
+from motet.errors import UserError
+from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
+
+
+class DeviceConfig(Section):
+    """A device of the user's; docs/costs.md says where to find the numbers."""
+
+    peak_flops: Annotated[dict[str, PositiveNumber], Field(min_length=1)]
+    """Dense FLOP/s by dtype: bfloat16, float32, ..."""
+    memory_bytes: PositiveNumber
+    """Of one device."""
+    memory_bytes_per_s: PositiveNumber
+    """Bandwidth of its memory."""
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the peak that large matrix products reach."""
+    within_node: str = "pcie4"
+    """The link that joins such devices in a node."""
+    source: str = "the user"
+    """Where the numbers are from."""
+
+
+class LinkConfig(Section):
+    """A link of the user's."""
+
+    latency_s: Annotated[float, Field(ge=0)]
+    """Of one message."""
+    bytes_per_s: PositiveNumber
+    """In one direction."""
+    source: str = "the user"
+    """Where the numbers are from."""
+
+
+class CatalogueConfig(Section):
+    """What a catalogue file may hold."""
+
+    devices: dict[str, DeviceConfig] = {}
+    """By name."""
+    links: dict[str, LinkConfig] = {}
+    """By name."""
+
+
+class ClusterConfig(Section):
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the processes compute on."""
+    num_devices: Degree = 1
+    """In all, one process each."""
+    num_nodes: Count = 1
+    """Machines; each has the same number of devices."""
+    memory_bytes: PositiveNumber | None = None
+    """Of one device; null: what the device has."""
+    num_cores: Count | None = None
+    """CPU cores of one node that its processes share; null: what the machine has."""
+    accelerator: str | None = None
+    """A device of motet's catalogue (a40, a100-80, h100, ...) or of `devices`, for computed costs; null: a CPU core, or
+    an H100."""
+    within_node: str | None = None
+    """A link of motet's catalogue (loopback, pcie4, nvlink4, ...) or of `links`; null: the device's usual one."""
+    between_nodes: str | None = None
+    """A link of motet's catalogue (infiniband400, roce200, ethernet100, ...) or of `links`, through one network
+    card."""
+    nics_per_node: Count | None = None
+    """Network cards of a node, shared by its devices; null: one for each device."""
+    devices: dict[str, DeviceConfig] = {}
+    """Devices that motet's catalogue does not have, by name."""
+    links: dict[str, LinkConfig] = {}
+    """Links that motet's catalogue does not have, by name."""
+    catalogue: str | None = None
+    """YAML file with more `devices` and `links`, to be shared by run files; null: none."""
+    speeds: str | None = None
+    """File of measured speeds of kernels (docs/costs.md) for computed costs; null: assumed ones."""
+    costs: str | None = None
+    """File of measured costs that `motet profile` wrote; null: they are computed."""
+
+    @model_validator(mode="after")
+    def _has_equal_nodes(self) -> "ClusterConfig":
+        if self.num_devices % self.num_nodes:
+            raise ValueError(
+                f"num_devices: is {self.num_devices}, which {self.num_nodes} nodes cannot share equally; "
+                f"give a multiple of {self.num_nodes}"
+            )
+        return self
+
+
+class FailuresConfig(Section):
+    """Going on when nodes fail (docs/resilience.md)."""
+
+    tolerate: Count = 1
+    """Nodes that may fail at once without anything being lost: there are that many copies of every layer, and one."""
+    detect_s: PositiveNumber = 1.0
+    """A node that gives no sign of life any more is lost within so many seconds."""
+    store_patience_s: PositiveNumber = 60.0
+    """A node goes on for so many seconds without the store, which one process keeps for all; then it ends."""
+    slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
+    """A rank whose computation takes more than so many times as long as that of ranks with the same layers is named in
+    the failure log; nothing else is done. null: none is."""
+    stop_below_guarantee: bool = False
+    """When too few nodes are left to survive `tolerate` failures: save and stop, instead of going on without them."""
+    restarts: CountOrNever = 3
+    """How often all nodes are started anew, from the last checkpoint, when too few are left."""
+
+
+class TrainConfig(Section):
+    steps: Count = 100
+    """Updates in all, those before a resumed checkpoint included."""
+    global_batch_size: Count = 8
+    """Samples per update, over all replicas and microbatches."""
+    contrastive_batch_size: Count | None = None
+    """Of towers: samples that are compared with each other; the loss is the mean over contrastive batches. null: the
+    global batch."""
+    learning_rate: PositiveNumber = 1e-3
+    """Peak, of parts that have none of their own."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's; vectors are not decayed."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's."""
+    eps: PositiveNumber = 1e-8
+    """AdamW's."""
+    warmup_steps: CountOrNever = 0
+    """Steps in which the learning rate rises from 0 to its peak."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    min_learning_rate_ratio: Fraction = 0.1
+    """What remains of the peak at the last step."""
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the whole model's gradient; 0: no clipping."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the computation; bfloat16 is autocast, with float32 weights."""
+    seed: CountOrNever = 0
+    """Of dropout and of the order of the data."""
+    eval_every: CountOrNever = 0
+    """Steps between evaluations on held-out samples; 0: none."""
+    eval_samples: Count = 256
+    """Held-out samples of one evaluation; of contrastive models, whole global batches of them if there is one."""
+    checkpoint_every: CountOrNever = 0
+    """Steps between checkpoints; 0: none."""
+    keep_checkpoints: Count = 2
+    """Older ones are deleted."""
+    output: str = "runs/motet"
+    """Folder of everything that the run writes."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows a loss or gradient that is not finite: the end, or a step without update."""
+    step_timeout_s: PositiveNumber = 300.0
+    """A step that takes longer ends the run with a report of who waits for what."""
+    metrics: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
+    """Where the numbers go."""
+    resume: str | None = None
+    """A checkpoint's folder, or `latest` of `output`."""
+    failures: FailuresConfig | None = None
+    """Go on when nodes fail; null: the run ends."""
+
+
+class RunConfig(Section):
+    """One run: what is trained, on what, where, and how."""
+
+    model: ModelConfig
+    data: Annotated[
+        DialADigitConfig | ConversationsConfig | DescribedConfig | SameDigitsConfig | PairsConfig,
+        Field(discriminator="kind"),
+    ]
+    cluster: ClusterConfig = ClusterConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _names_its_modules(self) -> "RunConfig":
+        names = self.model.module_names
+        for key in ("explicit", "recompute", "recompute_features"):
+            for name in getattr(self.parallel, key):
+                if name not in names:
+                    raise ValueError(f"parallel.{key}: there is no module {name!r}; the model has {', '.join(names)}")
+        missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]
+        if missing:
+            raise ValueError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
+        if self.model.generators and self.data.kind != "described":
+            raise ValueError(
+                f"data.kind: {self.data.kind} has no images to generate; models with generators can be planned and "
+                "simulated only, so give described"
+            )
+        self._check_num_microbatches()
+        self._check_limits()
+        self._shards_states_once()
+        self._check_towers()
+        return self
+
+    def _check_num_microbatches(self) -> None:
+        number, size = self.parallel.num_microbatches, self.train.global_batch_size
+        if number > size and not (self.model.towers and self.parallel.planner != "explicit"):
+            raise ValueError(
+                f"parallel.num_microbatches: is {number}, but train.global_batch_size is {size}, which leaves some "
+                f"empty; give at most {size}"
+            )
+
+    def _check_limits(self) -> None:
+        """Refuses those that nobody reads."""
+        limits, planner, survives = self.parallel.limits, self.parallel.planner, self.train.failures is not None
+        if planner == "explicit":
+            # Where nodes may fail, templates of other pipelines are made beside the given ones.
+            by_templates = ("cp", "fully_sharded", "max_pp") if survives else ()
+            given = [key for key in limits.given() if key.rpartition(".")[2] not in by_templates]
+            if given:
+                raise ValueError(
+                    f"parallel.limits.{given[0]}: is not read by planner explicit, whose degrees stand in "
+                    "parallel.explicit; leave it out, or give another planner"
+                )
+        elif planner != "oobleck" and not survives:
+            of_encoders = [
+                f"modules.{name}.cp" for name, own in limits.modules.items() if own.cp and name in self.model.encoders
+            ]
+            for key in [*(["fully_sharded"] if limits.fully_sharded else []), *of_encoders]:
+                raise ValueError(
+                    f"parallel.limits.{key}: is read by planner oobleck, but parallel.planner is {planner}; leave it "
+                    "out, or give planner: oobleck"
+                )
+
+    def _shards_states_once(self) -> None:
+        """Where nodes may fail, ZeRO-1 is motet's own, which can."""
+        if not self.parallel.zero1 or self.train.failures is not None:
+            return
+        sharded = [f"explicit.{name}" for name, module in self.parallel.explicit.items() if module.fully_sharded]
+        for where in [*sharded, *(["limits"] if self.parallel.limits.fully_sharded else [])]:
+            raise ValueError(
+                f"parallel.zero1: {where}.fully_sharded shards the optimizer's state already; leave one of the two out"
+            )
+
+    def _check_towers(self) -> None:
+        size, whole = self.train.contrastive_batch_size, self.train.global_batch_size
+        if not self.model.towers:
+            for key, given in (
+                ("train.contrastive_batch_size", size),
+                ("parallel.recompute_features", self.parallel.recompute_features),
+            ):
+                if given:
+                    raise ValueError(f"{key}: is of towers; give model.towers, or leave it out")
+            for name, layout in self.parallel.explicit.items():
+                if layout.num_microbatches is not None:
+                    raise ValueError(
+                        f"parallel.explicit.{name}.num_microbatches: is of towers; give parallel.num_microbatches, "
+                        "which all modules share"
+                    )
+            if self.data.kind in ("same-digits", "pairs"):
+                raise ValueError(f"data.kind: {self.data.kind} is for towers; give model.towers, or other data")
+            return
+        if self.data.kind in ("dial-a-digit", "conversations"):
+            raise ValueError(f"data.kind: {self.data.kind} has no pairs for towers; give pairs or same-digits")
+        if (size or whole) < 2:
+            key = "contrastive_batch_size" if size else "global_batch_size"
+            raise ValueError(f"train.{key}: is 1, which leaves nothing to compare a sample with; give at least 2")
+        if size is not None and whole % size:
+            raise ValueError(
+                f"train.contrastive_batch_size: is {size}, which does not divide train.global_batch_size {whole}; "
+                "give a divisor"
+            )
+        self._check_layout_of_towers()
+
+    def _check_layout_of_towers(self) -> None:
+        parallel = self.parallel
+        if parallel.packing:
+            raise ValueError("parallel.packing: is of a language model's samples; with towers leave it out")
+        if parallel.limits.cp:
+            raise ValueError("parallel.limits.cp: towers have whole items; leave it out")
+        if parallel.planner == "explicit":
+            return
+        if parallel.limits.dp:
+            raise ValueError(
+                "parallel.limits.dp: planners balance towers by their replicas; leave it out, or give planner: explicit"
+            )
+        for key in ("recompute_features", "num_microbatches"):
+            if key in parallel.model_fields_set:
+                raise ValueError(
+                    f"parallel.{key}: planners choose that themselves for towers; leave it out, or give planner: "
+                    "explicit"
+                )
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run file and applies the overrides (`a.b.c=value`, the value in YAML).
+
+    Raises `UserError` naming the file or key that is wrong.
+    """
+    values = read_yaml(path, RunConfig, "run file")
+    for override in overrides:
+        _override(values, override)
+    return parse_strictly(RunConfig, json.dumps(values, default=str), what=str(path))
+
+
+def load_catalogue(path: str | Path) -> CatalogueConfig:
+    """Reads a file of devices and links. Raises `UserError` naming the file or key that is wrong."""
+    values = read_yaml(path, CatalogueConfig, "catalogue")
+    return parse_strictly(CatalogueConfig, json.dumps(values, default=str), what=str(path))
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"--set {override}: is not of the form a.b.c=value")
+    value = parse_yaml(text, f"--set {override}")
+    at: Any = values
+    for i, key in enumerate(keys[:-1]):
+        inner = at.get(key)
+        if inner is None:
+            inner = at[key] = {}
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {override}: {'.'.join(keys[: i + 1])} is {inner!r}, which has no keys")
+        at = inner
+    at[keys[-1]] = value

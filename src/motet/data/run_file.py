@@ -1,0 +1,165 @@
+"""The samples that a run file's `data` asks for: metadata alone, or with tensors.
+
+Importing this module does not import torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from motet.assignment.sample import Sample
+from motet.config import ContrastiveConfig, DecoderConfig, DescribedConfig, EncoderConfig, PreparedDataConfig, RunConfig
+from motet.data.encoder_layout import EncoderLayout
+from motet.data.example import ExampleSource
+from motet.data.formats.described import described_samples
+from motet.data.formats.registry import DATA_KINDS, Examples
+from motet.data.layouts import (
+    CaptionLayout,
+    ComparisonLayout,
+    ConversationLayout,
+    ModuleLayout,
+    SampleLayouts,
+    SampleSource,
+    TextLayout,
+    check_vocabulary,
+)
+from motet.data.tools import NeedsTransformersError, PlainTools, Tools, TransformersTools
+from motet.errors import UserError
+from motet.families.configured_graph import ConfiguredGraph, read_graph
+from motet.families.token_counts import modality_of, reads_text
+
+if TYPE_CHECKING:
+    from motet.data.preparation import ExampleDataset, Preparation
+
+E = TypeVar("E", bound=EncoderLayout)
+
+
+@dataclass(frozen=True)
+class LaidOutExamples:
+    """Metadata alone."""
+
+    examples: ExampleSource
+    layouts: SampleLayouts
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def sample(self, index: int) -> Sample:
+        return self.layouts.sample(self.examples[index])
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Metadata and tensors."""
+
+    train: "ExampleDataset"
+    held_out: "ExampleDataset | None"
+    preparation: "Preparation"
+
+
+def open_samples(config: RunConfig) -> SampleSource:
+    """The metadata of the training samples. Raises `UserError` naming the key or file that is wrong.
+
+    Torch is imported only for a tokenizer without tokenizer.json, and for an image processor whose sizes follow no
+    known rule: these must be asked themselves."""
+    graph = read_graph(config)
+    if isinstance(config.data, DescribedConfig):
+        return described_samples(config, config.data, graph)
+    try:
+        tools = PlainTools(config.data, DATA_KINDS[type(config.data)].words)
+        layouts = SampleLayouts(_module_layouts(config, graph, tools, EncoderLayout))
+    except NeedsTransformersError:
+        return open_data(config).train
+    return LaidOutExamples(_open_examples(config, graph).train, layouts)
+
+
+def open_data(config: RunConfig) -> RunData:
+    """The training and held-out samples. Raises `UserError` naming the key or file that is wrong."""
+    from motet.data.preparation import ExampleDataset
+
+    preparation = open_preparation(config)
+    examples = _open_examples(config, read_graph(config))
+    return RunData(
+        train=ExampleDataset(examples.train, preparation),
+        held_out=ExampleDataset(examples.held_out, preparation) if examples.held_out else None,
+        preparation=preparation,
+    )
+
+
+def open_preparation(config: RunConfig) -> "Preparation":
+    """Tokenizers and processors, without any data. Raises `UserError` naming the key or file that is wrong."""
+    from motet.data.preparation import EncoderInput, Preparation
+
+    data, graph = data_to_prepare(config), read_graph(config)
+    _check_processor_names(data, graph)
+    tools = TransformersTools(data, DATA_KINDS[type(data)].words)
+    return Preparation(_module_layouts(config, graph, tools, EncoderInput))
+
+
+def data_to_prepare(config: RunConfig) -> PreparedDataConfig:
+    """Raises `UserError` for data that are only described by their sizes."""
+    if isinstance(config.data, DescribedConfig):
+        raise UserError(
+            "data.kind: is described, which has sizes but no data; motet plan and simulate take it, for this give "
+            "conversations or dial-a-digit"
+        )
+    return config.data
+
+
+def _open_examples(config: RunConfig, graph: ConfiguredGraph) -> Examples:
+    data: Any = config.data
+    _check_processor_names(data, graph)
+    return DATA_KINDS[type(data)].open(data, graph)
+
+
+def _check_processor_names(data: Any, graph: ConfiguredGraph) -> None:
+    encoders = graph.of_kind("encoder", "tower")
+    for name in getattr(data, "processors", ()):
+        if name not in encoders:
+            known = ", ".join(encoders) or "no encoders"
+            raise UserError(f"data.processors.{name}: is no encoder; the model has {known}")
+
+
+def _module_layouts(
+    config: RunConfig, graph: ConfiguredGraph, tools: Tools, encoder_class: Callable[..., E]
+) -> dict[str, ModuleLayout]:
+    """The layout of every module of the graph. `encoder_class`: the layout of encoders of images and sounds.
+
+    Raises `UserError` naming the key that is wrong, and `NeedsTransformersError`."""
+    layouts: dict[str, ModuleLayout] = {}
+    encoders: dict[str, E] = {}
+    for name, node in graph.modules.items():
+        part, values = node.part, node.workload.config
+        if isinstance(part, ContrastiveConfig):
+            layouts[name] = ComparisonLayout(graph.compared)
+        elif isinstance(part, DecoderConfig):
+            layouts[name] = CaptionLayout(tools.tokenizer(node), values, part.reads)
+        elif node.workload.kind == "language_model":
+            _check_modalities(encoders)
+            tokenizer = tools.tokenizer(node)
+            check_vocabulary(tokenizer, values, node.key)
+            layouts[name] = ConversationLayout(tokenizer, encoders, config.model.merge)
+        elif reads_text(values):
+            assert node.pooling is not None
+            layouts[name] = TextLayout(tools.tokenizer(node), values, node.key, node.pooling)
+        else:
+            layout = encoder_class(
+                modality=modality_of(values),
+                processor=tools.processor(name, node),
+                config=values,
+                feature_select=part.feature_select if isinstance(part, EncoderConfig) else "patch",
+                placeholder=config.model.placeholder_tokens.get(name),
+                name=node.key,
+                pooling=node.pooling,
+            )
+            if encoder_class is EncoderLayout and not layout.has_rule:
+                raise NeedsTransformersError
+            layouts[name] = encoders[name] = layout
+    return layouts
+
+
+def _check_modalities(encoders: dict[str, E]) -> None:
+    modalities = [encoder.modality for encoder in encoders.values()]
+    for modality in modalities:
+        if modalities.count(modality) > 1:
+            raise UserError(f"model.encoders: several take {modality}; a data set feeds one encoder of each modality")

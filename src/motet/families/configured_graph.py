@@ -1,0 +1,251 @@
+"""The graph of modules that a run file configures: shapes, trainable layers, weights of losses, and edges.
+
+Encoders, language model, generators, towers, contrastive loss and caption decoder are nodes of one graph. Planners,
+data layouts and the runtime ask the graph instead of the keys of `model`. Only configurations are read, no weights, and
+torch is not imported.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from motet.config import (
+    ContrastiveConfig,
+    DecoderConfig,
+    EncoderConfig,
+    GeneratorConfig,
+    LanguageModelConfig,
+    PartConfig,
+    RunConfig,
+    TowerConfig,
+)
+from motet.errors import UserError
+from motet.families.hf_config import read_generator, read_part_values
+from motet.families.token_counts import Pooling
+from motet.parallel.tensor_plans import setting
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange
+from motet.schedule.batch_sync import Pair, pairs_of
+from motet.shapes.families import as_tower, decoder_workload, module_workload
+from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_feature_layer, with_projector
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredModule:
+    """A module of the graph."""
+
+    part: PartConfig | ContrastiveConfig
+    """Its entry in the run file."""
+    key: str
+    """The key of that entry, such as `model.encoders.vision`."""
+    workload: ModuleWorkload
+    """Its shape, with the projector as the last layer."""
+    trainable: tuple[LayerRange, ...]
+    loss_weight: float = 0.0
+    """Weight of the loss that the module computes; 0: it computes none."""
+    pooling: Pooling | None = None
+    """What an encoder of a contrastive model outputs; None: it does not pool."""
+
+
+@dataclass(frozen=True)
+class ConfiguredGraph:
+    modules: Mapping[str, ConfiguredModule]
+    """By name, in the order of plans."""
+    edges: tuple[Edge, ...]
+
+    @property
+    def workloads(self) -> dict[str, ModuleWorkload]:
+        return {name: node.workload for name, node in self.modules.items()}
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the features that a contrastive loss compares."""
+        return self.modules[CONTRASTIVE].workload.hidden_size
+
+    @property
+    def compared(self) -> tuple[Pair, ...]:
+        """The pairs of modules whose features a contrastive loss compares."""
+        return tuple((first, second) for first, second in self.modules[CONTRASTIVE].workload.config["pairs"])
+
+    def of_kind(self, *kinds: str) -> dict[str, ConfiguredModule]:
+        return {name: node for name, node in self.modules.items() if node.workload.kind in kinds}
+
+
+def read_graph(config: RunConfig) -> ConfiguredGraph:
+    """The graph of the run file's model. Raises `UserError` naming the key that is wrong."""
+    read = _contrastive_graph if config.model.towers else _language_model_graph
+    return ConfiguredGraph(*read(config))
+
+
+def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
+    """The shape of every module, by name. Raises `UserError` naming the key that is wrong."""
+    return read_graph(config).workloads
+
+
+Graph = tuple[dict[str, ConfiguredModule], tuple[Edge, ...]]
+
+
+def _language_model_graph(config: RunConfig) -> Graph:
+    model = config.model
+    packing = config.parallel.packing or model.media_attention != "causal"
+    language_model = _read_shape(model.causal_lm, f"model.{LANGUAGE_MODEL}", packing=packing)
+    width = language_model.hidden_size
+    modules = {
+        name: _with_projector(f"model.encoders.{name}", part, _encoder(f"model.encoders.{name}", part, width), width)
+        for name, part in model.encoders.items()
+    }
+    if language_model.kind != "language_model":
+        raise UserError(f"model.{LANGUAGE_MODEL}: {language_model.family} is an encoder; give a language model")
+    modules[LANGUAGE_MODEL] = _whole(f"model.{LANGUAGE_MODEL}", model.causal_lm, language_model, loss_weight=1.0)
+    for name, generator in model.generators.items():
+        shape = read_generator(generator, name, width)
+        modules[name] = _whole(f"model.generators.{name}", generator, shape, loss_weight=1.0)
+    return modules, tuple(_edges(config, language_model))
+
+
+def _encoder(key: str, part: EncoderConfig, width: int) -> ModuleWorkload:
+    encoder = _read_shape(part, key)
+    if encoder.kind != "encoder":
+        raise UserError(f"{key}: {encoder.family} is a language model; give an encoder")
+    if part.feature_layer is not None:
+        try:
+            encoder = with_feature_layer(encoder, part.feature_layer)
+        except UserError as error:
+            raise UserError(f"{key}.{error}") from None
+    if part.projector is None and encoder.output_size != width:
+        raise UserError(
+            f"{key}.projector: is null, but the encoder's width is {encoder.output_size} and the "
+            f"language model's {width}; give linear or mlp"
+        )
+    return encoder
+
+
+def _edges(config: RunConfig, language_model: ModuleWorkload) -> Iterator[Edge]:
+    """Encoders enter the language model at layer 0 or at its cross-attention layers; it enters generators."""
+    layers: tuple[int, ...] = (0,)
+    if config.model.merge == "cross_attention":
+        crossing = language_model.config.get("cross_attention_layers") or ()
+        if not crossing:
+            raise UserError(
+                f"model.merge: {language_model.family} has no cross-attention layers; give placeholder or prepend"
+            )
+        layers = tuple(1 + layer for layer in crossing)
+    for name in config.model.encoders:
+        yield Edge(source=name, target=LANGUAGE_MODEL, layers=layers)
+    for name in config.model.generators:
+        yield Edge(source=LANGUAGE_MODEL, target=name)
+
+
+def _contrastive_graph(config: RunConfig) -> Graph:
+    model, loss = config.model, config.model.contrastive
+    encoders = {name: _tower(f"model.towers.{name}", part) for name, part in model.towers.items()}
+    width = _feature_size(config, {name: encoder.output_size for name, encoder in encoders.items()})
+    modules = {}
+    for name, part in model.towers.items():
+        key = f"model.towers.{name}"
+        if part.projector is not None:
+            _check_stored_projection(key, part, encoders[name], width)
+        is_read = model.decoder is not None and model.decoder.reads == name
+        modules[name] = _with_projector(key, part, encoders[name], width, "first" if is_read else "alone")
+    modules[CONTRASTIVE] = ConfiguredModule(
+        part=loss,
+        key=f"model.{CONTRASTIVE}",
+        workload=contrastive_loss(
+            pairs_of(tuple(modules), loss.anchor), width, num_parameters=1 if loss.loss == "softmax" else 2
+        ),
+        trainable=((0, 1),) if loss.train else (),
+        loss_weight=loss.loss_weight,
+    )
+    edges = [Edge(source=name, target=CONTRASTIVE) for name in model.towers]
+    if model.decoder is not None:
+        shape = _decoder(model.decoder, encoders[model.decoder.reads], width)
+        modules[DECODER] = _whole(f"model.{DECODER}", model.decoder, shape, loss_weight=model.decoder.loss_weight)
+        edges.append(Edge(source=model.decoder.reads, target=DECODER, layers=shape.blocks))
+    return modules, tuple(edges)
+
+
+def _tower(key: str, part: TowerConfig) -> ModuleWorkload:
+    encoder = _read_shape(part, key)
+    if encoder.kind != "encoder":
+        raise UserError(f"{key}: {encoder.family} is no encoder; give one of images, sounds or texts")
+    if encoder.family == "siglip_vision_model" and not setting(encoder.config, "vision_use_head", True):
+        raise UserError(f"{key}.values.vision_use_head: is false, so there are no features of a whole image; set it")
+    return encoder
+
+
+def _feature_size(config: RunConfig, sizes: Mapping[str, int]) -> int:
+    """Width of the features. Raises `UserError` if a tower without projector has another one."""
+    whole = {name: sizes[name] for name, tower in config.model.towers.items() if tower.projector is None}
+    width = config.model.contrastive.width or next(iter(whole.values()))
+    for name, size in whole.items():
+        if size != width:
+            raise UserError(
+                f"model.towers.{name}.projector: is null, but the tower's width is {size} and that of the features "
+                f"{width}; give it a projector, or set model.contrastive.width"
+            )
+    return width
+
+
+def _check_stored_projection(key: str, tower: TowerConfig, encoder: ModuleWorkload, width: int) -> None:
+    """A projection is stored with the towers of a CLIPModel and with models "WithProjection". Other models have none,
+    whatever their projection_dim says."""
+    stored = encoder.config.get("projection_dim", width)
+    is_stored = tower.part is not None or "WithProjection" in str(encoder.config.get("architectures"))
+    if tower.config is None and is_stored and tower.projector == "projection" and stored != width:
+        raise UserError(
+            f"{key}.projector: the stored projection makes features of {stored}, but they are {width} "
+            f"wide; set model.contrastive.width to {stored}, or give linear or mlp, which are drawn"
+        )
+
+
+def _decoder(part: DecoderConfig, encoder: ModuleWorkload, width: int) -> ModuleWorkload:
+    """The caption decoder. `encoder`: of the tower that it reads."""
+    if encoder.hidden_size != encoder.output_size:
+        raise UserError(
+            f"model.towers.{part.reads}: makes features of {encoder.hidden_size}, but one of {encoder.output_size} "
+            "of a whole item, and the decoder reads both; give it a projection_size equal to its hidden_size"
+        )
+    key = f"model.{DECODER}"
+    values = dict(read_part_values(part, key))
+    try:
+        decoder = decoder_workload(values)
+    except UserError as error:
+        raise UserError(f"{key}: {str(error).removeprefix('model: ')}") from None
+    if decoder.hidden_size != width:
+        raise UserError(
+            f"{key}: is {decoder.hidden_size} wide, but the towers' features {width}; set "
+            f"model.contrastive.width to {decoder.hidden_size}, and give towers of another width a projector"
+        )
+    return decoder
+
+
+def _read_shape(part: PartConfig, key: str, *, packing: bool = False) -> ModuleWorkload:
+    values = read_part_values(part, key)
+    try:
+        return module_workload(values, packing=packing)
+    except UserError as error:
+        raise UserError(f"{key}: {str(error).removeprefix('model: ')}") from None
+
+
+def _whole(
+    key: str,
+    part: LanguageModelConfig | GeneratorConfig | DecoderConfig,
+    workload: ModuleWorkload,
+    *,
+    loss_weight: float,
+) -> ConfiguredModule:
+    """A module without projector, which is trained or frozen as a whole and computes a loss."""
+    trainable = ((0, workload.num_layers),) if part.train.module else ()
+    return ConfiguredModule(part=part, key=key, workload=workload, trainable=trainable, loss_weight=loss_weight)
+
+
+def _with_projector(
+    key: str, part: EncoderConfig | TowerConfig, encoder: ModuleWorkload, width: int, pooling: Pooling | None = None
+) -> ConfiguredModule:
+    """An encoder or tower; its projector is its last layer and is trained or frozen by itself."""
+    workload = encoder if part.projector is None else with_projector(encoder, part.projector, width)
+    last = workload.num_layers - (part.projector is not None)
+    ranges: tuple[LayerRange, ...] = ((0, last),) if part.train.module else ()
+    if part.projector is not None and part.train.projector:
+        ranges = ((0 if ranges else last, workload.num_layers),)
+    if pooling is not None:
+        workload = as_tower(workload)
+    return ConfiguredModule(part=part, key=key, workload=workload, trainable=ranges, pooling=pooling)

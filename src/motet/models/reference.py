@@ -1,0 +1,330 @@
+"""The reference: every model's loss by plain transformers, as a user would write it. `motet verify` compares with it.
+
+It runs sample by sample, without padding or packing, and calls nothing but the modules themselves: the models' own
+forwards, callbacks and projectors. Encoder outputs go where the placeholder ids stand, not where layouts say; of
+layouts it reads `Segment.grid`, `num_tokens` and `num_outputs`, by code of its own. Contrastive losses are written as
+in their papers, over the whole similarity matrix. So an error in the stages cannot repeat itself here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
+from transformers.masking_utils import create_bidirectional_mask
+
+from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
+from motet.attention.masks.rules import OwnRule, mask_of_documents, rule_named
+from motet.attention.masks.token_layout import Document
+from motet.models.graph import DecoderNode, EncoderNode, LanguageModelNode, LossNode, ModuleNode, TowerNode
+from motet.models.stages.stage import Batch
+
+
+def reference_loss(
+    nodes: Mapping[str, ModuleNode], batch: Batch, *, contrastive_batch_size: int | None = None
+) -> Tensor:
+    """The weighted sum of the losses of all modules, with its graph.
+
+    `contrastive_batch_size`: the samples that a contrastive loss compares; None: all."""
+    total: Any = 0.0
+    for node in nodes.values():
+        if isinstance(node, LanguageModelNode):
+            loss = plain_loss(
+                {name: source.module for name, source in nodes.items() if isinstance(source, EncoderNode)},
+                node.module.module,
+                batch,
+                merge=node.merge,
+                placeholder_token_ids=node.placeholder_token_ids,
+                media_attention=node.media_attention,
+                language_model_name=node.name,
+            )
+        elif isinstance(node, LossNode):
+            towers = {name: tower.module for name, tower in nodes.items() if isinstance(tower, TowerNode)}
+            size = contrastive_batch_size or len(batch.samples)
+            loss = plain_contrastive_loss(towers, node.loss, batch, pairs=node.pairs, batch_size=size)
+        elif isinstance(node, DecoderNode):
+            tower = nodes[node.reads]
+            assert isinstance(tower, TowerNode)
+            loss = plain_caption_loss(tower.module, node.decoder, batch, reads=node.reads, name=node.name)
+        else:
+            continue
+        total = total + node.loss_weight * loss
+    return torch.as_tensor(total)
+
+
+def plain_encoder_output(modality_module: Any, features: Mapping[str, Tensor], segments: Sequence[Segment]) -> Tensor:
+    """What one sample's items become: [sum of num_outputs, output size].
+
+    Args:
+        modality_module: has `module` (the transformers encoder), `projector` and the three callbacks (or None each);
+            maybe `feature_layer`, the index into `hidden_states` of the features that are meant.
+        features: the sample's tensors for this encoder.
+        segments: the sample's layout in this encoder.
+    """
+    inputs = dict(features)
+    if modality_module.preprocess_callback is not None:
+        inputs = modality_module.preprocess_callback(inputs)
+    output = _encode(modality_module.module, inputs, segments, getattr(modality_module, "feature_layer", None))
+    if modality_module.postprocess_module_callback is not None:
+        output = _tensor(modality_module.postprocess_module_callback(inputs, (output,)))
+    if modality_module.projector is not None:
+        output = _tensor(modality_module.projector(output))
+    if modality_module.postprocess_projector_callback is not None:
+        output = _tensor(modality_module.postprocess_projector_callback(inputs, (output,)))
+    return output
+
+
+def _tensor(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _encode(model: Any, inputs: Mapping[str, Tensor], segments: Sequence[Segment], feature_layer: int | None) -> Tensor:
+    """The features that the layout asks for, items one after the other."""
+    family = model.config.model_type
+    if family == "qwen2_5_vl_vision":
+        grid_thw = torch.tensor([segment.grid for segment in segments], device=inputs["pixel_values"].device)
+        return model(inputs["pixel_values"], grid_thw=grid_thw).pooler_output
+    if family == "qwen2_audio_encoder":
+        return _leading(_encode_qwen2_audio(model, inputs["input_features"], segments), segments)
+    if family == "whisper":
+        return _leading(model(inputs["input_features"]).last_hidden_state, segments)
+
+    def features(*args: Any, **kwargs: Any) -> Tensor:
+        if feature_layer is None:
+            return model(*args, **kwargs).last_hidden_state
+        return model(*args, **kwargs, output_hidden_states=True).hidden_states[feature_layer]
+
+    if family == "pixtral":
+        return features(inputs["pixel_values"], image_sizes=_pixtral_sizes(model, segments))[0]
+    if family == "dinov2":
+        hidden = features(inputs["pixel_values"])
+    else:
+        hidden = features(inputs["pixel_values"], interpolate_pos_encoding=True)
+    has_class_token = any(name.endswith((".class_embedding", ".cls_token")) for name, _ in model.named_parameters())
+    if has_class_token and any(segment.outputs != segment.num_tokens for segment in segments):
+        hidden = hidden[:, 1:]
+    return hidden.flatten(0, 1)
+
+
+def _leading(hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Of every clip, what comes before the padding."""
+    return torch.cat([clip[: segment.outputs] for clip, segment in zip(hidden, segments, strict=True)])
+
+
+def _pixtral_sizes(model: Any, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """(height, width) in pixels of every image; several in a row for an item that a callback cuts into tiles."""
+    patch = model.config.patch_size
+    sizes = []
+    for segment in segments:
+        rows, columns = segment.grid
+        sizes += [(rows * patch, columns * patch)] * (segment.num_tokens // (rows * columns))
+    return sizes
+
+
+def _encode_qwen2_audio(model: Any, mel: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """With padding masked, as `Qwen2AudioModel` calls its audio tower."""
+    num_tokens = (mel.shape[-1] - 2) // 2 + 1
+    frames = torch.tensor([segment.grid[0] if segment.grid else mel.shape[-1] for segment in segments])
+    lengths = ((frames - 1) // 2 + 1).to(mel.device)
+    valid = torch.arange(num_tokens, device=mel.device)[None, :] < lengths[:, None]
+    mask = create_bidirectional_mask(
+        config=model.config,
+        inputs_embeds=mel.new_zeros(len(segments), num_tokens, 1),
+        attention_mask=valid.long(),
+    )
+    return model(mel, attention_mask=mask).last_hidden_state
+
+
+def plain_loss(
+    encoders: Mapping[str, Any],
+    language_model: Any,
+    batch: Batch,
+    *,
+    merge: str,
+    placeholder_token_ids: Mapping[str, int],
+    media_attention: str = "causal",
+    language_model_name: str = "language_model",
+) -> Tensor:
+    """Mean loss over all tokens of the batch that have a label and a token before them, with its graph.
+
+    Args:
+        encoders: by name: has `module`, `projector` and the callbacks (or None).
+        language_model: a plain `...ForCausalLM`.
+        merge: "placeholder", "prepend" or "cross_attention".
+        placeholder_token_ids: by encoder, for "placeholder".
+        media_attention: as in a run file, but not "family", or a registered mask's name; anything but "causal" is given
+            to the model as a matrix.
+    """
+    total: Any = 0.0
+    num_tokens = 0
+    for i, sample in enumerate(batch.samples):
+        features = batch.features(language_model_name, i)
+        ids, labels = features["input_ids"], features["labels"]
+        tokens = {
+            name: plain_encoder_output(encoder, batch.features(name, i), sample.layouts[name])
+            for name, encoder in encoders.items()
+            if sample.layouts.get(name)
+        }
+        embeddings, extra = _merged(
+            language_model.get_input_embeddings()(ids), ids, tokens, merge, placeholder_token_ids
+        )
+        if media_attention != "causal":
+            items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
+            segments = tuple(sample.layouts[language_model_name])
+            extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention, segments)
+        logits = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra).logits[0]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
+        num_tokens += int((labels[1:] != IGNORED_LABEL).sum())
+    return total / num_tokens
+
+
+def _merged(
+    embeddings: Tensor, ids: Tensor, tokens: Mapping[str, Tensor], merge: str, placeholder_token_ids: Mapping[str, int]
+) -> tuple[Tensor, dict[str, Any]]:
+    """What the language model reads of a sample: [T, H], and further arguments. `tokens`: each encoder's outputs."""
+    if merge == "placeholder":
+        for name, outputs in tokens.items():
+            here = (ids == placeholder_token_ids[name]).nonzero().squeeze(-1)
+            embeddings = embeddings.index_put((here,), outputs.to(embeddings.dtype))
+        return embeddings, {}
+    if not tokens:
+        return embeddings, {}
+    media = torch.cat(list(tokens.values()))
+    if merge == "prepend":
+        return torch.cat([media.to(embeddings.dtype), embeddings[len(media) :]]), {}
+    # Without a mask, transformers' attention would take the keys for a causal sequence.
+    everything = media.new_zeros(1, 1, len(ids), len(media))
+    return embeddings, {"cross_attention_states": media[None], "cross_attention_mask": everything}
+
+
+def _items_of_tokens(
+    sample: Sample, ids: Tensor, merge: str, placeholder_token_ids: Mapping[str, int]
+) -> list[tuple[str, int] | None]:
+    """Of each token: the encoder and item whose output stands there; None: it is text."""
+    items: list[tuple[str, int] | None] = [None] * len(ids)
+    front = 0
+    for name in placeholder_token_ids:
+        outputs = [(name, segment.item) for segment in sample.layouts.get(name, ()) for _ in range(segment.outputs)]
+        if merge == "placeholder":
+            places = (ids == placeholder_token_ids[name]).nonzero().squeeze(-1).tolist()
+        else:
+            places = list(range(front, front + len(outputs)))
+            front += len(outputs)
+        for place, item in zip(places, outputs, strict=True):
+            items[place] = item
+    return items
+
+
+def _attention_masks(
+    config: Any, items: list[tuple[str, int] | None], media_attention: str, segments: tuple[Segment, ...]
+) -> Any:
+    """What transformers takes: whether it sees, [1, 1, T, T]; by kind of layer where the model has several.
+
+    A sliding window cuts what a text token and a token of `block_causal` or `prefix` media sees, as in transformers'
+    Gemma3."""
+    place = torch.arange(len(items))
+    same_item = torch.tensor([[item is not None and other == item for other in items] for item in items])
+    same_modality = torch.tensor([[bool(item and other and other[0] == item[0]) for other in items] for item in items])
+    is_media = torch.tensor([item is not None for item in items])[:, None]
+    last_media = max((place for place, item in enumerate(items) if item is not None), default=-1)
+
+    def matrix(window: int | None) -> Tensor:
+        rule = rule_named(media_attention, window)
+        if isinstance(rule, OwnRule):
+            return torch.from_numpy(mask_of_documents((Document(segments),), rule).dense())[None, None]
+        sees = place[None] <= place[:, None]
+        if media_attention == "block_causal":
+            sees = sees | same_item
+        if media_attention == "prefix":
+            sees = sees | ((place[None] <= last_media) & (place[:, None] <= last_media))
+        if window is not None:
+            sees = sees & (place[:, None] - place[None] < window)
+        if media_attention in ("own_item", "own_modality"):
+            sees = torch.where(is_media, same_item if media_attention == "own_item" else same_modality, sees)
+        return sees[None, None]
+
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "layer_types", None):
+        return {"full_attention": matrix(None), "sliding_attention": matrix(window)}
+    return matrix(window)
+
+
+def plain_contrastive_loss(
+    towers: Mapping[str, Any], loss: Any, batch: Batch, *, pairs: Sequence[tuple[str, str]], batch_size: int
+) -> Tensor:
+    """The mean over all comparisons: of each contrastive batch, each pair of towers, and each sample that has both.
+    With its graph.
+
+    Args:
+        towers: by name: has `module`, the transformers encoder, and `projector`, or None.
+        loss: has `kind`, "softmax" or "sigmoid", `logit_scale` (a logarithm) and `logit_bias`, or None.
+        batch_size: of a contrastive batch.
+    """
+    normalized: dict[str, dict[int, Tensor]] = {name: {} for name in towers}
+    for name, tower in towers.items():
+        for i, sample in enumerate(batch.samples):
+            if sample.has(name):
+                embedding = _embedding(tower, batch, name, i)
+                normalized[name][i] = embedding / embedding.norm(dim=-1, keepdim=True)
+    total, count = loss.logit_scale * 0.0, 0
+    for first in range(0, len(batch.samples), batch_size):
+        for a, b in pairs:
+            both = [i for i in range(first, first + batch_size) if i in normalized[a] and i in normalized[b]]
+            if not both:
+                continue
+            left, right = (torch.cat([normalized[name][i] for i in both]) for name in (a, b))
+            logits = loss.logit_scale.exp() * left @ right.T
+            mean = _clip(logits) if loss.kind == "softmax" else _siglip(logits + loss.logit_bias)
+            total, count = total + mean * len(both), count + len(both)
+    return total / max(1, count)
+
+
+def plain_caption_loss(tower: Any, decoder: Any, batch: Batch, *, reads: str, name: str) -> Tensor:
+    """The mean over all captions' tokens, caption by caption.
+
+    Args:
+        tower: as above; the decoder attends to its `last_hidden_state`, through its projector.
+        decoder: a causal model of transformers with cross-attention.
+        reads: the tower's name, `name` the decoder's.
+    """
+    total: Any = 0.0
+    count = 0
+    for i, sample in enumerate(batch.samples):
+        if not sample.has(name):
+            continue
+        states = tower.module(**batch.features(reads, i)).last_hidden_state
+        if tower.projector is not None:
+            states = tower.projector(states)
+        text = batch.features(name, i)
+        logits = decoder(input_ids=text["input_ids"][None], encoder_hidden_states=states, use_cache=False).logits[0]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        total = total + functional.cross_entropy(
+            wide[:-1], text["labels"][1:], ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+        count += int((text["labels"][1:] != IGNORED_LABEL).sum())
+    return torch.as_tensor(total) / max(1, count)
+
+
+def _clip(logits: Tensor) -> Tensor:
+    own = torch.arange(len(logits), device=logits.device)
+    return (functional.cross_entropy(logits, own) + functional.cross_entropy(logits.T, own)) / 2
+
+
+def _siglip(logits: Tensor) -> Tensor:
+    signs = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
+    return -functional.logsigmoid(signs * logits).sum(dim=-1).mean()
+
+
+def _embedding(tower: Any, batch: Batch, name: str, sample: int) -> Tensor:
+    """[1, width]"""
+    features = batch.features(name, sample)
+    output = tower.module(**features)
+    pooled = getattr(output, "pooler_output", None)
+    if pooled is None:  # Whisper: the mean over what is no padding.
+        grid = batch.samples[sample].layouts[name][0].grid
+        frames = output.last_hidden_state
+        pooled = (frames[:, : (grid[0] + 1) // 2] if grid else frames).mean(dim=1)
+    return pooled if tower.projector is None else tower.projector(pooled)

@@ -1,0 +1,501 @@
+"""Planner `auto`: the fastest plan in simulation, of the named planners' plans and of layouts of its own.
+
+Candidates are
+
+* the plan of every named planner, simulated unless a lower bound shows that another plan is faster, so that the choice
+  is never slower than the best of them;
+* layouts of `own_layouts`, ordered by a lower bound and an estimate of memory, and simulated only while their bound is
+  below the fastest plan so far. A few that slightly exceed the memory are simulated under a memory-aware schedule.
+
+Then `auto` tries the best few under other schedules, and the best and the fastest that does not fit with sequence
+parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
+(`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
+`motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
+
+`own_layouts` has these families of layouts, some of which no paper has:
+
+* separate: every module on groups of its own, or all encoders on the same groups (Cornstarch), for all sizes; these
+  also with several runs of the language model on each of its groups (interleaving);
+* chains: all layers in a row, cut frozen-aware into V runs per group, so that each group holds several (Megatron-LM
+  balanced, but frozen-aware), going round the groups, or there and back again (the V of zero-bubble schedules);
+* spread: each module over *all* groups, so that each group has its share of encoder work and of language model work and
+  one can fill the bubbles of the other (Optimus' placement with Cornstarch's cut).
+
+In all of them the language model may have context parallelism, where sequences are long enough; encoders on its groups
+then use all their ranks for tensor parallelism. The named planners choose no context parallelism. Tensor parallelism
+comes with sequence parallelism where its costs are known: it computes norms once and saves memory.
+
+Limits: at most `MAX_SIMULATED` of its own layouts are simulated, fewer where programs are large, so the best plan may
+be missed; the lower bound then tells by how much at most.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+from motet.errors import UserError
+from motet.plan import Plan
+from motet.planner.degrees import check_degrees, cp_sizes, dp_sizes, most_stages, tp_sizes
+from motet.planner.distmm.local_search import search_towers
+from motet.planner.evaluate import Evaluation, evaluate, under_schedule
+from motet.planner.layout import Chunk, Layout, Placement, cut_chain, cut_module, has_few_stages
+from motet.planner.layout_costs import LayoutCosts
+from motet.planner.lower_bound import problem_lower_bound_s
+from motet.planner.megatron import VIRTUAL_STAGES, language_model
+from motet.planner.partition import partition
+from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
+from motet.planner.search import layouts_of
+from motet.planner.selection import best_layout, device_counts, rank, within_memory
+from motet.schedule.generators import CONTRASTING, GENERATORS
+from motet.schedule.stage_graph import (
+    GroupsOfReplica,
+    groups_in_rounds,
+    groups_in_v,
+    shares_ranks_with_encoders,
+)
+
+PLANNER = "auto"
+MAX_COUNTS = 200
+"""Up to this many distributions of groups among modules are enumerated for each choice of sizes; beyond, Cornstarch's
+Algorithm 1 picks some."""
+MAX_INTERLEAVED = 40
+"""Number of separate layouts, those with the best bounds, that are also interleaved."""
+MAX_SIMULATED = 12
+"""Own layouts that are simulated."""
+MAX_ACTIONS = 15_000
+"""Limit on the actions of all simulations of the best plan under other schedules, and of those of the next ones."""
+NUM_RESCHEDULED = 3
+"""Number of the best plans that are tried under other schedules."""
+NUM_PROMISING = 2
+"""Number of schedules, those best for the best plan, that the next plans are tried under."""
+INTERLEAVED = "interleaved_1f1b_adjusted"
+V_SHAPED = "zero_bubble_v"
+MEMORY_AWARE = "bubble_filling"
+"""The schedule for layouts that exceed the memory under their own."""
+BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
+"""The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
+
+PlanFunction = Callable[..., Plan]
+"""(problem, *, placement) -> plan, within the user's limits. Raises `UserError` if there is none."""
+
+
+def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
+    """All layouts of the families above. `schedules`: those that may be used."""
+    for layout in _families(problem, schedules):
+        cut: dict[str, set[int]] = {}
+        for chunk in layout.chunks:
+            tp = layout.tp(chunk.module, chunk.group)
+            if tp > 1:
+                cut.setdefault(chunk.module, set()).add(tp)
+        yield replace(layout, sequence_parallel=_knows_sequence_parallelism(problem, cut))
+
+
+def _knows_sequence_parallelism(problem: PlanningProblem, cut: Mapping[str, Set[int]]) -> bool:
+    """Whether tensor parallelism cuts some module, and the costs of all of `cut` with sequence parallelism are known.
+    `cut`: tensor-parallel sizes by module."""
+    known = problem.table.sequence_parallel
+    return bool(cut) and all(sizes <= known.get(name, {}).keys() for name, sizes in cut.items())
+
+
+def _families(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
+    placements: tuple[Placement, ...] = ("parallel", "colocated") if len(problem.sources) > 1 else ("parallel",)
+    num_devices = problem.num_devices
+    separate = list(layouts_of(problem, cut_module, num_devices, PLANNER, placements, MAX_COUNTS, chooses_cp=True))
+    yield from separate
+    costs = LayoutCosts(problem)
+    separate.sort(key=lambda layout: (costs.excess_bytes(layout), costs.bound_s(layout)))
+    for num_chunks in VIRTUAL_STAGES:
+        if num_chunks > 1 and INTERLEAVED in schedules:
+            for layout in separate[:MAX_INTERLEAVED]:
+                yield from interleaved(problem, layout, num_chunks, INTERLEAVED)
+        yield from chains(problem, num_chunks)
+    if V_SHAPED in schedules:
+        yield from v_shaped(problem)
+    yield from spread(problem)
+
+
+def interleaved(problem: PlanningProblem, layout: Layout, num_chunks: int, schedule: str) -> Iterator[Layout]:
+    """The same layout, but with `num_chunks` runs of the language model on each of its groups."""
+    name = language_model(problem)
+    groups = [chunk.group for chunk in layout.chunks if chunk.module == name]
+    tp, cp, num_runs = layout.tp(name, groups[0]), layout.cp(name), num_chunks * len(groups)
+    if len(groups) > 1 and num_runs <= most_stages(problem, name):
+        times = problem.estimator.layer_seconds(name, tp, layout.dp, cp=cp)
+        runs = problem.remembered(("runs", name, tp, cp, layout.dp, num_runs), lambda: partition(times, num_runs))
+        own = [Chunk(name, run, groups[i % len(groups)]) for i, run in enumerate(runs)]
+        others = [chunk for chunk in layout.chunks if chunk.module != name]
+        order = list(problem.modules)
+        chunks = sorted([*others, *own], key=lambda chunk: order.index(chunk.module))
+        yield replace(layout, chunks=tuple(chunks), schedule=schedule)
+
+
+class EqualGroups(NamedTuple):
+    """Groups of equal size in each replica, each of which can hold any module. Only the language model may have context
+    parallelism there."""
+
+    dp: int
+    size: int
+    number: int
+    shared: tuple[tuple[str, int], ...]
+    """As in `Layout`."""
+
+    def layout(self, chunks: Sequence[Chunk], schedule: str | None = None) -> Layout:
+        return Layout(
+            planner=PLANNER,
+            chunks=tuple(chunks),
+            group_sizes=(self.size,) * self.number,
+            dp=self.dp,
+            shared=self.shared,
+            schedule=schedule,
+        )
+
+    def layer_seconds(self, problem: PlanningProblem) -> dict[str, list[float]]:
+        cp = {name: dict(self.shared).get(name, 1) for name in problem.modules}
+        return {
+            name: problem.estimator.layer_seconds(name, self.size // cp[name], self.dp, cp=cp[name])
+            for name in problem.modules
+        }
+
+
+def equal_groups(problem: PlanningProblem) -> Iterator[EqualGroups]:
+    """Every way to divide all devices into replicas of equal groups."""
+    backbone = language_model(problem)
+    others = [set(tp_sizes(problem, name)) for name in problem.modules if name != backbone]
+    for dp in dp_sizes(problem):
+        for tp, cp in product(tp_sizes(problem, backbone), cp_sizes(problem, backbone, dp)):
+            number, left = divmod(problem.num_devices, dp * tp * cp)
+            if number and not left and all(tp * cp in sizes for sizes in others):
+                yield EqualGroups(dp, tp * cp, number, ((backbone, cp),) if cp > 1 else ())
+
+
+def chains(problem: PlanningProblem, num_chunks: int) -> Iterator[Layout]:
+    for groups in equal_groups(problem):
+        if groups.number > 1 or num_chunks == 1:
+            yield from _chain(problem, groups, [v % groups.number for v in range(num_chunks * groups.number)])
+
+
+def v_shaped(problem: PlanningProblem) -> Iterator[Layout]:
+    for groups in equal_groups(problem):
+        if groups.number > 1:
+            there = list(range(groups.number))
+            yield from _chain(problem, groups, [*there, *reversed(there)], V_SHAPED)
+
+
+def _chain(
+    problem: PlanningProblem, groups: EqualGroups, places: Sequence[int], schedule: str | None = None
+) -> Iterator[Layout]:
+    """`places`: the group of each run of layers."""
+    costs = groups.layer_seconds(problem)
+    if len(places) <= sum(map(len, costs.values())):
+        chunks = cut_chain(costs, places)
+        if has_few_stages(problem, chunks):
+            yield groups.layout(chunks, schedule)
+
+
+def spread(problem: PlanningProblem) -> Iterator[Layout]:
+    """Each module over all groups, with a stage on each."""
+    for groups in equal_groups(problem):
+        if groups.number == 1 or any(most_stages(problem, name) < groups.number for name in problem.modules):
+            continue
+        costs = groups.layer_seconds(problem)
+        yield groups.layout(
+            [
+                Chunk(name, run, group)
+                for name in problem.modules
+                for group, run in enumerate(partition(costs[name], groups.number))
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    evaluation: Evaluation
+    """Of the chosen plan; its `planner` is auto."""
+    found_by: str
+    """The named planner whose plan was chosen, or auto."""
+    named: Mapping[str, Evaluation]
+    """The plan of each named planner."""
+    too_slow: Mapping[str, float]
+    """Planners without a plan as fast as the best of `named`: lower bound of the seconds that theirs take, if they
+    fit."""
+    refused: Mapping[str, str]
+    """Why a planner has no plan."""
+    lower_bound_s: float | None
+    """Lower bound over all plans of the problem; None for towers, which the bound does not cover."""
+
+    @property
+    def best_named(self) -> str | None:
+        return min(self.named, key=lambda name: rank(self.named[name]), default=None)
+
+    @property
+    def why(self) -> str:
+        """The reasons for the choice, as short text."""
+        plan, seconds = self.evaluation.plan, self.evaluation.iteration_time_s
+        parts = [f"{_shape(plan)} under {plan.schedule}"]
+        num_devices = self.evaluation.problem.num_devices
+        if plan.num_ranks < num_devices:
+            parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
+        if self.found_by != PLANNER:
+            parts.append(f"the plan of {self.found_by}")
+        elif self.best_named is not None:
+            best = self.named[self.best_named]
+            if best.fits or not self.evaluation.fits:
+                gain = best.iteration_time_s / seconds - 1
+                parts.append(f"{gain:.1%} faster than the best named planner, {self.best_named}")
+            else:
+                parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
+        if self.lower_bound_s is not None and self.lower_bound_s < inf:
+            # Rounding may put the bound just above the plan that it equals.
+            parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above the lower bound")
+        return "; ".join(parts)
+
+
+def choose_among(
+    problem: PlanningProblem, named: Mapping[str, PlanFunction], *, placement: Placement | None = None
+) -> Choice:
+    """Chooses among the plans of the named planners and its own layouts. `placement` is passed on to the named
+    planners; own layouts are left out then.
+
+    Raises `UserError` if there is no plan."""
+    # There are hardly any cycles of garbage here, and collecting them would take a third of the time.
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        if problem.loss_module is not None:
+            return _choose_towers(problem, placement)
+        return _choose(problem, named, placement)
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], placement: Placement | None) -> Choice:
+    schedules = problem.schedules or tuple(name for name in GENERATORS if name not in CONTRASTING)
+    named, too_slow, refused = _named(problem, planners, placement, schedules)
+    evaluations = list(named.values())
+    if placement is None:
+        layouts = [
+            layout
+            for num_devices in device_counts(problem)
+            for layout in own_layouts(problem.with_num_devices(num_devices), schedules)
+        ]
+        evaluations += best_layout(problem, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
+        if MEMORY_AWARE in schedules:
+            evaluations += within_memory(problem, layouts, MEMORY_AWARE, known=evaluations)
+    if not evaluations:
+        raise UserError(_why_none(problem, placement, refused))
+    evaluations += [found for each in _best(evaluations) for found in _sequence_parallel(each)]
+    evaluations += _rescheduled(_best(evaluations), schedules)
+    best = min(evaluations, key=rank)
+    evaluations += _sequence_parallel(best)
+    # Sequence parallelism saves activations too, so a faster plan that does not fit may fit with it.
+    missed = [
+        e
+        for e in evaluations
+        if best.fits and not e.fits and e.iteration_time_s < best.iteration_time_s and not _is_sequence_parallel(e.plan)
+    ]
+    evaluations += _sequence_parallel(min(missed, key=lambda e: e.iteration_time_s)) if missed else []
+    best = min(evaluations, key=rank)
+    found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
+    plan = replace(best.plan, planner=PLANNER)
+    return Choice(
+        evaluation=replace(best, plan=plan),
+        found_by=found_by,
+        named=named,
+        too_slow=too_slow,
+        refused=refused,
+        lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
+    )
+
+
+def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The best `NUM_RESCHEDULED`, best first; plans that differ only in sequence parallelism count once."""
+    best: list[Evaluation] = []
+    contents: list[object] = []
+    for evaluation in sorted(evaluations, key=rank):
+        plan = evaluation.plan
+        content = plan.schedule, {name: module.replicas for name, module in plan.modules.items()}
+        if len(best) < NUM_RESCHEDULED and content not in contents:
+            best.append(evaluation)
+            contents.append(content)
+    return best
+
+
+def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
+    name = language_model(problem)
+    backbone = problem.modules[name]
+    if 1 not in backbone.cp_sizes and placement is not None:
+        return (
+            f"parallel.placement: planners that place encoders {placement} choose no context parallelism, but "
+            f"parallel.limits.cp is {list(backbone.cp_sizes)}; allow 1 too, or leave placement out"
+        )
+    if 1 not in backbone.cp_sizes:
+        least = Degrees(cp=min(backbone.cp_sizes), dp=min(problem.dp_sizes), context=backbone.context)
+        try:
+            check_degrees(problem, name, least)
+        except UserError as error:
+            why, *_ = str(error).removeprefix("parallel: ").split(";")
+            return f"parallel.limits.cp: {why}; allow 1 too, or give longer samples or fewer microbatches"
+        return (
+            f"parallel.limits.cp: no layout on {problem.num_devices} devices has context parallelism of "
+            f"{' or '.join(map(str, backbone.cp_sizes))}; allow 1 too, or smaller sizes"
+        )
+    # Cornstarch's reason is about the problem; some others only say what they do not plan.
+    why = refused.get("cornstarch", next(iter(refused.values())))
+    return f"parallel.planner: no planner finds a plan; {why}"
+
+
+def _choose_towers(problem: PlanningProblem, placement: Placement | None) -> Choice:
+    """Starts from the plans of `distmm`, the only named planner of towers; the lower bound does not cover them."""
+    found = search_towers(problem, placement=placement)
+    return Choice(
+        evaluation=replace(found.best, plan=replace(found.best.plan, planner=PLANNER)),
+        found_by="distmm" if found.best.plan == found.of_distmm.plan else PLANNER,
+        named={"distmm": found.of_distmm},
+        too_slow={},
+        refused={},
+        lower_bound_s=None,
+    )
+
+
+def _named(
+    problem: PlanningProblem,
+    planners: Mapping[str, PlanFunction],
+    placement: Placement | None,
+    schedules: Sequence[str],
+) -> tuple[dict[str, Evaluation], dict[str, float], dict[str, str]]:
+    """The `named`, `too_slow` and `refused` of a `Choice`."""
+    named: dict[str, Evaluation] = {}
+    too_slow: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, make_plan in planners.items():
+        # The bounds hold for the planners' own schedules, not for others that the user may ask for.
+        fitting = [e.iteration_time_s for e in named.values() if e.fits and problem.schedules is None]
+        cutoff_s = min(fitting, default=inf)
+        try:
+            evaluation = evaluate(problem, make_plan(problem.with_cutoff(cutoff_s), placement=placement))
+        except TooSlowError as error:
+            too_slow[name] = error.at_least_s
+            continue
+        except UserError as error:
+            refused[name] = str(error)
+            continue
+        allowed = [evaluation] if evaluation.plan.schedule in schedules else _under(evaluation, schedules)
+        if allowed:
+            named[name] = min(allowed, key=rank)
+        else:
+            refused[name] = f"its plan needs schedule {evaluation.plan.schedule}, which is not allowed"
+    return named, too_slow, refused
+
+
+def _rescheduled(evaluations: Sequence[Evaluation], schedules: Sequence[str]) -> list[Evaluation]:
+    """The best plan under all schedules; the next plans under the schedules that were best for it and the first of
+    `BY_PROMISE`. `evaluations`: best first."""
+    first, *others = evaluations
+    found = _under(first, [name for name in schedules if _differs(name, first.plan, schedules)], MAX_ACTIONS)
+    promising = [evaluation.plan.schedule for evaluation in sorted([first, *found], key=rank)[:NUM_PROMISING]]
+    wanted = [name for name in schedules if name in (*promising, BY_PROMISE[0])]
+    left = MAX_ACTIONS
+    for other in others:
+        tried = _under(other, [name for name in wanted if _differs(name, other.plan, schedules)], left)
+        left -= sum(each.num_actions for each in tried)
+        found += tried
+    return found
+
+
+def _under(evaluation: Evaluation, schedules: Sequence[str], max_actions: float = inf) -> list[Evaluation]:
+    """The plan under each of these schedules that supports its layout."""
+    found: list[Evaluation] = []
+    promise = {name: place for place, name in enumerate(BY_PROMISE)}
+    for schedule in sorted(schedules, key=lambda name: promise.get(name, len(promise))):
+        if sum(each.num_actions for each in found) >= max_actions:
+            break
+        if schedule != evaluation.plan.schedule:
+            with suppress(UserError):
+                found.append(under_schedule(evaluation, schedule))
+    return found
+
+
+def _differs(schedule: str, plan: Plan, schedules: Sequence[str]) -> bool:
+    """False if the schedule orders this plan's actions as a simpler one of `schedules` does."""
+    if schedule == "zero_bubble_v" and "zero_bubble_h1" in schedules:
+        return _has_several_stages_on_a_group(plan, groups_in_v(plan))
+    if schedule in ("interleaved_1f1b", "interleaved_1f1b_adjusted") and "1f1b" in schedules:
+        return _has_several_stages_on_a_group(plan, groups_in_rounds(plan, plan.modules.keys()))
+    if schedule == "bubble_filling" and "1f1b" in schedules:
+        return shares_ranks_with_encoders(plan)
+    return True
+
+
+def _has_several_stages_on_a_group(plan: Plan, groups: GroupsOfReplica | None) -> bool:
+    """`groups` None: the stages are placed in another way."""
+    replicas = (groups or {}).items()
+    return any(len(plan.modules[name].replicas[r].stages) > len(own) for (name, r), own in replicas)
+
+
+def _sequence_parallel(evaluation: Evaluation) -> list[Evaluation]:
+    """The same plan with sequence parallelism in all modules with tensor parallelism, if it has none and the costs are
+    known; else nothing."""
+    problem, plan = evaluation.problem, evaluation.plan
+    cut = {name: sizes for name in plan.modules if (sizes := _tp_sizes(plan, name) - {1})}
+    sizes_of = {plan.modules[name].data_module(name): sizes for name, sizes in cut.items()}
+    if _is_sequence_parallel(plan) or not _knows_sequence_parallelism(problem, sizes_of):
+        return []
+    modules = {name: replace(module, sequence_parallel=name in cut) for name, module in plan.modules.items()}
+    return [evaluate(problem, replace(plan, modules=modules))]
+
+
+def _is_sequence_parallel(plan: Plan) -> bool:
+    return any(module.sequence_parallel for module in plan.modules.values())
+
+
+def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
+    """The bound, with the costs of sequence parallelism too if it is chosen (in all modules or in none)."""
+    bound_s = bound_of_all(problem, candidates, chosen)
+    if not _is_sequence_parallel(chosen):
+        return bound_s
+    table = problem.table
+    modules = {name: {**costs, **table.sequence_parallel.get(name, {})} for name, costs in table.modules.items()}
+    return min(bound_s, bound_of_all(replace(problem, table=replace(table, modules=modules)), candidates, chosen))
+
+
+def bound_of_all(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
+    """Lower bound over all plans with sizes that the user allows or a candidate has. If the chosen plan has several
+    tensor-parallel sizes in one module, the bound is over plans that may have several."""
+    replicas = {name: set(problem.dp_sizes) for name in problem.modules}
+    tp = {name: set(module.tp_sizes) for name, module in problem.modules.items()}
+    cp = {name: set(cp_sizes(problem, name)) for name in problem.modules}
+    for plan in candidates:
+        for name in problem.modules:
+            replicas[name].add(len(plan.modules[name].replicas))
+            tp[name] |= _tp_sizes(plan, name)
+            cp[name].add(plan.modules[name].replicas[0].stages[0].cp_size)
+    return problem_lower_bound_s(
+        problem,
+        num_replicas={name: sorted(sizes) for name, sizes in replicas.items()},
+        tp={name: sorted(sizes) for name, sizes in tp.items()},
+        cp={name: sorted(sizes) for name, sizes in cp.items()},
+        mixed=any(len(_tp_sizes(chosen, name)) > 1 for name in problem.modules),
+    )
+
+
+def _tp_sizes(plan: Plan, name: str) -> set[int]:
+    return {stage.tp_size for replica in plan.modules[name].replicas for stage in replica.stages}
+
+
+def _shape(plan: Plan) -> str:
+    """Like `vision 2 stages x 4 replicas, language_model 6 stages x 4 replicas`."""
+    parts = []
+    for name, module in plan.modules.items():
+        if module.copy_of is None and module.kind != "loss":
+            stages = module.replicas[0].stages
+            tp_sizes = sorted(_tp_sizes(plan, name))
+            groups = f" x tp {' and '.join(map(str, tp_sizes))}" if tp_sizes != [1] else ""
+            groups += " with sequence parallelism" if module.sequence_parallel else ""
+            groups += f" x cp {stages[0].cp_size}" if stages[0].cp_size > 1 else ""
+            parts.append(f"{name} {len(stages)} stages{groups} x {len(module.replicas)} replicas")
+    return ", ".join(parts)
