@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.planner.disttrain.orchestration import _Rows, evaluate_degrees, orchestrate
-from motet.planner.disttrain.units import OrchestrationProblem, Unit, UnitDegrees
+from motet.planner.disttrain.orchestration import (
+    OrchestrationProblem,
+    Unit,
+    UnitDegrees,
+    _Rows,
+    evaluate_degrees,
+    orchestrate,
+)
 from motet.planner.partition import partition, stage_costs
 
 
