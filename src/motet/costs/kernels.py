@@ -67,6 +67,17 @@ class LayerKernels:
         """If nothing trainable lies before: the gradient passes through the layer, but not out of it."""
         return (*(kernel for kernel in self.input_gradient if not kernel.leaves_layer), *self.weight_gradient)
 
+    def backward(
+        self, input_gradient: bool, weight_gradient: bool, *, recompute: bool = False
+    ) -> tuple[KernelShape, ...]:
+        """The backward of a layer that computes these gradients; with `recompute` it begins with a forward."""
+        if not (input_gradient or weight_gradient):
+            return ()
+        again = self.forward if recompute else ()
+        if not input_gradient:
+            return again + self.weight_gradient_alone
+        return again + self.input_gradient + (self.weight_gradient if weight_gradient else ())
+
 
 def layer_kernels(
     layer: LayerShape,
