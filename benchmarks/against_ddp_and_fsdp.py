@@ -27,9 +27,10 @@ from benchmarks.reporting import Report
 from benchmarks.workloads import SyntheticBatch, vlm_config
 from motet.cluster import cpu_cluster
 from motet.config import RunConfig
+from motet.models.from_run_file import build_node
 from motet.plan import Plan
 from motet.planner.from_run_file import planning_problem
-from motet.runtime.assembly import build_engine, build_module, build_optimizer
+from motet.runtime.assembly import build_engine, build_optimizer
 from motet.runtime.launch import launch
 
 
@@ -38,12 +39,11 @@ class PlainVLM(nn.Module):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
-        encoder = build_module(config, "vision", None, torch.float32)
-        self.vision, self.projector = encoder.module, encoder.projector
-        self.llm = build_module(config, "language_model", None, torch.float32).module
+        encoder = build_node(config, "vision", None, torch.float32).parts
+        self.vision, self.projector = encoder["module"], encoder["projector"]
+        self.llm = build_node(config, "language_model", None, torch.float32).parts["module"]
 
     def forward(self, pixel_values: Tensor, words: Tensor) -> Tensor:
-        assert self.projector is not None
         image = self.projector(self.vision(pixel_values).last_hidden_state)
         embeddings = torch.cat([image, self.llm.get_input_embeddings()(words)], dim=1)
         hidden = self.llm.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state

@@ -23,9 +23,10 @@ from benchmarks.measuring import measure_in_turn, ratio, seconds
 from benchmarks.reporting import Report
 from benchmarks.workloads import SyntheticBatch, llama_config
 from motet.config import RunConfig
+from motet.models.from_run_file import build_node
 from motet.models.stages.language_model import LanguageModelStage
 from motet.plan import Plan
-from motet.runtime.assembly import build_engine, build_module
+from motet.runtime.assembly import build_engine
 from motet.runtime.launch import launch
 
 NAME = "language_model"
@@ -51,7 +52,7 @@ class TorchPipeline:
 
     def __init__(self, config: RunConfig, layers: tuple[int, int], batch: SyntheticBatch) -> None:
         rank = dist.get_rank()
-        module = build_module(config, NAME, layers, torch.float32).module
+        module = build_node(config, NAME, layers, torch.float32).parts["module"]
         self.module = PlainStage(LanguageModelStage(NAME, module, layers))
         num_loss_tokens = sum(sample.num_loss_tokens[NAME] for sample in batch.samples)
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 # Tests count operations, never seconds: machines may be loaded, and a slow draw is none that is wrong.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # The same examples in every run: what fails fails again. `make campaigns` draws others.
-settings.register_profile("motet", derandomize=True, database=None, **PATIENT)
-settings.register_profile("draws", **PATIENT)
+settings.register_profile("motet", derandomize=True, database=None, max_examples=40, **PATIENT)
+settings.register_profile("draws", max_examples=300, **PATIENT)
 settings.load_profile("motet")
 
 # What a forked process inherits is never collected in it: a store's server would wait there for a thread that is not.

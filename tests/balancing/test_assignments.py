@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Sample
 from motet.balancing.policies import ASSIGNMENTS, assign
@@ -39,7 +40,7 @@ def test_the_run_file_knows_them_all() -> None:
     assert set(get_args(ParallelConfig.model_fields["assignment"].annotation)) == set(ASSIGNMENTS)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.sampled_from(sorted(ASSIGNMENTS)),
     st.sampled_from([(1, 1), (2, 2), (2, 3), (4, 1), (1, 5), (3, 1), (4, 2)]),

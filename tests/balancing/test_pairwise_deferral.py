@@ -2,8 +2,9 @@ from itertools import combinations, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.balancing.entrain import NUM_GRID_STEPS, bottleneck_matching, nearest_subsets, pair_and_defer
 
@@ -22,7 +23,7 @@ def test_no_subset_is_nearer(items: list[float], targets: list[float]) -> None:
         assert abs(total - target) <= min(abs(s - target) for s in all_sums(items)) + 1e-9
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.lists(works, min_size=11, max_size=13), st.floats(0, 1))
 def test_many_samples_are_off_by_the_grid_at_most(items: list[float], share: float) -> None:
     target = share * sum(items)

@@ -46,6 +46,7 @@ def text_of(report: Report, folder) -> str:
     return report.write(folder).read_text()
 
 
+@pytest.mark.campaign
 def test_pipeline_and_torch_compute_the_same(tmp_path):
     report = pipeline_against_torch.main([*TINY, "--microbatches", "2", "--samples", "1", "--tokens", "8"])
     numbers = re.search(r"motet \((.*), (.*)\), torch \((.*), (.*)\)", text_of(report, tmp_path))
@@ -55,6 +56,7 @@ def test_pipeline_and_torch_compute_the_same(tmp_path):
     assert norm == pytest.approx(torch_norm, rel=1e-5)
 
 
+@pytest.mark.campaign
 def test_zero_bubble_and_1f1b_compute_the_same(tmp_path):
     tiny = ["--blocks", "1", "--steps", "2", "--layers", "4", "--width", "64"]
     text = text_of(zero_bubble.main([*tiny, "--microbatches", "3", "--samples", "1", "--tokens", "8"]), tmp_path)
@@ -66,6 +68,7 @@ def test_zero_bubble_and_1f1b_compute_the_same(tmp_path):
     assert text.count("Goal: ") == 3
 
 
+@pytest.mark.campaign
 def test_bubble_filling_is_no_slower_than_list_scheduling(tmp_path):
     text = text_of(schedules.main(["--groups", "2", "--cells", "40", "--problems", "1"]), tmp_path)
     row = re.search(r"\| ViT-3B \+ GPT-11B[^|]*\|(.*)\|", text)
@@ -75,6 +78,7 @@ def test_bubble_filling_is_no_slower_than_list_scheduling(tmp_path):
     assert "| zero_bubble_v | " in text
 
 
+@pytest.mark.campaign
 def test_pipeline_ddp_and_fsdp_learn_the_same(tmp_path):
     report = against_ddp_and_fsdp.main([*TINY, "--microbatches", "4", "--image-size", "32"])
     text = text_of(report, tmp_path)
@@ -87,6 +91,7 @@ def test_pipeline_ddp_and_fsdp_learn_the_same(tmp_path):
     assert all(float(after[0]) < before for after, before in zip(trained, first, strict=True))
 
 
+@pytest.mark.campaign
 def test_frozen_aware_and_unaware_plans_compute_the_same(tmp_path):
     arguments = [*TINY, "--microbatches", "2", "--image-size", "32", "--repetitions", "1"]
     # Six ranks of one module each need six layers: two blocks make five of the encoder and four of the language model.
@@ -100,6 +105,7 @@ def test_frozen_aware_and_unaware_plans_compute_the_same(tmp_path):
     assert text.count("Gain: measured") == 2
 
 
+@pytest.mark.campaign
 def test_predictions_are_made_and_measured(tmp_path):
     arguments = [*TINY, "--image-size", "32", "--repetitions", "1", "--cases", "1"]
     report = prediction.main([*arguments, "--costs", str(tmp_path / "costs.json")])
@@ -121,6 +127,7 @@ def test_ratios_are_of_the_same_round():
     assert seconds(blocks, "b") == Spread(5.5, 3.25, 7.75)
 
 
+@pytest.mark.campaign
 def test_every_policy_is_compared(tmp_path):
     sizes = ["--short", "5000", "--long", "9000", "--ranks", "4", "--draws", "2", "--repetitions", "2"]
     text = text_of(attention_distribution.main(sizes), tmp_path)
@@ -130,6 +137,7 @@ def test_every_policy_is_compared(tmp_path):
     assert len(re.findall(r"^\| packed documents, causal \|", text, flags=re.MULTILINE)) == 3
 
 
+@pytest.mark.campaign
 def test_simulated_attention_never_beats_busy_units(tmp_path):
     text = text_of(attention_policies.main(["--lengths", "12000", "--ranks", "3", "--draws", "1"]), tmp_path)
     rows = re.findall(r"^\| ([\w ]+) \| ([\d.]+) \| ([\d.* |]+) \|$", text, flags=re.MULTILINE)
@@ -138,7 +146,7 @@ def test_simulated_attention_never_beats_busy_units(tmp_path):
         assert all(float(time.strip("* ")) >= float(evenly) for time in times.split("|"))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kernels_are_compared_under_every_mask(tmp_path):
     sizes = ["--lengths", "64", "--heads", "2:1", "--dim", "16", "--block", "32", "--repetitions", "1"]
     text = text_of(attention_kernels.main(sizes), tmp_path)
@@ -147,11 +155,13 @@ def test_kernels_are_compared_under_every_mask(tmp_path):
     assert len(rows) == 2 * len(attention_kernels.masks(64)) + 1
 
 
+@pytest.mark.campaign
 def test_commands_are_run_in_processes_of_their_own(tmp_path):
     text = text_of(command_line.main(["--repetitions", "1", "--commands", "help"]), tmp_path)
     assert re.search(r"\| help \| `motet plan --help` \| [\d.]+ s \| [\d.]+ s \| 0.3 s \|", text)
 
 
+@pytest.mark.campaign
 def test_the_simulator_at_scale_counts_every_action(tmp_path):
     text = text_of(simulator_scale.main(["--actions", "2560", "--repetitions", "1"]), tmp_path)
     counted = re.findall(r"^\| (chain of \d+|\d+ GPUs)[^|]*\| ([\d,]+) \| ([\d,]+) \|", text, flags=re.MULTILINE)
@@ -163,6 +173,7 @@ def test_the_simulator_at_scale_counts_every_action(tmp_path):
     assert numbers["3072 GPUs"] == numbers["16384 GPUs"] == (3072, 24320)
 
 
+@pytest.mark.campaign
 def test_deferral_makes_microbatches_even(tmp_path):
     arguments = ["--data-sets", "ChartQA", "--batches", "1", "--cases", "3"]
     text = text_of(balanced_data.main(arguments), tmp_path)
@@ -172,7 +183,7 @@ def test_deferral_makes_microbatches_even(tmp_path):
     assert all(deferred < random for deferred, random in zip(found["deferral"], found["random"], strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_assignment_is_timed(tmp_path):
     text = text_of(assigning.main(["--only-small", "--times", "1", "--operations", "50"]), tmp_path)
     rows = re.findall(r"\| 512 \| 4 \| (\w+) \| ([\d.]+) \|", text)
@@ -180,7 +191,7 @@ def test_every_assignment_is_timed(tmp_path):
     assert all(float(ms) > 0 for _, ms in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_deferral_and_random_order_compute_the_same(tmp_path):
     tiny = ["--blocks", "1", "--batches", "1", "--layers", "3", "--width", "64", "--repetitions", "1"]
     text = text_of(deferral.main([*tiny, "--costs", str(tmp_path / "costs.json")]), tmp_path)
@@ -190,7 +201,7 @@ def test_deferral_and_random_order_compute_the_same(tmp_path):
         assert float(results[0][number]) == pytest.approx(float(results[1][number]), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_batches_travel_every_way(tmp_path):
     tiny = ["--megabytes", "0.4", "--batches", "20", "--batch-size", "4", "--steps", "2", "--slack", "0.1"]
     text = text_of(data_service.main(tiny), tmp_path)

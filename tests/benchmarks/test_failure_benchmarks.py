@@ -7,14 +7,14 @@ import pytest
 from benchmarks import failures, templates
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_templates(tmp_path: Path) -> None:
     text = templates.main(["--runs", "1", "--problems", "3"]).write(tmp_path).read_text()
     assert text.count("x) |") == 36
     assert "6,843,277,824 combinations" in text
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_failures(tmp_path: Path) -> None:
     trace = tmp_path / "made.csv"
     trace.write_text("".join(f"0,add,n{i}\n" for i in range(12)) + "7200000,remove,n3\n9000000,add,n12\n")

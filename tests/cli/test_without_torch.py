@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from checkout import ROOT
 from PIL import Image
@@ -28,9 +27,13 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 from motet.cli.main import main
-sys.exit(main(sys.argv[1:]) or main(["simulate", *sys.argv[2:]]))
+command, *run_files = sys.argv[1:]
+for run_file in run_files:
+    print(run_file, file=sys.stderr)
+    if main([command, run_file, "--json"]) or command == "plan" and main(["simulate", run_file, "--json"]):
+        sys.exit(1)
 """
-"""Plans, then simulates."""
+"""Runs a command for each run file; what is planned is simulated, too."""
 
 QWEN = {"depth": 2, "hidden_size": 64, "num_heads": 4, "patch_size": 4, "out_hidden_size": 48}
 ENCODERS = {
@@ -64,20 +67,21 @@ DECODERS = {
 PAIRS = [(encoder, list(LANGUAGE_MODELS)[i % len(LANGUAGE_MODELS)]) for i, encoder in enumerate(ENCODERS)]
 
 
-def run_blocked(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT, *(str(argument) for argument in arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+def run_blocked(command: str, *run_files: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SCRIPT, command, *map(str, run_files)], capture_output=True, text=True)
 
 
-def planned_modules(folder: Path, run: Mapping[str, Any]) -> set[str]:
-    """Of a run that is planned, and simulated alike."""
-    run_file = folder / "run.yaml"
-    run_file.write_text(yaml.safe_dump(run))
-    result = run_blocked("plan", run_file, "--json")
+def planned_modules(folder: Path, runs: Sequence[Mapping[str, Any]]) -> list[set[str]]:
+    """Of runs that are planned, and simulated alike, all in one process."""
+    run_files = [folder / f"run{i}.yaml" for i in range(len(runs))]
+    for run_file, run in zip(run_files, runs, strict=True):
+        run_file.write_text(yaml.safe_dump(run))
+    result = run_blocked("plan", *run_files)
     assert result.returncode == 0, result.stderr
-    planned, simulated = map(json.loads, result.stdout.splitlines())
-    assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
-    return {stage["module"] for stage in planned["stages"]}
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    for planned, simulated in zip(lines[::2], lines[1::2], strict=True):
+        assert planned["iteration_time_s"] == simulated["iteration_time_s"] > 0
+    return [{stage["module"] for stage in planned["stages"]} for planned in lines[::2]]
 
 
 def test_every_family_is_among_the_pairs() -> None:
@@ -85,10 +89,9 @@ def test_every_family_is_among_the_pairs() -> None:
     assert {name for pair in PAIRS for name in pair} == {*ENCODERS, *LANGUAGE_MODELS}
 
 
-@pytest.mark.parametrize(("encoder", "language_model"), PAIRS)
-def test_no_family_needs_torch(tmp_path: Path, encoder: str, language_model: str) -> None:
+def mllm(encoder: str, language_model: str) -> dict[str, Any]:
     hears = encoder in ("WhisperConfig", "Qwen2AudioEncoderConfig")
-    run = {
+    return {
         "model": {
             "encoders": {"encoder": {"config": encoder, "values": ENCODERS[encoder]}},
             "language_model": {"config": language_model, "values": LANGUAGE_MODELS[language_model]},
@@ -98,43 +101,36 @@ def test_no_family_needs_torch(tmp_path: Path, encoder: str, language_model: str
         "parallel": {"num_microbatches": 2},
         "train": {"global_batch_size": 4},
     }
-    assert planned_modules(tmp_path, run) == {"encoder", "language_model"}
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_no_tower_needs_torch(tmp_path: Path, text: str) -> None:
-    run = {
-        "model": {
-            "towers": {
-                "image": {"config": "SiglipVisionConfig", "values": VISION, "projector": "linear"},
-                "text": {"config": text, "values": TEXTS[text], "projector": "linear"},
-            },
-            "contrastive": {"width": 8},
+def towers(text: str, decoder: str | None = None) -> dict[str, Any]:
+    model: dict[str, Any] = {
+        "towers": {
+            "image": {"config": "SiglipVisionConfig", "values": VISION, "projector": "linear"},
+            "text": {"config": text, "values": TEXTS[text], "projector": "linear"},
         },
+        "contrastive": {"width": 32},
+    }
+    run = {
+        "model": model,
         "data": {"kind": "same-digits", "num_train": 16},
         "cluster": {"num_devices": 2},
         "train": {"global_batch_size": 4},
     }
-    assert planned_modules(tmp_path, run) == {"image", "text", "contrastive"}
+    if decoder is not None:
+        model["decoder"] = {"config": decoder, "values": DECODERS[decoder], "reads": "image"}
+        layout = {"image": {}, "text": {}, "decoder": {"pp": 2}}
+        run |= {"cluster": {"num_devices": 4}, "parallel": {"planner": "explicit", "explicit": layout}}
+    return run
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_no_decoder_needs_torch(tmp_path: Path, decoder: str) -> None:
-    run = {
-        "model": {
-            "towers": {
-                "image": {"config": "SiglipVisionConfig", "values": VISION, "projector": "linear"},
-                "text": {"config": "BertConfig", "values": TEXTS["BertConfig"], "projector": "linear"},
-            },
-            "contrastive": {"width": 32},
-            "decoder": {"config": decoder, "values": DECODERS[decoder], "reads": "image"},
-        },
-        "data": {"kind": "same-digits", "num_train": 16},
-        "cluster": {"num_devices": 4},
-        "parallel": {"planner": "explicit", "explicit": {"image": {}, "text": {}, "decoder": {"pp": 2}}},
-        "train": {"global_batch_size": 4},
-    }
-    assert planned_modules(tmp_path, run) == {"image", "text", "contrastive", "decoder"}
+def test_no_family_needs_torch(tmp_path: Path) -> None:
+    expected = [
+        *((mllm(*pair), {"encoder", "language_model"}) for pair in PAIRS),
+        *((towers(text), {"image", "text", "contrastive"}) for text in TEXTS),
+        *((towers("BertConfig", decoder), {"image", "text", "contrastive", "decoder"}) for decoder in DECODERS),
+    ]
+    assert planned_modules(tmp_path, [run for run, _ in expected]) == [modules for _, modules in expected]
 
 
 def test_conversations_and_folders_need_no_torch(tmp_path: Path) -> None:
@@ -171,7 +167,7 @@ def test_conversations_and_folders_need_no_torch(tmp_path: Path) -> None:
         "parallel": {"num_microbatches": 2},
         "train": {"global_batch_size": 4},
     }
-    assert planned_modules(tmp_path, run) == {"vision", "audio", "language_model"}
+    assert planned_modules(tmp_path, [run]) == [{"vision", "audio", "language_model"}]
 
 
 def test_the_blocker_blocks() -> None:

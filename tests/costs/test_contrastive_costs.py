@@ -5,9 +5,10 @@ from itertools import combinations, product
 from math import lcm
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import contrastive, replica
+from sampling import examples
 from tiny_configs import EVERY_MODEL
 
 from motet.assignment.batch_assignment import contiguous_assignment
@@ -53,7 +54,7 @@ def counted(plan: Plan, pairs: list[tuple[str, str]]) -> tuple[float, float]:
     return max(comparisons.values()) / sum(comparisons.values()), most / num_samples
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_the_fullest_member_by_counting(data: st.DataObject) -> None:
     names = NAMES[: data.draw(st.integers(2, 3))]

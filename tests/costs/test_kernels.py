@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_configs import EVERY_MODEL
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,7 +72,6 @@ def test_a_blocks_kernels_run_in_order():
     assert backward == names[::-1]
 
 
-@settings(deadline=None)
 @given(layer=st.sampled_from(LAYERS), load=LOADS, tp_size=st.sampled_from([2, 4, 8]))
 def test_a_group_computes_what_one_rank_would(layer, load, tp_size):
     one, cut = layer_kernels(layer), layer_kernels(layer, tp_size=tp_size)
@@ -85,7 +84,6 @@ def test_a_group_computes_what_one_rank_would(layer, load, tp_size):
     )
 
 
-@settings(deadline=None)
 @given(layer=st.sampled_from(LAYERS), load=LOADS, tp_size=st.sampled_from([2, 4]))
 def test_sequence_parallelism_moves_as_much_and_shares_norms(layer, load, tp_size):
     def volume(kernels):

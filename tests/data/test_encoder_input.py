@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from feeding import FAMILIES, SOUND, SQUARE, encoder_input, items, sizes_for
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from tiny_configs import ENCODERS, VISION
 from transformers import SiglipVisionConfig, WhisperConfig
 
@@ -40,14 +41,14 @@ def test_the_layout_is_as_long_as_what_the_encoder_makes(family: str, size: int)
 
 
 @pytest.mark.parametrize("family", ["whisper", "qwen2_audio"])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(num_samples=st.integers(400, 16_000))
 def test_frames_of_a_sound_are_those_of_the_extractors_mask(family: str, num_samples: int) -> None:
     mask = SOUND(np.zeros(num_samples, np.float32), sampling_rate=16_000, return_attention_mask=True)["attention_mask"]
     assert encoder_input(family).grid((num_samples, 16_000)) == (int(np.sum(mask)),)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(height=st.integers(5, 300), width=st.integers(5, 300))
 def test_qwen2_vl_patches_are_those_of_its_processor(height: int, width: int) -> None:
     fed = encoder_input("qwen2_5_vl")
@@ -72,7 +73,7 @@ def test_several_items_of_a_sample_come_together(family: str) -> None:
 
 
 @given(num_samples=st.integers(1, 3000), own=st.sampled_from([8000, 11025, 22050, 44100, 48000, 16000]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_resampled_sounds_are_as_long_as_foretold(num_samples: int, own: int) -> None:
     wave = resample(np.ones(num_samples, np.float32), own, 16_000)
     assert wave.dtype == np.float32

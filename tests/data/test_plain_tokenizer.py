@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -71,7 +72,7 @@ def check_equal(theirs: Any, ours: PlainTokenizer, messages: list[Message]) -> N
     assert tokenize_conversation(ours, messages) == tokenize_conversation(theirs, messages)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(asked=SPOKEN, answered=SPOKEN)
 def test_conversations_are_written_alike(pair: Any, asked: str, answered: str) -> None:
     check_equal(*pair, [Message("user", f"<image>{asked}"), Message("assistant", answered.strip())])

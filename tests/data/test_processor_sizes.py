@@ -4,9 +4,10 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from sampling import examples
 from transformers import WhisperFeatureExtractor
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -49,7 +50,7 @@ def made_by(processor: Any, size: tuple[int, int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(size=SIDES)
 def test_rules_are_those_of_the_processors(case: int, size: tuple[int, int]) -> None:
     kind, values = CASES[case]

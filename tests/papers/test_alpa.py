@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from small_problem import small_problem
 
 from motet.planner.registry import PLANNERS, Planner, make_plan
@@ -45,7 +46,7 @@ def iteration_s(tables, stages, num_microbatches):
     return sum(times) + (num_microbatches - 1) * max(times)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.floats(0.1, 10), min_size=1, max_size=5),
     st.integers(1, 5),
@@ -80,7 +81,7 @@ def test_groups_of_unequal_size_where_that_is_allowed():
         make_plan(problem, "alpa", placement="colocated")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.lists(st.floats(0.1, 10), min_size=1, max_size=3), st.sampled_from([1, 2, None])), max_size=3

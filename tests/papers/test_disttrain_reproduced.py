@@ -90,7 +90,7 @@ def test_the_one_constant_is_what_calibrating_gives():
     assert calibrated(ASSUMED).matrix_efficiency == pytest.approx(ASSUMED.matrix_efficiency, rel=0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_no_alternative_brings_all_three_models_to_the_published_ratios():
     """What the table's note says of 15B: too good by a seventh, but for a baseline with StepCCL, which 9B speaks
     against."""

@@ -32,7 +32,7 @@ def tables_once() -> tuple[Table, ...]:
     return tuple(tables())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_calibrated_rows_are_met_and_held_out() -> None:
     rows = table("samples/s").rows
     for row in rows:
@@ -51,7 +51,7 @@ def ratios(title: str) -> dict[str, float]:
     return {row.what: row.ratio for row in found.rows if row.ratio is not None}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_ratios_with_failures_at_random() -> None:
     found = ratios("ours, failures at random")
     assert len(found) == 18
@@ -62,7 +62,7 @@ def test_ratios_with_failures_at_random() -> None:
         assert ratio == pytest.approx(1, abs=0.15), what
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_ratios_with_failures_at_regular_intervals() -> None:
     found = ratios("ours, failures at regular intervals")
     misses = {what for what, ratio in found.items() if abs(ratio - 1) > 0.15}
@@ -70,7 +70,7 @@ def test_ratios_with_failures_at_regular_intervals() -> None:
     assert all(found[what] < 0.5 for what in misses)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_ratios_under_the_authors_rules() -> None:
     found = next(t for t in tables_once() if t.table.endswith("ratios between systems, the authors' rules"))
     assert found.max_rel_err is not None
@@ -79,7 +79,7 @@ def test_ratios_under_the_authors_rules() -> None:
     assert all(row.held_out and RULES in row.assumptions for row in found.rows)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_ratios_under_the_authors_rules_with_our_speeds() -> None:
     found = ratios("the authors' rules, speeds of our templates")
     misses = {what for what, ratio in found.items() if abs(ratio - 1) > 0.15}
@@ -87,7 +87,7 @@ def test_ratios_under_the_authors_rules_with_our_speeds() -> None:
     assert found[f"Varuna / Oobleck, {SIX}"] > 3  # 8 iterations, not 2.
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_order_of_figure_2_10() -> None:
     assert table("Figure 2.10").notes.endswith("in 10 of 10 cases.")
     assert is_in_order({"Oobleck": 3.0, "Varuna": 2.0, "Bamboo": 1.0})
@@ -95,7 +95,7 @@ def test_the_order_of_figure_2_10() -> None:
     assert not is_in_order({"Oobleck": 3.0, "Varuna": 2.0, "Bamboo": 2.1})
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_shares_add_up() -> None:
     rows = table("Figure 2.11").rows
     by_run: dict[str, float] = {}

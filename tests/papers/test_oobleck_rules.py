@@ -139,7 +139,7 @@ def test_where_few_iterations_survive_the_rules_jump() -> None:
     assert under_rules(model, FREE, "10m", faster) > 1.3 * under_rules(model, FREE, "10m", speeds)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_published_rows() -> None:
     """Nothing is fitted but Bamboo's speed."""
     found = throughputs(SPEEDS)

@@ -37,7 +37,7 @@ def efficiencies():
     return table_7()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_table_7_is_reached_with_one_width(efficiencies):
     rows = {row.what: row for row in efficiencies.rows}
     fine = [row for what, row in rows.items() if what.startswith("Eff_fine")]
@@ -76,13 +76,13 @@ def test_wider_bubbles_hide_more():
     assert len(set(found)) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_half_the_tensor_parallelism_hides_less(efficiencies):
     for wide, narrow in zip(efficiencies.rows[1::2], table_7_narrow().rows, strict=True):
         assert narrow.ours < wide.ours
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_table_5_within_8_percent_where_held_out():
     table = table_5()
     assert sum(row.held_out for row in table.rows) == 3
@@ -90,7 +90,7 @@ def test_table_5_within_8_percent_where_held_out():
     assert all(abs(row.ratio - 1) <= 0.01 for row in table.rows if not row.held_out)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_fit_is_the_best_of_its_neighbours():
     fitted = fit_constants()
 
@@ -144,7 +144,7 @@ def test_problems_have_the_models_of_the_paper():
         assert {sample.num_tokens("language_model") for sample in problem.samples} == {2048}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_planner_takes_the_problems():
     _, problem = problems()[0]
     evaluation = evaluate(problem, make_plan(problem, "optimus"))
@@ -187,7 +187,7 @@ def test_schedules_on_the_paper_s_scale_keep_the_dependency_points():
         assert schedule.backwards[i][-1].start_s >= timeline.backward_points[i] - 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_maxima_of_the_figures():
     over_balanced, over_megatron = figure_15().rows[:2]
     assert over_balanced.ratio == pytest.approx(1, abs=0.08)
@@ -231,7 +231,7 @@ def test_alpa_in_float32_needs_recomputation():
     assert held[2] < GPU_BYTES < held[4]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_limits_of_figure_16():
     found, limits = figure_16().rows, figure_16_limits().rows
     free, scaled = limits[::2], limits[1::2]
@@ -243,7 +243,7 @@ def test_limits_of_figure_16():
     assert min(row.ratio for row in free) < 0.93, "not even encoders that take no time reach the first row"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_collectives_of_the_encoders_make_iterations_longer():
     without = [row.ours for row in table_5().rows if row.held_out] + [row.ours for row in figure_15().rows[:2]]
     counted = [row.ours for row in with_collectives().rows[: len(without)]]

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from checkout import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from small_problem import sample, small_problem
 
 from motet.api import read_problem
@@ -57,7 +58,7 @@ def check(problem, plan, planner):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, print_blob=True)
+@examples(25)
 @given(
     limits=st.fixed_dictionaries(dict.fromkeys(("vision", "audio", "language_model"), LIMITS)),
     num_devices=st.integers(2, 8),
@@ -105,8 +106,16 @@ def test_one_stage_of_everything(planner):
 @pytest.mark.parametrize(
     ("planner", "tp", "message"),
     [
-        ("fsdp", {"language_model": (2,)}, "tp of language_model is 2, but planner fsdp does not cut it; allow 1"),
-        ("megatron_extra_stages", {"audio": (2,)}, "tp of audio is 2, but planner megatron_extra_stages does not cut"),
+        (
+            "fsdp",
+            {"language_model": (2,)},
+            "tp of language_model is 2, but planner fsdp supports only tp 1 for it",
+        ),
+        (
+            "megatron_extra_stages",
+            {"audio": (2,)},
+            "tp of audio is 2, but planner megatron_extra_stages supports only",
+        ),
     ],
 )
 def test_planners_that_hold_modules_whole(planner, tp, message):

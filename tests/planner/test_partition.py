@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from motet.planner.partition import (
@@ -28,7 +28,6 @@ def problems(draw):
     return costs, draw(st.integers(1, len(costs)))
 
 
-@settings(deadline=None)
 @given(problems())
 @example(([0, 0, 0], 2))
 @example(([9, 0, 0, 1], 3))
@@ -40,7 +39,6 @@ def test_bottleneck_is_that_of_brute_force(problem):
     assert stages in every_partition(len(costs), num_stages)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e3), min_size=2, max_size=8), st.integers(2, 8))
 def test_bottleneck_of_real_numbers(costs, num_stages):
     num_stages = min(num_stages, len(costs))
@@ -65,7 +63,6 @@ def test_512_layers_into_64_stages():
     assert fewest_stages(costs, slowest * (1 + 1e-9)) <= 64 < fewest_stages(costs, slowest * (1 - 1e-9))
 
 
-@settings(deadline=None)
 @given(problems())
 def test_bottlenecks_are_those_of_the_partitions(problem):
     costs, max_stages = problem
@@ -73,7 +70,6 @@ def test_bottlenecks_are_those_of_the_partitions(problem):
     assert bottlenecks(costs, max_stages).tolist() == each
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(0, 30))
 def test_fewest_stages(costs, limit):
     num_stages = fewest_stages(costs, limit)

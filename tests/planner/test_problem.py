@@ -1,6 +1,6 @@
 """The frozen rule over the graph of modules, by hand and against brute force."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_problem import small_problem
 
@@ -46,7 +46,6 @@ def test_a_trainable_language_model_behind_frozen_encoders_without_projector():
     assert flags(problem, "language_model") == "---w" + "b" * 6
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_rule_against_reachability(data):
     """An input gradient is needed if a path leads to the layer from a trainable layer before it."""

@@ -8,11 +8,11 @@ from drawing import draw_problem
 from small_problem import small_problem
 
 from motet.cluster import LINKS
+from motet.cluster.rank_placement import on_nodes
 from motet.costs.communication import collective_seconds
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import build_plan
 from motet.planner.problem import Degrees
-from motet.planner.rank_placement import on_nodes
 from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from interrupted_training import STEPS, at, config_of, die, failures, once, train_and, undisturbed
 from ledger import applied_ids, recorded
+from sampling import in_campaigns
 from test_listen import train_elsewhere
 
 from motet.config import RunConfig
@@ -65,7 +66,7 @@ def test_training_goes_on_without_interruption(tmp_path: Path, how: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole_node", [False, True])
+@pytest.mark.parametrize("whole_node", [True, *in_campaigns([False])])
 def test_a_node_dies_with_the_store(tmp_path: Path, whole_node: bool) -> None:
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 3})
 

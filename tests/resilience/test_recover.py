@@ -24,6 +24,7 @@ from interrupted_training import (
     wait_for_a_change,
     warn_node,
 )
+from sampling import in_campaigns
 from training import plan_of
 from unlike_pipelines import train_and_join, undisturbed_unlike, unlike_config
 
@@ -149,7 +150,7 @@ def test_too_few_nodes_save_and_stop_if_told_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", [warn_node, kill_node])
+@pytest.mark.parametrize("second", [kill_node, *in_campaigns([warn_node])])
 def test_who_is_left_and_warned_saves_and_stops(tmp_path: Path, second: Callable[[], None]) -> None:
     """Both nodes are told to end, or one is, and the other dies: nothing is lost."""
     config = unlike_config(tmp_path, 2, failures={"tolerate": 1, "detect_s": 2})

@@ -12,6 +12,7 @@ from chaos import Layout, config_of, plan_and_templates, undisturbed
 from interrupted_training import STEPS, all_at, at, before_each_step, die, failures, kill_node, once, train_and
 from interrupted_training import config_of as recover_config_of
 from interrupted_training import undisturbed as alike_losses
+from sampling import in_campaigns
 
 from motet.api import read_problem
 from motet.config import RunConfig
@@ -121,7 +122,7 @@ def train_and_lose_all_agents(config: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resumed_step", [0, 2])
+@pytest.mark.parametrize("resumed_step", [2, *in_campaigns([0])])
 def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, resumed_step: int) -> None:
     """It has saved nothing yet; the checkpoint in its output folder is another run's, and whoever starts the run may
     not see it: the nodes find it when they come."""

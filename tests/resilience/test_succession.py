@@ -7,9 +7,10 @@ from random import Random
 import pytest
 from drawn_templates import draw_templates
 from drawn_templates import plan_of as plan_with_sizes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interrupted_training import config_of
+from sampling import examples
 from training import plan_of
 
 from motet.plan import Plan
@@ -149,7 +150,7 @@ def check(before: Membership, changes: list[Change], now: Membership, size: int,
         assert now.stop is not None
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 2**32))
 def test_any_sequence_of_changes(seed: int) -> None:
     play(seed)

@@ -10,9 +10,10 @@ from distributed import run_distributed
 from scenario import Scenario, ScenarioBatch
 
 from motet.config import RunConfig
+from motet.models.from_run_file import build_node
 from motet.planner.evaluate import evaluate
 from motet.planner.from_run_file import planning_problem
-from motet.runtime.assembly import build_engine, build_module
+from motet.runtime.assembly import build_engine
 from motet.schedule.lower import Step
 from motet.schedule.program import make_program
 
@@ -58,8 +59,7 @@ def test_projectors_of_equal_shape_begin_with_weights_of_their_own(model: dict[s
         parts = {**model, kind: {**model[kind], name: {**VISION, **changed}}}
         data = {"kind": "same-digits" if "towers" in model else "dial-a-digit"}
         config = RunConfig.model_validate({"model": parts, "data": data})
-        projector = build_module(config, name, layers, torch.float32).projector
-        assert projector is not None
+        projector = build_node(config, name, layers, torch.float32).parts["projector"]
         return projector.get_parameter("linear.weight")
 
     assert torch.equal(drawn("left"), drawn("left", (3, 5)))

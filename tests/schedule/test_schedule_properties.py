@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from random import Random
 
 from drawing import draw_problem
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import chain, routes_of, vision_audio_llm
+from sampling import examples
 
 from motet.schedule.action import Compute, Reduce
 from motet.schedule.dependencies import Dependencies
@@ -51,7 +52,6 @@ class DrawnCosts(UniformCosts):
     st.integers(1, 5),
     st.integers(1, 9),
 )
-@settings(deadline=None)
 def test_equal_stages_take_stages_plus_microbatches_minus_one_slots(
     generator: str, num_stages: int, num_microbatches: int, forward_s: int, backward_s: int
 ) -> None:
@@ -62,7 +62,6 @@ def test_equal_stages_take_stages_plus_microbatches_minus_one_slots(
 
 
 @given(st.integers(1, 8), st.integers(1, 12))
-@settings(deadline=None)
 def test_1f1b_never_holds_more_than_the_stages_that_follow(num_stages: int, num_microbatches: int) -> None:
     routes = routes_of(chain(num_stages, num_microbatches))
     peak = liveness(GENERATORS["1f1b"](routes), Dependencies(routes)).peak_activations
@@ -70,7 +69,6 @@ def test_1f1b_never_holds_more_than_the_stages_that_follow(num_stages: int, num_
 
 
 @given(generators, st.integers(1, 7), st.integers(1, 7))
-@settings(deadline=None)
 def test_a_limit_in_bytes_that_one_microbatch_fits_is_kept(generator: str, num_microbatches: int, limit: int) -> None:
     routes = routes_of(vision_audio_llm(num_microbatches))
     memory = MemoryLimit(saved_bytes=lambda cell: 1, limit_bytes=lambda rank: limit)
@@ -81,14 +79,14 @@ def test_a_limit_in_bytes_that_one_microbatch_fits_is_kept(generator: str, num_m
 
 
 @given(seeds, generators)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_text_parses_back(seed: int, generator: str) -> None:
     schedule = GENERATORS[generator](draw_problem(Random(seed)).routes)
     assert Schedule.parse(schedule.text()) == schedule
 
 
 @given(seeds, generators)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_no_schedule_is_faster_than_the_lower_bound(seed: int, generator: str) -> None:
     problem = draw_problem(Random(seed))
     costs = DrawnCosts(seed=seed, fixed_s=0.25)
@@ -100,7 +98,7 @@ def test_no_schedule_is_faster_than_the_lower_bound(seed: int, generator: str) -
 
 
 @given(seeds, generators, st.floats(0, 5))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_what_takes_longer_never_makes_the_iteration_shorter(seed: int, generator: str, slower: float) -> None:
     problem = draw_problem(Random(seed))
     program = lower(GENERATORS[generator](problem.routes), problem.dependencies)
@@ -110,7 +108,7 @@ def test_what_takes_longer_never_makes_the_iteration_shorter(seed: int, generato
 
 
 @given(seeds, generators, st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_fewer_cores_take_no_more_than_all_the_work_one_after_the_other(
     seed: int, generator: str, num_cores: int
 ) -> None:

@@ -26,12 +26,12 @@ from victims import PHASES, Board, Kill, Victim, observed
 
 from motet.api import read_problem
 from motet.config import RunConfig
+from motet.models.from_run_file import build_node
 from motet.plan import Plan, Replica, Stage
 from motet.planner.templates.pipelines import Template, Templates
 from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.failure_log import FAILURES
 from motet.resilience.launch_nodes import train_on_nodes
-from motet.runtime.assembly import build_module
 from motet.runtime.training.worker import train_worker
 
 Layout = Literal["alike", "unlike", "shards"]
@@ -186,7 +186,7 @@ def _import_models() -> None:
     """Here, so that not every process of every trial has to."""
     config = config_of(Path(), 1)
     for name in config.model.module_names:
-        build_module(config, name, None, torch.float64)
+        build_node(config, name, None, torch.float64)
 
 
 @cache

@@ -16,7 +16,7 @@ from motet.models.materialize import float64_throughout
 from motet.runtime.assembly import autocast_for, build_engine
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import Comparison, verify_batch
-from motet.runtime.verification.worker import plainly_built
+from motet.runtime.verification.worker import plain_nodes
 
 T = TypeVar("T")
 
@@ -50,11 +50,8 @@ def verify(scenario: Scenario, before: Before = lambda engine, config, batch: No
         return verify_batch(
             engine,
             batch,
-            lambda: plainly_built(config),
+            lambda: plain_nodes(config, PLACEHOLDERS),
             dtype=scenario.dtype,
-            merge=scenario.merge,
-            placeholder_token_ids=PLACEHOLDERS,
-            media_attention=scenario.media_attention,
             autocast=autocast_for(config, torch.device("cpu")),
         )
 

@@ -17,7 +17,7 @@ of several modules (encoders inside the language model's stages), and groups may
 bound and compare layouts before ranks are numbered.
 
 Ranks are numbered within a share (a replica of the whole model) first, then by module, replica and stage, or by group;
-tensor parallelism is fastest. Where this would divide groups among nodes, `motet.planner.rank_placement` renumbers.
+tensor parallelism is fastest. Where this would divide groups among nodes, `motet.cluster.rank_placement` renumbers.
 """
 
 from collections import Counter

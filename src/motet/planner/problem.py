@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from motet.assignment.sample import Sample
 from motet.cluster import Cluster
+from motet.cluster.rank_placement import on_nodes
 from motet.costs.cells import LayerGradients
 from motet.costs.cost_model import CostTable
 from motet.costs.estimator import Estimator
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.errors import UserError
 from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
-from motet.planner.rank_placement import on_nodes
 from motet.shapes.module_shape import ModuleWorkload
 
 T = TypeVar("T")

@@ -51,11 +51,12 @@ from motet.models.hub.clip import from_transformers, to_transformers
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.contrastive import ContrastiveStage
 from motet.models.stages.stage import Batch, StageModule
-from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, ModulePlan, Plan, Stage
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.layout import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.runtime.assembly import make_stage
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_weights
 from motet.schedule.generators import GENERATORS
@@ -117,11 +118,16 @@ class ParallelModule(nn.Module):
         assert owner not in self._taken, f"{owner} stands twice on this rank"
         self._taken.add(owner)
         (model,) = self._model
-        node = model.nodes[owner]
-        made = node.make_stage(stage.layers, packing=self._packing, recompute=name in self.plan.recompute)
-        if tp.size > 1 and node.family is not None:
-            apply_tensor_parallel(made, node.family, tp, idle=getattr(made, "idle_blocks", ()))
-        return cast(StageModule, made.train(model.training).to(self.device))
+        made = make_stage(
+            model.nodes[owner],
+            stage.layers,
+            tp,
+            self.device,
+            packing=self._packing,
+            recompute=name in self.plan.recompute,
+        )
+        cast(nn.Module, made).train(model.training)
+        return made
 
     def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
         """Forward and backward of one global batch. Collective: every rank passes the same batch.
@@ -513,19 +519,15 @@ def _planning_problem(
 ) -> PlanningProblem:
     """Of the model on this many CPU devices: layouts are given, costs only balance stages."""
     cluster = cpu_cluster(dist.get_world_size())
-    structures = model.structures(packing=packing)
+    workloads = {name: node.workload(packing=packing) for name, node in model.nodes.items()}
     return PlanningProblem(
         modules={
-            name: ModuleProblem(
-                workload=structure.workload, trainable=structure.trainable, loss_weight=structure.loss_weight
-            )
-            for name, structure in structures.items()
+            name: ModuleProblem(workload=workloads[name], trainable=node.trainable, loss_weight=node.loss_weight)
+            for name, node in model.nodes.items()
         },
         edges=model.edges,
         cluster=cluster,
-        table=analytic_table(
-            {name: structure.workload for name, structure in structures.items()}, cluster, tp_sizes=tp_sizes
-        ),
+        table=analytic_table(workloads, cluster, tp_sizes=tp_sizes),
         **options,
     )
 

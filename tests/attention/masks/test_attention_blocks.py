@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from dense_masks import Sees, dense
 from drawn_documents import documents
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Segment
 from motet.attention.masks import tile_counts as blocks
@@ -88,7 +89,7 @@ RULES = [
 
 
 @given(drawn=documents(), rule=st.sampled_from(RULES), block_size=st.integers(1, 12), padding=st.integers(0, 9))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_rules_against_dense(drawn: list[Document], rule: AttentionRule, block_size: int, padding: int) -> None:
     layout = layout_of_documents(drawn)
     mask = mask_of(layout_of_documents(drawn, num_tokens=layout.num_tokens + padding), rule)
@@ -108,7 +109,7 @@ def any_masks(draw: st.DrawFn) -> IntervalMask:
 
 
 @given(mask=any_masks(), block_size=st.integers(1, 10))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_mask_against_dense(mask: IntervalMask, block_size: int) -> None:
     if mask.num_tokens:
         check_against_dense(mask, mask.dense(), block_size)
@@ -117,7 +118,7 @@ def test_any_mask_against_dense(mask: IntervalMask, block_size: int) -> None:
 
 
 @given(mask=any_masks(), block_size=st.integers(1, 10))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_few_keys_are_searched_for(mask: IntervalMask, block_size: int) -> None:
     if mask.num_tokens:
         with pytest.MonkeyPatch.context() as patched:
@@ -134,7 +135,7 @@ def test_bit_63_is_a_class_like_any_other() -> None:
 
 
 @given(mask=any_masks(), block_size=st.integers(1, 6), num_groups=st.integers(1, 4), seed=st.integers(0, 1000))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_blocks_that_groups_of_queries_see(mask: IntervalMask, block_size: int, num_groups: int, seed: int) -> None:
     columns = num_blocks(mask.num_tokens, block_size)
     group_of_block = np.random.default_rng(seed).integers(0, num_groups, columns)
@@ -146,7 +147,7 @@ def test_blocks_that_groups_of_queries_see(mask: IntervalMask, block_size: int, 
 
 
 @given(mask=any_masks(), block_size=st.integers(1, 6), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_rows_of_the_map_in_any_order(mask: IntervalMask, block_size: int, seed: int) -> None:
     rows = np.random.default_rng(seed).permutation(num_blocks(mask.num_tokens, block_size))[::2]
     np.testing.assert_array_equal(

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from dense_masks import Sees, dense
 from drawn_documents import documents
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Sample, Segment
 from motet.attention.masks.interval_mask import MAX_CLASSES, IntervalMask, interval_mask
@@ -34,7 +35,7 @@ KINDS: dict[str, tuple[AttentionRule, Sees]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(drawn=documents(), padding=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_kind_packed_and_padded(kind: str, drawn: list[Document], padding: int) -> None:
     rule, sees = KINDS[kind]
     layout = layout_of_documents(drawn)
@@ -46,14 +47,14 @@ def test_every_kind_packed_and_padded(kind: str, drawn: list[Document], padding:
 
 
 @given(drawn=documents(prefixes=True))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_prefixes(drawn: list[Document]) -> None:
     mask = mask_of(layout_of_documents(drawn), AttentionRule())
     np.testing.assert_array_equal(mask.dense(), dense(drawn, dense_masks.prefix))
 
 
 @given(drawn=documents(), window=st.none() | st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_media_and_what_stands_before_are_a_prefix(drawn: list[Document], window: int | None) -> None:
     mask = mask_of(layout_of_documents(drawn), AttentionRule(media="prefix", window=window))
     sees, reach = dense_masks.media_prefix(drawn), 10**6 if window is None else window
@@ -61,7 +62,7 @@ def test_media_and_what_stands_before_are_a_prefix(drawn: list[Document], window
 
 
 @given(drawn=documents(answers=True, scattered=False))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_answers_share_a_question(drawn: list[Document]) -> None:
     layout = layout_of_documents(drawn)
     for media, sees in (("causal", dense_masks.answers), ("block_causal", dense_masks.answers_block_causal)):
@@ -74,7 +75,7 @@ def test_answers_share_a_question(drawn: list[Document]) -> None:
     classes=st.lists(st.integers(0, 2), min_size=12, max_size=12),
     relation=st.lists(st.booleans(), min_size=9, max_size=9),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_intervals_in_any_order(ends: list, classes: list[int], relation: list[bool]) -> None:
     a, b, c, d = np.array(ends, np.int32).T
     class_mask = np.array(relation).reshape(3, 3)

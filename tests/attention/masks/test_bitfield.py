@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from dense_masks import dense
 from drawn_documents import documents
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Segment
 from motet.attention.masks.bitfield import NO_MODALITY, BitfieldMask, bitfield_mask, bitfield_of_layout, lower
@@ -55,7 +56,7 @@ def bitfields(draw: st.DrawFn) -> BitfieldMask:
 
 
 @given(bitfields())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_lowered_equals_the_definition(mask: BitfieldMask) -> None:
     lowered = lower(mask)
     assert len(lowered) == len(mask.words)
@@ -67,7 +68,7 @@ def test_lowered_equals_the_definition(mask: BitfieldMask) -> None:
 
 
 @given(documents(), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_words_of_a_layout_say_what_its_rules_say(drawn: list[Document], padding: int) -> None:
     total = layout_of_documents(drawn).num_tokens + padding
     layout = layout_of_documents(drawn, num_tokens=total)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from exact_distribution import smallest_largest_load
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Segment
 from motet.attention.masks.distribution import POLICIES, Distribution, TileCost, distribute, lower_bound
@@ -28,7 +29,7 @@ workload_lists = st.lists(st.integers(0, 50) | st.sampled_from([0, 1, 1000]), mi
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(workloads=workload_lists, ranks=st.integers(1, 9), short=st.integers(0, SIZE - 1))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_token_is_on_one_rank(policy: str, workloads: list[int], ranks: int, short: int) -> None:
     result = distributed(workloads, ranks, policy, short)
     tokens = len(workloads) * SIZE - short
@@ -42,7 +43,7 @@ def test_every_token_is_on_one_rank(policy: str, workloads: list[int], ranks: in
 
 
 @given(workloads=workload_lists, ranks=st.integers(1, 9), short=st.integers(0, SIZE - 1))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_cap(workloads: list[int], ranks: int, short: int) -> None:
     for policy in ("lpt", "snake") if short == 0 else ("lpt",):
         counts = distributed(workloads, ranks, policy, short).token_counts
@@ -50,7 +51,7 @@ def test_the_cap(workloads: list[int], ranks: int, short: int) -> None:
 
 
 @given(workloads=workload_lists, ranks=st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_load_exceeds_the_mean_by_more_than_a_rounds_range(workloads: list[int], ranks: int) -> None:
     """The bound that the module's docstring proves; the papers' own is never smaller."""
     padded = np.zeros(-(-len(workloads) // ranks) * ranks, int)
@@ -63,7 +64,7 @@ def test_no_load_exceeds_the_mean_by_more_than_a_rounds_range(workloads: list[in
 
 
 @given(workloads=st.lists(st.integers(0, 30), min_size=1, max_size=9), ranks=st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_against_the_integer_program(workloads: list[int], ranks: int) -> None:
     best = smallest_largest_load(np.array(workloads), ranks, capped=True)
     result = distributed(workloads, ranks)

@@ -5,8 +5,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from test_attention_blocks import any_masks
 
 from motet.assignment.sample import Segment
@@ -25,7 +26,7 @@ def forgotten() -> Iterator[None]:
 
 
 @given(masks=st.lists(any_masks(), max_size=4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_side_by_side(masks: list[IntervalMask]) -> None:
     total = sum(mask.num_tokens for mask in masks)
     expected = np.zeros((total, total), bool)

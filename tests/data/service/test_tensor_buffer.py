@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.data.service.tensor_buffer import DTYPES, in_own_memory, in_shared_memory, pack, unpack, view_of_memory
 
@@ -23,7 +24,7 @@ def features(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return made
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(features(), max_size=4), st.booleans())
 def test_what_was_packed_comes_out(samples: list[dict[str, torch.Tensor]], in_shared: bool) -> None:
     buffer = pack(samples, in_shared_memory if in_shared else in_own_memory)

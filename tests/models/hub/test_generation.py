@@ -8,7 +8,7 @@ from tiny_multimodal import AUDIO_ID, IMAGE_ID, prompts_of, tiny_multimodal
 from motet.errors import UserError
 from motet.models.hub.generation import Prompt, generate_answers
 from motet.models.multimodal import MultimodalModule
-from motet.models.reference.plain_forward import plain_encoder_output
+from motet.models.reference import plain_encoder_output
 
 MAX_NEW_TOKENS = 6
 

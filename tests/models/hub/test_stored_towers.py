@@ -13,8 +13,8 @@ from test_clip import batch, clip, siglip
 from motet.config import RunConfig
 from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule
+from motet.models.from_run_file import build_node
 from motet.models.hub.clip import initial_loss, to_transformers
-from motet.runtime.assembly import build_module
 
 DTYPE = torch.float64
 
@@ -41,7 +41,7 @@ def run_config(folder: Path, kind: str, **contrastive: Any) -> RunConfig:
 def test_a_stored_model_is_what_is_trained(tmp_path: Path, kind: str) -> None:
     expected = stored(tmp_path, kind)
     config = run_config(tmp_path, kind)
-    towers = {name: build_module(config, name, None, DTYPE) for name in config.model.towers}
+    towers = {name: build_node(config, name, None, DTYPE).module for name in config.model.towers}
     model = ContrastiveModule(towers, initial_loss(config.model).to(DTYPE))
     inputs = batch(39 if kind == "clip" else 2)
     torch.testing.assert_close(model(**inputs).loss, expected(**inputs, return_loss=True).loss)
@@ -90,15 +90,14 @@ def test_a_tower_stored_by_itself_with_its_projection(tmp_path: Path) -> None:
     towers = {"image": {"path": str(tmp_path)}, "other": {"config": "CLIPVisionConfig"}}
     data = {"kind": "same-digits"}
     config = RunConfig.model_validate({"model": {"towers": towers, "contrastive": {"width": 6}}, "data": data})
-    projector = build_module(config, "image", None, torch.float32).projector
-    assert projector is not None
+    projector = build_node(config, "image", None, torch.float32).parts["projector"]
     assert torch.equal(projector.weight, expected.visual_projection.weight)
     config = RunConfig.model_validate({"model": {"towers": towers, "contrastive": {"width": 7}}, "data": data})
     with pytest.raises(UserError, match=r"the stored projection makes features of 6, but they are 7 wide"):
-        build_module(config, "image", None, torch.float32)
+        build_node(config, "image", None, torch.float32)
     # What does not say that it has a projection is found out when it is read.
     values = json.loads((tmp_path / "config.json").read_text())
     del values["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"stored visual_projection.weight makes features of 6, but they are 7 wide"):
-        build_module(config, "image", None, torch.float32)
+        build_node(config, "image", None, torch.float32)

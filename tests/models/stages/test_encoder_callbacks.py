@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from motet.assignment.sample import Sample
 from motet.families.encoders import family_of
 from motet.families.token_counts import encoder_segment
-from motet.models.reference.plain_forward import plain_encoder_output
+from motet.models.reference import plain_encoder_output
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.projector import build_projector, projected_size
 from motet.models.stages.stage import StageInput

@@ -18,7 +18,7 @@ from tiny_encoders import (
 from torch import nn
 
 from motet.families.encoders import family_of
-from motet.models.reference.plain_forward import plain_encoder_output
+from motet.models.reference import plain_encoder_output
 from motet.models.stages.encoder import EncoderStage, encoder_layer_parts, num_encoder_layers
 from motet.models.stages.projector import build_projector
 from motet.models.stages.stage import StageInput, StageModule

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkout import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from tower_problems import tower_problem as problem
 
 from motet.config import load_run_config
@@ -45,7 +46,7 @@ def choices_of(rows: list[tuple[int, float]]) -> Choices:
     return Choices(devices, seconds, ones, ones, devices, ones, np.zeros(len(rows), dtype=bool))
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(TABLES, st.integers(1, 10))
 def test_the_load_balancer_equals_exhaustive_search(tables: list[list[tuple[int, float]]], num_devices: int) -> None:
     every = [rows for rows in product(*tables) if sum(row[0] for row in rows) <= num_devices]

@@ -4,8 +4,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from small_problem import small_problem, with_memory
 
 from motet.assignment.sample import Segment
@@ -25,7 +26,7 @@ def with_tp(problem, sizes):
     return replace(problem, modules={name: replace(m, tp_sizes=sizes) for name, m in problem.modules.items()})
 
 
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(
     num_devices=st.integers(3, 9),
     tp_sizes=st.sampled_from(((1,), (1, 2))),

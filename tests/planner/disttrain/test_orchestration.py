@@ -4,8 +4,9 @@ from itertools import product
 from math import ceil, inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.planner.disttrain.orchestration import (
     OrchestrationProblem,
@@ -132,7 +133,7 @@ def problems(draw):
     )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(problems())
 def test_is_the_best_of_exhaustive_search(problem):
     best = exhaustive(problem)

@@ -4,8 +4,9 @@ from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 from small_problem import small_problem, with_memory
 
 from motet.cluster import LINKS
@@ -37,7 +38,7 @@ def layers(draw_layers, scale):
     return lambda tp, cp: [scale * x / tp / cp + 0.1 * (tp * cp - 1) for x in draw_layers]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=3, max_size=3),
     st.lists(st.integers(1, 5), min_size=3, max_size=3),
@@ -81,7 +82,7 @@ def test_is_the_best_of_exhaustive_search(times, devices, num_microbatches, pena
         assert shape.tp * shape.cp * shape.pp <= allocation[name]
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(
     st.integers(3, 9),
     st.sampled_from(((1,), (1, 2))),

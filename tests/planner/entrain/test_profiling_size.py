@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.planner.entrain.profiling_size import (
@@ -23,7 +23,6 @@ def test_59_trials_for_95_percent_and_5_percent():
         num_trials(0.0, 0.05)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any),
     st.integers(1, 12),

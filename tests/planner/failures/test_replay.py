@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 from drawn_templates import draw_templates, plan_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.errors import UserError
 from motet.planner.failures.replay import (
@@ -217,7 +218,7 @@ def draw_members(random: Random) -> tuple[list[Policy], int]:
     ], most
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32))
 def test_all_time_is_accounted_for(seed: int) -> None:
     random = Random(seed)

@@ -4,8 +4,9 @@ from functools import cache
 from itertools import pairwise, product
 from math import inf
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.planner.optimus.bubbles import TOLERANCE, EncoderPipelines, schedule_bubbles
 from motet.planner.optimus.timeline import Kernel, LlmPipeline, LlmTimeline, Slot, llm_timeline
@@ -78,7 +79,7 @@ def _less(left, k):
     return (*left[:k], left[k] - 1, *left[k + 1 :])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(timelines(), st.integers(1, 2), st.integers(0, 2))
 def test_equal_to_brute_force_where_kernels_are_units(timeline, forward_s, backward_s):
     encoder = EncoderPipelines(((0,), (1,)), 1, ((UNIT,) * forward_s,), ((UNIT,) * backward_s,))
@@ -129,7 +130,7 @@ def shortest_of_two_stages(timeline, seconds):
     return min(lead + max(timeline.iteration_s, end(-lead, tuple(needed))) for lead in range(most + 1))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(timelines(max_microbatches=2), st.integers(1, 2), st.integers(1, 2))
 def test_two_stages_are_close_to_brute_force(timeline, first_s, second_s):
     """Not equal: forwards go first even where a backward on the way to another stage is more urgent. Of what
@@ -168,7 +169,7 @@ def ends_of_chains(slots, kernels, num_chains):
     return ends
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), st.booleans()), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6),
@@ -198,7 +199,7 @@ def pipeline(num_microbatches, **options):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(1, 6),
     st.sampled_from([(((0,), (1,)), 1), (((0,), (1,)), 2), (((0, 1),), 1), (((0, 1),), 2)]),
@@ -233,7 +234,7 @@ def test_what_the_language_model_needs_is_there(num_microbatches, layout, kernel
         assert ends == sorted(ends)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 6), st.floats(0, 30))
 def test_fine_bubbles_are_never_worse_than_coarse_ones_alone(num_microbatches, wide_s):
     encoder = EncoderPipelines(((0,), (1,)), 1, ((Kernel(0.5),) * 6,), ((Kernel(0.5),) * 12,))

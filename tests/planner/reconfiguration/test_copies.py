@@ -3,9 +3,10 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from sampling import examples
 
 from motet.parallel.tensor_plans import Shard, local_ranges
 from motet.planner.reconfiguration.copies import plan_copies
@@ -32,7 +33,7 @@ def ranges(name: str, cut: Cut) -> tuple[tuple[int, int], ...]:
     return tuple(local_ranges(LENGTH, Shard(0, SECTIONS[name]), *cut))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(everyone, everyone, st.integers(1, 3))
 def test_every_rank_gets_what_it_lacks(held: list[dict[str, Cut]], needed: list[dict[str, Cut]], size: int) -> None:
     made, missing = plan_copies(

@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 from drawn_templates import draw_templates, plan_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.plan import Plan
 from motet.planner.reconfiguration.reconfigure import Reconfiguration, reconfigure
@@ -111,7 +112,7 @@ def play(seed: int) -> tuple[float, float]:
     return shared_bytes, whole_bytes
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 2**32))
 def test_any_sequence_of_losses(seed: int) -> None:
     play(seed)

@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 from drawn_templates import draw_templates, plan_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.errors import UserError
 from motet.plan import Plan
@@ -97,7 +98,7 @@ def play(seed: int, num_events: int = 5) -> Counter[str]:
     return steps
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(0, 2**32))
 def test_any_sequence_within_the_guarantee(seed: int) -> None:
     play(seed)
@@ -137,7 +138,7 @@ def fewest_bytes(
     )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 2**32))
 def test_no_other_places_move_fewer_bytes(seed: int) -> None:
     random = Random(seed)

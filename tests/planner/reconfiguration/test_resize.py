@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from math import inf
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.planner.reconfiguration.reconfigure import resize_pipelines
 
@@ -26,7 +27,7 @@ def spares(sizes: Sequence[int], num_joined: int, *, fewest: int, most: int, mos
     return spare
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_no_fewer_nodes_can_wait(data: st.DataObject) -> None:
     """With any number of pipelines from those there are to one for each microbatch."""

@@ -3,13 +3,14 @@
 from collections import Counter
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.planner.reconfiguration.copies import balanced_sources
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_equal_pieces_are_sent_as_evenly_as_can_be(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 4))

@@ -4,8 +4,9 @@ from itertools import combinations_with_replacement, product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.errors import UserError
 from motet.planner.templates.pipelines import (
@@ -78,7 +79,7 @@ def draw_templates(random: Random, sizes: range) -> dict[int, Template]:
     return templates
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.integers(0, 2**32))
 def test_no_combination_is_faster(seed: int) -> None:
     random = Random(seed)
@@ -119,7 +120,7 @@ def counts_of(total: int, num: int) -> list[tuple[int, ...]]:
     return [counts for counts in product(range(1, total + 1), repeat=num) if sum(counts) == total]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.integers(0, 2**32))
 def test_no_counts_are_better(seed: int) -> None:
     random = Random(seed)

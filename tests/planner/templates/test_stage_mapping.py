@@ -6,8 +6,9 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.planner.templates.stage_mapping import (
     ChainCosts,
@@ -115,7 +116,7 @@ def with_others(random: Random, costs: ChainCosts, sizes: Sequence[int]) -> Chai
     return replace(costs, others=tuple(other for other in others if other.seconds))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 2**32))
 def test_no_chain_is_faster(seed: int) -> None:
     random = Random(seed)
@@ -200,7 +201,7 @@ def dag_s(modules: Sequence[Sequence[Timed]], num_microbatches: int) -> float:
     return max(paths, default=0.0) + after + (num_microbatches - 1) * pace - sum(pace - t for t in common[first:])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @example(4530156)  # The slowest stage is in one of two encoders.
 @given(st.integers(0, 2**32))
 def test_no_mapping_of_several_modules_is_faster(seed: int) -> None:
@@ -240,7 +241,7 @@ def with_memory(costs: ChainCosts, static: Sequence[float], saved: Sequence[floa
     )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 2**32))
 def test_no_chain_that_fits_is_faster(seed: int) -> None:
     random = Random(seed)
@@ -281,7 +282,7 @@ def test_no_chain_that_fits_is_faster(seed: int) -> None:
     assert all(fits(s.num_devices, s.cp_size, slice(*s.layers), len(stages) - i) for i, s in enumerate(stages))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 2**32))
 def test_no_mapping_of_several_modules_that_fits_is_faster(seed: int) -> None:
     """Encoders must fit with as many microbatches in flight as there can be."""

@@ -18,12 +18,12 @@ from motet.config import RunConfig
 from motet.data.loader import Loader
 from motet.data.run_file import open_data
 from motet.data.service.tickets import InProcess
+from motet.models.from_run_file import build_node
 from motet.models.materialize import float64_throughout
-from motet.models.reference.plain_forward import plain_loss
+from motet.models.reference import plain_loss
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
 from motet.resilience.handover import MOMENTS
-from motet.runtime.assembly import build_module
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalParameter
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
@@ -51,7 +51,7 @@ RATES = {"vision.projector": 3e-2, "audio.module": 2e-3, "audio.projector": 1e-2
 def plain_training(config: RunConfig) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms before clipping, and the parameters after the last step."""
     dtype = torch.float64
-    modules = {name: build_module(config, name, None, dtype) for name in ("vision", "audio", "language_model")}
+    modules = {name: build_node(config, name, None, dtype).module for name in ("vision", "audio", "language_model")}
     parameters = {
         f"{name}.{key}": parameter for name, module in modules.items() for key, parameter in module.named_parameters()
     }

@@ -11,15 +11,18 @@ from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.verify import collect_versions, run_references
-from motet.runtime.verification.worker import plainly_built
+from motet.runtime.verification.worker import plain_nodes
 
 REPLICAS = Scenario(dp=2, placement="replicated")
 
 
 def weights_of(scenario: Scenario) -> dict[str, torch.Tensor]:
-    encoders, language_model = plainly_built(scenario.config())
-    modules = {**encoders, "language_model": torch.nn.ModuleDict({"module": language_model})}
-    return {f"{name}.{key}": value for name, module in modules.items() for key, value in module.named_parameters()}
+    return {
+        f"{name}.{part}.{key}": value
+        for name, node in plain_nodes(scenario.config(), PLACEHOLDERS).items()
+        for part, module in node.parts.items()
+        for key, value in module.named_parameters()
+    }
 
 
 def test_a_parameter_without_gradient_on_one_rank_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +78,10 @@ def test_weights_that_do_not_fit_are_refused() -> None:
             weights[name + "_"] = weights.pop(name)
     with pytest.raises(ValueError, match=r"vision: .*missing \['projector.linear_1.bias'\], unexpected"):
         run_references(
-            *plainly_built(config),
+            plain_nodes(config, PLACEHOLDERS),
             weights,
             batch,
             dtype="float64",
-            merge=scenario.merge,
-            placeholder_token_ids=PLACEHOLDERS,
         )
 
 
@@ -92,12 +93,10 @@ def test_the_reference_is_made_of_the_given_weights() -> None:
     weights = weights_of(scenario)
     losses = [
         run_references(
-            *plainly_built(config),
+            plain_nodes(config, PLACEHOLDERS),
             {name: factor * value for name, value in weights.items()},
             batch,
             dtype="float64",
-            merge=scenario.merge,
-            placeholder_token_ids=PLACEHOLDERS,
         ).plain.loss
         for factor in (1.0, 1.0, 1.5)
     ]
@@ -115,12 +114,10 @@ def test_features_are_read_outside_of_autocast() -> None:
             return super().features(module, sample)
 
     references = run_references(
-        *plainly_built(config),
+        plain_nodes(config, PLACEHOLDERS),
         weights_of(scenario),
         Asking(scenario, config),
         dtype="bfloat16",
-        merge=scenario.merge,
-        placeholder_token_ids=PLACEHOLDERS,
         autocast=lambda: torch.autocast("cpu", torch.bfloat16),
     )
     assert references.plain.loss != references.exact.loss

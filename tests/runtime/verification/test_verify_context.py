@@ -12,6 +12,7 @@ import torch
 from dense_masks import dense
 from distributed import run_distributed
 from one_process import check_together, verify
+from sampling import in_campaigns
 from scenario import FROZEN, Scenario, ScenarioBatch
 
 from motet.assignment.sample import Segment
@@ -121,16 +122,13 @@ UNLIKE_ENCODERS = [
 members hold none."""
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS],
-    ids=lambda s: (
-        f"{s.llm}-cp{s.llm_cps or s.cp}-encoders{s.encoder_cps or s.encoder_cp}-tp{s.tp}-pp{s.llm_pp}-dp{s.dp}-"
-        f"{s.cp_method}"
-    ),
-)
-def test_equals_one_process(scenario: Scenario) -> None:
-    check_together([replace(scenario, dtype="float64")])
+EVERY = [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
+
+
+@pytest.mark.parametrize("num_ranks", sorted({scenario.num_ranks for scenario in EVERY}))
+def test_equals_one_process(num_ranks: int) -> None:
+    """All scenarios of a size share a start of processes."""
+    check_together([replace(scenario, dtype="float64") for scenario in EVERY if scenario.num_ranks == num_ranks])
 
 
 @pytest.mark.parametrize(
@@ -241,6 +239,6 @@ def draw(seed: int) -> Scenario:
             return scenario
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 60))])
+@pytest.mark.parametrize("seed", [0, *in_campaigns(range(1, 60))])
 def test_drawn_from_the_product(seed: int) -> None:
     check_together([replace(draw(seed), dtype="float32")])

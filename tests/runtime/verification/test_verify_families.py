@@ -78,10 +78,8 @@ EVERY, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
         pytest.param(PIPELINE, "float64", EVERY, id="pipeline-float64"),
         pytest.param(GROUPS, "float64", EVERY, id="groups-float64", marks=pytest.mark.slow),
         # Families take turns; `make campaigns` has all.
-        pytest.param(PIPELINE, "float32", EVEN, id="pipeline-float32", marks=pytest.mark.slow),
         pytest.param(PIPELINE, "bfloat16", ODD, id="pipeline-bfloat16", marks=pytest.mark.slow),
         pytest.param(GROUPS, "float32", ODD, id="groups-float32", marks=pytest.mark.slow),
-        pytest.param(GROUPS, "bfloat16", EVEN, id="groups-bfloat16", marks=pytest.mark.slow),
         pytest.param(PIPELINE, "float32", EVERY, id="all-pipeline-float32", marks=pytest.mark.campaign),
         pytest.param(PIPELINE, "bfloat16", EVERY, id="all-pipeline-bfloat16", marks=pytest.mark.campaign),
         pytest.param(GROUPS, "float32", EVERY, id="all-groups-float32", marks=pytest.mark.campaign),

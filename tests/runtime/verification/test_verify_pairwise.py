@@ -6,6 +6,7 @@ from itertools import cycle
 import pytest
 from one_process import check_together
 from pairwise import Row, allowed_pairs, pairs_of, pairwise_rows
+from sampling import in_campaigns
 from scenario import FROZEN, Scenario
 
 MAX_RANKS = 8
@@ -77,13 +78,8 @@ def test_families_take_turns() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "step"),
-    [("float64", 1), ("float32", 3), pytest.param("float32", 1, marks=pytest.mark.campaign)],
-    ids=["float64", "float32", "all-float32"],
-)
+@pytest.mark.parametrize("dtype", ["float64", *in_campaigns(["float32"])])
 @pytest.mark.parametrize("num_ranks", sorted({scenario.num_ranks for scenario in scenarios()}))
-def test_layouts_equal_one_process(num_ranks: int, dtype: str, step: int) -> None:
-    """All scenarios of a size in one start of processes, or every third of them."""
-    group = [replace(scenario, dtype=dtype) for scenario in scenarios() if scenario.num_ranks == num_ranks][::step]
-    check_together(group)
+def test_layouts_equal_one_process(num_ranks: int, dtype: str) -> None:
+    """All scenarios of a size share a start of processes."""
+    check_together([replace(scenario, dtype=dtype) for scenario in scenarios() if scenario.num_ranks == num_ranks])

@@ -1,9 +1,11 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import interleaved, language_model, module, replica, routes_of, samples
+from queue_rules import QueueRule, can_deadlock
+from sampling import examples
 
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.plan import Edge, Plan
@@ -15,7 +17,6 @@ from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interle
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.lower import lower
 from motet.schedule.order import iteration_s
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Routes, derive_routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.stage_graph import microbatches_in_flight
@@ -106,7 +107,7 @@ def test_all_forwards_ahead_is_the_coarse_schedule() -> None:
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_it_is_valid_never_deadlocks_and_is_never_slower_than_list_scheduling(seed: int) -> None:
     rng = Random(seed)
     num_groups, num_microbatches = rng.randint(1, 4), rng.randint(1, 8)
@@ -172,7 +173,7 @@ def test_encoder_pipelines_on_parts_of_the_language_models_groups() -> None:
 
 
 @given(st.integers(1, 8), st.integers(0, 40), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_limit_in_bytes_is_kept_beside_the_language_model(num_microbatches: int, more: int, chunks: bool) -> None:
     routes = colocated(2, 1 + chunks, num_microbatches, 2)
     size = {"vision": 1, "llm": 10}

@@ -6,9 +6,11 @@ from random import Random
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import chain, contrastive, language_model, module, replica, routes_of, samples
+from queue_rules import QueueRule, can_deadlock
+from sampling import examples
 
 from motet.plan import Edge, Plan
 from motet.schedule.action import Compute
@@ -17,7 +19,6 @@ from motet.schedule.generators import GENERATORS
 from motet.schedule.generators.list_schedule import list_schedule
 from motet.schedule.lower import lower
 from motet.schedule.program import make_program
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Routes
 from motet.schedule.validate import validate
 from motet.simulator.costs import UniformCosts
@@ -54,7 +55,7 @@ def idle_s(result: SimulationResult) -> list[float]:
     return [result.iteration_time_s - each for each in busy]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.integers(1, 5),
     st.integers(1, 6),
@@ -86,7 +87,7 @@ def test_with_one_contrastive_batch_all_are_gpipe() -> None:
     assert times == {(5 + 2) * 3}
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))
 def test_a_stage_has_k_microbatches_in_flight_and_one_for_each_stage_after_it(
     num_stages: int, per_batch: int, num_batches: int
@@ -165,7 +166,7 @@ def captioning(num_stages: int, num_decoder_stages: int, per_batch: int, num_bat
     return routes_of(plan, samples(number, ["image", "text", "decoder"]))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),

@@ -1,9 +1,10 @@
 from random import Random
 
 from drawing import Limits, draw_problem
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import chain, language_model, module, replica, routes_of, vision_audio_llm
+from sampling import examples
 
 from motet.plan import Edge, Plan
 from motet.schedule.dependencies import Dependencies
@@ -39,7 +40,7 @@ def test_it_hides_messages_that_1f1b_waits_for() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 12))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_as_many_forwards_as_fit(num_stages: int, num_microbatches: int, limit: int) -> None:
     routes = routes_of(chain(num_stages, num_microbatches))
     memory = MemoryLimit(saved_bytes=lambda cell: 10, limit_bytes=lambda rank: 10 * limit + 5)
@@ -51,7 +52,7 @@ def test_as_many_forwards_as_fit(num_stages: int, num_microbatches: int, limit: 
 
 
 @given(st.integers(0, 10**9), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_limit_holds_on_ranks_that_stages_share(seed: int, more: int) -> None:
     rng = Random(seed)
     size = {"vision": rng.randint(1, 5), "audio": rng.randint(1, 5), "llm": rng.randint(1, 9)}
@@ -75,7 +76,7 @@ def test_the_limit_holds_on_ranks_that_stages_share(seed: int, more: int) -> Non
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_any_problem_has_a_schedule_under_any_limit(seed: int) -> None:
     problem = draw_problem(Random(seed), Limits())
     memory = MemoryLimit(saved_bytes=lambda cell: 1 + cell.stage, limit_bytes=lambda rank: rank)

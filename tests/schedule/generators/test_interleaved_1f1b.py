@@ -2,9 +2,11 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import interleaved, language_model, module, replica, routes_of, samples
+from queue_rules import QueueRule, can_deadlock
+from sampling import examples
 
 from motet.plan import Edge, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind
@@ -14,7 +16,6 @@ from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interle
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.lower import lower
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Routes
 from motet.schedule.validate import liveness, validate
 from motet.simulator.costs import UniformCosts
@@ -31,7 +32,7 @@ def makespan(generate: Generator, routes: Routes) -> float:
 
 @both
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 13))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_the_fill_shrinks_by_the_number_of_chunks(
     generate: Generator, num_groups: int, num_chunks: int, num_microbatches: int
 ) -> None:
@@ -47,7 +48,7 @@ def test_the_fill_shrinks_by_the_number_of_chunks(
 
 @both
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(2, 4))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_what_a_group_holds(generate: Generator, num_groups: int, num_chunks: int, num_rounds: int) -> None:
     """(V - 1) P microbatches of chunks, one, and one or two for each place after its own."""
     routes = routes_of(interleaved(num_groups, num_chunks, num_groups * num_rounds))
@@ -102,7 +103,7 @@ def test_a_module_after_it_has_its_microbatches_in_flight(generate: Generator) -
 
 @both
 @given(st.integers(0, 10**9))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_it_never_deadlocks_over_a_dag_with_missing_modalities(generate: Generator, seed: int) -> None:
     rng = Random(seed)
     num_groups, num_microbatches = rng.randint(1, 4), rng.randint(1, 9)

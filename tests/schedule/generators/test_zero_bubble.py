@@ -2,9 +2,11 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import chain, interleaved, language_model, module, replica, routes_of, samples, v_shaped, vision_audio_llm
+from queue_rules import QueueRule, can_deadlock
+from sampling import examples
 
 from motet.plan import Edge, Plan
 from motet.schedule.action import Compute, Durations, Kind
@@ -16,7 +18,6 @@ from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 from motet.schedule.lower import lower
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.validate import liveness, validate
@@ -74,7 +75,7 @@ def most_not_freed(schedule: Schedule, routes: Routes) -> list[int]:
 
 
 @given(st.integers(2, 6), st.integers(0, 12), seconds, seconds, st.integers(0, 4))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_bubble_of_h1(num_stages: int, more: int, forward_s: int, weight_s: int, extra_s: int) -> None:
     """(P - 1)(F + I - W) on the first rank, where W takes no longer than F and I; 1F1B's is (P - 1)(F + I + W).
 
@@ -89,7 +90,7 @@ def test_the_bubble_of_h1(num_stages: int, more: int, forward_s: int, weight_s: 
 
 
 @given(st.integers(2, 6), st.integers(0, 12), seconds)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_h2_and_zbv_leave_no_bubble(num_stages: int, more: int, slot_s: int) -> None:
     costs = halved(slot_s, slot_s, slot_s)
     for generate, plan in (
@@ -101,7 +102,7 @@ def test_h2_and_zbv_leave_no_bubble(num_stages: int, more: int, slot_s: int) -> 
 
 
 @given(st.integers(1, 6), st.integers(1, 14))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_what_ranks_hold(num_stages: int, num_microbatches: int) -> None:
     routes = routes_of(chain(num_stages, num_microbatches))
     places = range(num_stages)
@@ -119,7 +120,7 @@ def test_what_ranks_hold(num_stages: int, num_microbatches: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 10), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_it_is_not_slower_than_1f1b_for_equal_costs(num_stages: int, num_microbatches: int, over_a_dag: bool) -> None:
     plan = vision_audio_llm(num_microbatches) if over_a_dag else chain(num_stages, num_microbatches)
     routes, costs = routes_of(plan), UniformCosts()
@@ -155,7 +156,7 @@ def test_stages_have_only_the_halves_that_their_plan_gives_them() -> None:
 
 @three
 @given(st.integers(0, 10**9))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_it_never_deadlocks_over_a_dag_with_missing_modalities(generate: Generator, seed: int) -> None:
     rng = Random(seed)
     num_groups, num_microbatches = rng.randint(1, 4), rng.randint(1, 9)
@@ -194,7 +195,7 @@ def test_other_placements_are_split_too() -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 3), seconds)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_over_shared_ranks_last_stages_put_weight_halves_off(num_groups: int, turns: int, slot_s: int) -> None:
     """With equal halves no rank waits but for the first microbatch to reach it, and none holds more than before."""
     num_microbatches = turns * num_groups + num_groups
@@ -208,7 +209,7 @@ def test_over_shared_ranks_last_stages_put_weight_halves_off(num_groups: int, tu
 
 @three
 @given(st.integers(1, 7), st.integers(2, 7))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_limit_in_bytes_counts_what_waits_for_its_weight_half(
     generate: Generator, num_microbatches: int, limit: int
 ) -> None:

@@ -7,7 +7,7 @@ that section to examples, an entry in `DATA_KINDS` and a test. Torch is not impo
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from glob import glob, has_magic
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +19,7 @@ from motet.data.formats.conversations import ConversationExamples
 from motet.data.formats.pairs import PairExamples
 from motet.data.formats.parquet import ParquetExamples
 from motet.data.formats.webdataset import ShardExamples
-from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigit, DialADigitExamples
+from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigit, DialADigitExamples, TaskExamples
 from motet.data.tasks.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph
@@ -49,26 +49,16 @@ class DataKind:
     """Of a task: everything that its texts hold. Tokenizer and processors are made for it. (): they are stored."""
 
 
-def _open_dial_a_digit(data: DialADigitConfig, graph: ConfiguredGraph) -> Examples:
-    task = DialADigit(
-        seed=data.seed,
-        max_digits=data.max_digits,
-        max_images=data.max_images,
-        max_clips=data.max_clips,
-        no_image=data.no_image,
-        no_sound=data.no_sound,
-        sum_questions=data.sum_questions,
-    )
-    return Examples(
-        DialADigitExamples(task, "train", data.num_train), DialADigitExamples(task, "held_out", data.num_held_out)
-    )
+def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[[Any, ConfiguredGraph], Examples]:
+    """`task_class`: a dataclass whose fields are keys of the section."""
 
+    def open_task(data: DialADigitConfig | SameDigitsConfig, graph: ConfiguredGraph) -> Examples:
+        task = task_class(**{field.name: getattr(data, field.name) for field in fields(task_class)})
+        return Examples(
+            examples_class(task, "train", data.num_train), examples_class(task, "held_out", data.num_held_out)
+        )
 
-def _open_same_digits(data: SameDigitsConfig, graph: ConfiguredGraph) -> Examples:
-    task = SameDigits(seed=data.seed, min_digits=data.min_digits, max_digits=data.max_digits)
-    return Examples(
-        SameDigitsExamples(task, "train", data.num_train), SameDigitsExamples(task, "held_out", data.num_held_out)
-    )
+    return open_task
 
 
 def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
@@ -93,8 +83,8 @@ def _folders(data: ConversationsConfig | PairsConfig) -> dict[Modality, Path]:
 
 
 DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {
-    DialADigitConfig: DataKind(_open_dial_a_digit, words=tuple(QUESTIONS.values())),
-    SameDigitsConfig: DataKind(_open_same_digits, words=(" ".join(NAMES),)),
+    DialADigitConfig: DataKind(_open_task(DialADigit, DialADigitExamples), words=tuple(QUESTIONS.values())),
+    SameDigitsConfig: DataKind(_open_task(SameDigits, SameDigitsExamples), words=(" ".join(NAMES),)),
     ConversationsConfig: DataKind(_open_conversations),
     PairsConfig: DataKind(_open_pairs),
 }

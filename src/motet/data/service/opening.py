@@ -1,10 +1,11 @@
-"""The producers that a run file asks for: worker processes of this one, or data servers; and the server itself."""
+"""Opens the producers that a run file asks for (worker processes of this one, or data servers), and data servers."""
 
 import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from motet.data.service.client import Connection
     from motet.data.service.server import DataServer
 
+LIBRARIES = ("numpy", "pillow", "scipy", "soundfile", "tokenizers")
+"""Libraries that decode, resize and tokenize. All servers must have the same versions; training needs none of them."""
+
 
 @dataclass(frozen=True)
 class Producers:
     train: Producer
     held_out: Producer | None
     num_failures: Callable[[], int]
-    """Workers that were replaced, or calls that another server took over."""
+    """The number of workers that were replaced, or of calls that another server took over."""
 
     def close(self) -> None:
         self.train.close()
@@ -38,65 +42,13 @@ class Producers:
 def open_producers(config: RunConfig) -> Producers:
     """Raises `UserError` naming the key or file that is wrong."""
     data = data_to_prepare(config)
-    if data.servers:
-        return _remote(config, data)
-    workers, sizes = _open_workers(config)
-    made = _made({split: LocalProducer(workers, split, size, may_skip=_skips(config)) for split, size in sizes.items()})
-    return Producers(*made, lambda: workers.num_restarts)
-
-
-def batches_ahead(config: RunConfig) -> int:
-    return data_to_prepare(config).batches_ahead
-
-
-def _open_workers(config: RunConfig) -> tuple[Workers, dict[Split, int]]:
-    opened = open_data(config)
-    datasets: dict[Split, Any] = {"train": opened.train}
-    if opened.held_out is not None:
-        datasets["held_out"] = opened.held_out
-    workers = Workers(Preparer(datasets, checks_all=_skips(config)), data_to_prepare(config).workers)
-    return workers, {split: len(dataset) for split, dataset in datasets.items()}
-
-
-def _skips(config: RunConfig) -> bool:
-    return data_to_prepare(config).on_corrupt == "skip"
-
-
-def _made(producers: dict[Split, Any]) -> tuple[Producer, Producer | None]:
-    return producers["train"], producers.get("held_out")
-
-
-def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, bytes] | None) -> "DataServer":
-    """A server that answers from now on. Raises `UserError`."""
-    DataServer = _flight_module("service").DataServer
-    token = read_token(data_to_prepare(config).token_file)
-    workers, sizes = _open_workers(config)
-    contents: dict[str, Any] = {split: dataset.fingerprint for split, dataset in workers.preparer.datasets.items()}
-    contents["libraries"] = {name: version(name) for name in LIBRARIES}
-    facts = {"data": data_facts(config), "contents": contents, "sizes": sizes, "software": _software()}
-    modules = set(config.model.module_names)
-    try:
-        return DataServer(workers, facts, agreed_digest(facts), sizes, modules, token, host=host, port=port, tls=tls)
-    except UserError:
-        workers.close()
-        raise
-
-
-LIBRARIES = ("numpy", "pillow", "scipy", "soundfile", "tokenizers")
-"""That decode, resize and tokenize. Servers must have the same ones; training needs none of them."""
-
-
-def _software() -> dict[str, str]:
-    """What else decides what a sample becomes."""
-    return {"motet": __version__, "transformers": transformers.__version__}
-
-
-def agreed_digest(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _remote(config: RunConfig, data: PreparedDataConfig) -> Producers:
-    client = _flight_module("client")
+    skips = data.on_corrupt == "skip"
+    made: dict[Split, Producer]
+    if not data.servers:
+        workers, sizes = _open_workers(config, data)
+        made = {split: LocalProducer(workers, split, size, may_skip=skips) for split, size in sizes.items()}
+        return Producers(made["train"], made.get("held_out"), lambda: workers.num_restarts)
+    client = _import_flight("client")
     token, roots = read_token(data.token_file), _read_roots(data)
     addresses = list(dict.fromkeys(data.servers))
     for address in addresses:
@@ -104,18 +56,53 @@ def _remote(config: RunConfig, data: PreparedDataConfig) -> Producers:
     connections = [client.Connection(address, token, data.server_timeout_s, roots) for address in addresses]
     facts = _agreed_facts(config, connections, data.server_timeout_s)
     servers = client.Servers(connections, agreed_digest(facts), data.server_timeout_s)
-    made = _made(
-        {
-            split: client.RemoteProducer(servers, split, size, facts["contents"][split], may_skip=_skips(config))
-            for split, size in facts["sizes"].items()
-        }
-    )
-    return Producers(*made, lambda: sum(servers.num_failures.values()))
+    contents = facts["contents"]
+    made = {
+        split: client.RemoteProducer(servers, split, size, contents[split], may_skip=skips)
+        for split, size in facts["sizes"].items()
+    }
+    return Producers(made["train"], made.get("held_out"), lambda: sum(servers.num_failures.values()))
 
 
-def _flight_module(name: str) -> Any:
-    from importlib import import_module
+def _open_workers(config: RunConfig, data: PreparedDataConfig) -> tuple[Workers, dict[Split, int]]:
+    """Workers for all data sets, and the number of samples of each."""
+    opened = open_data(config)
+    datasets: dict[Split, Any] = {"train": opened.train}
+    if opened.held_out is not None:
+        datasets["held_out"] = opened.held_out
+    workers = Workers(Preparer(datasets, checks_all=data.on_corrupt == "skip"), data.workers)
+    return workers, {split: len(dataset) for split, dataset in datasets.items()}
 
+
+def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, bytes] | None) -> "DataServer":
+    """Starts a data server. Raises `UserError`."""
+    server = _import_flight("server")
+    data = data_to_prepare(config)
+    token = read_token(data.token_file)
+    workers, sizes = _open_workers(config, data)
+    contents: dict[str, Any] = {split: dataset.fingerprint for split, dataset in workers.preparer.datasets.items()}
+    contents["libraries"] = {name: version(name) for name in LIBRARIES}
+    facts = {"data": data_facts(config), "contents": contents, "sizes": sizes, "software": _software()}
+    modules = set(config.model.module_names)
+    try:
+        return server.DataServer(
+            workers, facts, agreed_digest(facts), sizes, modules, token, host=host, port=port, tls=tls
+        )
+    except UserError:
+        workers.close()
+        raise
+
+
+def _software() -> dict[str, str]:
+    return {"motet": __version__, "transformers": transformers.__version__}
+
+
+def agreed_digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _import_flight(name: str) -> Any:
+    """Imports a module of this package that needs pyarrow."""
     try:
         return import_module(f"motet.data.service.{name}")
     except ImportError as error:
@@ -151,8 +138,8 @@ def _read_roots(data: PreparedDataConfig) -> bytes | None:
 
 
 def _agreed_facts(config: RunConfig, connections: "Sequence[Connection]", timeout_s: float) -> dict[str, Any]:
-    """What the servers that answer say of themselves. Raises `UserError` unless there is one, and they are of one mind
-    with the run file."""
+    """The facts of the servers that answer. Raises `UserError` unless at least one answers, and all of them agree with
+    the run file and with one another."""
     from pyarrow import ArrowException, flight
 
     own = {"data": json.loads(json.dumps(data_facts(config))), "software": _software()}

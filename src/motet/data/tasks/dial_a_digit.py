@@ -1,19 +1,19 @@
-"""Dial a digit: a small real task of three modalities that needs no download. Pure: no torch.
+"""Dial a digit: a small task of three modalities that needs no download. Imports no torch.
 
 The image shows handwritten digits (scikit-learn's bundled 8x8 scans) in reading order, the sound is a noisy telephone
 dialling digits by tone (DTMF, ITU-T Q.23), and the text asks what is seen, what is heard, or for the sum of all digits
 seen and heard ("3 1 4" seen and "2" heard: 10). An example is a pure function of (task, split, index). No scan of the
-held-out split is ever shown in training. The numbers of digits follow P(n) ~ 1/n up to `max_digits`: most examples are
-short, a few long.
+held-out split is shown in training. The numbers of digits follow P(n) ~ 1/n up to `max_digits`: most examples are
+short, a few are long.
 
-Limits: one digit per cell of a fixed grid and one tone per time slot, so the task asks of a model that it recognises
-and orders digits, not that it segments them.
+Limits: one digit per cell of a fixed grid and one tone per time slot, so a model must recognise and order digits, but
+need not segment them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from PIL import Image
@@ -21,6 +21,7 @@ from PIL import Image
 from motet.data.example import Example, Media, Message, Modality
 
 Split = Literal["train", "held_out"]
+SPLIT_SEEDS: Mapping[Split, int] = {"train": 0, "held_out": 1}
 Question = Literal["see", "hear", "sum"]
 
 QUESTIONS: Mapping[Question, str] = {
@@ -32,12 +33,12 @@ QUESTIONS: Mapping[Question, str] = {
 IMAGE_SIZE = 48
 CELL_SIZE = 16
 IMAGE_MEAN, IMAGE_STD = 0.1, 0.25
-"""Of the pixels, on a scale of 0 to 1; for image processors."""
+"""Mean and standard deviation of the pixels on a scale of 0 to 1, for image processors."""
 SAMPLING_RATE = 16_000
 SLOT_S = 0.120
-"""From the earliest start of one tone to that of the next."""
+"""Time between the earliest starts of consecutive tones."""
 LOUDNESS = 0.015
-"""Of one frequency's loudest tone: a quiet line, whose noise Whisper's log-mel features put near 0."""
+"""Amplitude of the loudest tone of one frequency: that of a quiet line, whose noise is near 0 in Whisper's features."""
 HELD_OUT_SHARE = 0.2
 
 LOW_HZ, HIGH_HZ = (697, 770, 852, 941), (1209, 1336, 1477)
@@ -49,7 +50,7 @@ DTMF_HZ: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Dialled:
-    """What one example is about, before it is painted and played."""
+    """The content of an example, before it is painted and played."""
 
     seen: tuple[tuple[int, ...], ...]
     """The digits of each image."""
@@ -88,7 +89,7 @@ class DialADigit:
 
     @lru_cache(maxsize=4096)  # noqa: B019 (a task is a small constant)
     def dialled(self, split: Split, index: int) -> Dialled:
-        rng = self._rng(split, index)
+        rng = np.random.default_rng((self.seed, SPLIT_SEEDS[split], index))
         lacks = rng.random()
         has_image = lacks >= self.no_image
         has_sound = not self.no_image <= lacks < self.no_image + self.no_sound
@@ -101,13 +102,15 @@ class DialADigit:
     def example(self, split: Split, index: int, *, denied: Sequence[Modality] = ()) -> Example:
         """`denied`: modalities of which only the noise remains.
 
-        The question, its answer and the sequence's length stay. So the accuracy is then that of guessing: the control
-        for what a model really takes from a modality.
+        The question, its answer and the length of the sequence are the same, so the accuracy is then that of guessing:
+        a control experiment for what a model learns from a modality.
         """
-        content = self.dialled(split, index)
-        images: list[Media] = [Strip(self, split, index, item, "image" in denied) for item in range(len(content.seen))]
+        content, seed = self.dialled(split, index), (self.seed, SPLIT_SEEDS[split], index)
+        images: list[Media] = [
+            Strip(digits, split, (*seed, 0, item), "image" in denied) for item, digits in enumerate(content.seen)
+        ]
         clips: list[Media] = [
-            Dialling(self, split, index, item, "audio" in denied) for item in range(len(content.heard))
+            Dialling(digits, (*seed, 1, item), "audio" in denied) for item, digits in enumerate(content.heard)
         ]
         placeholders = "<audio>" * len(clips) + "<image>" * len(images)
         return Example(
@@ -119,9 +122,6 @@ class DialADigit:
             media={"image": tuple(images), "audio": tuple(clips)},
         )
 
-    def _rng(self, split: Split, index: int, *item: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, 0 if split == "train" else 1, index, *item])
-
     def _digits(self, rng: np.random.Generator, max_items: int) -> tuple[tuple[int, ...], ...]:
         num_items = rng.integers(1, max_items + 1)
         shares = 1 / np.arange(1, self.max_digits + 1)
@@ -129,11 +129,15 @@ class DialADigit:
         return tuple(tuple(rng.integers(0, 10, size=n).tolist()) for n in lengths)
 
 
-@dataclass(frozen=True)
-class DialADigitExamples:
-    """The first examples of a split."""
+class Task(Protocol):
+    def example(self, split: Split, index: int) -> Example: ...
 
-    task: DialADigit
+
+@dataclass(frozen=True)
+class TaskExamples:
+    """The first examples of a split of a task."""
+
+    task: Task
     split: Split
     num_examples: int
 
@@ -148,41 +152,39 @@ class DialADigitExamples:
         return self.task.example(self.split, index)
 
 
+class DialADigitExamples(TaskExamples):
+    task: DialADigit
+
+
 @dataclass(frozen=True)
 class Strip:
-    """One image of an example, painted when it is loaded."""
+    """An image of digits, painted when it is loaded."""
 
-    task: DialADigit
+    digits: tuple[int, ...]
     split: Split
-    index: int
-    item: int
+    seed: tuple[int, ...]
     is_blank: bool = False
 
     def size(self) -> tuple[int, int]:
         return IMAGE_SIZE, IMAGE_SIZE
 
     def load(self) -> Image.Image:
-        digits = self.task.dialled(self.split, self.index).seen[self.item]
-        return paint(digits, self.split, self.task._rng(self.split, self.index, 0, self.item), is_blank=self.is_blank)
+        return paint(self.digits, self.split, np.random.default_rng(self.seed), is_blank=self.is_blank)
 
 
 @dataclass(frozen=True)
 class Dialling:
-    """One clip of an example, played when it is loaded."""
+    """A clip of dialled digits, played when it is loaded."""
 
-    task: DialADigit
-    split: Split
-    index: int
-    item: int
+    digits: tuple[int, ...]
+    seed: tuple[int, ...]
     is_silent: bool = False
 
     def size(self) -> tuple[int, int]:
-        num_digits = len(self.task.dialled(self.split, self.index).heard[self.item])
-        return num_digits * round(SLOT_S * SAMPLING_RATE), SAMPLING_RATE
+        return len(self.digits) * round(SLOT_S * SAMPLING_RATE), SAMPLING_RATE
 
     def load(self) -> np.ndarray:
-        digits = self.task.dialled(self.split, self.index).heard[self.item]
-        return dial(digits, self.task._rng(self.split, self.index, 1, self.item), is_silent=self.is_silent)
+        return dial(self.digits, np.random.default_rng(self.seed), is_silent=self.is_silent)
 
 
 @lru_cache(maxsize=1)
@@ -202,9 +204,9 @@ def handwriting() -> Mapping[Split, tuple[np.ndarray, ...]]:
 
 
 def paint(digits: Sequence[int], split: Split, rng: np.random.Generator, *, is_blank: bool = False) -> Image.Image:
-    """A page of 3x3 cells of 16 pixels: the digits in reading order, each of its own size and place within its cell.
+    """Paints digits in reading order on a page of 3x3 cells of 16 pixels, at random sizes and positions in the cells.
 
-    `is_blank`: only the page's noise.
+    `is_blank`: paints only the noise.
     """
     page = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.float32)
     for cell, digit in enumerate(digits):
@@ -222,9 +224,9 @@ def paint(digits: Sequence[int], split: Split, rng: np.random.Generator, *, is_b
 
 
 def dial(digits: Sequence[int], rng: np.random.Generator, *, is_silent: bool = False) -> np.ndarray:
-    """The sound of dialling: float32 [number of samples] at 16 kHz, a slot of 120 ms for each digit.
+    """The sound of dialling: float32 [samples] at 16 kHz, with a slot of 120 ms for each digit.
 
-    Tones begin up to 20 ms late, last 60 to 90 ms, and lie 5 to 20 dB above white noise. `is_silent`: only the noise.
+    Tones begin up to 20 ms late, last 60 to 90 ms, and are 5 to 20 dB above white noise. `is_silent`: only the noise.
     """
     slot = round(SLOT_S * SAMPLING_RATE)
     wave = np.zeros(slot * len(digits))
@@ -237,35 +239,31 @@ def dial(digits: Sequence[int], rng: np.random.Generator, *, is_silent: bool = F
     return (noise if is_silent else wave + noise).clip(-1, 1).astype(np.float32)
 
 
-# How well answers to *dial a digit* are. Pure.
-
-
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares from 0 to 1; None where nothing was asked."""
+    """The accuracy of answers, in shares from 0 to 1; None where nothing was asked."""
 
     seen_digits: float | None
-    """Of the digits in answers to "see": the i-th of the answer equals the i-th that is right."""
+    """Share of digits in answers to "see" that are right at their position."""
     heard_digits: float | None
     answers: dict[Question, float | None]
-    """By question, of answers that are right as a whole."""
+    """Share of answers that are entirely right, by question."""
     num_answers: dict[Question, int]
 
 
 def digits_of(text: str) -> str:
-    """The digits of an answer, without whatever stands between them."""
+    """The digits of an answer, without other characters."""
     return "".join(character for character in text if character.isdigit())
 
 
 def count_right_digits(right: str, given: str) -> tuple[int, int]:
-    """(digits in their right place, digits asked or given, whichever are more): a missing digit is as wrong as one too
-    many."""
+    """Returns (digits that are right at their position, the larger of the numbers of digits asked and given)."""
     right, given = digits_of(right), digits_of(given)
     return sum(a == b for a, b in zip(right, given, strict=False)), max(len(right), len(given))
 
 
 def accuracy(answers: Iterable[tuple[Dialled, str]]) -> Accuracy:
-    """Of the given answer texts."""
+    """The accuracy of answer texts."""
     digits = {question: [0, 0] for question in QUESTIONS}
     whole = {question: [0, 0] for question in QUESTIONS}
     for content, given in answers:

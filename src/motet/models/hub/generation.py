@@ -25,7 +25,7 @@ from motet.families.encoders import family_of
 from motet.models.graph import ModalityModule
 from motet.models.hub.export import load_export
 from motet.models.multimodal import MultimodalModule
-from motet.models.reference.plain_forward import plain_encoder_output
+from motet.models.reference import plain_encoder_output
 from motet.models.stages.projector import PROJECTORS
 
 BATCH_SIZE = 64

@@ -21,9 +21,10 @@ from typing import Any
 
 from motet.config import PartConfig, RunConfig
 from motet.errors import UserError
+from motet.families.configured_graph import read_graph
+from motet.models.from_run_file import KIND_OF, media_attention_of
 from motet.models.materialize import read_part_config
 from motet.plan import LANGUAGE_MODEL
-from motet.runtime.assembly import kind_of, media_attention_of, part_of, where_of
 
 # Files that are there whole or not at all, whoever is ended while they are written.
 
@@ -261,10 +262,12 @@ TRAINING = frozenset({"train", "loss_weight", "max_logit_scale", "placeholder_to
 def computation_of(config: RunConfig) -> dict[str, Any]:
     """All that is compared, in JSON's types. Raises `UserError` if a part's configuration cannot be read."""
     found = dict(_flat("model", config.model.model_dump(mode="json")))
-    for name in config.model.module_names:
-        part, where = part_of(config, name), where_of(config, name)
-        transformers_config = read_part_config(part, kind_of(part), where=where)
-        found.update(_flat(f"{where}.values", transformers_config.to_dict()))
+    for name, module in read_graph(config).modules.items():
+        if type(module.part) not in KIND_OF:
+            continue
+        assert isinstance(module.part, PartConfig)
+        transformers_config = read_part_config(module.part, KIND_OF[type(module.part)], where=module.key)
+        found.update(_flat(f"{module.key}.values", transformers_config.to_dict()))
         if name == LANGUAGE_MODEL:
             found["model.media_attention"] = media_attention_of(config, transformers_config.model_type)
     return dict(json.loads(json.dumps(found, default=str)))

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from motet.config import RunConfig
 from motet.data.loader import Loader, held_out_batches
-from motet.data.service.opening import Producers, batches_ahead, open_producers
+from motet.data.run_file import data_to_prepare
+from motet.data.service.opening import Producers, open_producers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
@@ -68,7 +69,7 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
         train.global_batch_size,
         seed=train.seed,
         wanted=engine.wanted,
-        batches_ahead=batches_ahead(config),
+        batches_ahead=data_to_prepare(config).batches_ahead,
     )
     held_out = None
     if producers.held_out is not None and train.eval_every:

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.models.graph import ModalityModule
+from motet.models.graph import ModuleNode
 from motet.models.materialize import float64_throughout
-from motet.models.reference.plain_forward import plain_loss
+from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
-from motet.plan import LANGUAGE_MODEL
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
@@ -30,8 +29,8 @@ from motet.runtime.verification.comparison import Comparison, LossAndGradients, 
 Versions = dict[str, list[Tensor]]
 """By parameter name: every version of a tensor that ranks hold, one if they agree."""
 
-BuildReference = Callable[[], tuple[Mapping[str, ModalityModule], nn.Module]]
-"""Builds the modules plainly (encoders, language model), in the dtype of the run's parameters."""
+BuildReference = Callable[[], Mapping[str, ModuleNode]]
+"""Builds the model's modules plainly, in the dtype of the run's parameters; what the run froze is frozen in them."""
 
 
 @torch.no_grad()
@@ -91,39 +90,17 @@ def verify_batch(
     build_reference: BuildReference,
     *,
     dtype: str,
-    merge: str,
-    placeholder_token_ids: Mapping[str, int],
-    media_attention: str = "causal",
+    contrastive_batch_size: int | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Comparison | None:
     """One iteration of the engine against the references. Collective; returns the comparison on rank 0, else None.
 
     Args:
-        build_reference: called on rank 0 alone. In what it builds, the parts that are frozen must be.
-        dtype: the run's `train.dtype`. In float64 the whole call should stand in `float64_throughout`.
-        autocast: the context in which the run's forwards are.
+        build_reference: called on rank 0 alone.
+        dtype: the run's `train.dtype`. In float64 the whole call should be within `float64_throughout`.
+        contrastive_batch_size: the samples that a contrastive loss compares; None: the whole batch.
+        autocast: the context in which the reference's forwards are.
     """
-    return verify_against(
-        engine,
-        batch,
-        lambda weights: run_references(
-            *build_reference(),
-            weights,
-            batch,
-            dtype=dtype,
-            merge=merge,
-            placeholder_token_ids=placeholder_token_ids,
-            media_attention=media_attention,
-            autocast=autocast,
-        ),
-        dtype=dtype,
-    )
-
-
-def verify_against(
-    engine: Engine, batch: Batch, references: Callable[[Mapping[str, Tensor]], References], *, dtype: str
-) -> Comparison | None:
-    """As `verify_batch`. `references`: called on rank 0 alone with the weights that the ranks hold."""
     engine.model.zero_gradients()
     weights = collect_weights(engine.model)
     result = engine.run(batch)
@@ -132,64 +109,42 @@ def verify_against(
     if gradients is not None and weights is not None:
         differing = sorted(name for name, versions in weights.items() if len(versions) > 1)
         assert not differing, f"ranks hold different weights of {', '.join(differing)}"
-        found = references({name: versions[0] for name, versions in weights.items()})
-        comparison = compare(result.loss, gradients, found, dtype=dtype, world_size=dist.get_world_size())
+        references = run_references(
+            build_reference(),
+            {name: versions[0] for name, versions in weights.items()},
+            batch,
+            dtype=dtype,
+            contrastive_batch_size=contrastive_batch_size,
+            autocast=autocast,
+        )
+        comparison = compare(result.loss, gradients, references, dtype=dtype, world_size=dist.get_world_size())
     dist.barrier()
     return comparison
 
 
 def run_references(
-    encoders: Mapping[str, ModalityModule],
-    language_model: nn.Module,
+    nodes: Mapping[str, ModuleNode],
     weights: Mapping[str, Tensor],
     batch: Batch,
     *,
     dtype: str,
-    merge: str,
-    placeholder_token_ids: Mapping[str, int],
-    media_attention: str = "causal",
+    contrastive_batch_size: int | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> References:
-    """Plainly built modules, filled with `weights` (names as in the whole model), on the batch.
+    """Fills plainly built modules with `weights` (names as in the whole model) and takes loss and gradients of the
+    batch, in the run's dtype and in float64.
 
     Raises `ValueError` if the weights are not exactly theirs."""
-    modules: dict[str, nn.Module] = {**encoders, LANGUAGE_MODEL: nn.ModuleDict({"module": language_model})}
-
-    def loss(batch: Batch) -> Tensor:
-        return plain_loss(
-            encoders,
-            language_model,
-            batch,
-            merge=merge,
-            placeholder_token_ids=placeholder_token_ids,
-            media_attention=media_attention,
-        )
-
-    return run_plainly(modules, weights, batch, loss, dtype=dtype, autocast=autocast)
-
-
-def run_plainly(
-    modules: Mapping[str, nn.Module],
-    weights: Mapping[str, Tensor],
-    batch: Batch,
-    loss: Callable[[Batch], Tensor],
-    *,
-    dtype: str,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> References:
-    """Fills the modules with `weights` (names as in the whole model) and takes the gradients of `loss`, a function of
-    the batch and the modules.
-
-    Raises `ValueError` if the weights are not exactly theirs."""
+    modules: dict[str, nn.Module] = {name: nn.ModuleDict(node.parts) for name, node in nodes.items()}
     _load(modules, weights)
     held = _HeldBatch(batch, modules)
 
     def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
         with context:
-            value = loss(batch)
-        if value.requires_grad:
-            value.backward()
-        return LossAndGradients(value.item(), _take_gradients(modules))
+            loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size)
+        if loss.requires_grad:
+            loss.backward()
+        return LossAndGradients(loss.item(), _take_gradients(modules))
 
     plain = run(held, autocast())
     if dtype == "float64":

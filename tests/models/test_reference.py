@@ -9,7 +9,7 @@ from tiny_language_models import SIZES, tiny_language_model
 from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from motet.assignment.sample import Sample, Segment
-from motet.models.reference.plain_forward import plain_loss
+from motet.models.reference import plain_loss
 
 IMAGE = 3
 NUM_PATCHES = 16

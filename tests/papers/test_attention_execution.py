@@ -3,21 +3,22 @@
 import dense_masks
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling import examples
 
 from motet.assignment.sample import Segment
-from motet.attention.masks.attention_time import (
+from motet.attention.masks.distribution import TileCost, distribute
+from motet.attention.masks.rules import AttentionRule, mask_of
+from motet.attention.masks.tile_counts import FULL, PARTIAL, tile_counts
+from motet.attention.masks.token_layout import Document, layout_of_documents
+from papers.cornstarch.attention_time import (
     AttentionKernel,
     devices_s,
     gathered_s,
     ring_rounds_s,
     ring_s,
 )
-from motet.attention.masks.distribution import TileCost, distribute
-from motet.attention.masks.rules import AttentionRule, mask_of
-from motet.attention.masks.tile_counts import FULL, PARTIAL, tile_counts
-from motet.attention.masks.token_layout import Document, layout_of_documents
 
 COST = TileCost(full_s=1.0, partial_s=1.0)
 
@@ -56,7 +57,7 @@ def test_a_round_of_a_ring_leaves_empty_rows_out_and_merges_the_others() -> None
     pieces=st.integers(1, 6),
     heads=st.integers(1, 5),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_no_device_beats_its_bounds(tasks: list[int], units: int, pieces: int, heads: int) -> None:
     whole = AttentionKernel(num_units=units, cost=COST).device_s(*full(*tasks), heads)
     split = AttentionKernel(num_units=units, cost=COST, tiles_per_piece=pieces).device_s(*full(*tasks), heads)

@@ -1,7 +1,9 @@
-"""The plain forward of an encoder, as its user would write it with transformers: what `motet verify` compares with.
+"""The reference: every model's loss by plain transformers, as a user would write it. `motet verify` compares with it.
 
-Calls nothing but the user's own modules: the model's top-level forward, the callbacks, the projector. It reads the
-layout (`Segment.grid`, `num_tokens`, `num_outputs`) in its own words, so that a slip in the stages cannot hide here.
+It runs sample by sample, without padding or packing, and calls nothing but the modules themselves: the models' own
+forwards, callbacks and projectors. Encoder outputs go where the placeholder ids stand, not where layouts say; of
+layouts it reads `Segment.grid`, `num_tokens` and `num_outputs`, by code of its own. Contrastive losses are written as
+in their papers, over the whole similarity matrix. So an error in the stages cannot repeat itself here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +18,40 @@ from transformers.masking_utils import create_bidirectional_mask
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.attention.masks.rules import OwnRule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
+from motet.models.graph import DecoderNode, EncoderNode, LanguageModelNode, LossNode, ModuleNode, TowerNode
 from motet.models.stages.stage import Batch
 
-# The plain forward of an encoder, as its user would write it with transformers: what `motet verify` compares with.
-#
-# Calls nothing but the user's own modules: the model's top-level forward, the callbacks, the projector. It reads the
-# layout (`Segment.grid`, `num_tokens`, `num_outputs`) in its own words, so that a slip in the stages cannot hide here.
+
+def reference_loss(
+    nodes: Mapping[str, ModuleNode], batch: Batch, *, contrastive_batch_size: int | None = None
+) -> Tensor:
+    """The weighted sum of the losses of all modules, with its graph.
+
+    `contrastive_batch_size`: the samples that a contrastive loss compares; None: all."""
+    total: Any = 0.0
+    for node in nodes.values():
+        if isinstance(node, LanguageModelNode):
+            loss = plain_loss(
+                {name: source.module for name, source in nodes.items() if isinstance(source, EncoderNode)},
+                node.module.module,
+                batch,
+                merge=node.merge,
+                placeholder_token_ids=node.placeholder_token_ids,
+                media_attention=node.media_attention,
+                language_model_name=node.name,
+            )
+        elif isinstance(node, LossNode):
+            towers = {name: tower.module for name, tower in nodes.items() if isinstance(tower, TowerNode)}
+            size = contrastive_batch_size or len(batch.samples)
+            loss = plain_contrastive_loss(towers, node.loss, batch, pairs=node.pairs, batch_size=size)
+        elif isinstance(node, DecoderNode):
+            tower = nodes[node.reads]
+            assert isinstance(tower, TowerNode)
+            loss = plain_caption_loss(tower.module, node.decoder, batch, reads=node.reads, name=node.name)
+        else:
+            continue
+        total = total + node.loss_weight * loss
+    return torch.as_tensor(total)
 
 
 def plain_encoder_output(modality_module: Any, features: Mapping[str, Tensor], segments: Sequence[Segment]) -> Tensor:
@@ -105,12 +135,6 @@ def _encode_qwen2_audio(model: Any, mel: Tensor, segments: Sequence[Segment]) ->
         attention_mask=valid.long(),
     )
     return model(mel, attention_mask=mask).last_hidden_state
-
-
-# The plain forward of a whole multimodal model, as its user would write it with transformers: what `motet verify`
-# compares with. Sample by sample, without padding or packing.
-#
-# It reads token ids and labels, not the layouts of the language model: encoder outputs go where placeholder ids stand.
 
 
 def plain_loss(
@@ -226,10 +250,6 @@ def _attention_masks(
     if getattr(config, "layer_types", None):
         return {"full_attention": matrix(None), "sliding_attention": matrix(window)}
     return matrix(window)
-
-
-# The plain forward of a contrastive model, as its user would write it with transformers: what `motet verify` compares
-# with. The towers sample by sample, the losses as their papers write them, over the whole similarity matrix.
 
 
 def plain_contrastive_loss(

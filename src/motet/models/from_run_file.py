@@ -1,0 +1,135 @@
+"""Makes the nodes of a run file's model: with weights in chosen layers, or whole and by plain transformers.
+
+`build_node` draws or reads the weights of the layers that a stage holds (`motet.models.materialize`). `plain_node`
+calls transformers' own constructor, for the reference of `motet verify`, which then replaces the weights.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from motet.attention.masks.rules import rule_of_family
+from motet.config import ContrastiveConfig, DecoderConfig, EncoderConfig, LanguageModelConfig, RunConfig, TowerConfig
+from motet.families.classes import Kind, model_class_of
+from motet.families.configured_graph import ConfiguredGraph, read_graph
+from motet.models.graph import (
+    DecoderNode,
+    EncoderNode,
+    LanguageModelNode,
+    LossNode,
+    ModalityModule,
+    ModuleNode,
+    TowerNode,
+)
+from motet.models.hub.clip import initial_loss, read_projection
+from motet.models.materialize import default_dtype, layer_seed, materialize, read_part_config
+from motet.models.stages.encoder import num_encoder_layers
+from motet.plan import LANGUAGE_MODEL, LayerRange
+
+KIND_OF: Mapping[type, Kind] = {
+    EncoderConfig: "encoder",
+    TowerConfig: "encoder",
+    LanguageModelConfig: "language_model",
+    DecoderConfig: "decoder",
+}
+"""Of the parts of a run file that are transformers models."""
+
+BuildModel = Callable[[Any, Kind, str], nn.Module]
+"""From a part of the run file, its kind and its key to the transformers model."""
+
+
+def build_node(config: RunConfig, name: str, layers: LayerRange | None, dtype: torch.dtype) -> ModuleNode:
+    """One module of the run file with weights in `layers` (None: all). What is not trained is frozen."""
+
+    def build(part: Any, kind: Kind, key: str) -> nn.Module:
+        return materialize(part, kind, name=name, where=key, layers=layers, dtype=dtype)
+
+    return _node(config, name, build, dtype, {})
+
+
+def plain_node(
+    config: RunConfig, name: str, dtype: torch.dtype, placeholder_token_ids: Mapping[str, int]
+) -> ModuleNode:
+    """One module of the run file by transformers' own constructor, on the CPU, without dropout."""
+
+    def build(part: Any, kind: Kind, key: str) -> nn.Module:
+        hf_config = read_part_config(part, kind, where=key)
+        with default_dtype(dtype):  # Some families compute constants when they are built.
+            model: nn.Module = model_class_of(hf_config.model_type, kind)(hf_config)
+        remove_dropout(model)
+        return model
+
+    return _node(config, name, build, dtype, placeholder_token_ids)
+
+
+def _node(
+    config: RunConfig, name: str, build: BuildModel, dtype: torch.dtype, placeholder_token_ids: Mapping[str, int]
+) -> ModuleNode:
+    graph = read_graph(config)
+    described = graph.modules[name]
+    part, loss_weight = described.part, described.loss_weight
+    if isinstance(part, EncoderConfig | TowerConfig):
+        return _encoder_node(name, graph, build, dtype)
+    if isinstance(part, ContrastiveConfig):
+        loss = initial_loss(config.model).to(dtype)
+        _set_trainable(loss, part.train)
+        return LossNode(name=name, loss_weight=loss_weight, loss=loss, pairs=graph.compared, width=graph.feature_size)
+    if isinstance(part, DecoderConfig):
+        decoder = build(part, "decoder", described.key)
+        _set_trainable(decoder, part.train.module)
+        return DecoderNode(name=name, loss_weight=loss_weight, decoder=decoder, reads=part.reads)
+    assert isinstance(part, LanguageModelConfig), f"{name} cannot be run"
+    module = ModalityModule(build(part, "language_model", described.key))
+    _set_trainable(module.module, part.train.module)
+    return LanguageModelNode(
+        name=name,
+        loss_weight=loss_weight,
+        module=module,
+        num_embeddings=module.module.get_input_embeddings().num_embeddings,
+        merge=config.model.merge,
+        placeholder_token_ids=placeholder_token_ids,
+        media_attention=media_attention_of(config, module.module.config.model_type),
+        preprocess_callback=None,
+    )
+
+
+def _encoder_node(name: str, graph: ConfiguredGraph, build: BuildModel, dtype: torch.dtype) -> EncoderNode:
+    described = graph.modules[name]
+    part: Any = described.part
+    model = build(part, "encoder", described.key)
+    is_tower = isinstance(part, TowerConfig)
+    module = ModalityModule(model, part.projector, feature_layer=None if is_tower else part.feature_layer)
+    width = graph.feature_size if is_tower else graph.modules[LANGUAGE_MODEL].workload.hidden_size
+    # The projector is the encoder's last layer, and is drawn as the others are: no two modules have the same one.
+    module.build_projector(width, seed=layer_seed(part.seed, name, num_encoder_layers(model, None)))
+    _set_trainable(module.module, part.train.module)
+    if is_tower:
+        module.pooling = described.pooling
+        read_projection(part, module.module.config.model_type, module.projector, where=described.key)
+    if module.projector is not None:
+        module.projector.to(dtype)
+        _set_trainable(module.projector, part.train.projector)
+    return (TowerNode if is_tower else EncoderNode)(name=name, module=module)
+
+
+def _set_trainable(part: nn.Module, trainable: bool) -> None:
+    """A frozen part is in evaluation mode as well: no dropout."""
+    part.requires_grad_(trainable).train(trainable)
+
+
+def media_attention_of(config: RunConfig, family: str) -> str:
+    """The attention of media tokens that the run file asks for, of a language model of the family."""
+    given = config.model.media_attention
+    return rule_of_family(family).media if given == "family" else given
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """Random numbers differ between stages and one process. transformers keeps rates as modules and as attributes."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
