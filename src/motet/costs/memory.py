@@ -44,7 +44,7 @@ class MemoryOptions:
     """The optimizer state is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
     """With `zero1`: number of ranks that keep the same shard; several if nodes may fail
-    (`motet.resilience.optimizer_state`)."""
+    (`motet.resilience.state_transfer`)."""
     optimizer_bytes: int | None = None
     """Optimizer state per parameter; None: its moments. In half precision it includes a float32 parameter."""
 
