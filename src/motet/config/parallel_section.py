@@ -107,9 +107,10 @@ class ParallelConfig(Section):
     """In which order stages compute (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
     `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling`, `dip` or
     `distmm_pipe`; if it is not given, planners may choose, and towers have `distmm_pipe`."""
-    assignment: Literal["contiguous", "random", "disttrain", "dip", "entrain", "entrain_k_eff"] = "contiguous"
-    """Which samples make up each microbatch (docs/data.md): as they come, at random, in DistTrain's order, like DIP, or
-    balanced with deferral like Entrain, with all microbatches or no more than the heaviest sample leaves even."""
+    assignment: str = "contiguous"
+    """Which samples make up each microbatch (docs/data.md): `contiguous` (as they come), `random`, `disttrain` (in its
+    order), `dip`, or balanced with deferral: `entrain`, or `entrain_k_eff`, which makes no more microbatches than the
+    heaviest sample leaves even."""
     num_microbatches: Count = 4
     """Per replica; of towers, per replica and contrastive batch, and for planner `explicit` alone."""
     packing: bool = False

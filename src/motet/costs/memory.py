@@ -44,7 +44,7 @@ class MemoryOptions:
     """What the optimizer keeps is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
     """With `zero1`: so many of them keep the same; several where nodes may fail
-    (`motet.resilience.optimizer_state`)."""
+    (`motet.resilience.state_transfer`)."""
     optimizer_bytes: int | None = None
     """Of what the optimizer keeps for each parameter; None: its moments. In half precision also a float32 parameter."""
 

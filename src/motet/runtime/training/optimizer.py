@@ -3,7 +3,7 @@
 Parameters stay in float32 (bfloat16 training is autocast), so they are their own master weights. Sharding is torch's
 `ZeroRedundancyOptimizer` (Rajbhandari et al. 2020, "ZeRO", section 5.1), one for each reduction: every holder updates
 whole parameters of its own and sends them to the others. Where nodes may fail, several holders do (`keep_alone`,
-`motet.resilience.optimizer_state`). Vectors (norms, biases) are not decayed. A parameter that no sample of a batch
+`motet.resilience.state_transfer`). Vectors (norms, biases) are not decayed. A parameter that no sample of a batch
 reached is updated with a gradient of zero.
 """
 
