@@ -65,7 +65,7 @@ class Mesh:
     """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
     reduce: dict[Reduce, ReduceGroups]
     """Only the reductions that this rank takes part in."""
-    has_unlike_groups: bool
+    has_mixed_tp_sizes: bool
     """Whether some layer is held by tensor-parallel groups of different sizes."""
     timeout: timedelta
 
@@ -129,7 +129,7 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         if rank in ranks:
             stage_groups[ranks] = group
     reduce: dict[Reduce, ReduceGroups] = {}
-    has_unlike_groups = False
+    has_mixed_tp_sizes = False
     for reduction, holders in reductions(plan).items():
         members = _members(plan, holders)
         _check_members(reduction, members)
@@ -137,14 +137,14 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
         firsts = None
         if len(sizes) > 1:
-            has_unlike_groups = True
+            has_mixed_tp_sizes = True
             ranks = tuple(sorted({places[0] for places in members}))
             firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
         pieces = tuple(group for group in made if rank in group.ranks)
         if pieces:
             firsts = firsts if firsts is not None and rank in firsts.ranks else None
             reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts)
-    return Mesh(rank, world_size, stage_groups, reduce, has_unlike_groups, timeout)
+    return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout)
 
 
 def _places(ranks: tuple[int, ...]) -> list[int]:

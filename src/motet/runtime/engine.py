@@ -24,9 +24,8 @@ from motet.runtime.agreement import is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
-from motet.runtime.loss_runner import LossRunner
 from motet.runtime.messages import LocalProgram, local_program
-from motet.runtime.stage_runner import StageRunner
+from motet.runtime.stage_runner import LossRunner, StageRunner
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import reductions
 from motet.schedule.generators.list_schedule import MemoryLimit

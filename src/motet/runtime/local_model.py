@@ -19,8 +19,17 @@ from motet.parallel.tensor_collectives import gather_full, shard_parameter
 from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
 from motet.parallel.tensor_plans import Shard
 from motet.plan import ModulePlan, Plan, Stage
-from motet.runtime.gradient_reduction import Copies, GradientReducer, Portion, squared_norm
-from motet.runtime.mixed_tp_reduce import HeldParameter, Key, WholeSum, evenly_cut, portions
+from motet.runtime.gradient_reduction import (
+    Copies,
+    GradientReducer,
+    HeldParameter,
+    Key,
+    Portion,
+    WholeSum,
+    evenly_cut,
+    portions,
+    squared_norm,
+)
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import reductions
 
@@ -97,9 +106,10 @@ class LocalModel:
             made = make_stage(name, module, stage, tp)
             if stage.cp_size > 1:
                 cp = self.context_parallel[name, r, s] = mesh.context_parallel(stage, module.context)
-                share_context(made, cp)
+                assert isinstance(made, LanguageModelStage | EncoderStage | ContrastiveStage)
+                made.enable_context_parallel(cp)
             elif isinstance(made, LanguageModelStage) and (made.has_own_attention or module.replicas[r].shares_context):
-                made.share_context(ContextParallel(group=None, rank=0, size=1, options=module.context))
+                made.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=module.context))
             self.stages[name, r, s] = made
             if isinstance(made, LanguageModelStage | EncoderStage) and made.has_own_attention:
                 self.attending[name, r, s] = made
@@ -170,7 +180,7 @@ class LocalModel:
                 grouped[p.reduce].setdefault(p.name, []).append(p)
         unlike = [reduce for reduce, groups in self.mesh.reduce.items() if len(groups.tp_sizes) > 1]
         cut: Mapping[Key, Shard] = {}
-        if self.mesh.has_unlike_groups:
+        if self.mesh.has_mixed_tp_sizes:
             held = {
                 (reduce, name): HeldParameter(p.shard, p.tp.size, p.full_shape, p.is_partial)
                 for reduce in unlike
@@ -236,12 +246,6 @@ class LocalModel:
 
 def _tensors(parameters: Sequence[LocalParameter]) -> Copies:
     return tuple(p.parameter for p in parameters)
-
-
-def share_context(stage: StageModule, cp: ContextParallel) -> None:
-    """Raises `UserError` if the stage cannot hold a share of its tokens only."""
-    assert isinstance(stage, LanguageModelStage | EncoderStage | ContrastiveStage)
-    stage.share_context(cp)
 
 
 def _reduce_of_layer(plan: Plan) -> Mapping[tuple[str, int], Reduce]:

@@ -139,7 +139,7 @@ class Trainer:
         self._checkpoints.last = checkpoint
         self.summary.best_loss = state.metrics.get("best_loss", math.inf)
 
-    def go_on_from(self, summary: TrainingSummary, before: "Trainer | None") -> None:
+    def adopt_progress(self, summary: TrainingSummary, before: "Trainer | None") -> None:
         """Takes over what another trainer had come to. `before`: this process's own last one, if it had one."""
         self.summary = summary
         self.loader.load_state(summary.data)
