@@ -1,7 +1,7 @@
 """Simulated attention under context parallelism: sequence length x mask x policy, who wins where?
 
 The masks of Cornstarch's and the thesis' measurements, and Gemma3's; the forward pass of one layer. Devices, links and
-heads are arguments. Rows of tiles run on a device's units (motet.attention.masks.attention_time); keys and values are
+heads are arguments. Rows of tiles run on a device's units (papers.cornstarch.attention_time); keys and values are
 gathered beside the computation, one KV head at a time, or go round in a ring. Nothing is measured here.
 """
 
@@ -17,13 +17,13 @@ import numpy as np
 
 from benchmarks.attention_samples import text_and_images
 from benchmarks.reporting import Report
-from motet.attention.masks.attention_time import AttentionKernel, devices_s, gathered_s, ring_rounds_s, ring_s
 from motet.attention.masks.distribution import Distribution, TileCost, distribute
 from motet.attention.masks.interval_mask import IntervalMask
 from motet.attention.masks.rules import AttentionRule, mask_of
 from motet.attention.masks.tile_counts import BLOCK_SIZE, TileCounts, tile_counts
 from motet.attention.masks.token_layout import layout_of_documents
 from papers.cornstarch.attention_masks import FOUR_OF_DCP, MULTIMODAL
+from papers.cornstarch.attention_time import AttentionKernel, devices_s, gathered_s, ring_rounds_s, ring_s
 
 BYTES = 2
 """Of a number in bf16."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.emulated import expectation
+from benchmarks.emulation import emulated_stage_maker
 from benchmarks.measuring import Blocks, measure_in_turn, ratio, seconds
 from benchmarks.profiling import measure_costs
 from benchmarks.reporting import REPORTS, Report
@@ -44,7 +45,6 @@ from motet.planner.from_run_file import planning_problem
 from motet.planner.layout import explicit_plan
 from motet.planner.problem import Degrees
 from motet.runtime.assembly import build_engine
-from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine
 from motet.runtime.launch import launch
 

@@ -5,7 +5,7 @@ another. DistMM-Pipe runs the backwards of one contrastive batch beside the forw
 forwards, then all backwards. Schedules take turns in one run.
 
 * Two processes: both towers on the same two ranks, two stages each, in turns there; computation is real.
-* Four processes: each tower a pipeline of two; computation sleeps for its computed time (`motet.runtime.emulation`),
+* Four processes: each tower a pipeline of two; computation sleeps for its computed time (`benchmarks.emulation`),
   while program, messages, batch-syncs and reductions are real.
 """
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulated import expectation
+from benchmarks.emulation import emulated_stage_maker
 from benchmarks.measuring import measure_in_turn, ratio, seconds
 from benchmarks.reporting import Report
 from motet.assignment.sample import Sample, Segment
@@ -30,7 +31,6 @@ from motet.plan import CONTRASTIVE
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import plan_for, planning_problem
 from motet.runtime.assembly import build_engine
-from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine
 from motet.runtime.launch import launch
 

@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 
+from benchmarks.emulation import emulated_stage_maker
 from benchmarks.measuring import measure_in_turn
 from motet.costs.iteration import IterationCosts
 from motet.models.stages.stage import Batch
 from motet.planner.evaluate import Evaluation
-from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine, Expect
 from motet.runtime.launch import launch
 

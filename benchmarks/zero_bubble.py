@@ -5,7 +5,7 @@ measured spans of a step leave of both ranks' time, from the first span's begin 
 which is larger where backwards are in halves: what they keep in between has left the processor's caches. Schedules take
 turns. The simulator's forecast, with the run's own computed costs, stands beside.
 
-In a second table computation sleeps for those costs (`motet.runtime.emulation`): program and messages are the same, but
+In a second table computation sleeps for those costs (`benchmarks.emulation`): program and messages are the same, but
 nothing else that the machine does matters.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.emulated import expectation
+from benchmarks.emulation import emulated_stage_maker
 from benchmarks.layouts import language_model_plan
 from benchmarks.measuring import measure_in_turn, ratio, seconds
 from benchmarks.reporting import Report
@@ -30,7 +31,6 @@ from motet.plan import Plan
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem
 from motet.runtime.assembly import build_engine
-from motet.runtime.emulation import emulated_stage_maker
 from motet.runtime.engine import Engine
 from motet.runtime.launch import launch
 from motet.timeline import Timeline

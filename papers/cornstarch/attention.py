@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 
-from motet.attention.masks.attention_time import AttentionKernel, devices_s
 from motet.attention.masks.distribution import TileCost, distribute
 from motet.attention.masks.tile_counts import TileCounts, tile_counts
 from papers.cornstarch.attention_masks import FOUR_OF_DCP, MULTIMODAL
+from papers.cornstarch.attention_time import AttentionKernel, devices_s
 from papers.tables import Row, Table
 
 Published = dict[tuple[str, ...], tuple[float, ...]]

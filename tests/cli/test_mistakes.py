@@ -165,13 +165,16 @@ def test_files_that_are_no_run_files(
         ("parallel={planner: explicit, explicit: {vision: {}}}", "parallel.explicit: has no audio, language_model"),
         ("parallel.recompute=[video]", "parallel.recompute: there is no module 'video'; the model has vision, audio"),
         ("cluster.num_devices=1", "cluster.num_devices: is 1, but vision and audio and language_model need at least 2"),
-        ("parallel.limits={tp: [3]}", "parallel.limits: tp is 3, which vision cannot be cut into; allow 1"),
-        ("parallel={planner: auto, limits: {tp: [3]}}", "parallel.limits: tp is 3, which vision cannot be cut into"),
+        ("parallel.limits={tp: [3]}", "parallel.limits: tp is 3, which vision does not support; allow 1"),
+        ("parallel={planner: auto, limits: {tp: [3]}}", "parallel.limits: tp is 3, which vision does not support"),
         (
             "parallel.limits={dp: [3]}",
             "cluster.num_devices: is 4, but vision and audio .* need at least 6 under placement parallel or coloc",
         ),
-        ("parallel.limits={dp: [5]}", "parallel.limits: dp 5 and tp 1, the least that vision may have, need 5 devices"),
+        (
+            "parallel.limits={dp: [5]}",
+            "parallel.limits: dp 5 and tp 1, the smallest allowed for vision, need 5",
+        ),
         (
             "parallel={planner: auto, placement: replicated, limits: {modules: {language_model: {tp: [2]}}}}",
             "limits: modules that share ranks under placement replicated have no tp in common; allow one that they",
@@ -211,7 +214,10 @@ def test_files_that_are_no_run_files(
             "limits.modules.vision.cp: is read by planner oobleck, but parallel.planner is auto; leave it out, or give",
         ),
         ("parallel={planner: oobleck, limits: {dp: [2]}}", "parallel.limits.dp: planner oobleck looks for the number"),
-        ("parallel={planner: fsdp, limits: {tp: [2]}}", "tp of vision is 2, but planner fsdp does not cut it; allow 1"),
+        (
+            "parallel={planner: fsdp, limits: {tp: [2]}}",
+            "tp of vision is 2, but planner fsdp supports only tp 1 for it",
+        ),
         ("parallel={planner: disttrain, limits: {dp: [3]}}", "dp is 3, but disttrain deals out the global batch of"),
         ("parallel={planner: entrain, limits: {dp: [3]}}", "entrain finds no layout of vision and audio"),
         ("cluster.device=gpu", 'cluster.device: is "gpu"; give one of cpu, cuda'),
@@ -335,7 +341,9 @@ def test_planner_auto_tells_the_cause(capsys: pytest.CaptureFixture[str], run_fi
     )
     many = ["parallel.limits={dp: [16]}", "--set", "cluster.num_devices=16"]
     expect_mistake(
-        capsys, [*arguments, *many], "limits.dp: is at least 16, but train.global_batch_size is 8, which leaves"
+        capsys,
+        [*arguments, *many],
+        "limits.dp: the smallest size is 16, but train.global_batch_size is 8, which",
     )
 
 

@@ -12,15 +12,15 @@ from motet.plan import Edge
 
 
 def test_layers_and_what_is_trainable() -> None:
-    structures = tiny_multimodal().structures()
-    assert {name: s.workload.num_layers for name, s in structures.items()} == {
+    nodes = tiny_multimodal().nodes
+    assert {name: s.workload().num_layers for name, s in nodes.items()} == {
         "vision": 5,
         "audio": 5,
         "language_model": 6,
     }
-    assert [s.trainable for s in structures.values()] == [((0, 5),), ((0, 5),), ((0, 6),)]
-    assert [s.loss_weight for s in structures.values()] == [0, 0, 1]
-    assert [s.workload.output_size for s in structures.values()] == [32, 32, 32]
+    assert [s.trainable for s in nodes.values()] == [((0, 5),), ((0, 5),), ((0, 6),)]
+    assert [s.loss_weight for s in nodes.values()] == [0, 0, 1]
+    assert [s.workload().output_size for s in nodes.values()] == [32, 32, 32]
 
 
 def test_frozen_parts_and_layers() -> None:
@@ -30,28 +30,28 @@ def test_frozen_parts_and_layers() -> None:
     model.language_model.module.requires_grad_(False)
     model.language_model.module.model.layers[0].mlp.requires_grad_(True)
     model.language_model.module.model.layers[3].requires_grad_(True)
-    structures = model.structures()
-    assert structures["vision"].trainable == ((4, 5),)
-    assert structures["audio"].trainable == ((0, 4),)
-    assert structures["language_model"].trainable == ((1, 2), (4, 5))
+    nodes = model.nodes
+    assert nodes["vision"].trainable == ((4, 5),)
+    assert nodes["audio"].trainable == ((0, 4),)
+    assert nodes["language_model"].trainable == ((1, 2), (4, 5))
 
 
 def test_a_shared_weight_belongs_to_two_layers() -> None:
     model = tiny_multimodal(language_model=tiny_llama(tie_word_embeddings=True))
     model.language_model.module.requires_grad_(False)
     model.language_model.module.model.embed_tokens.requires_grad_(True)
-    language_model = model.structures()["language_model"]
-    assert language_model.workload.tied == ((0, 5),)
+    language_model = model.nodes["language_model"]
+    assert language_model.workload().tied == ((0, 5),)
     assert language_model.trainable == ((0, 1), (5, 6))
-    assert tiny_multimodal().structures()["language_model"].workload.tied == ()
+    assert tiny_multimodal().nodes["language_model"].workload().tied == ()
 
 
 def test_a_projector_of_the_users_own() -> None:
     projector = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 32, bias=False))
     model = MultimodalModule({"vision": ModalityModule(tiny_vision(), projector)}, tiny_llama())
-    vision = model.structures()["vision"]
-    assert vision.workload.layers[-1].part == "projector"
-    assert vision.workload.layers[-1].num_parameters == sum(p.numel() for p in projector.parameters())
+    vision = model.nodes["vision"]
+    assert vision.workload().layers[-1].part == "projector"
+    assert vision.workload().layers[-1].num_parameters == sum(p.numel() for p in projector.parameters())
     assert vision.trainable == ((0, 5),)
 
 

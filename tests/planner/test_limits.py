@@ -106,8 +106,16 @@ def test_one_stage_of_everything(planner):
 @pytest.mark.parametrize(
     ("planner", "tp", "message"),
     [
-        ("fsdp", {"language_model": (2,)}, "tp of language_model is 2, but planner fsdp does not cut it; allow 1"),
-        ("megatron_extra_stages", {"audio": (2,)}, "tp of audio is 2, but planner megatron_extra_stages does not cut"),
+        (
+            "fsdp",
+            {"language_model": (2,)},
+            "tp of language_model is 2, but planner fsdp supports only tp 1 for it",
+        ),
+        (
+            "megatron_extra_stages",
+            {"audio": (2,)},
+            "tp of audio is 2, but planner megatron_extra_stages supports only",
+        ),
     ],
 )
 def test_planners_that_hold_modules_whole(planner, tp, message):

@@ -10,15 +10,17 @@ import torch
 from distributed import run_distributed
 from tiny_mllm import gradients_of, randomize, tiny_batch, tiny_llama, tiny_multimodal, tiny_vision
 from torch import Tensor
-from transformers import MllamaForCausalLM
+from transformers import LlamaForCausalLM, MllamaForCausalLM
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from motet import ModalityModule, MultimodalModule, MultimodalParallelModule, MultimodalParallelSpec, ParallelSpec
 from motet.assignment.sample import Segment
 from motet.attention.masks.interval_mask import IntervalMask, interval_mask
 from motet.attention.masks.rules import register_mask
+from motet.errors import UserError
 from motet.models.materialize import float64_throughout
-from motet.plan import ContextOptions
+from motet.plan import ContextOptions, Plan
+from motet.runtime.parallel_module import ParallelModule
 
 
 def backwards(segments: tuple[Segment, ...], window: int | None) -> IntervalMask:
@@ -343,3 +345,51 @@ def test_specs_are_checked() -> None:
             ParallelSpec(**arguments)
     with pytest.raises(ValueError, match="there is no process group; call"):
         layout(ONE, ONE, ONE).apply(tiny_multimodal())
+
+
+def test_any_plan_of_the_graph_and_the_whole_model_afterwards() -> None:
+    batch = tiny_batch(MIXED[:4])
+    loss, reference = one_process(tiny_multimodal, batch)
+    weights = {name: parameter.detach() for name, parameter in tiny_multimodal().named_parameters()}
+
+    def work(rank: int) -> tuple[float, Any]:
+        spec = layout(ONE, ONE, TWO_SHARDS, num_microbatches=2, microbatch_size=2)
+        plan = Plan.from_json(spec.apply(tiny_multimodal()).plan.to_json())
+        parallel = ParallelModule(tiny_multimodal(), plan)
+        found = parallel.execute(batch).loss.item()
+        for parameter in parallel.parameters():
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.add_(parameter.grad, alpha=-0.1)
+        whole = parallel.whole_model()
+        return found, whole and {name: parameter.detach() for name, parameter in whole.named_parameters()}
+
+    (first, whole), *others = run_distributed(work, 4)
+    assert all(other is None for _, other in others)
+    assert first == pytest.approx(loss, rel=1e-11)
+    assert whole.keys() == weights.keys()
+    for name, weight in weights.items():
+        gradient = reference.get(name.removeprefix("encoders."), torch.zeros_like(weight))
+        torch.testing.assert_close(whole[name], weight - 0.1 * gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    def work(rank: int) -> list[str]:
+        plan = layout(ONE, ONE, ONE).apply(tiny_multimodal()).plan
+        config = tiny_llama().config
+        config.num_hidden_layers = 5
+        deeper = LlamaForCausalLM(config)
+        models = (
+            MultimodalModule({"vision": ModalityModule(tiny_vision(), "mlp")}, tiny_llama()),
+            tiny_multimodal(language_model=deeper),
+        )
+        said = []
+        for model in models:
+            with pytest.raises(UserError) as caught:
+                ParallelModule(model, plan)
+            said.append(str(caught.value))
+        return said
+
+    other, deeper = run_distributed(work, 3)[0]
+    assert other == "plan: its modules are vision, audio, language_model, but the model has vision, language_model"
+    assert deeper == "plan: language_model has 6 layers, but the model's has 7"

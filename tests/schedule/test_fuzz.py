@@ -13,13 +13,13 @@ from random import Random
 
 import pytest
 from drawing import Limits, Problem, draw_problem
+from queue_rules import QueueRule, can_deadlock, find_deadlock, naive_lists
 
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import lower
 from motet.schedule.order import CyclicScheduleError
-from motet.schedule.queue_rules import QueueRule, can_deadlock, find_deadlock, naive_lists
 from motet.schedule.routes import Cell
 from motet.schedule.schedule import Schedule
 from motet.schedule.validate import IncompleteScheduleError, validate

@@ -1,12 +1,12 @@
 import pytest
 from plans import chain, language_model, module, replica, routes_of
+from queue_rules import QueueRule, can_deadlock, find_deadlock, naive_lists
 
 from motet.plan import Edge, Plan
 from motet.schedule.action import Compute, Reduce, parse_action
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import Message, Step, lower
-from motet.schedule.queue_rules import QueueRule, can_deadlock, find_deadlock, naive_lists
 from motet.schedule.routes import Cell
 from motet.schedule.schedule import Schedule
 

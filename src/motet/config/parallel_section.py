@@ -106,9 +106,10 @@ class ParallelConfig(Section):
     """The pipeline schedule (docs/schedules.md): `gpipe`, `1f1b`, `eager_1f1b`, `interleaved_1f1b`,
     `interleaved_1f1b_adjusted`, `zero_bubble_h1`, `zero_bubble_h2`, `zero_bubble_v`, `bubble_filling`, `dip` or
     `distmm_pipe`; if it is not given, planners may choose, and towers use `distmm_pipe`."""
-    assignment: Literal["contiguous", "random", "disttrain", "dip", "entrain", "entrain_k_eff"] = "contiguous"
-    """How samples are assigned to microbatches (docs/data.md): in their order, at random, in DistTrain's order, as in
-    DIP, or balanced with deferral as in Entrain, with all microbatches or no more than the heaviest sample permits."""
+    assignment: str = "contiguous"
+    """How samples are assigned to microbatches (docs/data.md): `contiguous` (in their order), `random`, `disttrain` (in
+    its order), `dip`, or balanced with deferral: `entrain`, or `entrain_k_eff`, which makes no more microbatches than
+    the heaviest sample permits."""
     num_microbatches: Count = 4
     """Microbatches per replica; of towers, per replica and contrastive batch, for planner `explicit` alone."""
     packing: bool = False

@@ -12,7 +12,7 @@ parts stay in evaluation mode (no dropout) when the whole is put into training m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, Self, cast
@@ -145,18 +145,6 @@ EncoderModule = ModalityModule
 """The thesis' name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleStructure:
-    """What planners know of a node."""
-
-    workload: ModuleWorkload
-    """Its kind, its layers (with the projector's) and which of them share a parameter."""
-    trainable: tuple[LayerRange, ...]
-    """The layers with a parameter that requires a gradient."""
-    loss_weight: float
-    """The weight of the loss that the node computes; 0: it computes none."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleNode(ABC):
     """A module of the graph. Layers are numbered as docs/architecture.md says."""
@@ -208,7 +196,9 @@ class ModuleNode(ABC):
         """Functions of the user's."""
         return ()
 
-    def structure(self, *, packing: bool = False) -> ModuleStructure:
+    @property
+    def trainable(self) -> tuple[LayerRange, ...]:
+        """The layers with a parameter that requires a gradient."""
         stage: Any = self.make_stage((0, self.num_layers))
         layers = {
             layer
@@ -216,9 +206,8 @@ class ModuleNode(ABC):
             if parameter.requires_grad
             for layer in stage.layers_of(local_name)
         }
-        return ModuleStructure(
-            workload=self.workload(packing=packing), trainable=_ranges(layers), loss_weight=self.loss_weight
-        )
+        runs = [list(run) for _, run in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])]
+        return tuple((run[0][1], run[-1][1] + 1) for run in runs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -474,10 +463,6 @@ class ModuleGraph(nn.Module, ABC):
             parts[name].eval()
         return self
 
-    def structures(self, *, packing: bool = False) -> dict[str, ModuleStructure]:
-        """What planners know of each node. `packing`: the language model's samples stand in one row."""
-        return {name: node.structure(packing=packing) for name, node in self.nodes.items()}
-
     def typical_sample(self) -> Sample:
         """The sample that stages are balanced for: one item of native size for each encoder or tower, and some text."""
         layouts: dict[str, tuple[Segment, ...]] = {}
@@ -518,11 +503,6 @@ class ModuleGraph(nn.Module, ABC):
             rows = outputs[source].split([sample.num_outputs(source) for sample in batch.samples])
             found[source] = torch.cat([rows[i] for i in members])
         return found
-
-
-def _ranges(layers: Iterable[int]) -> tuple[LayerRange, ...]:
-    runs = [list(run) for _, run in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])]
-    return tuple((run[0][1], run[-1][1] + 1) for run in runs)
 
 
 def _own_projector_layer(projector: nn.Module) -> LayerShape:

@@ -15,7 +15,7 @@ Limits: safetensors only; weights that transformers computes from several stored
 import hashlib
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,26 +38,23 @@ from motet.families.language_models import language_model_layer_parts, num_langu
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
 from motet.plan import LayerRange
 
-# float64 to the end: transformers' norms and rotary positions compute in float32 whatever the model's dtype.
-#
-# Within `float64_throughout` a cast to float32 gives float64, so that a comparison in float64 shows differences of
-# 1e-12 and not the rounding of a norm. It replaces names of torch for the whole process, because a mode of torch's
-# would not reach what is recomputed in a backward pass. It is for verification only, and both sides of a comparison
-# run in it. Files know their dtypes by torch's names, so what reads one stands in `dtypes_by_name`.
-
-
 FLOAT32 = torch.float32
 
 
 @contextmanager
 def dtypes_by_name() -> Iterator[None]:
-    """Inside `float64_throughout`, a stretch in which torch's names mean what they say."""
+    """Restores torch's names within `float64_throughout`, for readers of files that know dtypes by these names."""
     with patch.object(torch, "float32", FLOAT32), patch.object(torch, "float", FLOAT32):
         yield
 
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
+    """For verification: a cast to float32 gives float64, so that a comparison shows differences of 1e-12 and not the
+    rounding of a norm (transformers' norms and rotary positions compute in float32 whatever the model's dtype).
+
+    Replaces names of torch for the whole process, because a mode of torch's would not reach what is recomputed in a
+    backward pass. Both sides of a comparison run in it."""
     # When torch first pickles a tensor it makes tables of the dtypes by these names, and keeps them.
     pickle.loads(pickle.dumps(torch.empty(0)))
     with (
@@ -67,6 +64,13 @@ def float64_throughout() -> Iterator[None]:
     ):
         yield
 
+
+LAYERS: Mapping[Kind, tuple[Callable[[nn.Module], int], Callable[[nn.Module, int], tuple[str, ...]]]] = {
+    "encoder": (lambda model: num_encoder_layers(model, None), encoder_layer_parts),
+    "language_model": (num_language_model_layers, language_model_layer_parts),
+    "decoder": (num_decoder_layers, decoder_layer_parts),
+}
+"""By kind: how many layers a model has, and the paths of a layer's sub-modules."""
 
 Parts = Mapping[int, tuple[str, ...]]
 """For every layer that is held, the paths of its sub-modules."""
@@ -156,18 +160,12 @@ def stored_tensor(part: PartConfig, key: str, *, where: str) -> torch.Tensor | N
 
 def num_module_layers(model: nn.Module, kind: Kind) -> int:
     """Without the projector's."""
-    if kind == "decoder":
-        return num_decoder_layers(model)
-    return num_language_model_layers(model) if kind == "language_model" else num_encoder_layers(model, None)
+    return LAYERS[kind][0](model)
 
 
 def layer_parts(model: nn.Module, kind: Kind, layer: int) -> tuple[str, ...]:
     """The paths of the sub-modules that make up one layer; none for a projector's."""
-    if kind == "decoder":
-        return decoder_layer_parts(model, layer)
-    if kind == "language_model":
-        return language_model_layer_parts(model, layer)
-    return encoder_layer_parts(model, layer)
+    return LAYERS[kind][1](model, layer)
 
 
 def _folder_of(part: PartConfig) -> Path:

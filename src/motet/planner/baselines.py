@@ -72,7 +72,9 @@ def _require_encoders(problem: PlanningProblem, planner: str, placement: Placeme
     if not problem.sources:
         raise UserError(f"parallel.planner: {planner} needs an encoder; the model has none")
     if placement not in (None, own):
-        raise UserError(f"parallel.placement: is {placement}, but planner {planner} is {own}; leave placement out")
+        raise UserError(
+            f"parallel.placement: is {placement}, but planner {planner} places encoders {own}; leave placement out"
+        )
 
 
 def _frozen_unaware_cut(problem: PlanningProblem, name: str, degrees: Degrees) -> Sequence[LayerRange]:

@@ -134,16 +134,16 @@ def check_limits(problem: PlanningProblem) -> None:
         fitting = tp_sizes(problem, name)
         if not fitting:
             allowed = " or ".join(map(str, module.tp_sizes))
-            raise UserError(f"parallel.limits: tp is {allowed}, which {name} cannot be cut into; allow 1")
+            raise UserError(f"parallel.limits: tp is {allowed}, which {name} does not support; allow 1")
         dp, tp = min(problem.dp_sizes), min(fitting)
         if dp * tp > problem.num_devices:
             raise UserError(
-                f"parallel.limits: dp {dp} and tp {tp}, the least that {name} may have, need {dp * tp} devices, but "
+                f"parallel.limits: dp {dp} and tp {tp}, the smallest allowed for {name}, need {dp * tp} devices, but "
                 f"cluster.num_devices is {problem.num_devices}; allow smaller sizes, or give more devices"
             )
     if min(problem.dp_sizes) > len(problem.samples):
         raise UserError(
-            f"parallel.limits.dp: is at least {min(problem.dp_sizes)}, but train.global_batch_size is "
+            f"parallel.limits.dp: the smallest size is {min(problem.dp_sizes)}, but train.global_batch_size is "
             f"{len(problem.samples)}, which leaves replicas without a sample; allow fewer"
         )
 
@@ -167,8 +167,8 @@ def check_allows_tp_1(problem: PlanningProblem, planner: str, names: Iterable[st
         if 1 not in problem.modules[name].tp_sizes:
             allowed = " or ".join(map(str, problem.modules[name].tp_sizes))
             raise UserError(
-                f"parallel.limits: tp of {name} is {allowed}, but planner {planner} does not cut it; allow 1, or give "
-                "another planner"
+                f"parallel.limits: tp of {name} is {allowed}, but planner {planner} supports only tp 1 for it; "
+                "allow 1, or give another planner"
             )
 
 

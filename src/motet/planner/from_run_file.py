@@ -12,7 +12,7 @@ from motet.assignment.batch_assignment import BatchAssignment
 from motet.assignment.sample import Sample
 from motet.attention.masks.rules import MEDIA_ATTENTION
 from motet.attention.masks.tile_counts import BLOCK_SIZE, most_block_tokens
-from motet.balancing.policies import assign
+from motet.balancing.policies import ASSIGNMENTS, assign
 from motet.cluster import Cluster, available_cores, cluster_from_dict
 from motet.config import CatalogueConfig, ModuleParallelConfig, RunConfig, load_catalogue
 from motet.costs.analytic import Speeds, analytic_table
@@ -48,7 +48,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     Raises `ValueError` naming the key of the run file that is wrong."""
     graph = read_graph(config)
     workloads = graph.workloads
-    _check_schedule(config, graph)
+    _check_schedule_and_assignment(config, graph)
     _check_limited_modules(config, workloads)
     cluster = describe_cluster(config)
     table = read_costs(config, workloads, cluster)
@@ -93,8 +93,11 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
     )
 
 
-def _check_schedule(config: RunConfig, graph: ConfiguredGraph) -> None:
-    schedule = config.parallel.schedule
+def _check_schedule_and_assignment(config: RunConfig, graph: ConfiguredGraph) -> None:
+    schedule, assignment = config.parallel.schedule, config.parallel.assignment
+    if assignment not in ASSIGNMENTS:
+        near = closest(assignment.lower(), ASSIGNMENTS, "give one of")
+        raise UserError(f'parallel.assignment: is "{assignment}"; {near}')
     if schedule not in GENERATORS:
         near = closest(schedule.lower(), GENERATORS, "give one of")
         raise UserError(f"parallel.schedule: {schedule!r} is not known; {near}")

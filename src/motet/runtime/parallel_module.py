@@ -519,19 +519,15 @@ def _planning_problem(
 ) -> PlanningProblem:
     """Of the model on this many CPU devices: layouts are given, costs only balance stages."""
     cluster = cpu_cluster(dist.get_world_size())
-    structures = model.structures(packing=packing)
+    workloads = {name: node.workload(packing=packing) for name, node in model.nodes.items()}
     return PlanningProblem(
         modules={
-            name: ModuleProblem(
-                workload=structure.workload, trainable=structure.trainable, loss_weight=structure.loss_weight
-            )
-            for name, structure in structures.items()
+            name: ModuleProblem(workload=workloads[name], trainable=node.trainable, loss_weight=node.loss_weight)
+            for name, node in model.nodes.items()
         },
         edges=model.edges,
         cluster=cluster,
-        table=analytic_table(
-            {name: structure.workload for name, structure in structures.items()}, cluster, tp_sizes=tp_sizes
-        ),
+        table=analytic_table(workloads, cluster, tp_sizes=tp_sizes),
         **options,
     )
 

@@ -1,7 +1,7 @@
 """Whether a schedule can be run: complete, free of deadlock, and what it makes each rank hold. Errors show the place.
 
 That its *program* never blocks, whatever the rule by which a transport pairs sends and receives, follows from how
-`motet.schedule.lower` places messages; `motet.schedule.queue_rules` executes it under each rule to show it.
+`motet.schedule.lower` places messages; tests execute it under the queue rules of each transport.
 """
 
 from collections import Counter, defaultdict

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import interleaved, language_model, module, replica, routes_of, samples
+from queue_rules import QueueRule, can_deadlock
 from sampling import examples
 
 from motet.assignment.batch_assignment import BatchAssignment
@@ -16,7 +17,6 @@ from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interle
 from motet.schedule.generators.list_schedule import MemoryLimit, list_schedule
 from motet.schedule.lower import lower
 from motet.schedule.order import iteration_s
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Routes, derive_routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.stage_graph import microbatches_in_flight

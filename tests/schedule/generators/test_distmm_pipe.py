@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import chain, contrastive, language_model, module, replica, routes_of, samples
+from queue_rules import QueueRule, can_deadlock
 from sampling import examples
 
 from motet.plan import Edge, Plan
@@ -18,7 +19,6 @@ from motet.schedule.generators import GENERATORS
 from motet.schedule.generators.list_schedule import list_schedule
 from motet.schedule.lower import lower
 from motet.schedule.program import make_program
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Routes
 from motet.schedule.validate import validate
 from motet.simulator.costs import UniformCosts

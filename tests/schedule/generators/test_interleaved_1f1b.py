@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import interleaved, language_model, module, replica, routes_of, samples
+from queue_rules import QueueRule, can_deadlock
 from sampling import examples
 
 from motet.plan import Edge, Plan, Replica, Stage
@@ -15,7 +16,6 @@ from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b, interle
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.lower import lower
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Routes
 from motet.schedule.validate import liveness, validate
 from motet.simulator.costs import UniformCosts

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import chain, interleaved, language_model, module, replica, routes_of, samples, v_shaped, vision_audio_llm
+from queue_rules import QueueRule, can_deadlock
 from sampling import examples
 
 from motet.plan import Edge, Plan
@@ -17,7 +18,6 @@ from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.generators.one_f_one_b import one_f_one_b
 from motet.schedule.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 from motet.schedule.lower import lower
-from motet.schedule.queue_rules import QueueRule, can_deadlock
 from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 from motet.schedule.validate import liveness, validate

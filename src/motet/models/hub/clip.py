@@ -1,6 +1,7 @@
-"""transformers' CLIPModel and SiglipModel in and out: `from_transformers`, `to_transformers`.
+"""Converts transformers' CLIPModel and SiglipModel to a `ContrastiveModule` and back, without a change of any bit.
 
-A model that came in and goes out again has the same weights to the bit, and the same logits on the same input.
+A run file's towers also take projection matrices, scale and bias from a stored CLIPModel or SiglipModel; what is not
+stored is drawn, or starts as in the papers.
 """
 
 from pathlib import Path
@@ -105,10 +106,6 @@ def _sizes(model: ContrastiveModule) -> dict[str, Any]:
 def _scalar(parameter: Tensor) -> nn.Parameter:
     """SigLIP's have one element in one dimension."""
     return nn.Parameter(torch.clone(parameter.detach()).reshape(()), parameter.requires_grad)
-
-
-# What a run file's towers take from a stored CLIPModel or SiglipModel beside their encoders' weights: the projection
-# matrices, the scale and the bias. What is not stored is drawn, or as the papers begin.
 
 
 @torch.no_grad()

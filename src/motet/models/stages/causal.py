@@ -19,16 +19,14 @@ from motet.models.stages.stage import keep_frozen_in_eval_mode
 from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
 from motet.plan import LayerRange
 
-# Where encoder outputs stand in a language model's sequences: indices from layouts, nothing else.
-#
-# A microbatch is either padded on the right to [B, T_max] or packed into one row [1, sum of T]. Merging by placeholder
-# and prepending differ only in the layouts. Outputs arrive in the order (sample, item); a layout may have the items in
-# any order, and an item in several segments.
-
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How the sequences of a microbatch lie in the tensor [rows, columns]."""
+    """The places of a microbatch's sequences in the tensor [rows, columns]: padded on the right to [B, T_max], or
+    packed into one row [1, sum of T].
+
+    Merging by placeholder and prepending differ only in the layouts. Encoder outputs arrive in the order (sample,
+    item); a layout may have the items in any order, and an item in several segments."""
 
     lengths: tuple[int, ...]
     """Of each sample."""

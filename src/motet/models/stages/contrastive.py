@@ -1,14 +1,24 @@
 """The contrastive loss as a stage: one action of all ranks that make features (DistMM section 5.4, batch-sync).
 
-Each rank has the features of some samples of some towers. It gets those of all samples of the *opposite* towers only
-(DistMM section 5.3.2), computes its rows of each similarity matrix block by block
-(`motet.models.stages.contrastive`), and swaps log-sum-exps with the owners of the other direction; then its rows'
-gradients are complete where they are needed, and none have to be sent.
+Each rank has the features of some samples of some towers. It gathers those of all samples of the *opposite* towers only
+(DistMM section 5.3.2), computes its rows of each similarity matrix block by block, and exchanges log-sum-exps with the
+owners of the other direction. Then the gradients of its rows are complete where they are needed, and none are sent.
 
 A pair of towers compares the samples that have an item for both, with one another and with no other sample. The loss
-is the sum over all pairs of towers (all of them, or those with the anchor) and their samples; whoever divides it by the
-number of these comparisons has their mean. Features are normalized here, so that a tower hands on what transformers
-calls its embeddings.
+is the sum over all pairs of towers (all of them, or those with the anchor) and their samples; divided by the number of
+these comparisons it is their mean. Features are normalized here, so that a tower hands on what transformers calls its
+embeddings.
+
+With s_ij = scale x_i . y_j + bias for the features x and y of two towers, of N samples each, the losses are
+
+* softmax (CLIP, Radford et al. 2021): loss_i = ((lse_j s_ij - s_ii) + (lse_j s_ji - s_ii)) / 2
+* sigmoid (SigLIP, Zhai et al. 2023): loss_i = sum_j softplus(s_ij) - s_ii
+
+so that ds_ij = (e^(s_ij - lse_i) + e^(s_ij - lse'_j)) / 2 - [i = j], or sigmoid(s_ij) - [i = j]. A rank with some rows
+x needs, besides all y, the log-sum-exps lse' of the other direction, and then has the whole gradient of its rows: no
+sum over ranks is needed (DistMM section 5.3.2 leaves these numbers out). The backward computes s once more instead of
+keeping it. Where one process has all rows of both towers, each block serves both directions. Sums are in float32 along
+a block and in float64 over blocks. Shapes: n own rows, N samples, d the width of features.
 """
 
 import math
@@ -30,22 +40,6 @@ from motet.parallel.context_attention import ContextParallel
 from motet.plan import ContextOptions
 from motet.ragged_arrays import Ints
 from motet.schedule.batch_sync import Pair, Shares
-
-# Contrastive losses of a share of the rows, block by block, so that nobody holds the whole similarity matrix.
-#
-# With s_ij = scale x_i . y_j + bias for the features x and y of two towers, of N samples each:
-#
-# * softmax (CLIP, Radford et al. 2021): loss_i = ((lse_j s_ij - s_ii) + (lse_j s_ji - s_ii)) / 2 * sigmoid (SigLIP,
-# Zhai et al. 2023): loss_i = sum_j softplus(s_ij) - s_ii
-#
-# so that ds_ij = (e^(s_ij - lse_i) + e^(s_ij - lse'_j)) / 2 - [i = j], or sigmoid(s_ij) - [i = j]. Who has some rows x
-# needs, beside all y, the log-sum-exps lse' of the other direction, and then has their whole gradient: none of it has
-# to be summed over ranks (DistMM section 5.3.2 leaves these numbers out). Gradients compute s once more instead of
-# keeping it. Where one process has all rows of both towers, each block serves both directions. Sums are in float32
-# along a block and in float64 over blocks.
-#
-# Legend: n own rows, N samples, d the width of features.
-
 
 LossKind = Literal["softmax", "sigmoid"]
 

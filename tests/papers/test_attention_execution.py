@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from sampling import examples
 
 from motet.assignment.sample import Segment
-from motet.attention.masks.attention_time import (
+from motet.attention.masks.distribution import TileCost, distribute
+from motet.attention.masks.rules import AttentionRule, mask_of
+from motet.attention.masks.tile_counts import FULL, PARTIAL, tile_counts
+from motet.attention.masks.token_layout import Document, layout_of_documents
+from papers.cornstarch.attention_time import (
     AttentionKernel,
     devices_s,
     gathered_s,
     ring_rounds_s,
     ring_s,
 )
-from motet.attention.masks.distribution import TileCost, distribute
-from motet.attention.masks.rules import AttentionRule, mask_of
-from motet.attention.masks.tile_counts import FULL, PARTIAL, tile_counts
-from motet.attention.masks.token_layout import Document, layout_of_documents
 
 COST = TileCost(full_s=1.0, partial_s=1.0)
 

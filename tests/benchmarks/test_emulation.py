@@ -6,6 +6,8 @@ import pytest
 import torch
 from distributed import run_distributed
 
+from benchmarks import emulation
+from benchmarks.emulation import EmulatedStage, Sleeper, emulated_stage_maker
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import cpu_cluster
 from motet.config import RunConfig
@@ -16,9 +18,7 @@ from motet.parallel.tensor_parallel import TensorParallel
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.from_run_file import planning_problem
-from motet.runtime import emulation
 from motet.runtime.assembly import build_stage
-from motet.runtime.emulation import EmulatedStage, Sleeper, emulated_stage_maker
 from motet.runtime.engine import Engine
 from motet.schedule.action import parse_action
 
