@@ -22,6 +22,16 @@ PURE = (
         "data.run_file",
         "data.service.tickets",
     ),
+    *(
+        "resilience.agent",
+        "resilience.failure_log",
+        "resilience.interruptible_wait",
+        "resilience.membership",
+        "resilience.process_control",
+        "resilience.stragglers",
+        "resilience.store.store_failover",
+        "resilience.succession",
+    ),
 )
 """Modules, and packages with all that they hold."""
 

@@ -15,7 +15,7 @@ from tiny_run import write_tiny_run
 
 from motet.cli.main import main
 from motet.config import load_run_config
-from motet.resilience.store.run_record import RunRecord, as_json
+from motet.resilience.membership import RunRecord, as_json
 from motet.runtime.checkpoint.folder import changes_of_training, check_same_computation, read_manifest
 
 EXPLICIT = "parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}"

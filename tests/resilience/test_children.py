@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.resilience.node_process import Children
+from motet.resilience.process_control import Children
 
 FORK = multiprocessing.get_context("fork")
 

@@ -50,7 +50,7 @@ def test_waiting_for_a_rank_that_does_not_connect(tmp_path: Path, waiting_rank: 
 
         def end() -> None:
             while not store.check(["over"]):
-                connections.end_waits(num_ranks=2)
+                connections.shut_down(num_ranks=2)
 
         ender = threading.Thread(target=end)
         ender.start()
@@ -92,7 +92,7 @@ def test_descriptors_are_bounded(tmp_path: Path) -> None:
             with suppress(RuntimeError):  # The other one may be ahead.
                 dist.barrier()
             for _ in range(100):
-                connections.end_waits(num_ranks=2)
+                connections.shut_down(num_ranks=2)
             most = max(most, num_descriptors() - before)
             leave_world()
         while num_descriptors() > before:

@@ -22,10 +22,9 @@ from motet.errors import UserError
 from motet.resilience import launch_nodes
 from motet.resilience.agent import NodeAgent
 from motet.resilience.launch_nodes import NodesLostError, join_training, train_on_nodes
-from motet.resilience.membership import OPEN, Membership
+from motet.resilience.membership import OPEN, Membership, RunRecord, as_json
 from motet.resilience.store import store as store_module
-from motet.resilience.store.keeper import End
-from motet.resilience.store.run_record import RunRecord, as_json
+from motet.resilience.store.keeper import TrainingEnd
 from motet.runtime.launch import WorkerFailedError
 
 
@@ -81,9 +80,9 @@ def test_nodes_start_anew_where_none_can_have_gone_on(
     moves: bool, stop: str | None, is_settled: bool, starts_anew: bool
 ) -> None:
     """Whoever listens hears nothing any more: the others may have gone on with another store."""
-    last = Membership(generation=2, nodes=(), num_known=2, plan="", stop=stop)
+    last = Membership(generation=2, nodes=(), num_admitted=2, plan="", stop=stop)
     with pytest.raises(WorkerFailedError) as caught:
-        launch_nodes._outcome(End(None, None, last, (), is_settled), 60.0, moves=moves)
+        launch_nodes._outcome(TrainingEnd(None, None, last, (), is_settled), 60.0, moves=moves)
     assert isinstance(caught.value, NodesLostError) == starts_anew
     assert (stop if starts_anew and stop else "lost" if starts_anew else "another machine") in str(caught.value)
 
@@ -150,7 +149,7 @@ def test_a_port_that_is_silent_is_told(tmp_path: Path, capfd: pytest.CaptureFixt
     config = config_of(tmp_path, train__failures={"tolerate": 1, "detect_s": 0.1})
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        mock.patch.object(launch_nodes, "call_s", return_value=0.5),
+        mock.patch.object(launch_nodes, "store_timeout_s", return_value=0.5),
     ):
         address = server.getsockname()
         joining = multiprocessing.get_context("fork").Process(

@@ -18,8 +18,8 @@ from test_listen import train_elsewhere
 from motet.config import RunConfig
 from motet.resilience import agent
 from motet.resilience.agent import NodeAgent
-from motet.resilience.membership import Call
-from motet.resilience.node_process import WatchedProcess
+from motet.resilience.membership import MembershipNotice
+from motet.resilience.process_control import WatchedProcess
 from motet.resilience.recover import TrainingProcess
 from motet.resilience.store import keeper
 from motet.resilience.store import store as store_module
@@ -53,7 +53,7 @@ def kinds(config: RunConfig) -> list[list[str]]:
 def test_training_goes_on_without_interruption(tmp_path: Path, how: str) -> None:
     """A store that is stopped has its port still."""
     config = config_of(tmp_path)
-    with store_pid() as pid, recorded(tmp_path), mock.patch.object(keeper, "call_s", return_value=1.0):
+    with store_pid() as pid, recorded(tmp_path), mock.patch.object(keeper, "store_timeout_s", return_value=1.0):
         result = train_and(config, at(2, 3, lambda: os.kill(pid(), signal.Signals[how])))
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 4
@@ -89,7 +89,7 @@ def test_the_store_dies_twice_during_a_recovery(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     join_world, firsts = TrainingProcess._join_world, [once(), once()]
 
-    def join_without_store(self: TrainingProcess, call: Call) -> None:
+    def join_without_store(self: TrainingProcess, call: MembershipNotice) -> None:
         generation = call.membership.generation
         if generation > 1 and call.rank == 0 and firsts[generation > 2]():
             os.kill(pid(), signal.SIGKILL)
@@ -116,14 +116,14 @@ def test_the_store_dies_twice_during_a_recovery(tmp_path: Path) -> None:
 def test_the_store_dies_at_the_end(tmp_path: Path) -> None:
     """When some node's processes have come to the end, and others have not."""
     config = config_of(tmp_path)
-    heard, first = NodeAgent._heard, once()
+    heard, first = NodeAgent._handle_message, once()
 
     def hear(self: NodeAgent, watched: WatchedProcess, word: str, more: object) -> None:
         if word == "done" and first():
             os.kill(pid(), signal.SIGKILL)
         heard(self, watched, word, more)
 
-    with store_pid() as pid, mock.patch.object(NodeAgent, "_heard", hear):
+    with store_pid() as pid, mock.patch.object(NodeAgent, "_handle_message", hear):
         result = train_and(config, lambda trainer: None)
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 4

@@ -21,7 +21,7 @@ from motet.resilience.succession import Succession
 def after(*changes: Change) -> Membership:
     """Two pipelines of two nodes of one process each."""
     plan = plan_of(config_of(Path()))
-    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_known=4, plan=plan.to_json())
+    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_admitted=4, plan=plan.to_json())
     return Succession(1, None)(first, changes)
 
 
@@ -31,7 +31,7 @@ def test_whoever_is_left_out_stays_until_all_leave(node: int) -> None:
     told = after(Change("leaving", node, "", 0.0))
     assert not told.is_urgent
     assert set(told.leaving) == {node, node ^ 1}
-    assert set(told.everyone) == {0, 1, 2, 3}
+    assert set(told.all_nodes) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("node", range(4))
@@ -39,7 +39,7 @@ def test_whoever_is_left_out_by_a_loss_is_out_at_once(node: int) -> None:
     """All are told to stop waiting."""
     told = after(Change("lost", node, "", 0.0))
     assert told.is_urgent
-    assert set(told.everyone) == {0, 1, 2, 3} - {node, node ^ 1}
+    assert set(told.all_nodes) == {0, 1, 2, 3} - {node, node ^ 1}
 
 
 def test_who_joins_takes_the_place_of_a_lost_node() -> None:
@@ -52,7 +52,7 @@ def test_unequal_pipelines_that_lose_one_keep_their_microbatches() -> None:
     """Of a plan for which there are no templates."""
     plan = plan_with_sizes(TEMPLATES, [1, 2, 1], 9)
     plan = replace(plan, replica_microbatches=(2, 3, 4), num_microbatches=4)
-    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_known=4, plan=plan.to_json())
+    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_admitted=4, plan=plan.to_json())
     told = Plan.from_json(Succession(1, None)(first, [Change("lost", 3, "", 0.0)]).plan)
     assert (told.replica_microbatches, told.num_microbatches) == ((2, 3), 3)
 
@@ -62,7 +62,7 @@ TEMPLATES = draw_templates(Random(0), failures=1, min_nodes=1, max_nodes=3, devi
 
 def test_nodes_that_join_wait_where_there_are_no_microbatches_for_them() -> None:
     templates = draw_templates(Random(0), failures=1, min_nodes=1, max_nodes=1, devices_per_node=1)
-    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_with_sizes(templates, [1, 1], 3).to_json())
+    first = Membership(generation=1, nodes=(0, 1), num_admitted=2, plan=plan_with_sizes(templates, [1, 1], 3).to_json())
     joined = [Change("joined", node, "", 0.0) for node in (2, 3)]
     told = Succession(1, templates)(first, joined)
     assert (told.nodes, told.waiting) == ((0, 1, 2), (3,))
@@ -71,32 +71,32 @@ def test_nodes_that_join_wait_where_there_are_no_microbatches_for_them() -> None
 def test_survivors_that_no_template_takes_hand_over_and_leave() -> None:
     templates = draw_templates(Random(0), failures=1, min_nodes=2, max_nodes=2, devices_per_node=1)
     plan = plan_with_sizes(templates, [2, 2], 4)
-    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_known=4, plan=plan.to_json())
+    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_admitted=4, plan=plan.to_json())
     told = Succession(1, templates)(first, [Change("lost", 0, "", 0.0)])
-    assert (len(told.nodes), len(told.leaving), sorted(told.everyone)) == (2, 1, [1, 2, 3])
+    assert (len(told.nodes), len(told.leaving), sorted(told.all_nodes)) == (2, 1, [1, 2, 3])
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_nodes_that_are_all_warned_save_and_stop(at_once: bool) -> None:
     """The one that is told second hears that the first is leaving when it tells of itself."""
-    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_with_sizes(TEMPLATES, [1, 1], 4).to_json())
+    first = Membership(generation=1, nodes=(0, 1), num_admitted=2, plan=plan_with_sizes(TEMPLATES, [1, 1], 4).to_json())
     successor = Succession(1, TEMPLATES)
     warnings = [Change("leaving", node, "", 0.0) for node in (0, 1)]
     told = successor(first, warnings) if at_once else successor(successor(first, warnings[:1]), warnings[1:])
     assert told.stop == "without the nodes that leave (0, 1) no pipeline is whole"
-    assert told.saves
+    assert told.saves_checkpoint
     assert not told.is_urgent
-    assert sorted(told.everyone) == [0, 1]
+    assert sorted(told.all_nodes) == [0, 1]
 
 
 def test_a_training_that_is_to_stop_stops_when_who_leaves_has_left() -> None:
-    first = Membership(generation=1, nodes=(0, 1), num_known=2, plan=plan_with_sizes(TEMPLATES, [1, 1], 4).to_json())
+    first = Membership(generation=1, nodes=(0, 1), num_admitted=2, plan=plan_with_sizes(TEMPLATES, [1, 1], 4).to_json())
     successor = Succession(1, TEMPLATES, stops_below_guarantee=True)
     told = successor(first, [Change("leaving", 1, "", 0.0)])
-    assert (told.nodes, told.leaving, told.saves) == ((0,), (1,), True)
+    assert (told.nodes, told.leaving, told.saves_checkpoint) == ((0,), (1,), True)
     assert "1 nodes are left" in (told.stop or "")
     last = successor(told, [Change("left", 1, "", 0.0)])
-    assert (last.nodes, last.leaving, last.saves, last.stop) == ((0,), (), True, told.stop)
+    assert (last.nodes, last.leaving, last.saves_checkpoint, last.stop) == ((0,), (), True, told.stop)
 
 
 def play(seed: int) -> None:
@@ -110,10 +110,10 @@ def play(seed: int) -> None:
     sizes = [random.randint(fewest, templates.max_nodes) for _ in range(failures + 1 + random.randint(0, 1))]
     plan = plan_with_sizes(templates, sizes, len(sizes) + random.choice([0, 1, 50]))
     successor = Succession(size, random.choice([templates, None]), stops_below_guarantee=random.choice([True, False]))
-    now = Membership(generation=1, nodes=tuple(range(sum(sizes))), num_known=sum(sizes), plan=plan.to_json())
+    now = Membership(generation=1, nodes=tuple(range(sum(sizes))), num_admitted=sum(sizes), plan=plan.to_json())
     may_die = random.choice([True, False])
     for _ in range(8):
-        changes = [Change("joined", now.num_known + i, "", 0.0) for i in range(random.choice([0, 0, 1, 2]))]
+        changes = [Change("joined", now.num_admitted + i, "", 0.0) for i in range(random.choice([0, 0, 1, 2]))]
         if now.leaving and random.choice([True, False]):
             changes += [Change("left", node, "", 0.0) for node in now.leaving]
         kinds = ["leaving", "lost"] if may_die else ["leaving"]
@@ -123,7 +123,7 @@ def play(seed: int) -> None:
             changes += [change for change in told if change.kind == "lost" or now.stop is None]
         before, now = now, successor(now, changes)
         check(before, changes, now, size, has_templates=successor.templates is not None)
-        if not now.saves:
+        if not now.saves_checkpoint:
             assert may_die, "nobody has died, and work is lost"
             return
 
@@ -136,13 +136,13 @@ def check(before: Membership, changes: list[Change], now: Membership, size: int,
     assert len(set(everyone)) == len(everyone)
     assert set(everyone) <= {*before.nodes, *before.leaving, *before.waiting, *come} - gone
     assert {*before.waiting, *come} <= {*now.nodes, *now.waiting} | gone
-    assert now.num_known == before.num_known + len(come)
-    if now.saves:
+    assert now.num_admitted == before.num_admitted + len(come)
+    if now.saves_checkpoint:
         assert plan.num_ranks == len(now.nodes) * size
         assert sum(plan.replica_microbatches) >= len(plan.replica_microbatches)
-    if not now.is_urgent or (has_templates and now.saves):
+    if not now.is_urgent or (has_templates and now.saves_checkpoint):
         # Nobody is out who has not left: whoever is of no use hands over first.
-        assert set(before.everyone) - gone <= set(now.everyone)
+        assert set(before.all_nodes) - gone <= set(now.all_nodes)
     if now.stop is None:
         warned = {change.node for change in changes if change.kind == "leaving"}
         assert not warned & set(now.nodes)

@@ -19,7 +19,7 @@ from motet.plan import ContextOptions, Plan, Replica, Stage
 from motet.planner.templates.pipelines import Template, Templates
 from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.launch_nodes import run_agent, train_on_nodes
-from motet.resilience.membership import Call
+from motet.resilience.membership import MembershipNotice
 from motet.resilience.recover import TrainingProcess
 from motet.resilience.succession import Succession
 from motet.runtime.training.trainer import Trainer
@@ -141,7 +141,7 @@ def train_and_join(config: RunConfig, plan: Plan, templates: Templates) -> dict[
     addresses = multiprocessing.get_context("fork").SimpleQueue()
     original = TrainingProcess._join_world
 
-    def join(self: TrainingProcess, call: Call) -> None:
+    def join(self: TrainingProcess, call: MembershipNotice) -> None:
         addresses.put(call.store)
         original(self, call)
 

@@ -183,7 +183,7 @@ def observed(victim: Victim) -> Iterator[None]:
         return "other"
 
     def join(process: TrainingProcess, call: Any) -> str:
-        victim.node = call.membership.everyone[call.rank // process._node_size]
+        victim.node = call.membership.all_nodes[call.rank // process._node_size]
         return "other" if call.membership.generation == FIRST_GENERATION else "recovery"
 
     written = CheckpointWriter._write

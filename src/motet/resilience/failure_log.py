@@ -1,6 +1,5 @@
-"""`failures.jsonl` in the output folder: a line for each change of membership, what died or came and what was done; one
-for each end of all nodes, and one when they have been started anew; one for each end of the store; and one for each
-rank that becomes slow."""
+"""The failure log, `failures.jsonl` in the output folder: one JSON line for each change of membership (what died or
+joined, and what was done), each end and restart of all nodes, each loss of the store, and each straggler."""
 
 import json
 import sys
@@ -17,26 +16,27 @@ FAILURES = "failures.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
+    """What is logged of one recovery."""
+
     membership: Membership
     changes: tuple[Change, ...]
-    """Since the last line."""
+    """Changes since the last line of the log."""
     num_ranks: int
     steps_before: int | None
-    """Finished ones when it happened; None: nothing had been trained yet."""
+    """Finished steps before it; None: nothing had been trained yet."""
     steps: int
-    """Finished ones from which the training goes on."""
+    """Finished steps from which the training continues."""
     moved_bytes: int
-    """Between ranks."""
     missing: tuple[str, ...]
-    """Parameters that nobody held any more, or their states, in words."""
+    """Names of parameters or states that no rank held any more."""
     seconds: float
-    """From when this rank heard of it until all had what they need."""
+    """From the notice on this rank until all ranks had what they need."""
     restarts: int
-    """How often all nodes had been started anew before."""
+    """How often all nodes had been restarted before."""
 
 
 def write_recovery(output: Path, recovery: Recovery) -> None:
-    """Appends a line, but for the start of a run."""
+    """Logs a recovery, but not the first start of a run."""
     membership = recovery.membership
     if membership.generation == FIRST_GENERATION and not recovery.restarts:
         return
@@ -54,18 +54,18 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
 
 
 def write_end(output: Path, changes: Sequence[Change], done: str) -> None:
-    """Appends a line: all nodes have ended, or are ended. `changes`: those that no line tells of yet."""
+    """Logs that all nodes have ended, or are ended. `changes`: those that are not in the log yet."""
     _append(output, {"changes": _told(changes), "done": done})
 
 
 def write_store_end(output: Path, how: str, done: str) -> None:
-    """Appends a line: the store was lost, and another one has taken its place."""
+    """Logs that the store was lost and another one has replaced it."""
     lost = {"kind": "store", "node": None, "how": how, "noticed_at": time.time()}
     _append(output, {"changes": [lost], "done": done})
 
 
 def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int) -> None:
-    """Appends a line. `step`: the last one that was finished."""
+    """Logs a straggler. `step`: the last finished one."""
     slow = {"kind": "slow", "node": node, "how": str(straggler), "noticed_at": time.time()}
     _append(output, {"changes": [slow], "done": "nothing", "step": step})
 
@@ -79,7 +79,7 @@ def _append(output: Path, line: Mapping[str, object]) -> None:
         output.mkdir(parents=True, exist_ok=True)
         with (output / FAILURES).open("a") as file:
             file.write(json.dumps(line) + "\n")
-    except OSError as error:  # No reason to end the training: the disk may be full for a while.
+    except OSError as error:  # Not fatal: the disk may be full for a while.
         told = f"motet: {output / FAILURES} cannot be written ({error.strerror}): {line['done']}"
         print(told, file=sys.stderr, flush=True)
 

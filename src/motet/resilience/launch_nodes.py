@@ -1,14 +1,14 @@
 """Starts a training that survives the loss of nodes: a store, an agent for each node, and each node's processes.
 
 On one machine, groups of processes stand for nodes. The store has a process of its own, so that no node's end takes it
-along; everything dies with the process that calls this, and nothing is waited for that may be stopped.
+along; everything dies with the process that calls this.
 
     this process -- store
                  -- agent of node 0 -- processes
                  -- agent of node 1 -- processes
 
-On several machines, this process is on one of them, or on another that trains nothing: it has the store alone, waits
-until all nodes have come (`join_training`, one process on each machine), and ends when the training does.
+On several machines, this process may be on one of them, or on a machine that trains nothing: it runs only the store,
+waits until all nodes have joined (`join_training`, one process per machine), and ends when the training does.
 """
 
 import json
@@ -36,20 +36,38 @@ from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.templates.pipelines import Templates
 from motet.resilience.agent import NodeAgent
-from motet.resilience.control import Control
 from motet.resilience.failure_log import write_end
-from motet.resilience.membership import Address, Change, Membership, StoreLostError, call_s
-from motet.resilience.node_process import Children, WatchedProcess, how_it_ended
+from motet.resilience.membership import (
+    Address,
+    Change,
+    RunRecord,
+    StoreLostError,
+    as_json,
+    first_difference,
+    store_timeout_s,
+)
+from motet.resilience.process_control import AgentLink, Children, WatchedProcess, describe_exit
 from motet.resilience.recover import StoppedError, TooFewNodesError, TrainingProcess
-from motet.resilience.store.gathering import MOVES
-from motet.resilience.store.keeper import End, Keeper, StoreDiesError
-from motet.resilience.store.run_record import RunRecord, as_json, first_difference
-from motet.resilience.store.standby import StandbyProcess
+from motet.resilience.store.keeper import StandbyProcess, StoreDiesError, StoreKeeper, TrainingEnd
 from motet.resilience.store.store import StoreClient, StoreNotStartedError, StoreProcess
+from motet.resilience.store.store_failover import MOVES
 from motet.resilience.succession import Succession
 from motet.runtime.launch import WorkerFailedError
 
 LOOPBACK = "127.0.0.1"
+ERROR_KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
+"""Errors of training processes that are told apart; all others are of kind `failure`."""
+FINAL_ERRORS = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
+"""What is raised for kinds after which the nodes are not restarted."""
+ELSEWHERE = "if enough nodes are left, they go on with a store on another machine"
+
+
+class NodesLostError(WorkerFailedError):
+    """Too few nodes are left, or they cannot reach each other. `changes`: those that are not in the failure log yet."""
+
+    def __init__(self, why: str, changes: Sequence[Change] = ()) -> None:
+        super().__init__(why)
+        self.changes = changes
 
 
 def train_on_nodes(
@@ -61,61 +79,52 @@ def train_on_nodes(
     node_size: int,
     listen: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Returns what `motet train --json` prints.
+    """Trains, and returns the JSON of `motet train`.
 
-    `templates`: what pipelines may look like on other numbers of nodes; None: only as they are in the plan.
-    `listen`: where this machine is reached by nodes on others, which train when all have come; None: the nodes are
-    processes of this machine.
-    Where too few nodes are left all of them are started anew, from the last checkpoint; where the store is lost, it is.
-    Raises `UserError` or `WorkerFailedError` if the training could not go on."""
-    assert config.train.failures is not None
-    succession = Succession(node_size, templates, stops_below_guarantee=config.train.failures.stop_below_guarantee)
-    with StoreProcess(listen or (LOOPBACK, 0)) as process:
-
-        def train(run: RunRecord) -> dict[str, Any]:
-            with _keeper(config, run, plan, num_nodes, process, moves=listen is not None) as keeper:
-                if listen is None:
-                    _begin_here(keeper, config, node_size, succession)
-                else:
-                    _begin_elsewhere(keeper)
-                return _outcome(keeper.attend(), keeper.silence_s, keeper.agents, moves=keeper.moves)
-
-        return _with_restarts(config, train)
-
-
-def _with_restarts(config: RunConfig, train: Callable[[RunRecord], dict[str, Any]]) -> dict[str, Any]:
-    assert config.train.failures is not None
-    output, most = Path(config.train.output), config.train.failures.restarts
+    `templates`: pipelines on other numbers of nodes; None: only as they are in the plan. `listen`: the address at which
+    nodes on other machines join; None: the nodes are processes of this machine.
+    Where too few nodes are left, all are restarted from the last checkpoint (`train.failures.restarts` times).
+    Raises `UserError` or `WorkerFailedError` if the training could not continue."""
+    failures, output = config.train.failures, Path(config.train.output)
+    assert failures is not None
     run = RunRecord(config=as_json(config))
-    while True:
-        try:
-            return train(run)
-        except NodesLostError as error:
-            if run.restarts == most:
-                write_end(output, error.changes, f"{error}: not started anew, as train.failures.restarts is {most}")
-                raise
-            run = replace(run, restarts=run.restarts + 1)
-            write_end(output, error.changes, f"{error}: all nodes are started anew (restart {run.restarts} of {most})")
-            print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
-
-
-class NodesLostError(WorkerFailedError):
-    """Too few nodes are left, or they cannot reach each other. `changes`: those that the failure log does not tell of
-    yet."""
-
-    def __init__(self, why: str, changes: Sequence[Change] = ()) -> None:
-        super().__init__(why)
-        self.changes = changes
+    with StoreProcess(listen or (LOOPBACK, 0)) as process:
+        while True:
+            try:
+                with _store_keeper(config, run, plan, num_nodes, process, moves=listen is not None) as keeper:
+                    # Before anything else, while it has no threads: forked processes may inherit their locks.
+                    keeper.begin(awaits_nodes=listen is not None)
+                    host, port = keeper.process.address
+                    told = "nodes may join" if listen is None else f"waiting for {num_nodes} nodes"
+                    print(f"motet: {told}: motet train RUN.yaml --join {host}:{port}", file=sys.stderr, flush=True)
+                    if listen is None:
+                        succession = Succession(node_size, templates, failures.stop_below_guarantee)
+                        keeper.agents = [
+                            keeper.children.start(run_agent, config, (host, port), node, node_size, succession)
+                            for node in range(num_nodes)
+                        ]
+                    return _outcome(keeper.run(), keeper.silence_s, keeper.agents, moves=keeper.moves)
+            except NodesLostError as error:
+                most = failures.restarts
+                if run.restarts == most:
+                    done = f"{error}: not started anew, as train.failures.restarts is {most}"
+                    write_end(output, error.changes, done)
+                    raise
+                run = replace(run, restarts=run.restarts + 1)
+                done = f"{error}: all nodes are started anew (restart {run.restarts} of {most})"
+                write_end(output, error.changes, done)
+                print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
 
 
 def join_training(
     config: RunConfig, make_templates: Callable[[], Templates | None], store_address: tuple[str, int], node_size: int
 ) -> None:
-    """This process becomes the agent of one more node. Templates are made if the training takes the node.
+    """Turns this process into the agent of one more node. Templates are made if the training accepts the run file.
 
     Raises `UserError` if no store answers, or if the run has another run file; `WorkerFailedError` if the node was
     lost, or the training failed."""
-    assert config.train.failures is not None
+    failures, output = config.train.failures, Path(config.train.output)
+    assert failures is not None
     host, port = store_address
     try:
         with socket.create_connection(store_address, timeout=10) as connection:
@@ -125,49 +134,41 @@ def join_training(
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     moves = _check_run_file(config, store_address)
-    succession = Succession(
-        node_size, make_templates(), stops_below_guarantee=config.train.failures.stop_below_guarantee
-    )
+    succession = Succession(node_size, make_templates(), failures.stop_below_guarantee)
     with Children() as children:
         standby = StandbyProcess(children, here, config) if moves else None
         why = run_agent(config, store_address, None, node_size, succession, standby)
-        if standby is not None:
-            _keep_on(standby, config)
+        # If this machine has the store, it keeps it until the training is over, whatever became of its own node.
+        end = standby.wait() if standby is not None else None
+        if isinstance(end, str):
+            raise WorkerFailedError(f"the store could not be kept: {end}; {ELSEWHERE}")
+        if end is not None:
+            try:
+                result = _outcome(end, failures.store_patience_s, moves=True)
+            except NodesLostError as error:
+                told = f"{error}: not started anew, as the machine is lost that would"
+                write_end(output, error.changes, told)
+                raise
+            saved = "it wrote no checkpoint"
+            if result["checkpoint"]:
+                saved = f"its last checkpoint is {result['checkpoint']}"
+            told = f"the training is over, after {len(result['losses'])} steps; {saved}"
+            print(f"motet: {told}", file=sys.stderr, flush=True)
     if why:
         raise WorkerFailedError(why)
 
 
-def _keep_on(standby: StandbyProcess, config: RunConfig) -> None:
-    """If this machine has the store: until the training is over, whatever became of its own node.
-
-    Raises `UserError` or `WorkerFailedError` if it could not go on."""
-    end = standby.wait()
-    if end is None:
-        return
-    if isinstance(end, str):
-        raise WorkerFailedError(f"the store could not be kept: {end}; {ELSEWHERE}")
-    assert config.train.failures is not None
-    try:
-        result = _outcome(end, config.train.failures.store_patience_s, moves=True)
-    except NodesLostError as error:
-        told = f"{error}: not started anew, as the machine is lost that would"
-        write_end(Path(config.train.output), error.changes, told)
-        raise
-    saved = f"its last checkpoint is {result['checkpoint']}" if result["checkpoint"] else "it wrote no checkpoint"
-    print(f"motet: the training is over, after {len(result['losses'])} steps; {saved}", file=sys.stderr, flush=True)
-
-
 def _check_run_file(config: RunConfig, store_address: Address) -> bool:
-    """Whether its store may move to another machine. Raises `UserError` unless it is that of the run which has the
-    store."""
+    """Returns whether the training's store may move to another machine. Raises `UserError` unless the run file is that
+    of the training."""
     assert config.train.failures is not None
     address = address_text(store_address)
-    patience_s = 2 * call_s(config.train.failures.detect_s)
+    patience_s = 2 * store_timeout_s(config.train.failures.detect_s)
     mistake = f"--join: what answers at {address} is no training that a node can join"
 
     def end() -> NoReturn:
         print(f"motet: error: {mistake}: it is silent for {patience_s:g} s", file=sys.stderr, flush=True)
-        os._exit(2)  # As for a `UserError`, which nobody would see: the store's client tries again and again.
+        os._exit(2)  # As for a `UserError`, which nobody would see: the store's client retries again and again.
 
     with StoreClient(store_address, patience_s, on_late=end) as store:
         try:
@@ -180,39 +181,23 @@ def _check_run_file(config: RunConfig, store_address: Address) -> bool:
     return moves
 
 
-def _begin_here(keeper: Keeper, config: RunConfig, node_size: int, succession: Succession) -> None:
-    # First of all, and alone with its threads: what is forked from a process with threads may inherit their locks.
-    keeper.begin(awaits_nodes=False)
-    host, port = address = keeper.process.address
-    print(f"motet: nodes may join: motet train RUN.yaml --join {host}:{port}", file=sys.stderr, flush=True)
-    start, nodes = keeper.children.start, range(keeper.num_nodes)
-    keeper.agents = [start(run_agent, config, address, node, node_size, succession) for node in nodes]
-
-
-def _begin_elsewhere(keeper: Keeper) -> None:
-    keeper.begin(awaits_nodes=True)
-    host, port = keeper.process.address
-    told = f"motet: waiting for {keeper.num_nodes} nodes: motet train RUN.yaml --join {host}:{port}"
-    print(told, file=sys.stderr, flush=True)
-
-
 @contextmanager
-def _keeper(
+def _store_keeper(
     config: RunConfig, run: RunRecord, plan: Plan, num_nodes: int, process: StoreProcess, *, moves: bool
-) -> Iterator[Keeper]:
-    """`moves`: nodes are on other machines, and go on if this one is lost."""
+) -> Iterator[StoreKeeper]:
+    """`moves`: nodes are on other machines, and continue if this one is lost."""
     failures = config.train.failures
     assert failures is not None
     with Children() as children:
-        keeper = Keeper(
+        keeper = StoreKeeper(
             process=process,
             children=children,
-            run=run,
+            run_record=run,
             plan=plan.to_json(),
             num_nodes=num_nodes,
             detect_s=failures.detect_s,
-            # An agent may have begun to wait for an answer when it is out of patience.
-            silence_s=failures.store_patience_s + 4 * call_s(failures.detect_s),
+            # An agent may have just begun to wait for an answer when it is out of patience.
+            silence_s=failures.store_patience_s + 4 * store_timeout_s(failures.detect_s),
             output=Path(config.train.output),
             tolerate=failures.tolerate,
             moves=moves,
@@ -225,34 +210,28 @@ def _keeper(
             raise NodesLostError(str(error)) from None
 
 
-KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped": StoppedError}
-FAILURES = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
-
-
-ELSEWHERE = "if enough nodes are left, they go on with a store on another machine"
-
-
-def _outcome(end: End, silence_s: float, agents: Sequence[BaseProcess] = (), *, moves: bool) -> dict[str, Any]:
+def _outcome(end: TrainingEnd, silence_s: float, agents: Sequence[BaseProcess] = (), *, moves: bool) -> dict[str, Any]:
+    """Returns the training's result, or raises the error with which it ended."""
     if end.failure is not None:
         failure = json.loads(end.failure)
-        if failure["kind"] in FAILURES:
-            raise FAILURES[failure["kind"]](failure["message"])
+        if failure["kind"] in FINAL_ERRORS:
+            raise FINAL_ERRORS[failure["kind"]](failure["message"])
         raise NodesLostError(failure["message"], end.unlogged)
     if end.result is not None:
         result: dict[str, Any] = json.loads(end.result)
         return result
     if moves and not (end.is_settled and end.last.stop):
-        # To start anew might be to train twice.
+        # A restart might train a second time beside nodes that continue elsewhere.
         raise WorkerFailedError(f"no node has given a sign of life for {silence_s:g} s; {ELSEWHERE}")
-    lost = _lost_unseen(end.last, agents, f"its agent was silent for {silence_s:g} s")
+    # No agent was left to report these nodes as lost.
+    how = {
+        node: f"its agent {describe_exit(agent.exitcode)}"
+        for node, agent in enumerate(agents)
+        if agent.exitcode is not None
+    }
+    silent = f"its agent was silent for {silence_s:g} s"
+    lost = [Change("lost", node, how.get(node, silent), time.time()) for node in end.last.all_nodes]
     raise NodesLostError(end.last.stop or "all nodes were lost", (*end.unlogged, *lost))
-
-
-def _lost_unseen(last: Membership, agents: Sequence[BaseProcess], silent: str) -> list[Change]:
-    """Nobody was left to take these nodes for lost."""
-    codes = dict(enumerate(agent.exitcode for agent in agents))
-    ends = {node: f"its agent {how_it_ended(code)}" for node, code in codes.items() if code is not None}
-    return [Change("lost", node, ends.get(node, silent), time.time()) for node in last.everyone]
 
 
 def run_agent(
@@ -263,15 +242,21 @@ def run_agent(
     succession: Succession,
     standby: StandbyProcess | None = None,
 ) -> str | None:
-    """The process of a node's agent. `node`: its number; None: it joins a training that is under way. `standby`: where
-    the store may move to this machine.
+    """Runs a node's agent in this process. `node`: its number; None: it joins a training that is under way. `standby`:
+    given where the store may move to this machine.
 
-    Returns why its part is over, if the node was lost or the training failed."""
+    Returns why the node's part is over, if the node was lost or the training failed."""
     failures = config.train.failures
     assert failures is not None
     with Children() as children:
-        processes = _start_processes(children, config, node_size)
-        with StoreClient(store_address, 2 * call_s(failures.detect_s)) as store:
+        processes: list[WatchedProcess] = []
+        for place in range(node_size):
+            mine, theirs = multiprocessing.Pipe()
+            agent_ends = [*(other.pipe for other in processes), mine]
+            process = children.start(_run_process, config, place, node_size, theirs, agent_ends)
+            theirs.close()
+            processes.append(WatchedProcess(process, mine))
+        with StoreClient(store_address, 2 * store_timeout_s(failures.detect_s)) as store:
             agent = NodeAgent(
                 node,
                 store,
@@ -286,38 +271,22 @@ def run_agent(
             return agent.run()
 
 
-def _start_processes(children: Children, config: RunConfig, node_size: int) -> list[WatchedProcess]:
-    """Those that train on this node."""
-    processes: list[WatchedProcess] = []
-    for place in range(node_size):
-        mine, theirs = multiprocessing.Pipe()
-        ends = [*(other.pipe for other in processes), mine]
-        process = children.start(_run_process, config, place, node_size, theirs, ends)
-        theirs.close()
-        processes.append(WatchedProcess(process, mine))
-    return processes
-
-
 def _run_process(
-    config: RunConfig,
-    place: int,
-    node_size: int,
-    pipe: Connection,
-    others: Sequence[Connection],
+    config: RunConfig, place: int, node_size: int, pipe: Connection, agent_ends: Sequence[Connection]
 ) -> None:
-    """A training process."""
-    for other in others:  # The agent's ends: if they stayed open here, its end would go unnoticed.
+    """Runs a training process."""
+    for other in agent_ends:  # If these stayed open here, the agent's end would go unnoticed.
         other.close()
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place), str(node_size)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, available_cores() // node_size))
-    control = Control(pipe)
+    link = AgentLink(pipe)
     try:
-        TrainingProcess(config, control, node_size).run()
+        TrainingProcess(config, link, node_size).run()
     except BaseException as error:
-        kind = next((name for name, known in KINDS.items() if isinstance(error, known)), "failure")
+        kind = next((name for name, known in ERROR_KINDS.items() if isinstance(error, known)), "failure")
         message = str(error) if kind != "failure" else f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        control.tell("failed", json.dumps({"kind": kind, "message": message}))
+        link.send("failed", json.dumps({"kind": kind, "message": message}))
         time.sleep(5)
         os._exit(1)
     os._exit(0)

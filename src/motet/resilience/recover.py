@@ -1,14 +1,13 @@
-"""A training process that outlives others: works under one membership after another, and keeps what it holds.
+"""A training process that outlives others: it works under one membership after another, and keeps the state it holds.
 
-    membership -> process group -> everyone tells what it holds -> the interrupted step is finished or taken back
-        -> plan -> engine -> missing layers and optimizer states are copied -> training, until something changes
+    membership -> process group -> ranks exchange what they hold -> the interrupted step is finished or undone
+        -> plan -> engine -> missing parameters and states are copied -> training, until something changes
 
-An update is applied by all or by none: a rank may apply it only after the sum that ends the iteration, for which every
-rank needs all its gradients. So if one rank has applied it, all others can, and do; if none has, the iteration is done
-again with the same samples. What was held before a recovery is kept until all ranks have what they need, so a recovery
-may be interrupted at any moment and done again. (Thesis, section 2.5; Oobleck itself copied no optimizer state.)
-
-Under ZeRO-1 the same holds of what each rank keeps: `motet.resilience.optimizer_state`.
+An update is applied by all ranks or by none: a rank may apply it only after the sum that ends the iteration, for which
+every rank needs all its gradients. So if one rank has applied it, all others can, and do; if none has, the iteration is
+repeated with the same samples. What was held before a recovery is kept until all ranks have what they need, so a
+recovery may be interrupted at any moment and repeated. (Thesis, section 2.5; Oobleck itself copied no optimizer state.)
+Under ZeRO-1 the same holds for what each rank owns (`motet.resilience.state_transfer`).
 
 Limits: gloo.
 """
@@ -33,59 +32,69 @@ from motet.config import RunConfig
 from motet.data.service.opening import open_producers
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.resilience.control import Control
 from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
-from motet.resilience.handover import Described, Holding, describe, hand_over, plan_handover, tensors_of
 from motet.resilience.interruptible_wait import release_in_background
-from motet.resilience.membership import Address, Call, Membership, call_s, unlogged_changes
-from motet.resilience.optimizer_state import (
-    Groups,
-    agree_on_state_owners,
-    groups_of,
-    keep_alone,
-    without_others_moments,
+from motet.resilience.membership import (
+    Address,
+    Membership,
+    MembershipNotice,
+    RunRecord,
+    store_timeout_s,
+    unlogged_changes,
 )
-from motet.resilience.store.run_record import RunRecord, earlier_checkpoints
+from motet.resilience.process_control import AgentLink
+from motet.resilience.state_transfer import (
+    LocalState,
+    RankContents,
+    agree_on_state_owners,
+    describe,
+    needed_contents,
+    parameter_groups,
+    plan_transfer,
+    shard_optimizer,
+    tensors_of,
+    transfer_state,
+)
 from motet.resilience.store.store import is_listening
 from motet.resilience.stragglers import StragglerWatch
 from motet.runtime.agreement import on_first_rank
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest
+from motet.runtime.checkpoint.folder import Stamp, stamps, write_atomically
 from motet.runtime.deadline import StepOverrunError
-from motet.runtime.engine import Engine
-from motet.runtime.executor import Executor
 from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
 from motet.runtime.training.worker import checkpoint_to_resume, make_trainer, resume_message, training_result
 
 T = TypeVar("T")
 
+EARLIER = "earlier_checkpoints.json"
+
 PATIENCE_S = 5.0
-"""After a connection broke, for the membership that explains it, beside the time for which an agent may wait for the
-store's answer."""
+"""Time from a broken connection to the membership that explains it, beside an agent's wait for the store's answer."""
 LEAVING_S = 60.0
-"""Beside the time of a step, for a process to leave a membership that is over: it may be loading a checkpoint."""
+"""Time to leave an obsolete membership, beside that of a step: the process may be loading a checkpoint."""
 CONNECT_S = 5.0
-"""For the store to accept a client."""
+"""Time for the store to accept a client."""
 RETRY_S = 0.05
-"""Between two looks for the store."""
+"""Interval between two looks for the store."""
 RENDEZVOUS_S = 120.0
-"""For other ranks to come to a new membership. Whoever dies instead ends the wait by the next one."""
+"""Time for other ranks to come to a new membership. If one dies instead, the next membership ends the wait."""
 
 
 class TooFewNodesError(RuntimeError):
-    """The nodes that are left cannot go on."""
+    """The remaining nodes cannot continue."""
 
 
 class StoppedError(RuntimeError):
-    """They could, but are not to, as too few are left to survive the next failure."""
+    """The remaining nodes could continue, but shall not, as they are too few to survive the next failure."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells all others when they meet. The defaults: of a new process."""
+    """What a rank tells all others when they meet. The defaults are those of a new process."""
 
     restored_in: int = 0
-    """The generation in which everything was last loaded or started anew. What was held before is of no use."""
+    """The generation in which everything was last loaded or initialised. Older state is of no use."""
     finished_steps: int = -1
     settled_steps: int = -1
     is_saving: bool = False
@@ -93,112 +102,115 @@ class _Report:
 
 
 class TrainingProcess:
-    """`node_size`: processes of a node."""
+    """One training process. `node_size`: processes per node."""
 
-    def __init__(self, config: RunConfig, control: Control, node_size: int) -> None:
-        self._config, self._control = config, control
+    def __init__(self, config: RunConfig, link: AgentLink, node_size: int) -> None:
+        self._config, self._link = config, link
         self._node_size = node_size
         assert config.train.failures is not None
-        self._detect_s = config.train.failures.detect_s
-        self._slow_ratio = config.train.failures.slow_ratio
+        self._failures, self._output = config.train.failures, Path(config.train.output)
         self._step_timeout_s = config.train.step_timeout_s
         self._trainers: list[Trainer] = []
-        """All that hold something of value; the last one works. Others until it has all it needs."""
+        """All that hold useful state; the last one trains. Others are kept until it has all it needs."""
         self._restored_in = 0
-        """As in `_Report`."""
         self._device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         self._producers = open_producers(config)
 
     def run(self) -> None:
-        """Until the training is over. Rank 0 tells what `motet train --json` prints."""
+        """Runs until the training is over. Rank 0 sends the JSON of `motet train` to its agent."""
         try:
-            with self._control.waits.can_be_called_off(dist.Work):
+            with self._link.waits.make_interruptible(dist.Work):
                 self._run()
         finally:
             self._producers.close()
 
     def _run(self) -> None:
-        self._control.tell("ready")
-        call = self._control.newer(None)
-        while call is not None:
-            membership = call.membership
-            self._control.begin(membership.generation, self._num_ranks(membership), LEAVING_S + self._step_timeout_s)
+        self._link.send("ready")
+        notice = self._link.wait_for_next(None)
+        while notice is not None:
+            membership = notice.membership
+            self._link.begin(membership.generation, self._num_ranks(membership), LEAVING_S + self._step_timeout_s)
             try:
-                self._work(call, call.heard_at if membership.is_urgent else time.monotonic())
-                call = self._control.newer(None)
+                self._train_under(notice, notice.heard_at if membership.is_urgent else time.monotonic())
+                notice = self._link.wait_for_next(None)
             except (UserError, NonFiniteError, TooFewNodesError, StoppedError):
                 raise
             except StepOverrunError as error:
-                self._control.tell("hung", str(error))
+                self._link.send("hung", str(error))
                 time.sleep(RENDEZVOUS_S)  # The agent ends this node.
                 raise
             except (Exception, CheckpointException) as error:
-                call = self._control.newer(PATIENCE_S + 3 * call_s(self._detect_s))
-                if call is None and not self._control.is_finished:
+                notice = self._link.wait_for_next(PATIENCE_S + 3 * store_timeout_s(self._failures.detect_s))
+                if notice is None and not self._link.is_finished:
                     raise
                 print(f"motet: generation {membership.generation} ended here: {error}", file=sys.stderr, flush=True)
             leave_world()
 
-    def _work(self, call: Call, started: float) -> None:
-        """What there is to do under one membership."""
-        membership = call.membership
-        if membership.stop is not None and not membership.saves:
+    def _train_under(self, notice: MembershipNotice, started: float) -> None:
+        """Recovers and trains under one membership, until something changes."""
+        membership = notice.membership
+        if membership.stop is not None and not membership.saves_checkpoint:
             raise TooFewNodesError(membership.stop)
-        self._join_world(call)
+        self._join_world(notice)
         trainer = self._recovered(membership, started)
         if membership.leaving:
-            # What leaving nodes held has been handed over: their processes end, and others go on without them.
-            if call.rank >= len(membership.nodes) * self._node_size:
-                self._control.tell("left", membership.generation)
+            # What leaving nodes held has been copied: their processes end, and others continue without them.
+            if notice.rank >= len(membership.nodes) * self._node_size:
+                self._link.send("left", membership.generation)
             return
         if membership.stop is not None:
             went_back = self._restored_in == membership.generation
             lost = f", as of step {trainer.finished_steps}: what came later is lost" if went_back else ""
             raise StoppedError(f"{membership.stop}; saved as {trainer.save_now()}{lost}")
-        trainer.engine.wants_pause = self._control.is_change_due
-        self._watch(trainer, membership)
+        trainer.engine.wants_pause = self._link.is_change_due
+        if self._failures.slow_ratio is not None:
+            self._watch_stragglers(trainer, membership, self._failures.slow_ratio)
         summary = trainer.train()
         if trainer.is_done:
             result = training_result(self._config, summary, self._producers, self._device)
-            if call.rank == 0:
-                self._control.tell("result", (membership.generation, json.dumps(result)))
+            if notice.rank == 0:
+                self._link.send("result", (membership.generation, json.dumps(result)))
             dist.barrier()
-            self._control.tell("done", membership.generation)
+            self._link.send("done", membership.generation)
 
-    def _watch(self, trainer: Trainer, membership: Membership) -> None:
-        """Stragglers will be told of."""
-        if self._slow_ratio is None:
-            return
-        executor, output = trainer.engine.executor, Path(self._config.train.output)
-        watch = StragglerWatch(trainer.engine.plan, self._slow_ratio, lambda mine: _gathered(executor, mine))
+    def _watch_stragglers(self, trainer: Trainer, membership: Membership, slow_ratio: float) -> None:
+        executor = trainer.engine.executor
+
+        def gather(mine: float) -> list[float]:
+            everyone = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=executor.device)
+            everyone[dist.get_rank()] = mine
+            executor.sum_over_ranks(everyone, "of what each rank's actions take")
+            return [float(each) for each in everyone]
+
+        watch = StragglerWatch(trainer.engine.plan, slow_ratio, gather)
 
         def after_step() -> None:
             for straggler in watch.after_step(executor.spans):
                 if dist.get_rank() == 0:
-                    node = membership.everyone[straggler.rank // self._node_size]
+                    node = membership.all_nodes[straggler.rank // self._node_size]
                     print(f"motet: node {node}: {straggler}", file=sys.stderr, flush=True)
-                    write_straggler(output, straggler, node=node, step=trainer.finished_steps)
+                    write_straggler(self._output, straggler, node=node, step=trainer.finished_steps)
 
         trainer.after_step = after_step
 
-    def _join_world(self, call: Call) -> None:
-        store = self._store = self._connected_store(call.store)
+    def _join_world(self, notice: MembershipNotice) -> None:
+        store = self._store = self._connected_store(notice.store)
         self._run_record = RunRecord.read(store)
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(call.membership.meeting, store),
-            rank=call.rank,
-            world_size=self._num_ranks(call.membership),
-            # Who hangs in the world before is taken out in time for the others to hear of it here.
+            store=dist.PrefixStore(notice.membership.rendezvous_prefix, store),
+            rank=notice.rank,
+            world_size=self._num_ranks(notice.membership),
+            # Long enough to notice here that a rank hangs under the previous membership, and was taken out.
             timeout=timedelta(seconds=RENDEZVOUS_S + self._step_timeout_s),
         )
 
     def _connected_store(self, address: Address) -> dist.TCPStore:
-        """Waits for it, unless what it is for is over: the next store may be elsewhere."""
+        """Waits for the store, unless the membership becomes obsolete: the next store may be elsewhere."""
         deadline = time.monotonic() + RENDEZVOUS_S
-        while time.monotonic() < deadline and not self._control.is_over:
+        while time.monotonic() < deadline and not self._link.is_obsolete:
             if is_listening(address):
-                # If it ends at this moment, torch's client waits twice as long for another one, and nothing ends that.
+                # If it ends at this moment, torch's client waits twice this time, and nothing interrupts that.
                 with contextlib.suppress(dist.DistError):
                     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=CONNECT_S))
                     store.set_timeout(timedelta(seconds=RENDEZVOUS_S))
@@ -207,38 +219,43 @@ class TrainingProcess:
         raise ConnectionError("there is no store any more")
 
     def _num_ranks(self, membership: Membership) -> int:
-        return len(membership.everyone) * self._node_size
+        return len(membership.all_nodes) * self._node_size
 
     def _recovered(self, membership: Membership, started: float) -> Trainer:
-        """Collective: a trainer for the membership's plan, with all that it needs; on every rank at the same step."""
+        """Makes a trainer for the membership's plan, with all that it needs, at the same step on every rank;
+        collective."""
         reports = self._of_newest_restore(_exchange(self._report()))
         summary = self._agree(reports)
         plan = Plan.from_json(membership.plan)
         engine = build_engine(self._config, plan, self._device, num_spare_ranks=dist.get_world_size() - plan.num_ranks)
         new = make_trainer(self._config, engine, self._producers)
-        holding = Holding(engine.model, new.optimizer)
+        local = LocalState(engine.model, new.optimizer)
         changes = unlogged_changes(self._store, membership.generation) if dist.get_rank() == 0 else ()
-        # Not before all are at the same step: what is held tells how many updates it has had.
-        described = _exchange((describe(self._holdings()), holding.describe(), groups_of(holding)))
-        # All have made all groups: only the next membership needs the store.
-        self._control.tell("met", membership.generation)
+        # Only once all ranks are at the same step: descriptions contain the number of updates.
+        described = _exchange((describe(self._states()), local.describe(), parameter_groups(local)))
+        # All ranks have made all groups: only the next membership needs the store.
+        self._link.send("met", membership.generation)
         held = [of_rank[0] for of_rank in described]
-        needed: Sequence[Described] = [of_rank[1] for of_rank in described]
+        needed: Sequence[RankContents] = [of_rank[1] for of_rank in described]
         groups = [of_rank[2] for of_rank in described]
         if self._config.parallel.zero1:
-            needed = self._share_states(plan, engine, holding, held, needed, groups)
-        handover = plan_handover(held, needed, devices_per_node=self._node_size)
-        if summary is None or handover.missing:
+            could_hold, size = needed, self._node_size
+            number = self._failures.tolerate + 1
+            owners = agree_on_state_owners(plan, held, could_hold, groups, number=number, devices_per_node=size)
+            shard_optimizer(local, engine.executor, could_hold, owners, devices_per_node=size)
+            needed = needed_contents(could_hold, owners)
+        transfer = plan_transfer(held, needed, devices_per_node=self._node_size)
+        if summary is None or transfer.missing:
             self._begin(new, summary)
             self._trainers, self._restored_in = [], membership.generation
         else:
-            hand_over(handover, tensors_of(self._holdings()), holding)
-            new.go_on_from(summary, self._trainers[0] if self._trainers else None)
+            transfer_state(transfer, tensors_of(self._states()), local)
+            new.adopt_progress(summary, self._trainers[0] if self._trainers else None)
         self._trainers.append(new)
         dist.barrier()
         if dist.get_rank() < plan.num_ranks:
             self._trainers = [new]
-        # Else it is about to leave, and keeps what it held: those who have it now may be lost before it has left.
+        # Else it is about to leave, and keeps what it held: ranks that have it now may be lost before it has left.
         gc.collect()
         if dist.get_rank() == 0:
             what = Recovery(
@@ -247,34 +264,17 @@ class TrainingProcess:
                 num_ranks=plan.num_ranks,
                 steps_before=None if summary is None else summary.steps,
                 steps=new.finished_steps,
-                moved_bytes=handover.moved_bytes,
-                missing=handover.told_missing,
+                moved_bytes=transfer.moved_bytes,
+                missing=transfer.missing_descriptions,
                 restarts=self._run_record.restarts,
                 seconds=time.monotonic() - started,
             )
-            write_recovery(Path(self._config.train.output), what)
-            self._control.tell("logged", membership.generation)
+            write_recovery(self._output, what)
+            self._link.send("logged", membership.generation)
         return new
 
-    def _share_states(
-        self,
-        plan: Plan,
-        engine: Engine,
-        new: Holding,
-        held: Sequence[Described],
-        could_hold: Sequence[Described],
-        groups: Sequence[Groups],
-    ) -> Sequence[Described]:
-        """Every rank keeps some of the moments alone. What each needs then of what it could hold."""
-        assert self._config.train.failures is not None
-        number = self._config.train.failures.tolerate + 1
-        size = self._node_size
-        keepers = agree_on_state_owners(plan, held, could_hold, groups, number=number, devices_per_node=size)
-        keep_alone(new, engine.executor, could_hold, keepers, devices_per_node=size)
-        return without_others_moments(could_hold, keepers)
-
-    def _holdings(self) -> list[Holding]:
-        return [Holding(trainer.engine.model, trainer.optimizer) for trainer in self._trainers]
+    def _states(self) -> list[LocalState]:
+        return [LocalState(trainer.engine.model, trainer.optimizer) for trainer in self._trainers]
 
     def _report(self) -> _Report:
         if not self._trainers:
@@ -289,15 +289,16 @@ class TrainingProcess:
         )
 
     def _of_newest_restore(self, reports: Sequence[_Report]) -> list[_Report]:
-        """A failure may have come when some ranks had gone back to a checkpoint and others had not yet: what these hold
-        is of another step, so they count as new."""
+        """Treats ranks that have not yet returned to the newest checkpoint as new processes, as their state is of
+        another step: a failure may have come when only some ranks had returned to it."""
         newest = max(report.restored_in for report in reports)
         if self._restored_in < newest:
             self._trainers, self._restored_in = [], newest
         return [report if report.restored_in == newest else _Report() for report in reports]
 
     def _agree(self, reports: Sequence[_Report]) -> TrainingSummary | None:
-        """Collective: brings all that had trained to the same step; its summary, None if none had."""
+        """Brings all ranks that had trained to the same step; collective. Returns its summary; None if none had
+        trained."""
         newest = max(report.finished_steps for report in reports)
         if newest < 0:
             return None
@@ -317,8 +318,8 @@ class TrainingProcess:
         return replace(summary, settled_steps=settled, save_again=any(report.is_saving for report in reports))
 
     def _begin(self, trainer: Trainer, before: TrainingSummary | None) -> None:
-        """Collective: from this run's last checkpoint, else from where the run file says, or from the start. `before`:
-        what this run had come to, if anything."""
+        """Starts from this run's last checkpoint, else from where the run file says, or from the beginning; collective.
+        `before`: the progress of this run, if any."""
         run = self._run_record
         earlier = on_first_rank(lambda: earlier_checkpoints(trainer.output, run.name))
         found = None if earlier is None else read_latest(trainer.output / "checkpoints", besides=earlier)
@@ -331,12 +332,21 @@ class TrainingProcess:
             trainer.resume(*found)
 
 
-def _gathered(executor: Executor, mine: float) -> list[float]:
-    """Collective: a number of every rank."""
-    everyone = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=executor.device)
-    everyone[dist.get_rank()] = mine
-    executor.sum_over_ranks(everyone, "of what each rank's actions take")
-    return [float(each) for each in everyone]
+def earlier_checkpoints(output: Path, run: str) -> tuple[Stamp, ...] | None:
+    """Returns the checkpoints in the output folder that an earlier run wrote, as the folder may be reused.
+
+    None: the run begins now, and has written none; those that exist are recorded in `earlier_checkpoints.json`. Rank 0
+    does this, as the machine that starts the run may not see the folder."""
+    path = output / EARLIER
+    try:
+        known = json.loads(path.read_text())
+        if known["run"] == run:
+            return tuple((name, written_ns) for name, written_ns in known["checkpoints"])
+    except (FileNotFoundError, ValueError):  # A truncated file is another run's: this run's file is written atomically.
+        pass
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"run": run, "checkpoints": stamps(output / "checkpoints")}))
+    return None
 
 
 def _exchange(mine: T) -> list[T]:
@@ -346,11 +356,11 @@ def _exchange(mine: T) -> list[T]:
 
 
 def leave_world() -> None:
-    """Whatever state it is in, so that the next one can be made."""
+    """Destroys the process groups, whatever state they are in, so that the next ones can be made."""
     if dist.is_initialized():
         release_in_background(list(dist.distributed_c10d._world.pg_map))
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-    # Groups are named by their number, and one whose making failed has been counted: without this the ranks that it
-    # failed on would wait for each other under other names than the rest.
+    # Groups are named by a counter, which a group whose creation failed has raised: without this, the ranks on which it
+    # failed would use other names than the rest.
     dist.distributed_c10d._world.group_count = 0

@@ -1,4 +1,5 @@
-"""From a membership and what has happened to the next one: a pure function, so any agent may compute it."""
+"""Computes the membership that follows from another one and what has happened: a pure function, so any agent may do
+it."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from motet.config import RunConfig
 from motet.errors import UserError
-from motet.plan import ModulePlan, Plan, Replica
+from motet.plan import Plan, Replica
 from motet.planner.problem import PlanningProblem
 from motet.planner.reconfiguration.reconfigure import reconfigure_below
 from motet.planner.templates.pipelines import Templates, nodes_of_pipelines
@@ -15,11 +16,13 @@ from motet.resilience.membership import Change, Membership
 
 
 def check_survivable(config: RunConfig, plan: Plan) -> None:
-    """Raises `UserError` unless the run can go on after as many failures as it says (`train.failures`)."""
+    """Raises `UserError` unless the run can survive as many failures as `train.failures.tolerate` says."""
     failures, cluster = config.train.failures, config.cluster
     assert failures is not None
     if cluster.device != "cpu":
-        raise UserError(f"train.failures: is not there yet for cluster.device: {cluster.device}; give cpu, or null")
+        raise UserError(
+            f"train.failures: is not supported on cluster.device {cluster.device}; give cpu, or set it to null"
+        )
     num_pipelines = len(nodes_of_pipelines(plan, cluster.num_devices // cluster.num_nodes))
     if num_pipelines <= failures.tolerate:
         raise UserError(
@@ -30,7 +33,7 @@ def check_survivable(config: RunConfig, plan: Plan) -> None:
 
 
 def templates_of(problem: PlanningProblem) -> Templates | None:
-    """What pipelines may look like on any number of nodes; None where no templates cover what may be left."""
+    """Returns the templates; None where they do not cover all numbers of nodes that may be left."""
     try:
         return make_templates(problem)
     except UserError as error:
@@ -40,20 +43,21 @@ def templates_of(problem: PlanningProblem) -> Templates | None:
 
 @dataclass(frozen=True)
 class Succession:
-    """How memberships follow one another in one training. Called: (membership, what has happened) -> the next."""
+    """Computes the next membership of one training from the present one and the changes since."""
 
     node_size: int
     templates: Templates | None
-    """None: nodes that have joined take the places of lost ones; pipelines that still lack a node are left out, and all
-    others stay as they are."""
+    """None: spares take the places of lost nodes; pipelines that still lack a node are dropped, and all others stay as
+    they are."""
     stops_below_guarantee: bool = False
 
     def __call__(self, membership: Membership, changes: Sequence[Change]) -> Membership:
-        """Whoever was lost or has left is out; who is about to leave stays to hand over; who joined comes last.
+        """Nodes that were lost or have left are out; nodes about to leave stay to send what they hold; nodes that
+        joined come last.
 
-        Where all that is left is about to leave, these nodes save what they hold, and training stops. A training that
-        is to stop does, whatever happens before it has.
-        Where nothing was lost, nobody is out who has not left: nobody is told to stop waiting for it."""
+        Where all remaining nodes are about to leave, they save what they hold, and training stops. A training that is
+        to stop does so, whatever happens before.
+        Where nothing was lost, only nodes that have left are out, as other ranks may still wait for the rest."""
         gone = {change.node for change in changes if change.kind in ("lost", "left")}
         going = [change.node for change in changes if change.kind == "leaving" and change.node not in gone]
         joined = [change.node for change in changes if change.kind == "joined"]
@@ -74,31 +78,30 @@ class Succession:
         nodes = tuple(order[place] for place in next_plan.places)
         is_urgent = any(change.kind in ("lost", "again") for change in changes)
         if next_plan.plan is not None and not (is_urgent and self.templates is None):
-            # Whoever the plan has no use for stays as long: others may still wait for it under this membership, or need
-            # what it holds.
+            # Nodes without a place in the plan stay as long: others may still wait for them, or need what they hold.
             warned += [node for node in membership.nodes if node not in (*nodes, *gone, *warned)]
         return Membership(
             generation=membership.generation + 1,
             nodes=nodes,
             leaving=tuple(node for node in warned if node not in nodes),
             waiting=tuple(node for node in candidates if node not in nodes),
-            num_known=max(membership.num_known, *(node + 1 for node in joined), 0),
+            num_admitted=max(membership.num_admitted, *(node + 1 for node in joined), 0),
             plan=(next_plan.plan or plan).to_json(),
             changes=tuple(changes),
             is_urgent=is_urgent,
             note=next_plan.note,
             stop=next_plan.stop or membership.stop,
-            saves=next_plan.plan is not None,
+            saves_checkpoint=next_plan.plan is not None,
         )
 
     def _next_plan(self, plan: Plan, lost: Sequence[int], leaving: Sequence[int], num_candidates: int) -> "_NextPlan":
-        """`lost`, `leaving`: places of the nodes that the next plan cannot use."""
+        """`lost`, `leaving`: places (positions in the membership) of nodes that the next plan cannot use."""
         num_nodes, out = plan.num_ranks // self.node_size, (*lost, *leaving)
         if not out and not num_candidates:
             return _NextPlan(plan, range(num_nodes), note="nothing changes")
         if self.templates is None:
             instead = dict(zip(out, range(num_nodes, num_nodes + num_candidates), strict=False))
-            kept = drop_broken(plan, [place for place in out if place not in instead], self.node_size)
+            kept = _drop_broken_pipelines(plan, [place for place in out if place not in instead], self.node_size)
             if kept is None:
                 return _NextPlan(None, (), stop="no pipeline is left that is whole")
             whole, places = kept
@@ -119,14 +122,14 @@ class Succession:
 class _NextPlan:
     plan: Plan | None
     places: Sequence[int]
-    """Of the nodes that it uses, in their order: places among the present ones, then among those that have joined."""
+    """Places of the nodes that the plan uses, in order; places after the present nodes' are those of candidates."""
     note: str = ""
     stop: str | None = None
 
 
-def drop_broken(plan: Plan, lost_places: Sequence[int], node_size: int) -> tuple[Plan, list[int]] | None:
-    """The plan without the pipelines that had a part on a lost node, and the places of the nodes that it uses; None if
-    no pipeline is left. The others keep their numbers of microbatches, which become larger."""
+def _drop_broken_pipelines(plan: Plan, lost_places: Sequence[int], node_size: int) -> tuple[Plan, list[int]] | None:
+    """Returns the plan without the pipelines that had a lost node, and the places of the nodes that it uses; None if no
+    pipeline is left. The others keep their numbers of microbatches, which become larger."""
     lost = {place * node_size + i for place in lost_places for i in range(node_size)}
     whole = [
         r
@@ -139,24 +142,17 @@ def drop_broken(plan: Plan, lost_places: Sequence[int], node_size: int) -> tuple
         {rank for m in plan.modules.values() for r in whole for s in m.replicas[r].stages for rank in s.ranks}
     )
     number = {rank: i for i, rank in enumerate(used)}
-    modules = {name: _renumbered(module, whole, number) for name, module in plan.modules.items()}
+
+    def renumbered(replica: Replica) -> Replica:
+        stages = (replace(stage, ranks=tuple(number[rank] for rank in stage.ranks)) for stage in replica.stages)
+        return Replica(stages=tuple(stages))
+
+    modules = {
+        name: replace(module, replicas=tuple(renumbered(module.replicas[r]) for r in whole))
+        for name, module in plan.modules.items()
+    }
     counts = tuple(plan.replica_microbatches[r] for r in whole) if plan.replica_microbatches else ()
     smaller = replace(
         plan, modules=modules, num_microbatches=max(counts, default=plan.num_microbatches), replica_microbatches=counts
     )
     return smaller, [rank // node_size for rank in used[::node_size]]
-
-
-def _renumbered(module: ModulePlan, whole: Sequence[int], number: dict[int, int]) -> ModulePlan:
-    return replace(
-        module,
-        replicas=tuple(
-            Replica(
-                stages=tuple(
-                    replace(stage, ranks=tuple(number[rank] for rank in stage.ranks))
-                    for stage in module.replicas[r].stages
-                )
-            )
-            for r in whole
-        ),
-    )

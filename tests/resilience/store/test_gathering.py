@@ -7,12 +7,12 @@ import pytest
 from test_moving_store import Local
 
 from motet.resilience.membership import Membership
-from motet.resilience.store.gathering import (
+from motet.resilience.store.store_failover import (
     FIRST_TERM,
     OtherLineError,
     Vote,
     gathered,
-    may_go_on,
+    may_open,
     term_of,
     term_text,
     vote,
@@ -22,7 +22,7 @@ A, B = FIRST_TERM, (1, 3, "10.0.0.3:40003")
 
 
 def membership(generation: int, *nodes: int, note: str = "") -> Membership:
-    return Membership(generation=generation, nodes=nodes, num_known=9, plan="", note=note)
+    return Membership(generation=generation, nodes=nodes, num_admitted=9, plan="", note=note)
 
 
 FIRST = membership(1, 0, 1, 2, 3, 4)
@@ -46,7 +46,7 @@ def test_enough_have_to_come() -> None:
         found = gathered(store, 1)
         assert found is not None
         assert found.line == (FIRST,)
-        come.append(may_go_on(found, 1))
+        come.append(may_open(found.tail, found.nodes, 1))
     assert come == [False, False, True]
 
 
@@ -68,7 +68,7 @@ def test_the_newest_line_counts() -> None:
     found = gathered(store, 1)
     assert found is not None
     assert (found.line, found.settled, found.tail) == ((FIRST, SECOND), 2, (SECOND,))
-    assert may_go_on(found, 1)
+    assert may_open(found.tail, found.nodes, 1)
 
 
 @pytest.mark.parametrize(("knowing", "is_kept"), [(1, False), (2, True), (3, True)])
@@ -105,27 +105,27 @@ def test_two_histories_of_one_store_do_not_mix() -> None:
 
 def test_numbers_that_are_given_twice() -> None:
     """Node 9 joined in the first store, and is in no membership that went on; in the second another node 9 joined."""
-    store, tried = Local({}), replace(membership(2, 0, 1, 2, 3, 9, note="tried"), num_known=10)
-    second, third = SECOND, replace(membership(3, 0, 1, 9), num_known=10)
+    store, tried = Local({}), replace(membership(2, 0, 1, 2, 3, 9, note="tried"), num_admitted=10)
+    second, third = SECOND, replace(membership(3, 0, 1, 9), num_admitted=10)
     vote(store, Vote(0, B, 3, 3), [FIRST, second, third])
     vote(store, Vote(9, A, 2, 1), [FIRST, tried])
     found = gathered(store, 1)
     assert found is not None
     assert (found.nodes, found.line) == ({0}, (FIRST, second, third))
-    assert not may_go_on(found, 1)
+    assert not may_open(found.tail, found.nodes, 1)
     vote(store, Vote(9, A, 1, 1), [FIRST])
     assert gathered(store, 1) == found
     vote(store, Vote(9, B, 3, 3), [FIRST, second, third])
     again = gathered(store, 1)
     assert again is not None
     assert again.nodes == {0, 9}
-    assert may_go_on(again, 1)
+    assert may_open(again.tail, again.nodes, 1)
 
 
 def test_who_has_the_number_of_another_has_read_for_himself_alone() -> None:
     """That it does not know what the other one may have read is no reason to drop it."""
-    store, third = Local({}), replace(membership(3, 0, 1, 9), num_known=10)
-    fourth = replace(membership(4, 0, 9), num_known=10)
+    store, third = Local({}), replace(membership(3, 0, 1, 9), num_admitted=10)
+    fourth = replace(membership(4, 0, 9), num_admitted=10)
     vote(store, Vote(0, B, 4, 3), [FIRST, SECOND, third, fourth])
     vote(store, Vote(1, B, 3, 3), [FIRST, SECOND, third])
     vote(store, Vote(9, A, 1, 1), [FIRST])

@@ -25,14 +25,16 @@ from motet.resilience.membership import (
     Change,
     Membership,
     StoreLostError,
-    key_of,
+    key,
     next_membership,
     propose,
-    settled_key,
+)
+from motet.resilience.membership import (
+    RUN as RUN_KEY,
 )
 from motet.resilience.store import store_failover as reunion_module
 from motet.resilience.store import store_failover as whereabouts_module
-from motet.resilience.store.gathering import (
+from motet.resilience.store.store_failover import (
     FIRST_TERM,
     GATHERING,
     MOVES,
@@ -40,10 +42,9 @@ from motet.resilience.store.gathering import (
     Term,
     gathered,
     is_read_by_enough,
-    may_go_on,
+    may_open,
     term_text,
 )
-from motet.resilience.store.run_record import KEY
 
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 NUM_NODES = 6
@@ -52,7 +53,7 @@ DETECT_S = 1.0
 PATIENCE_S = 40.0
 STORMY_TICKS, QUIET_TICKS = 1000, 1200
 RUN = "a run"
-FIRST = Membership(generation=FIRST_GENERATION, nodes=tuple(range(NUM_NODES)), num_known=NUM_NODES, plan="")
+FIRST = Membership(generation=FIRST_GENERATION, nodes=tuple(range(NUM_NODES)), num_admitted=NUM_NODES, plan="")
 
 
 def successor(membership: Membership, changes: Sequence[Change]) -> Membership:
@@ -60,7 +61,7 @@ def successor(membership: Membership, changes: Sequence[Change]) -> Membership:
     gone = {change.node for change in changes if change.kind == "lost"}
     nodes = tuple(node for node in membership.nodes if node not in gone)
     following = replace(membership, generation=membership.generation + 1, nodes=nodes, changes=tuple(changes))
-    return replace(following, saves=bool(nodes))
+    return replace(following, saves_checkpoint=bool(nodes))
 
 
 @dataclass
@@ -86,24 +87,24 @@ class Keeping:
                 return True
             if not self.line and self.term != FIRST_TERM and self.began < now:
                 return False
-            self.values = {KEY: RUN, MOVES: "", TERM: term_text(self.term)}
+            self.values = {RUN_KEY: RUN, MOVES: "", TERM: term_text(self.term)}
             if not self.line:
                 self.values[GATHERING] = ""
             for membership in self.line:
-                self.values[key_of(membership.generation)] = membership.to_json()
+                self.values[key("membership", membership.generation)] = membership.to_json()
             for generation in range(FIRST_GENERATION, self.settled + 1):
-                self.values[settled_key(generation)] = ""
+                self.values[key("settled", generation)] = ""
             return True
         store = Local(self.values)
         if not self.line:
             found = gathered(store, self.tolerate)
-            if found is not None and may_go_on(found, self.tolerate):
+            if found is not None and may_open(found.tail, found.nodes, self.tolerate):
                 self.enough_since = self.enough_since or now
-                if found.nodes >= {*found.line[-1].everyone} or now - self.enough_since > 2.0:
+                if found.nodes >= {*found.line[-1].all_nodes} or now - self.enough_since > 2.0:
                     self.line, self.settled = list(found.line), found.settled
                     for membership in self.line:
                         assert propose(store, membership) == membership
-                    self.values[settled_key(self.settled)] = ""
+                    self.values[key("settled", self.settled)] = ""
                     self.values[OPEN] = str(NUM_NODES)
             return bool(self.line) or now - self.began < 20.0
         if rng.random() < 0.5:  # Later than the agents.
@@ -112,7 +113,7 @@ class Keeping:
             self.line.append(newer)
         if is_read_by_enough(store, self.line, self.settled, self.tolerate):
             self.settled = self.line[-1].generation
-            self.values[settled_key(self.settled)] = ""
+            self.values[key("settled", self.settled)] = ""
         return True
 
 
@@ -153,7 +154,7 @@ class Cluster:
         """Of connections, in the middle of what is done over them."""
         home = rng.randrange(NUM_NODES + 1)
         self.first = (f"machine{home}", 1)
-        store = {KEY: RUN, MOVES: "", OPEN: str(NUM_NODES), key_of(1): FIRST.to_json()}
+        store = {RUN_KEY: RUN, MOVES: "", OPEN: str(NUM_NODES), key("membership", 1): FIRST.to_json()}
         self.keepings: dict[Address, Keeping] = {
             self.first: Keeping(self.first, FIRST_TERM, tolerate, self.now, [FIRST], values=store)
         }
@@ -244,7 +245,7 @@ def counted_time(cluster: Cluster) -> Iterator[None]:
 
 def called(agent: NodeAgent) -> Membership | None:
     """Under which its processes work."""
-    reunion = agent._reunion
+    reunion = agent._failover
     return next((m for m in reunion.known if m.generation == reunion.called_in), None)
 
 

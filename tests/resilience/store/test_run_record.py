@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from interrupted_training import config_of
 
-from motet.resilience.store.run_record import EARLIER, RunRecord, as_json, earlier_checkpoints, first_difference
+from motet.resilience.membership import RunRecord, as_json, first_difference
+from motet.resilience.recover import EARLIER, earlier_checkpoints
 from motet.runtime.checkpoint.folder import MANIFEST, complete_checkpoints, stamps
 
 

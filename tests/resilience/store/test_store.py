@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from motet.resilience.membership import StoreLostError
-from motet.resilience.node_process import Children
+from motet.resilience.process_control import Children
 from motet.resilience.store.store import StoreClient, StoreProcess, is_listening
 
 PATIENCE_S = 0.5

@@ -7,21 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.resilience.membership import Change, Membership
-from motet.resilience.store.gathering import is_valid, may_be_valid, may_open, to_go_on, to_open
+from motet.resilience.store.store_failover import is_valid, may_be_valid, may_open, quorum_to_continue, quorum_to_open
 
 NODES = range(7)
 
 
 def membership(generation: int, nodes: frozenset[int], out: frozenset[int] = frozenset()) -> Membership:
-    changes = tuple(Change("lost", node, "", 0.0, is_certain=True) for node in out)
-    return Membership(generation=generation, nodes=tuple(sorted(nodes)), num_known=len(NODES), plan="", changes=changes)
+    changes = tuple(Change("lost", node, "", 0.0, is_self_reported=True) for node in out)
+    return Membership(
+        generation=generation, nodes=tuple(sorted(nodes)), num_admitted=len(NODES), plan="", changes=changes
+    )
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 8))
 @pytest.mark.parametrize("tolerate", [1, 2, 3])
 def test_any_two_have_a_node_in_common(num_nodes: int, tolerate: int) -> None:
-    stay = list(combinations(range(num_nodes), to_go_on(num_nodes, tolerate)))
-    opened = list(combinations(range(num_nodes), to_open(num_nodes, tolerate)))
+    stay = list(combinations(range(num_nodes), quorum_to_continue(num_nodes, tolerate)))
+    opened = list(combinations(range(num_nodes), quorum_to_open(num_nodes, tolerate)))
     assert all({*a} & {*b} for a in opened for b in (*stay, *opened))
 
 
@@ -29,13 +31,13 @@ def test_any_two_have_a_node_in_common(num_nodes: int, tolerate: int) -> None:
 def test_as_many_losses_as_the_run_is_to_survive_stop_nothing(tolerate: int) -> None:
     for num_nodes in range(tolerate + 1, 50):
         left = num_nodes - tolerate
-        assert left >= to_go_on(num_nodes, tolerate)
-        assert (left >= to_open(num_nodes, tolerate)) == (num_nodes > 2 * tolerate)
-        assert num_nodes >= to_open(num_nodes, tolerate)  # All, where the store's machine trains nothing.
+        assert left >= quorum_to_continue(num_nodes, tolerate)
+        assert (left >= quorum_to_open(num_nodes, tolerate)) == (num_nodes > 2 * tolerate)
+        assert num_nodes >= quorum_to_open(num_nodes, tolerate)  # All, where the store's machine trains nothing.
 
 
 def test_with_two_nodes_both_are_needed() -> None:
-    assert (to_go_on(2, 1), to_open(2, 1)) == (1, 2)
+    assert (quorum_to_continue(2, 1), quorum_to_open(2, 1)) == (1, 2)
 
 
 @st.composite

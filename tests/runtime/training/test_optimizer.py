@@ -23,7 +23,7 @@ from motet.models.materialize import float64_throughout
 from motet.models.reference import plain_loss
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
-from motet.resilience.handover import MOMENTS
+from motet.resilience.state_transfer import MOMENTS
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalParameter
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig

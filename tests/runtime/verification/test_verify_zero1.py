@@ -18,8 +18,7 @@ from test_verify_unlike import THREE_TWO_TWO, TWO_BESIDE_ONE, Unlike, pipelines
 from test_verify_unlike import draw as draw_unlike
 
 from motet.config import RunConfig
-from motet.resilience.handover import Holding
-from motet.resilience.optimizer_state import agree_on_state_owners, groups_of, keep_alone
+from motet.resilience.state_transfer import LocalState, agree_on_state_owners, parameter_groups, shard_optimizer
 from motet.runtime.assembly import build_optimizer
 from motet.runtime.engine import Engine
 from motet.runtime.training.optimizer import Optimizer
@@ -59,12 +58,12 @@ def update_twice(scenario: Kept, engine: Engine, config: RunConfig, batch: Scena
 
 def share(engine: Engine, optimizer: Optimizer, number: int) -> None:
     """Collective: as a recovery does, where each rank is a node."""
-    holding = Holding(engine.model, optimizer)
+    holding = LocalState(engine.model, optimizer)
     could_hold = gathered(holding.describe())
-    groups = gathered(groups_of(holding))
+    groups = gathered(parameter_groups(holding))
     nothing: list[dict] = [{} for _ in could_hold]
     keepers = agree_on_state_owners(engine.plan, nothing, could_hold, groups, number=number, devices_per_node=1)
-    keep_alone(holding, engine.executor, could_hold, keepers, devices_per_node=1)
+    shard_optimizer(holding, engine.executor, could_hold, keepers, devices_per_node=1)
 
 
 def gathered(mine):

@@ -119,7 +119,7 @@ class EncoderStage(nn.Module):
         self._context: ContextParallel | None = None
         self._holder = Holder()
 
-    def share_context(self, cp: ContextParallel) -> None:
+    def enable_context_parallel(self, cp: ContextParallel) -> None:
         """From now on this rank's blocks have its share of the tokens only. What stands before and after the blocks is
         computed alike on all ranks of the group; gradients are such that the sum over the group is right for both.
 

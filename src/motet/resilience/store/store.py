@@ -1,9 +1,9 @@
-"""The process that has the store, a c10d `TCPStore`, and clients that neither wait without limit nor pass over its end.
+"""The process that runs the store, a c10d `TCPStore`, and a client whose calls end in time and notice the store's loss.
 
-The store keeps nothing on a disk. When its process is lost, another one takes its place at the same address, empty:
-keeper.py and reunion.py say who writes again what was in it.
+The store writes nothing to disk. When its process is lost, an empty one replaces it at the same address; keeper.py and
+store_failover.py say who writes its contents again.
 
-Limits: what answers at the address must be a store; the client of another server's port waits for as long as it may.
+Limits: the server at the address must be a store; a client of another server's port waits until its timeout.
 """
 
 import signal
@@ -24,26 +24,31 @@ from motet.addresses import address_text, free_address
 from motet.errors import UserError
 from motet.resilience.interruptible_wait import Connections
 from motet.resilience.membership import Address, StoreLostError
-from motet.resilience.node_process import Children
+from motet.resilience.process_control import Children
 
-# Ends what would wait for ever: a client of a store that is stopped, or behind a cut link, has no limit of time.
-#
-# Limits: it acts by something that makes the wait fail or ends the process; it cannot interrupt a thread.
+T = TypeVar("T")
 
-
+START_S = 10.0
+"""Time for the store's process to start listening."""
+CONNECT_S = 2.5
+"""Time for a store to accept a client."""
+PROBE_S = 0.5
+"""Time for a server to answer at all."""
 ROUNDS = 8
-"""Of its own thread, in the time for which it is patient. They are counted, not the time: if this whole process was
-stopped and goes on, nothing was late."""
+"""Rounds of a watchdog's thread within its patience. Rounds are counted, not time: if this whole process was stopped
+and continues, nothing was late."""
 
 
 class Watchdog:
-    """In a `with` block: calls `act` in a thread if something that is watched takes `patience_s`, and again after each
-    further round."""
+    """Ends calls that would wait forever: a client of a store that is stopped, or behind a cut link, has no timeout.
+
+    In a `with` block, calls `act` in a thread if a watched call takes `patience_s`, and again after each further round.
+    `act` must make the call fail or end the process, as a thread cannot be interrupted."""
 
     def __init__(self, patience_s: float, act: Callable[[], object]) -> None:
         self._round_s, self._act = patience_s / ROUNDS, act
         self._watched: list[None] | None = None
-        """As many as it has taken rounds; None: nothing is watched."""
+        """One entry per round of the watched call; None: nothing is watched."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="watchdog", daemon=True)
 
@@ -61,7 +66,7 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._is_over.set()
-        self._thread.join()  # Whoever forks after this has no thread.
+        self._thread.join()  # A process that is forked after this has no thread.
 
     def _look_on(self) -> None:
         while not self._is_over.wait(self._round_s):
@@ -73,35 +78,25 @@ class Watchdog:
                 self._act()
 
 
-T = TypeVar("T")
-
-START_S = 10.0
-"""For the store's process to listen."""
-CONNECT_S = 2.5
-"""For a store to accept a client."""
-PROBE_S = 0.5
-"""For somebody to answer at all."""
-
-
 def is_listening(address: Address, timeout_s: float = PROBE_S) -> bool:
-    """Whether anybody does. torch's client would try again and again, and tell of it."""
+    """Whether a server listens there. (torch's client would retry for long, and log it.)"""
     try:
         with socket.create_connection(address, timeout=timeout_s) as connection:
-            return connection.getsockname() != connection.getpeername()  # Where nobody listens one may find oneself.
+            return connection.getsockname() != connection.getpeername()  # A socket may connect to itself.
     except OSError:
         return False
 
 
 class StoreClient:
-    """In a `with` block. Each call returns, or raises `StoreLostError`, within about `patience_s`.
+    """A client to be used in a `with` block. Each call returns or raises `StoreLostError` within about `patience_s`.
 
-    `on_late`: what makes a call fail that has taken so long; None: this process's connections are shut, but for those
-    that there were when this object was made."""
+    `on_late`: makes a late call fail; None: shuts down this process's connections, but for those that existed when this
+    object was made."""
 
     def __init__(self, address: Address, patience_s: float, on_late: Callable[[], object] | None = None) -> None:
         self.address, self._patience_s = address, patience_s
         connections = Connections()
-        self._watchdog = Watchdog(patience_s, on_late or (lambda: connections.end_waits(num_ranks=0)))
+        self._watchdog = Watchdog(patience_s, on_late or (lambda: connections.shut_down(num_ranks=0)))
         self._store: dist.Store | None = None
 
     def __enter__(self) -> "StoreClient":
@@ -113,11 +108,11 @@ class StoreClient:
         self._store = None
 
     def connect(self, address: Address | None = None) -> None:
-        """To the store that is there now, which may be another one than before. `address`: None: where it was."""
+        """Connects to the store that is there now, which may be another one. `address`: None: where it was."""
         self._store, self.address = None, address or self.address
         if not is_listening(self.address):
             raise StoreLostError(f"nobody listens at {address_text(self.address)}")
-        # If it ends at this moment, torch's client waits twice as long for another one to listen there.
+        # If it ends at this moment, torch's client waits twice this time for another one to listen there.
         to_connect = timedelta(seconds=max(CONNECT_S, self._patience_s / 4))
         store = self._try(lambda: dist.TCPStore(*self.address, is_master=False, timeout=to_connect))
         store.set_timeout(timedelta(seconds=self._patience_s))
@@ -154,21 +149,25 @@ class StoreClient:
 
 
 class StoreNotStartedError(RuntimeError):
-    """Its process does not answer."""
+    """The store's process does not answer."""
 
 
 class StoreProcess(AbstractContextManager["StoreProcess"]):
-    """In a `with` block, in which nobody else gets its port. `listen`: host and port; port 0: any that is free.
+    """The process that runs the store; reserves its port in a `with` block. `listen`: host and port; port 0: any free
+    one, but the same after a restart, as nodes return to where they joined.
 
-    Raises `UserError` unless the address is one of this machine's and free."""
+    Raises `UserError` unless the address is one of this machine's and free, though the store listens at all of them."""
 
     def __init__(self, listen: tuple[str, int]) -> None:
-        self.address = _free_address(listen)
+        try:
+            self.address = free_address(*listen)
+        except OSError as error:
+            raise _no_address(listen, str(error.strerror)) from None
         self._process: BaseProcess | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "StoreProcess":
-        # A socket that does not listen leaves the port to others that say so (SO_REUSEADDR), as a store does.
+        # A bound socket that does not listen leaves the port to servers with SO_REUSEADDR, such as the store.
         reserved = self._stack.enter_context(socket.socket())
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("", self.address[1]))
@@ -178,13 +177,13 @@ class StoreProcess(AbstractContextManager["StoreProcess"]):
         self._stack.close()
 
     def start(self, children: Children) -> None:
-        """Also again. Raises `StoreNotStartedError`, or `UserError` if it cannot listen."""
+        """Starts or restarts the store. Raises `StoreNotStartedError`, or `UserError` if it cannot listen."""
         if self._process is not None:
             self.kill()
             self._process.join()  # Until then it has its port.
         receiver, sender = Pipe(duplex=False)
         self._process = children.start(_host_store, sender, self.address)
-        sender.close()  # Else its end would go unnoticed.
+        sender.close()  # Otherwise the end of the process would go unnoticed.
         try:
             answer = receiver.recv() if receiver.poll(START_S) else "it does not answer"
         except EOFError:
@@ -193,17 +192,17 @@ class StoreProcess(AbstractContextManager["StoreProcess"]):
             return
         if isinstance(answer, OSError):
             raise _no_address(self.address, str(answer))
-        raise StoreNotStartedError(f"the process that is to have the store does not begin: {answer}")
+        raise StoreNotStartedError(f"the store's process does not start: {answer}")
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
 
     def wait_for_end(self) -> int | None:
-        """Its exit code; kills it if it lives on."""
+        """Returns its exit code; kills it if it is still alive."""
         if self._process is None:
             return None
-        self._process.join(1.0)  # Its connections end a moment before it does.
+        self._process.join(1.0)  # Its connections end shortly before it does.
         self._process.kill()
         self._process.join()
         return self._process.exitcode
@@ -217,17 +216,7 @@ def _host_store(answer: Connection, listen: tuple[str, int]) -> None:
         return
     answer.send(None)
     signal.pause()
-    assert store  # It lives as long as this process.
-
-
-def _free_address(listen: tuple[str, int]) -> tuple[str, int]:
-    """With a free port for port 0: nodes come back to where they joined, so a restart must not choose another.
-
-    Raises `UserError` unless it is one of this machine's and free. A store would listen at all of them."""
-    try:
-        return free_address(*listen)
-    except OSError as error:
-        raise _no_address(listen, str(error.strerror)) from None
+    assert store  # Keeps the store alive as long as this process.
 
 
 def _no_address(listen: tuple[str, int], why: str) -> UserError:

@@ -1,4 +1,4 @@
-"""What every process runs for `motet verify`, inside the process group that the launcher made."""
+"""The worker of `motet verify`: runs on every rank, inside the process group that the launcher made."""
 
 import os
 from collections.abc import Mapping

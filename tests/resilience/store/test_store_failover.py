@@ -25,12 +25,13 @@ from motet.resilience.membership import (
     Change,
     Membership,
     StoreLostError,
-    back_key,
-    key_of,
+    key,
+)
+from motet.resilience.membership import (
+    RUN as RUN_KEY,
 )
 from motet.resilience.store import store_failover as reunion_module
-from motet.resilience.store.run_record import KEY
-from motet.resilience.store.store_failover import Reunion, Whereabouts
+from motet.resilience.store.store_failover import StoreDiscovery, StoreFailover
 
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 NUM_NODES = 4
@@ -39,7 +40,7 @@ DETECT_S = 1.0
 PATIENCE_S = 3.0
 NUM_TICKS = 500
 QUIET_TICKS = 250
-FIRST = Membership(generation=FIRST_GENERATION, nodes=tuple(range(NUM_NODES)), num_known=NUM_NODES, plan="")
+FIRST = Membership(generation=FIRST_GENERATION, nodes=tuple(range(NUM_NODES)), num_admitted=NUM_NODES, plan="")
 
 
 def successor(membership: Membership, changes: Sequence[Change]) -> Membership:
@@ -47,7 +48,7 @@ def successor(membership: Membership, changes: Sequence[Change]) -> Membership:
     gone = {change.node for change in changes if change.kind == "lost"}
     nodes = tuple(node for node in membership.nodes if node not in gone)
     following = replace(membership, generation=membership.generation + 1, nodes=nodes, changes=tuple(changes))
-    return replace(following, saves=bool(nodes))
+    return replace(following, saves_checkpoint=bool(nodes))
 
 
 class Cluster:
@@ -55,7 +56,11 @@ class Cluster:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.store: dict[str, str] | None = {KEY: "a run", OPEN: str(NUM_NODES), key_of(1): FIRST.to_json()}
+        self.store: dict[str, str] | None = {
+            RUN_KEY: "a run",
+            OPEN: str(NUM_NODES),
+            key("membership", 1): FIRST.to_json(),
+        }
         self.cut_until = [0.0] * NUM_NODES
         self.held_up_until = [0.0] * NUM_NODES
         self.store_back_at = 0.0
@@ -72,7 +77,7 @@ class Cluster:
 
     def has_new_membership(self) -> bool:
         """Since this was last asked."""
-        if self.store is None or key_of(self._newest + 1) not in self.store:
+        if self.store is None or key("membership", self._newest + 1) not in self.store:
             return False
         self._newest += 1
         return True
@@ -132,17 +137,21 @@ def trained_under(agents: Sequence[NodeAgent], ended: set[int]) -> set[Membershi
 def test_who_comes_back_last_brings_a_newer_membership() -> None:
     """While another agent looks who is back: numbers are given from what the newer one says."""
     cluster = Cluster()
-    cluster.store = {KEY: "a run", key_of(1): FIRST.to_json(), **{back_key(node): "" for node in (1, 2)}}
-    newer = replace(FIRST, generation=2, num_known=NUM_NODES + 1)
+    cluster.store = {
+        RUN_KEY: "a run",
+        key("membership", 1): FIRST.to_json(),
+        **{key("back", node): "" for node in (1, 2)},
+    }
+    newer = replace(FIRST, generation=2, num_admitted=NUM_NODES + 1)
 
     class Watching(Client):
         def check(self, keys: list[str]) -> bool:
-            if keys == [back_key(3)] and cluster.store is not None:
-                cluster.store |= {key_of(2): newer.to_json(), back_key(3): ""}
+            if keys == [key("back", 3)] and cluster.store is not None:
+                cluster.store |= {key("membership", 2): newer.to_json(), key("back", 3): ""}
             return super().check(keys)
 
     agent = NodeAgent(0, Watching(cluster, 0), (), successor, DETECT_S, PATIENCE_S)
-    agent._reunion.away_since = cluster.now
+    agent._failover.away_since = cluster.now
     with counted_time(cluster):
         for _ in range(4):
             agent.is_over()
@@ -154,13 +163,13 @@ def test_a_store_that_is_started_again_while_others_are_asked_is_told_what_is_kn
     """Nothing is proposed in it before."""
     cluster = Cluster()
     client = Client(cluster, 0)
-    reunion = Reunion(client, successor, DETECT_S, PATIENCE_S, 1, Whereabouts(None, DETECT_S))
+    reunion = StoreFailover(client, successor, DETECT_S, PATIENCE_S, 1, StoreDiscovery(None, DETECT_S))
     with counted_time(cluster):
         assert reunion.come_back(0) == 0
-        assert not reunion.others_went_on(0)
-        cluster.store = {KEY: "a run", key_of(1): FIRST.to_json()}
+        assert not reunion.others_continued(0)
+        cluster.store = {RUN_KEY: "a run", key("membership", 1): FIRST.to_json()}
         with pytest.raises(StoreLostError, match="another one has taken its place"):
-            reunion.others_went_on(0)
+            reunion.others_continued(0)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -183,7 +192,7 @@ def check_one_membership_at_a_time(rng: Random) -> None:
     cluster = Cluster()
     agents = [NodeAgent(node, Client(cluster, node), (), successor, DETECT_S, PATIENCE_S) for node in range(NUM_NODES)]
     for agent in agents:
-        agent._last_round = agent._reunion.away_since = cluster.now
+        agent._last_round = agent._failover.away_since = cluster.now
     ended = set[int]()
     with counted_time(cluster):
         for tick in range(NUM_TICKS + QUIET_TICKS):
@@ -192,7 +201,7 @@ def check_one_membership_at_a_time(rng: Random) -> None:
             if not is_quiet and rng.random() < 0.02:
                 cluster.lose_store(rng)
             if cluster.store is None and cluster.now >= cluster.store_back_at:
-                cluster.store = {KEY: "a run", key_of(1): FIRST.to_json()}
+                cluster.store = {RUN_KEY: "a run", key("membership", 1): FIRST.to_json()}
             for node in rng.sample(range(NUM_NODES), NUM_NODES):
                 if not is_quiet and rng.random() < 0.003:
                     cluster.cut_until[node] = cluster.now + rng.choice([0.1, 1.0, 2.5, 4.0, 8.0])

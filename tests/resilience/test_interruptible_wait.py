@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 
-from motet.resilience.interruptible_wait import Connections, Waits
-from motet.resilience.node_process import PR_SET_PDEATHSIG
+from motet.resilience.interruptible_wait import Connections, InterruptibleWaits
+from motet.resilience.process_control import PR_SET_PDEATHSIG
 from motet.resilience.recover import leave_world
 
 NEVER = timedelta(minutes=5)
@@ -87,7 +87,7 @@ def check_wait_ends(
 
     def work(_: int) -> int:
         leave_world()
-        connections, waits = Connections(), Waits()
+        connections, waits = Connections(), InterruptibleWaits()
         peer = Peer(folder / "store", peer_act, stops=stops)
         meet(folder / "store", 0, 2)
         over = threading.Event()
@@ -98,13 +98,13 @@ def check_wait_ends(
                 peer.kill()
             since = time.monotonic()
             while not over.wait(0.05):
-                connections.end_waits(num_ranks=2)
-                waits.call_off(before_generation=1, since=since)
+                connections.shut_down(num_ranks=2)
+                waits.interrupt(before_generation=1, since=since)
 
         ender = threading.Thread(target=end)
         peer.await_act()
         ender.start()
-        with waits.can_be_called_off(dist.Work), pytest.raises(RuntimeError):
+        with waits.make_interruptible(dist.Work), pytest.raises(RuntimeError):
             act()
         over.set()
         ender.join()
@@ -155,7 +155,7 @@ class FakeWork:
         return True
 
 
-def waiting(waits: Waits, work: FakeWork, failure: Exception | None = None) -> Future[bool]:
+def waiting(waits: InterruptibleWaits, work: FakeWork, failure: Exception | None = None) -> Future[bool]:
     """In a thread, until it does."""
     result = Future[bool]()
 
@@ -172,38 +172,38 @@ def waiting(waits: Waits, work: FakeWork, failure: Exception | None = None) -> F
 
 
 @pytest.fixture
-def waits() -> Iterator[Waits]:
-    waits = Waits()
-    with waits.can_be_called_off(FakeWork), mock.patch("motet.resilience.interruptible_wait.GRACE_S", 0.0):
+def waits() -> Iterator[InterruptibleWaits]:
+    waits = InterruptibleWaits()
+    with waits.make_interruptible(FakeWork), mock.patch("motet.resilience.interruptible_wait.GRACE_S", 0.0):
         yield waits
 
 
 @pytest.mark.parametrize("before_generation", [1, 2, 3])
-def test_only_what_began_before(waits: Waits, before_generation: int) -> None:
+def test_only_what_began_before(waits: InterruptibleWaits, before_generation: int) -> None:
     waits.generation = 2
     work = FakeWork()
     result = waiting(waits, work)
     waits.generation = 3
-    waits.call_off(before_generation, since=0.0)
+    waits.interrupt(before_generation, since=0.0)
     if before_generation <= 2:
         work.is_over.set()
         assert result.result()
     else:
-        with pytest.raises(RuntimeError, match="called off"):
+        with pytest.raises(RuntimeError, match="interrupted"):
             result.result()
         work.is_over.set()
     assert not waits._pending
 
 
-def test_each_has_its_grace(waits: Waits) -> None:
+def test_each_has_its_grace(waits: InterruptibleWaits) -> None:
     work = FakeWork()
     result = waiting(waits, work)
-    waits.call_off(1, since=time.monotonic() + 60)
+    waits.interrupt(1, since=time.monotonic() + 60)
     work.is_over.set()
     assert result.result()
 
 
-def test_what_goes_wrong_is_told(waits: Waits) -> None:
+def test_what_goes_wrong_is_told(waits: InterruptibleWaits) -> None:
     work = FakeWork()
     result = waiting(waits, work, RuntimeError("broken"))
     work.is_over.set()
@@ -211,11 +211,11 @@ def test_what_goes_wrong_is_told(waits: Waits) -> None:
         result.result()
 
 
-def test_helpers_end_with_whom_they_help(waits: Waits) -> None:
+def test_helpers_end_with_whom_they_help(waits: InterruptibleWaits) -> None:
     for _ in range(20):
         work = FakeWork()
         result = waiting(waits, work)
         work.is_over.set()
         assert result.result()
-    while [thread for thread in threading.enumerate() if thread.name == "waits"]:
+    while [thread for thread in threading.enumerate() if thread.name == "interruptible waits"]:
         time.sleep(0.01)

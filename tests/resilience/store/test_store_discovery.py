@@ -9,8 +9,7 @@ from test_moving_store import Local
 
 from motet.resilience.membership import Address
 from motet.resilience.store import store_failover as whereabouts_module
-from motet.resilience.store.gathering import FIRST_TERM, Term
-from motet.resilience.store.store_failover import SILENT_GRACES, TURN_S, Whereabouts
+from motet.resilience.store.store_failover import FIRST_TERM, SILENT_GRACES, TURN_S, StoreDiscovery, Term
 
 GRACE_S = 5.0
 BEFORE = ("10.0.0.1", 29500)
@@ -24,18 +23,18 @@ def clock() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture
-def somewhere() -> Whereabouts:
-    found = Whereabouts(None, GRACE_S)
+def somewhere() -> StoreDiscovery:
+    found = StoreDiscovery(None, GRACE_S)
     store = Local({f"standby/{node}": f"10.0.0.{1 + node}:{40000 + node}" for node in range(4)})
     found.learn(store, (0, 1, 2, 3, 7))
     return found
 
 
-def nodes(found: Whereabouts, away_s: float, order: tuple[int, ...] = (2, 0, 3, 7, 1)) -> list[int | None]:
+def nodes(found: StoreDiscovery, away_s: float, order: tuple[int, ...] = (2, 0, 3, 7, 1)) -> list[int | None]:
     return [node for node, _ in found.places(order, BEFORE, away_s)]
 
 
-def test_one_after_the_other(clock: SimpleNamespace, somewhere: Whereabouts) -> None:
+def test_one_after_the_other(clock: SimpleNamespace, somewhere: StoreDiscovery) -> None:
     """The store's machine has node 0: its standby is probably lost too. Node 7 has none."""
     assert nodes(somewhere, GRACE_S) == [None]
     seen = []
@@ -47,12 +46,12 @@ def test_one_after_the_other(clock: SimpleNamespace, somewhere: Whereabouts) -> 
     assert nodes(somewhere, GRACE_S + 0.1) == [None, 2]
 
 
-def test_where_the_store_was_on_a_standby_is_asked_once(clock: SimpleNamespace, somewhere: Whereabouts) -> None:
+def test_where_the_store_was_on_a_standby_is_asked_once(clock: SimpleNamespace, somewhere: StoreDiscovery) -> None:
     before = somewhere.addresses[2]
     assert [address for _, address in somewhere.places((2, 0), before, 9.0)] == [before, somewhere.addresses[0]]
 
 
-def test_who_does_not_answer_is_left_out_for_a_while(clock: SimpleNamespace, somewhere: Whereabouts) -> None:
+def test_who_does_not_answer_is_left_out_for_a_while(clock: SimpleNamespace, somewhere: StoreDiscovery) -> None:
     somewhere.note_silent(BEFORE, 2 * GRACE_S)
     somewhere.note_silent(somewhere.addresses[2], 2 * GRACE_S)
     somewhere.note_silent(somewhere.addresses[3], 0.01)  # Nobody listened.
@@ -62,7 +61,7 @@ def test_who_does_not_answer_is_left_out_for_a_while(clock: SimpleNamespace, som
 
 
 def test_where_there_is_no_other_place_the_store_is_asked_for_nevertheless(
-    clock: SimpleNamespace, somewhere: Whereabouts
+    clock: SimpleNamespace, somewhere: StoreDiscovery
 ) -> None:
     """As on one machine: it may be started again at any moment."""
     somewhere.note_silent(BEFORE, 2 * GRACE_S)
@@ -84,7 +83,7 @@ def test_two_machines_whose_nodes_have_the_same_number_open_stores_of_different_
 
     begun: list[Term] = []
     for port in (40001, 40002):
-        found = Whereabouts(Standby(("10.0.0.9", port)), GRACE_S)
+        found = StoreDiscovery(Standby(("10.0.0.9", port)), GRACE_S)
         found.open_here(9, FIRST_TERM, b"a run")
         found.open_here(9, FIRST_TERM, b"a run")  # It is busy.
     first, second = begun

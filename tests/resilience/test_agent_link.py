@@ -12,24 +12,24 @@ from unittest import mock
 
 from distributed import run_distributed
 
-from motet.resilience.control import STORE_AWAY, STORE_BACK, Control
-from motet.resilience.membership import Call, Membership
+from motet.resilience.membership import Membership, MembershipNotice
+from motet.resilience.process_control import STORE_AWAY, STORE_BACK, AgentLink
 
 LONG_S = 3600.0
 
 
-def call(generation: int, *, is_urgent: bool = True) -> Call:
-    return Call(
-        Membership(generation=generation, nodes=(0,), num_known=1, plan="", is_urgent=is_urgent), 0, ("127.0.0.1", 1)
+def notice(generation: int, *, is_urgent: bool = True) -> MembershipNotice:
+    return MembershipNotice(
+        Membership(generation=generation, nodes=(0,), num_admitted=1, plan="", is_urgent=is_urgent), 0, ("127.0.0.1", 1)
     )
 
 
-def with_line(test: Callable[[Control, Connection], Any]) -> Any:
+def with_line(test: Callable[[AgentLink, Connection], Any]) -> Any:
     """What it returns of a process's end and its agent's."""
 
     def work(_: int) -> Any:
         pipe, agent = multiprocessing.Pipe()
-        result = test(Control(pipe), agent)
+        result = test(AgentLink(pipe), agent)
         lines.append(agent)
         return result
 
@@ -45,13 +45,13 @@ def words(agent: Connection, *, until: str, times: int = 1) -> list[tuple[str, A
 
 
 def test_who_does_not_leave_is_told_of_once() -> None:
-    def test(control: Control, agent: Connection) -> list[str]:
-        control.begin(1, 1, 0.0)
-        agent.send(call(2))
+    def test(link: AgentLink, agent: Connection) -> list[str]:
+        link.begin(1, 1, 0.0)
+        agent.send(notice(2))
         told = [more for word, more in words(agent, until="hung") if word == "hung"]
         told += [more for word, more in words(agent, until="alive", times=3) if word == "hung"]
-        control.begin(2, 1, LONG_S)
-        agent.send(call(3))
+        link.begin(2, 1, LONG_S)
+        agent.send(notice(3))
         told += [more for word, more in words(agent, until="alive", times=3) if word == "hung"]
         return told
 
@@ -60,17 +60,17 @@ def test_who_does_not_leave_is_told_of_once() -> None:
 
 
 def test_signs_of_life_while_waits_are_ended() -> None:
-    def test(control: Control, agent: Connection) -> bool:
-        control.begin(1, 1, LONG_S)
+    def test(link: AgentLink, agent: Connection) -> bool:
+        link.begin(1, 1, LONG_S)
         ending, ended = threading.Event(), threading.Event()
 
         class SlowConnections:
-            def end_waits(self, *, num_ranks: int) -> None:
+            def shut_down(self, *, num_ranks: int) -> None:
                 ending.set()
                 ended.wait()
 
-        control._connections = SlowConnections()  # type: ignore[assignment]
-        agent.send(call(2))
+        link._connections = SlowConnections()  # type: ignore[assignment]
+        agent.send(notice(2))
         ending.wait()
         while agent.poll():
             agent.recv()
@@ -84,13 +84,13 @@ def test_signs_of_life_while_waits_are_ended() -> None:
 def test_when_it_was_heard_of() -> None:
     """Not when the training loop asked."""
 
-    def test(control: Control, agent: Connection) -> bool:
+    def test(link: AgentLink, agent: Connection) -> bool:
         before = time.monotonic()
-        agent.send(call(1, is_urgent=False))
-        while not control.is_change_due():
+        agent.send(notice(1, is_urgent=False))
+        while not link.is_change_due():
             os.sched_yield()
         noticed = time.monotonic()
-        heard = control.newer(None)
+        heard = link.wait_for_next(None)
         assert heard is not None
         return before <= heard.heard_at <= noticed
 
@@ -100,15 +100,15 @@ def test_when_it_was_heard_of() -> None:
 def test_memberships_come_in_order_but_for_urgent_ones() -> None:
     """Of ranks that recover, some would wait under the one that others skip."""
 
-    def test(control: Control, agent: Connection) -> list[int]:
+    def test(link: AgentLink, agent: Connection) -> list[int]:
         for generation in (1, 2, 3, 4, 5):
-            agent.send(call(generation, is_urgent=generation == 2))
-        while not (control._calls and control._calls[-1].membership.generation == 5):
+            agent.send(notice(generation, is_urgent=generation == 2))
+        while not (link._notices and link._notices[-1].membership.generation == 5):
             os.sched_yield()
         taken = []
-        while (newer := control.newer(0.0)) is not None:
+        while (newer := link.wait_for_next(0.0)) is not None:
             taken.append(newer.membership.generation)
-            control.begin(taken[-1], 1, LONG_S)
+            link.begin(taken[-1], 1, LONG_S)
         return taken
 
     assert with_line(test) == [2, 3, 4, 5]
@@ -118,17 +118,17 @@ def test_a_process_whose_waits_nobody_would_end_dies() -> None:
     """Its node is lost then; else its peers would wait for it."""
 
     def train(pipe: Connection) -> None:
-        control = Control(pipe)
-        control.begin(1, 1, LONG_S)
-        assert control._connections is not None
-        control._connections.end_waits = mock.Mock(side_effect=OSError("too many open files"))  # type: ignore[method-assign]
+        link = AgentLink(pipe)
+        link.begin(1, 1, LONG_S)
+        assert link._connections is not None
+        link._connections.shut_down = mock.Mock(side_effect=OSError("too many open files"))  # type: ignore[method-assign]
         threading.Event().wait()
 
     pipe, agent = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=train, args=(pipe,))
     process.start()
     words(agent, until="alive")
-    agent.send(call(2))
+    agent.send(notice(2))
     process.join(30)
     assert process.exitcode == 1
 
@@ -136,13 +136,13 @@ def test_a_process_whose_waits_nobody_would_end_dies() -> None:
 def test_no_time_counts_while_the_store_is_away() -> None:
     """Nothing can explain what has failed before it is back."""
 
-    def test(control: Control, agent: Connection) -> list[bool]:
-        control.begin(1, 1, LONG_S)
+    def test(link: AgentLink, agent: Connection) -> list[bool]:
+        link.begin(1, 1, LONG_S)
         agent.send(STORE_AWAY)
-        while not control._store_is_away:
+        while not link._store_is_away:
             os.sched_yield()
-        heard: SimpleQueue[Call | None] = SimpleQueue()
-        threading.Thread(target=lambda: heard.put(control.newer(0.05)), daemon=True).start()
+        heard: SimpleQueue[MembershipNotice | None] = SimpleQueue()
+        threading.Thread(target=lambda: heard.put(link.wait_for_next(0.05)), daemon=True).start()
         waited = [heard.empty() for _ in range(20) if time.sleep(0.01) is None]
         agent.send(STORE_BACK)
         return [*waited, heard.get(timeout=30) is None]
