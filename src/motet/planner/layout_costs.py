@@ -3,8 +3,8 @@
 `bound_s` is a lower bound on the layout's iteration under *any* schedule: a group of ranks cannot begin before what its
 first layers need has been computed (head), then has all of its own work to do, and after its last action others still
 have theirs (tail). Heads and tails are those of the lightest microbatch; work is exact where the batch is cut evenly,
-because costs are linear in the loads, and else what no cut undercuts. Messages, reductions and what context-parallel
-groups exchange are taken to cost nothing; memory is not looked at.
+because costs are linear in the loads; otherwise it is a lower bound over all cuts. Messages, reductions and exchanges of
+context-parallel groups are taken to cost nothing; memory is not looked at.
 `needed_bytes` is an estimate: parameters, and what 1F1B keeps of typical microbatches.
 """
 

@@ -17,7 +17,7 @@ sum, of parameters, gradients and moments over all devices; ranks may interrupt 
 
 The bound is the least over all combinations of sizes, which are few; each is a maximum of the three. Where the batch is
 cut evenly and a module has one replica for each share of it, its microbatches are known, padding included; else loads
-are summed sample by sample, which no cut can undercut (`least_total_times`). Plans whose replicas take unlike numbers
+are summed sample by sample, a lower bound over all cuts (`least_total_times`). Plans whose replicas take unlike numbers
 of microbatches (`replica_microbatches`) are not covered if samples differ.
 """
 
@@ -73,7 +73,7 @@ def problem_lower_bound_s(
     cp: Mapping[str, Sequence[int]] | None = None,
     mixed: bool = False,
 ) -> float:
-    """Seconds of one iteration that no plan undercuts; infinite if no combination can fit into memory.
+    """Lower bound in seconds of one iteration over all plans; infinite if no combination can fit into memory.
 
     `num_replicas`, `tp`, `cp`: for each module the sizes that plans may have; None: the problem's. `mixed`: its stages
     may differ in tensor parallelism."""
