@@ -34,7 +34,7 @@ checks: $(READY)  ## Style and types.
 docs: $(READY)  ## Renews the pages that are generated from the sources.
 	$(BIN)/python -m docs.generate.map
 	$(BIN)/python -m docs.generate.api
-	$(BIN)/python -m motet.config.describe > $(VENV)/page && mv $(VENV)/page docs/run-file.md
+	$(BIN)/python -m docs.generate.run_file > $(VENV)/page && mv $(VENV)/page docs/run-file.md
 	$(BIN)/python -m motet.report.schedules_page > $(VENV)/page && mv $(VENV)/page docs/schedules.md
 
 # Exact versions: an open range would take the newest torch with gigabytes of CUDA libraries.

@@ -1,4 +1,4 @@
-"""Prints the page of the run file, made from its schema: `python docs/generate/run_file.py > docs/run-file.md`."""
+"""Prints the page of the run file, made from its schema: `python -m docs.generate.run_file > docs/run-file.md`."""
 
 import sys
 import types
@@ -15,7 +15,7 @@ INTRODUCTION = """\
 
 A YAML file. Unknown keys, duplicate keys and values of another type are errors. Paths are relative to the current
 directory. `--set a.b.c=value` on the command line replaces a value, or adds one; the value is YAML too.
-This page is generated from `motet.config` by `python docs/generate/run_file.py`.
+This page is generated from `motet.config` by `make docs`.
 """
 
 SIMPLE_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}

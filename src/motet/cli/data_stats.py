@@ -23,9 +23,7 @@ QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     add_plan(parser)
-    parser.add_argument(
-        "--picture", metavar="stats.png", help="draw distributions, ratios and idle times (png, svg, pdf)"
-    )
+    parser.add_argument("--picture", metavar="stats.png", help="draw distributions, ratios and bubbles (png, svg, pdf)")
     parser.add_argument("--samples", type=int, default=2000, help="look at so many, in the order of training (2000)")
     parser.add_argument("--batches", type=int, default=4, help="predict iterations of so many global batches (4)")
     add_seed(parser, "of the batches that are drawn to see ratios vary")
@@ -134,7 +132,7 @@ def as_text(values: Mapping[str, Any]) -> str:
         bands = [f"{size}: {band['p5']:.3g} to {band['p95']:.3g}" for size, band in ratio["by_batch_size"].items()]
         lines += [f"    {', '.join(bands[first : first + 4])}" for first in range(0, len(bands), 4)]
     lines += [_profiling_text(values), ""]
-    lines.append(f"{'cut of the batch':<20}{'iteration':>12}{'idle':>8}   mean of {values['num_batches']} batches")
+    lines.append(f"{'assignment':<20}{'iteration':>12}{'bubble':>8}   mean of {values['num_batches']} batches")
     for name, each in values["assignments"].items():
         own = "   the plan's" if each["is_plans_own"] else ""
         lines.append(f"{name:<20}{each['iteration_time_s'] * 1e3:>9.2f} ms{each['bubble_fraction']:>8.1%}{own}")

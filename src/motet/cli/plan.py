@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     plan, num_devices = prediction.plan, config.cluster.num_devices
     print(report_text(prediction.report))
     if plan.num_ranks < num_devices:
-        print(f"the plan leaves {num_devices - plan.num_ranks} of {num_devices} devices idle")
+        print(f"the plan leaves {num_devices - plan.num_ranks} of {num_devices} devices unused")
     if prediction.choice:
         print(choice_text(prediction.report["choice"]))
     if out:

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(report_text(predicted))
         print(
             f"measured: iteration {1e3 * measured['iteration_time_s']:.2f} ms, "
-            f"{measured['throughput_samples_per_s']:.1f} samples/s, idle {measured['bubble_fraction']:.1%}"
+            f"{measured['throughput_samples_per_s']:.1f} samples/s, bubble {measured['bubble_fraction']:.1%}"
         )
         print(f"metrics, checkpoints, timeline and trace are in {config.train.output}")
     return result

@@ -348,8 +348,10 @@ def _with_outputs_from_placeholders(
     batch: Mapping[str, Any],
 ) -> Items:
     """Where the user's own code may change how many tokens an item becomes, and does, its placeholders say it."""
-    callbacks = (encoder.postprocess_module_callback, encoder.postprocess_projector_callback)
-    is_known = all(c is None for c in callbacks) and type(encoder.projector) in (type(None), *PROJECTORS.values())
+    is_known = all(callback is None for callback in encoder.callbacks[1:]) and type(encoder.projector) in (
+        type(None),
+        *PROJECTORS.values(),
+    )
     if is_known or f"num_{name}_outputs" in batch or not items.segments or _fits(items, placeholders):
         return items
     if counts is None or any(
