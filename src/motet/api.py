@@ -182,7 +182,7 @@ def verify(run: RunFile, overrides: Sequence[str] = (), *, plan: PlanFile | None
     plan = read_or_make_plan(plan, config, problem)
     check_same_model(problem, plan)
     from motet.runtime.launch import launch
-    from motet.runtime.verification.worker import verify_worker
+    from motet.runtime.verification.verify import verify_worker
 
     return launch(verify_worker, config, plan, **_processes_of(config, plan)) or {}
 

@@ -37,13 +37,13 @@ class ReduceGroups:
     several pieces, each by those who hold it."""
 
     pieces: tuple[ReduceGroup, ...]
-    """Of this rank's shard, in order; one if all holders have the same tp_size."""
+    """The pieces of this rank's shard, in order; one if all holders have the same tp_size."""
     first: tuple[int, ...]
     """The tensor-parallel group that is the first of all holders."""
     tp_sizes: tuple[int, ...]
-    """The different ones."""
+    """The different sizes of the holders' groups."""
     firsts: ReduceGroup | None = None
-    """Where tp_sizes differ: the first rank of every tensor-parallel group, if this is one."""
+    """The first ranks of all tensor-parallel groups, if tp_sizes differ and this rank is one of them."""
 
     @property
     def all(self) -> tuple[ReduceGroup, ...]:
@@ -64,7 +64,7 @@ class Mesh:
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
     """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
     reduce: dict[Reduce, ReduceGroups]
-    """Only the reductions that this rank takes part in."""
+    """The reductions that this rank takes part in."""
     has_mixed_tp_sizes: bool
     """Whether some layer is held by tensor-parallel groups of different sizes."""
     timeout: timedelta
@@ -92,12 +92,12 @@ class Mesh:
 
 
 def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """For each share of the tokens, the ranks that hold it: `stage.ranks` has them one after the other."""
+    """By share of the tokens, the ranks that hold it; consecutive in `stage.ranks`."""
     return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
 
 
 def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """For each place in the tensor-parallel groups, the ranks that stand there."""
+    """By place in the tensor-parallel groups, the ranks that stand there."""
     return list(zip(*(_places(ranks) for ranks in tensor_parallel_groups(stage)), strict=True))
 
 

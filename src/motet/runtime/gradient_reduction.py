@@ -48,11 +48,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Portion:
-    """What one group sums: of each parameter all, or a part (where holders differ in tensor parallelism)."""
+    """The part of each parameter that one group sums: all of it, or ranges where tensor-parallel sizes differ."""
 
     group: ReduceGroup
     parts: Sequence[Part] = ()
-    """By parameter; (): all of each."""
+    """One for each parameter; (): all of each."""
 
 
 @dataclass
@@ -62,11 +62,11 @@ class Bucket:
     group: ReduceGroup
     parameters: list[Copies]
     parts: list[Part | None]
-    """Of each: what is summed here; None: all."""
+    """One for each parameter: the part that is summed; None: all."""
     elsewhere: Set[Tensor] = frozenset()
     """Parameters whose sums are of no use here: another rank of a fully sharded stage keeps them."""
     missing: set[Tensor] = field(default_factory=set)
-    """In an armed reduction: the parameters whose final gradient is not there yet."""
+    """Parameters of an armed reduction that await their final gradient."""
     _flat: Tensor | None = None
     _work: dist.Work | None = None
 
@@ -148,7 +148,7 @@ class GradientReducer:
         self._hooks.clear()
 
     def start(self) -> None:
-        """Starts what has not been started."""
+        """Starts the buckets that have not been started."""
         while self._num_started < len(self._buckets):
             self._start_next()
 
@@ -224,14 +224,14 @@ Key = tuple[Reduce, str]
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """How one rank holds a parameter."""
+    """The share of a parameter that one rank holds."""
 
     shard: Shard | None
     tp_size: int
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     is_partial: bool
-    """Its gradient is a share, to be summed inside the group."""
+    """Whether its gradient is a share, to be summed inside the group."""
 
 
 def evenly_cut(mine: Mapping[Key, HeldParameter], mesh: Mesh) -> dict[Key, Shard]:
@@ -256,7 +256,7 @@ def evenly_cut(mine: Mapping[Key, HeldParameter], mesh: Mesh) -> dict[Key, Shard
 
 
 def portions(groups: ReduceGroups, parameters: Sequence[Copies], shards: Sequence[Shard]) -> list[Portion]:
-    """Of parameters that are evenly cut: which part of this rank's own is summed in which group."""
+    """For evenly cut parameters: the part of this rank's shard that each group sums."""
     number = len(groups.pieces)
     return [
         Portion(

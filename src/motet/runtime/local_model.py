@@ -1,4 +1,4 @@
-"""What this rank holds of the model: its stages, and each parameter's name in the whole model and who shares it."""
+"""The part of the model on this rank: its stages, and the global name and the holders of each parameter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,16 +48,16 @@ class LocalParameter:
     """`<module>.module` or `<module>.projector`."""
     parameter: nn.Parameter
     shard: Shard | None
-    """How it is cut over the tensor-parallel group; None: it is whole on every rank."""
+    """Its cut over the tensor-parallel group; None: every rank has the whole parameter."""
     tp: TensorParallel
     reduce: Reduce | None
-    """What sums its gradient; None if it is frozen."""
+    """The reduction that sums its gradient; None if it is frozen."""
     reduce_group: dist.ProcessGroup | None
-    """All that hold the same; None: this rank alone, or others hold other shares of it."""
+    """The ranks that hold the same elements; None: this rank alone, or others hold other shares of it."""
     is_partial: bool
-    """Its gradient is a share, to be summed inside the tensor-parallel group."""
+    """Whether its gradient is a share, to be summed inside the tensor-parallel group."""
     is_first: bool
-    """Of all replicas and copies that hold it, the first."""
+    """Whether this is the first of all replicas and copies that hold it."""
     is_kept: bool
     """Whether its memory is here between actions; in a fully sharded stage one rank of the group keeps it."""
 
@@ -95,11 +95,11 @@ class LocalModel:
         self.stages: dict[StageKey, StageModule] = {}
         self._tp: dict[StageKey, TensorParallel] = {}
         self.context_parallel: dict[StageKey, ContextParallel] = {}
-        """Of the stages that hold a share of their tokens only."""
+        """By stage that holds a share of its tokens: this rank's place in the context-parallel group."""
         self.sharded: dict[StageKey, FullySharded] = {}
-        """Of the stages that keep a share of their parameters only."""
+        """By stage that keeps a share of its parameters: those parameters."""
         self.attending: dict[StageKey, LanguageModelStage | EncoderStage] = {}
-        """Those whose attention is ours, for its masks or for shares of the tokens."""
+        """Stages with motet's attention, because of their masks or because they hold a share of the tokens."""
         for name, r, s, stage in plan.stages_of_rank(mesh.rank):
             module = plan.modules[name]
             tp = mesh.tensor_parallel(stage, sequence_parallel=module.sequence_parallel)
@@ -235,7 +235,7 @@ class LocalModel:
         return [p.parameter for p in self.parameters if p.parameter.requires_grad]
 
     def after_update(self) -> None:
-        """For when an optimizer has stepped."""
+        """Called after each step of the optimizer."""
         for stage in self.stages.values():
             stage.after_update()
 

@@ -23,7 +23,7 @@ from motet.schedule.routes import Cell, Route, Routes
 
 @dataclass
 class Saved:
-    """What a forward leaves for its backward and for the routes that carry its output on."""
+    """State that a forward leaves for its backward and for the routes that carry its output."""
 
     inputs: dict[Route, Tensor]
     output: StageOutput
@@ -343,13 +343,13 @@ class LossRunner(StageRunner):
         return {route: self._carried_gradient(route, embeddings) for route, embeddings in result.items()}
 
     def _own_places(self, route: Route) -> list[int]:
-        """Where the samples that this rank puts in stand among the route's."""
+        """Positions, among the route's samples, of those whose embeddings this rank contributes."""
         own = samples_of_ranks(self._routes, route).get(self._rank, ())
         first = route.samples.index(own[0]) if own else 0
         return list(range(first, first + len(own)))
 
     def _first_rows(self, route: Route) -> Tensor:
-        """Of what a route carries: where each sample's embedding stands, the first of its outputs."""
+        """The row of each sample's embedding in what a route carries: the first of its outputs."""
         tower = self._data_module_of(route.source.module)
         counts = [self._batch.samples[i].num_outputs(tower) for i in route.samples]
         return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64))
@@ -359,7 +359,7 @@ class LossRunner(StageRunner):
         return carried if len(rows) == len(carried) else carried.index_select(0, rows.to(carried.device))
 
     def _carried_gradient(self, route: Route, embeddings: Tensor) -> Tensor:
-        """What else a tower hands on has no part in the loss."""
+        """The gradient of all rows that a route carries: rows other than the embeddings have no part in the loss."""
         tower = self._data_module_of(route.source.module)
         num_rows = sum(self._batch.samples[i].num_outputs(tower) for i in route.samples)
         if num_rows == len(embeddings):
