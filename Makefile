@@ -32,10 +32,7 @@ checks: $(READY)  ## Style and types.
 	$(BIN)/mypy
 
 docs: $(READY)  ## Renews the pages that are generated from the sources.
-	$(BIN)/python -m docs.generate.map
-	$(BIN)/python -m docs.generate.api
-	$(BIN)/python -m motet.config.describe > $(VENV)/page && mv $(VENV)/page docs/run-file.md
-	$(BIN)/python -m motet.report.schedules_page > $(VENV)/page && mv $(VENV)/page docs/schedules.md
+	$(BIN)/python -m docs.generate
 
 # Exact versions: an open range would take the newest torch with gigabytes of CUDA libraries.
 $(READY): pyproject.toml constraints.txt

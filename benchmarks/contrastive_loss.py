@@ -73,7 +73,8 @@ def measure(
         stage = ContrastiveStage(ContrastiveLoss("softmax", scale.item()), [("image", "text")], width)
         share = num_samples // num_processes
         places = [np.arange(r * share, (r + 1) * share) for r in range(num_processes)]
-        stage.share_context(ContextParallel(dist.group.WORLD if num_processes > 1 else None, rank, num_processes))
+        group = dist.group.WORLD if num_processes > 1 else None
+        stage.enable_context_parallel(ContextParallel(group, rank, num_processes))
         shares = Shares({"image": places, "text": places}, frozenset(["image", "text"]))
         loss = stage.loss({"image": image, "text": text}, shares) / num_samples
     loss.backward()

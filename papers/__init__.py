@@ -1,4 +1,7 @@
-"""Each paper's published tables, as data, beside our simulated ones. A new paper is a module here and an entry."""
+"""The published tables of six papers as data, beside the numbers that motet simulates for them.
+
+Each paper is a folder with a module `tables` and an entry in `PAPERS`. The modules use public names of motet only.
+"""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -18,7 +21,7 @@ PAPERS: Mapping[str, str] = {
 
 
 def reproduce(paper: str) -> Sequence[Table]:
-    """Raises `UserError` for a paper that is not known."""
+    """Computes the tables of one paper. Raises `UserError` for a paper that is not known."""
     if paper not in PAPERS:
         raise UserError(f"PAPER {paper!r} is not known; give one of {', '.join(PAPERS)}, or all")
     tables: Sequence[Table] = import_module(PAPERS[paper]).tables()

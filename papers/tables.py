@@ -1,4 +1,4 @@
-"""A published table beside our numbers: what `motet reproduce` prints and returns.
+"""A published table beside our numbers: what `python -m papers NAME` prints.
 
 Every row says on what our number was calibrated, and whether the published value was held out of that calibration. Only
 held-out rows count in a table's error.

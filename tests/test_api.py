@@ -52,7 +52,7 @@ def test_types_of_a_users_script(tmp_path: Path) -> None:
     assert [name.replace("builtins.", "") for name in revealed[1:]] == [
         "int",
         "motet.runtime.parallel_module.ParallelSpec",
-        "motet.config.schema.RunConfig",
+        "motet.config.run_file.RunConfig",
         "dict[str, Any]",
     ]
     errors = [line for line in lines if ": error: " in line and "Call to untyped" not in line]

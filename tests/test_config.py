@@ -87,7 +87,7 @@ def test_every_field_says_what_it_means() -> None:
 
 def test_the_page_of_the_run_file_is_up_to_date() -> None:
     page = ROOT / "docs" / "run-file.md"
-    assert page.read_text() == describe(), "python docs/generate/run_file.py > docs/run-file.md"
+    assert page.read_text() == describe(), "run: make docs"
 
 
 def _types_in(annotation: Any) -> list[Any]:

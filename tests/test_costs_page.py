@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "costs.md").read_text()
 
 
 def test_the_page_is_up_to_date():
-    assert describe(PAGE) == PAGE, "run: python -m docs.generate.costs > page; then replace docs/costs.md"
+    assert describe(PAGE) == PAGE, "run: make docs"
     for name in (*DEVICES, *LINKS):
         assert f"| `{name}` |" in PAGE
 

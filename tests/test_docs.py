@@ -1,5 +1,6 @@
 """What the pages show: commands that motet understands, programs that are Python, run files and links that exist."""
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -55,3 +56,34 @@ def test_programs_are_python() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name of motet or papers is a module, a definition or an attribute of a class."""
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            target = importlib.import_module(".".join(parts[:size]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[size:]:
+            if not hasattr(target, part) and part not in getattr(target, "__annotations__", {}):
+                return False
+            target = getattr(target, part, None)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_code_exist(page: Path) -> None:
+    text = page.read_text()
+    names = set(re.findall(r"`((?:motet|papers)(?:\.\w+)+)[`(]", text)) | set(re.findall(r"-m (motet(?:\.\w+)+)", text))
+    missing = [name for name in sorted(names) if not name.endswith((".py", ".yaml", ".json")) and not exists(name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    folders = "src|docs|tests|benchmarks|examples|papers"
+    paths = set(re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()))
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []

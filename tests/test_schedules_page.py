@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "schedules.md").read_text()
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert describe(PAGE) == PAGE, "run: python -m docs.generate.schedules > page; then replace docs/schedules.md"
+    assert describe(PAGE) == PAGE, "run: make docs"
     assert set(re.findall(r"<!-- timeline: (.+?) -->", PAGE)) == set(DRAWN)
     for name in GENERATORS:
         assert f"| `{name}` |" in PAGE, f"{name} is not in the table"

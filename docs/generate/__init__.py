@@ -1,1 +1,16 @@
-"""Generates docs/map.md and docs/api.md from the sources; `make docs` runs it."""
+"""Pages that are generated from the sources: each module here makes one from its present text. `make docs` runs all."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from docs.generate import api, costs, map, run_file, schedules
+
+ROOT = Path(__file__).parents[2]
+
+PAGES: Mapping[str, Callable[[str], str]] = {
+    "map.md": map.describe,
+    "api.md": api.describe,
+    "run-file.md": run_file.describe,
+    "schedules.md": schedules.describe,
+    "costs.md": costs.describe,
+}

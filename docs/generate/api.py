@@ -1,7 +1,4 @@
-"""Writes docs/api.md: the names that `motet` exports, and the interfaces that `papers/` is built on, from docstrings.
-
-Run by `make docs`, or `python -m docs.generate.api`.
-"""
+"""Generates docs/api.md from docstrings: what `motet` exports, and the interfaces that `papers/` is built on."""
 
 import ast
 import importlib
@@ -14,7 +11,6 @@ from pathlib import Path
 import motet
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "api.md"
 
 INTRODUCTION = """\
 # Python interface
@@ -44,6 +40,7 @@ GROUPS = {
     "Models in memory": (
         "ModalityModule", "EncoderModule", "MultimodalModule", "ParallelSpec", "MultimodalParallelSpec",
         "MultimodalParallelModule", "ContrastiveModule", "CaptionDecoder", "TowerSpec", "ContrastiveParallelModule",
+        "ParallelModule",
     ),
 }  # fmt: skip
 
@@ -103,7 +100,7 @@ def methods(node: ast.ClassDef) -> Iterator[str]:
         yield f"* `{shown}`" + (f": {said}" if said else "")
 
 
-def describe(name: str) -> str:
+def section(name: str) -> str:
     """The section of one exported name."""
     target = getattr(motet, name)
     node = definition(target.__name__, target.__module__)
@@ -147,17 +144,14 @@ def interface_rows() -> Iterator[str]:
             yield f"| `{module}.{name}` | {said} |"
 
 
-def page() -> str:
+def describe(page: str = "") -> str:
+    """The whole page, whatever is in it now."""
     names = [name for group in GROUPS.values() for name in group]
     missing = set(motet.__all__) - {"__version__"} ^ set(names)
     assert not missing, f"GROUPS and motet.__all__ differ: {missing}"
     parts = [INTRODUCTION]
     for title, group in GROUPS.items():
         parts.append(f"## {title}\n")
-        parts += [describe(name) for name in group]
+        parts += [section(name) for name in group]
     parts += [INTERFACES, "| name | what it is |\n|---|---|\n" + "\n".join(interface_rows()) + "\n"]
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -1,14 +1,11 @@
-"""Generates the catalogue in docs/costs.md: `python -m docs.generate.costs` prints the page with new tables."""
+"""Generates the catalogue of devices and links in docs/costs.md."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from motet.cluster import DEVICES, LINKS
 
 DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 DEVICES_HEADING, LINKS_HEADING = "## Devices\n", "## Links\n"
-PAGE = Path("docs/costs.md")
 
 
 def describe(page: str) -> str:
@@ -42,7 +39,3 @@ def _header(cells: Sequence[str]) -> list[str]:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(describe(PAGE.read_text()))

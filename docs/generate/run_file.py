@@ -1,6 +1,5 @@
-"""Prints the page of the run file, made from its schema: `python docs/generate/run_file.py > docs/run-file.md`."""
+"""Generates docs/run-file.md from the schema of the run file."""
 
-import sys
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,13 +14,14 @@ INTRODUCTION = """\
 
 A YAML file. Unknown keys, duplicate keys and values of another type are errors. Paths are relative to the current
 directory. `--set a.b.c=value` on the command line replaces a value, or adds one; the value is YAML too.
-This page is generated from `motet.config` by `python docs/generate/run_file.py`.
+This page is generated from `motet.config` by `make docs`.
 """
 
 SIMPLE_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}
 
 
-def describe() -> str:
+def describe(page: str = "") -> str:
+    """The whole page, whatever is in it now."""
     lines = [INTRODUCTION]
     for key, section in _sections():
         lines.append(f"## `{key}`\n")
@@ -91,7 +91,3 @@ def _values(annotation: Any) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(describe())

@@ -1,14 +1,12 @@
-"""Generates the timelines in docs/schedules.md: `python -m docs.generate.schedules` prints the page with new timelines.
+"""Generates the timelines in docs/schedules.md.
 
 A timeline stands in a code block after a comment `<!-- timeline: NAME -->`; `DRAWN` holds the timeline of each name.
 A column is a second. Letters are the language model's microbatches, digits an encoder's.
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from motet.assignment.batch_assignment import contiguous_assignment
@@ -21,7 +19,6 @@ from motet.schedule.routes import derive_routes
 from motet.simulator.costs import UniformCosts
 from motet.simulator.simulate import simulate
 
-PAGE = Path("docs/schedules.md")
 BUBBLE, WEIGHT, ENCODER_BACKWARD = ".", "+", "="
 DEEP = "llm"
 """The module whose microbatches are letters."""
@@ -133,7 +130,3 @@ def describe(page: str) -> str:
         page,
         flags=re.DOTALL,
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(describe(PAGE.read_text()))

@@ -154,7 +154,7 @@ def table_3_4() -> Table:
 
 
 def _flat(published: Published, columns: Iterable[str]) -> dict[tuple[str, ...], float]:
-    """By (what names the row, what names the column)."""
+    """Flattens nested cells to keys (row, column)."""
     names = list(columns)
     return {(*key, name): ms for key, row in published.items() for name, ms in zip(names, row, strict=True)}
 
@@ -183,7 +183,7 @@ def _counts(mask: str, length: str, draw: int) -> TileCounts:
 
 
 def _slowest(mask: str, length: str, num_ranks: int, policy: str, kernel: AttentionKernel, num_heads: int) -> float:
-    """What the slowest rank takes for one head of `num_heads`, in tiles; the mean over the draws."""
+    """Tiles that the slowest rank computes for one head of `num_heads`; the mean over the draws."""
     found = []
     for draw in range(NUM_DRAWS):
         counts = _counts(mask, length, draw)

@@ -1,4 +1,4 @@
-"""What each assumption about DistTrain's evaluation does to its comparison with Megatron-LM (Figures 15 and 16).
+"""How DistTrain's comparison with Megatron-LM (Figures 15 and 16) depends on each assumption about its evaluation.
 
 One assumption at a time is exchanged for another that the paper's text allows; the language model's matrix efficiency
 is calibrated anew each time, on 54.7% MFU of MLLM-72B. Nothing here is chosen by its result.

@@ -9,7 +9,7 @@ from motet.cluster import DEVICES, LINKS
 from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import Load
 from motet.costs.memory import RESERVE
-from motet.planner.disttrain.units import OrchestrationProblem, Unit
+from motet.planner.disttrain.orchestration import OrchestrationProblem, Unit
 from motet.shapes.diffusion import generator_workload
 from motet.shapes.families import module_workload
 from motet.shapes.module_shape import ModuleWorkload

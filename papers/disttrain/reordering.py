@@ -24,8 +24,7 @@ from motet.assignment.sample import Sample, Segment
 from motet.balancing.disttrain import balanced_groups, reordered
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
-from motet.planner.disttrain.orchestration import orchestrate
-from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, UnitDegrees
+from motet.planner.disttrain.orchestration import Orchestration, OrchestrationProblem, UnitDegrees, orchestrate
 from motet.ragged_arrays import Floats
 from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program

@@ -12,8 +12,13 @@ from functools import cache
 from math import ceil, inf
 
 from motet.errors import UserError
-from motet.planner.disttrain.orchestration import evaluate_degrees, orchestrate
-from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, UnitDegrees
+from motet.planner.disttrain.orchestration import (
+    Orchestration,
+    OrchestrationProblem,
+    UnitDegrees,
+    evaluate_degrees,
+    orchestrate,
+)
 from motet.planner.entrain.profiling_size import proportional_allocation
 from papers.disttrain.models import ASSUMED, PEAK_FLOPS, TRAINED, Assumed, Passes, mllm, sample_flops
 

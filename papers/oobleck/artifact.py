@@ -1,5 +1,7 @@
-"""What the simulator in Oobleck's artifact is given, as data (SymbioticLab/Oobleck, branch sosp23-artifact,
-tools/simulator, MIT licence). Batches and seconds of recoveries are in `oobleck_published`; `oobleck_rules` replays.
+"""The inputs of the simulator in Oobleck's artifact, as data (SymbioticLab/Oobleck, branch sosp23-artifact,
+tools/simulator, MIT licence).
+
+Batches and seconds of recoveries are in `papers.oobleck.published`; `papers.oobleck.rules` replays the inputs.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,10 @@
-"""Oobleck's evaluation as replays: models of equal layers on 30 nodes of one GPU, under its three systems.
+"""Replays of Oobleck's evaluation: models of equal layers on 30 nodes of one GPU, under its three systems.
 
-Iteration times have the shape that our templates give; how fast a system is on the whole, one number for each model and
-system, is calibrated on the rows with a failure every 6 hours alone. What a checkpoint, a restart or a reconfiguration
-takes and how large batches are, the authors' artifact says (`oobleck_published`). Nodes fail at random (a Poisson
-process: so often "on average", says thesis 2.2.3), or at regular intervals, as in the artifact. As there, a run begins
-with the first iteration and ends with the 15th loss; means over runs.
+Iteration times have the shape that our templates give. The overall speed of a system, one number for each model and
+system, is calibrated on the rows with a failure every 6 hours alone. The seconds of a checkpoint, a restart and a
+reconfiguration, and the sizes of batches, are those of the authors' artifact (`papers.oobleck.published`). Nodes fail
+at random (a Poisson process: "on average" as often, thesis 2.2.3), or at regular intervals, as in the artifact. As
+there, a run begins with the first iteration and ends with the 15th loss; numbers are means over runs.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The rules by which the authors' simulator made Tables 2.2 and 2.4, replayed: not a model of a cluster, and not ours.
 
-Written anew from the rules of Oobleck's artifact (SymbioticLab/Oobleck, branch sosp23-artifact, tools/simulator); what
-it is given is in `oobleck_artifact`. Our own replay is `oobleck_model`. Rules that no cluster follows:
+Written anew from the rules of Oobleck's artifact (SymbioticLab/Oobleck, branch sosp23-artifact, tools/simulator); its
+inputs are in `papers.oobleck.artifact`. Our own replay is `papers.oobleck.replay_model`. Rules that no cluster follows:
 
 * Failures come at exactly regular intervals, the 15th ends the run, and a run lasts until its last finished iteration.
 * Iterations go on on all nodes, the lost one included, until a restart or reconfiguration is over; those that end

@@ -1,10 +1,10 @@
 """Oobleck's evaluation beside ours: Tables 2.2 to 2.4, Figure 2.10's order, Figure 2.11's shares (thesis 2.7).
 
-One speed for each model and system is calibrated on the rows with a failure every 6 hours; everything else is what the
-replay of failures makes of the inputs that the authors published (`oobleck_model`). Beside it, and apart from it, what
-the rules of the authors' simulator make of them (`oobleck_rules`): that is where the published rows come from, and no
-cluster follows them. The spot traces of Figure 2.10 belong to Bamboo and are not part of this project: here they are
-drawn at the published rates; `benchmarks/failures.py` takes the real ones.
+One speed for each model and system is calibrated on the rows with a failure every 6 hours. All other numbers come from
+replaying failures with the inputs that the authors published (`papers.oobleck.replay_model`). Separate tables replay
+the rules of the authors' simulator (`papers.oobleck.rules`): the published rows come from these rules, which no cluster
+follows. The spot traces of Figure 2.10 belong to Bamboo and are not part of this project: here they are drawn at the
+published rates; `benchmarks/failures.py` takes the real ones.
 """
 
 import time

@@ -1,6 +1,6 @@
 """Optimus' Tables 4 and 10: ViT-3B + GPT-11B on eight A100, the only comparison with Alpa and FSDP.
 
-How Alpa was run the paper does not say. Here it runs as Alpa's own training code (alpa-projects/alpa on GitHub) does:
+The paper does not say how Alpa was run. Here it runs as Alpa's own training code (alpa-projects/alpa on GitHub) does:
 
 * 1F1B without interleaving over balanced stages (Zheng et al. 2022, sections 5 and 6);
 * activations recomputed (`use_remat` in benchmark/alpa/suite_auto_gpt.py). In float32 they do not fit otherwise;

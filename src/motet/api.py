@@ -181,9 +181,10 @@ def verify(run: RunFile, overrides: Sequence[str] = (), *, plan: PlanFile | None
     problem = read_problem(config)
     plan = read_or_make_plan(plan, config, problem)
     check_same_model(problem, plan)
-    from motet.runtime.verification.worker import verify_worker
+    from motet.runtime.launch import launch
+    from motet.runtime.verification.verify import verify_worker
 
-    return _launch_on_plan(verify_worker, config, plan)
+    return launch(verify_worker, config, plan, **_processes_of(config, plan)) or {}
 
 
 def train(
@@ -219,9 +220,11 @@ def train(
     if config.train.failures is not None:
         result = _train_on_nodes(config, problem, plan, listen)
     else:
+        from motet.runtime.launch import launch
         from motet.runtime.training.worker import train_worker
 
-        result = _launch_on_plan(train_worker, config, plan, evaluation.result.peak_memory_bytes)
+        processes = _processes_of(config, plan)
+        result = launch(train_worker, config, plan, evaluation.result.peak_memory_bytes, **processes)
     if not result:
         return {}
     timeline = Timeline.from_json(result["measured"].pop("timeline"))
@@ -407,26 +410,18 @@ def _disturbed(
 # Processes.
 
 
-def _launch_on_plan(worker: Any, config: RunConfig, plan: Plan, *arguments: Any) -> dict[str, Any]:
-    """What the worker returns on rank 0. Devices for which the plan has no rank are not used.
-
-    The worker is imported by the caller, before processes are forked, so that none of them has to.
-    """
-    from motet.runtime.launch import check_world_size, launch, started_by_torchrun
+def _processes_of(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """The keyword arguments of `launch` that start a process for each rank of the plan."""
+    from motet.runtime.launch import check_world_size, started_by_torchrun
 
     check_world_size(plan.num_ranks, config.cluster.num_devices, config.cluster.num_nodes)
     if plan.num_ranks < config.cluster.num_devices and not started_by_torchrun():
         print(f"the plan runs on {plan.num_ranks} of {config.cluster.num_devices} devices", file=sys.stderr)
-    result = launch(
-        worker,
-        config,
-        plan,
-        *arguments,
-        num_processes=plan.num_ranks,
-        device=config.cluster.device,
-        timeout_s=max(MIN_START_TIMEOUT_S, config.train.step_timeout_s),
-    )
-    return result or {}
+    return {
+        "num_processes": plan.num_ranks,
+        "device": config.cluster.device,
+        "timeout_s": max(MIN_START_TIMEOUT_S, config.train.step_timeout_s),
+    }
 
 
 def _train_on_nodes(

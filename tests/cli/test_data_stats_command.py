@@ -45,7 +45,7 @@ def test_no_sample_has_a_modality(capsys: pytest.CaptureFixture[str], run_file: 
 def test_without_torch(run_file: Path) -> None:
     result = run_blocked("data-stats", run_file)
     assert result.returncode == 0, result.stderr
-    assert "b_min" in result.stdout
+    assert "b_min" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["samples", "batches"])

@@ -33,7 +33,7 @@ DOCUMENTS = (Document((Segment(5),)),)
 def share(tp_size: int = 1, *, size: int = 2, **values: object) -> None:
     model = tiny_llama(**values)
     stage = LanguageModelStage("language_model", model, (0, num_language_model_layers(model)))
-    stage.share_context(ContextParallel(None, 0, size, ContextOptions(method="ulysses"), tp_size=tp_size))
+    stage.enable_context_parallel(ContextParallel(None, 0, size, ContextOptions(method="ulysses"), tp_size=tp_size))
 
 
 def test_ulysses_divides_the_heads_that_tensor_parallelism_leaves() -> None:
@@ -54,7 +54,7 @@ class TestWhatChangesAttention:
         model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
         stage = LanguageModelStage("language_model", model, (0, num_language_model_layers(model)))
         with pytest.raises(UserError, match=r"language_model has attn_logit_softcapping 50\.0.*; use cp 1"):
-            stage.share_context(ContextParallel(None, 0, 2, ContextOptions()))
+            stage.enable_context_parallel(ContextParallel(None, 0, 2, ContextOptions()))
 
     @pytest.mark.parametrize("name", CHANGES_OF_ATTENTION)
     def test_is_never_ignored(self, name: str) -> None:

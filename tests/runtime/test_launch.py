@@ -85,7 +85,7 @@ def fail_on_rank_1(how: str) -> None:
     [
         ("user", UserError, r"^data\.files: nothing\.jsonl is missing; give another$"),
         ("crash", WorkerFailedError, r"^rank 1: RuntimeError: out of luck\n(.|\n)*fail_on_rank_1"),
-        ("exit", WorkerFailedError, "^rank 1 exited with code 7, without a word$"),
+        ("exit", WorkerFailedError, "^rank 1 exited with code 7 and no message$"),
         ("kill", WorkerFailedError, "^rank 1 was ended by SIGKILL"),
     ],
 )

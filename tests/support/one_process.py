@@ -15,8 +15,7 @@ from motet.config import RunConfig
 from motet.models.materialize import float64_throughout
 from motet.runtime.assembly import autocast_for, build_engine
 from motet.runtime.engine import Engine
-from motet.runtime.verification.verify import Comparison, verify_batch
-from motet.runtime.verification.worker import plain_nodes
+from motet.runtime.verification.verify import Comparison, plain_nodes, verify_batch
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Metadata of samples, and which samples make up each microbatch."""

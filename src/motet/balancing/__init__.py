@@ -1,0 +1,1 @@
+"""Policies that cut a global batch into microbatches."""

@@ -1,0 +1,1 @@
+"""The command line: arguments and printing; the work is in `motet.api`."""

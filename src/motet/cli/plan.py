@@ -11,7 +11,7 @@ HELP = "lay the model out on the cluster, and predict what an iteration takes"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
-    parser.add_argument("--out", metavar="plan.json", help="write the plan, to be read or edited")
+    parser.add_argument("--out", metavar="plan.json", help="write the plan to a file")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     plan, num_devices = prediction.plan, config.cluster.num_devices
     print(report_text(prediction.report))
     if plan.num_ranks < num_devices:
-        print(f"the plan leaves {num_devices - plan.num_ranks} of {num_devices} devices idle")
+        print(f"the plan leaves {num_devices - plan.num_ranks} of {num_devices} devices unused")
     if prediction.choice:
         print(choice_text(prediction.report["choice"]))
     if out:

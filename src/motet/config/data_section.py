@@ -1,4 +1,4 @@
-"""The run file's `data`: what is trained on. `data.kind` chooses among these."""
+"""The section `data` of the run file: the training data, by `data.kind`."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,26 +12,26 @@ def _one_or_many(value: Any) -> Any:
 
 
 NumSamples = Annotated[int, Field(ge=1, le=100_000_000)]
-"""Of a task that makes its own: an epoch's order of them stands in memory."""
+"""Number of examples that a task makes; the order of an epoch is held in memory."""
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
 class PreparedDataConfig(Section):
-    """How samples are prepared, of every kind of data that can be trained on (docs/data-service.md)."""
+    """Keys of all kinds of data that can be trained on: how samples are prepared (docs/data-service.md)."""
 
     workers: CountOrNever = 1
-    """Processes that read, decode and tokenize: for each rank, or of a data server. 0: a thread of the rank does it."""
+    """Processes of each rank, or of a data server, that read, decode and tokenize; 0: a thread of the rank does it."""
     batches_ahead: CountOrNever = 2
-    """Global batches that are prepared while others are trained on."""
+    """Global batches that are prepared in advance."""
     on_corrupt: Literal["stop", "skip"] = "stop"
-    """What follows a sample that cannot be prepared: the end, or a batch without it, named in `skipped_samples.jsonl`;
-    all samples are then decoded before their batch is cut."""
+    """Reaction to a sample that cannot be prepared: stop the run, or leave the sample out of its batch and list it in
+    `skipped_samples.jsonl`; all samples are then decoded before their batch is assigned."""
     servers: Files = ()
-    """Addresses of data servers, such as `grpc://host:8815` or `grpc+tls://host:8815`; none: workers of the ranks."""
+    """Addresses of data servers, such as `grpc://host:8815` or `grpc+tls://host:8815`; empty: ranks prepare samples."""
     server_timeout_s: PositiveNumber = 60.0
-    """For which a data server may be silent before another is asked, and no server may answer before the run ends."""
+    """Seconds without an answer after which another server is asked, and after which the run ends if none answers."""
     token_file: str | None = None
-    """File with the secret that data servers ask for; null: the environment variable MOTET_DATA_TOKEN."""
+    """File with the token of the data servers; null: the environment variable MOTET_DATA_TOKEN."""
     tls_roots: str | None = None
     """PEM file of the authorities that sign the servers' certificates; null: the system's."""
 
@@ -41,13 +41,13 @@ class DialADigitConfig(PreparedDataConfig):
 
     kind: Literal["dial-a-digit"]
     seed: CountOrNever = 0
-    """Of the examples."""
+    """Seed of the examples."""
     max_digits: Annotated[int, Field(ge=1, le=8)] = 8
-    """In one image, and in one clip."""
+    """Most digits in one image and in one clip."""
     max_images: Annotated[int, Field(ge=1, le=64)] = 1
-    """In one example."""
+    """Most images in one example."""
     max_clips: Annotated[int, Field(ge=1, le=64)] = 1
-    """In one example."""
+    """Most clips in one example."""
     no_image: Fraction = 0.15
     """Share of examples without an image."""
     no_sound: Fraction = 0.15
@@ -55,9 +55,9 @@ class DialADigitConfig(PreparedDataConfig):
     sum_questions: Fraction = 0.2
     """Share of questions for the sum of all digits."""
     num_train: NumSamples = 100_000
-    """Examples in one epoch."""
+    """Number of examples in one epoch."""
     num_held_out: NumSamples = 1000
-    """Examples in handwriting that is never trained on."""
+    """Number of held-out examples, in handwriting that is not trained on."""
 
     @model_validator(mode="after")
     def _leaves_something(self) -> "DialADigitConfig":
@@ -72,35 +72,35 @@ class ConversationsConfig(PreparedDataConfig):
 
     kind: Literal["conversations"]
     files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    """One file or several; patterns such as `shards/*.tar` too."""
+    """One or several files or patterns, such as `shards/*.tar`."""
     eval_files: Files = ()
     """Held-out conversations."""
     image_folder: str = "."
-    """What the images' paths are relative to."""
+    """Folder to which the paths of images are relative."""
     audio_folder: str = "."
-    """What the clips' paths are relative to."""
+    """Folder to which the paths of clips are relative."""
     tokenizer: str | None = None
-    """Hub id or folder; null: beside the language model."""
+    """Hub id or folder; null: that of the language model."""
     processors: dict[str, str] = {}
-    """For each encoder, hub id or folder of its image processor or feature extractor; not given: beside the encoder."""
+    """By encoder, hub id or folder of its image processor or feature extractor; not given: that of the encoder."""
     seed: CountOrNever = 0
-    """Of the order of the conversations."""
+    """Not used: the order of the samples depends on `train.seed`."""
 
 
 class SameDigitsConfig(PreparedDataConfig):
-    """A task for towers that needs no download: handwritten digits, the sound of dialling them, and their names."""
+    """A task for towers that needs no download: handwritten digits, the sound of dialling them and their names."""
 
     kind: Literal["same-digits"]
     seed: CountOrNever = 0
-    """Of the examples."""
+    """Seed of the examples."""
     min_digits: Annotated[int, Field(ge=1, le=8)] = 3
-    """In one example."""
+    """Fewest digits in one example."""
     max_digits: Annotated[int, Field(ge=1, le=8)] = 5
-    """In one example."""
+    """Most digits in one example."""
     num_train: NumSamples = 100_000
-    """Examples in one epoch."""
+    """Number of examples in one epoch."""
     num_held_out: NumSamples = 1024
-    """Examples in handwriting that is never trained on."""
+    """Number of held-out examples, in handwriting that is not trained on."""
 
     @model_validator(mode="after")
     def _has_a_range(self) -> "SameDigitsConfig":
@@ -119,13 +119,13 @@ class PairsConfig(PreparedDataConfig):
     eval_files: Files = ()
     """Held-out samples."""
     image_folder: str = "."
-    """What the images' paths are relative to."""
+    """Folder to which the paths of images are relative."""
     audio_folder: str = "."
-    """What the clips' paths are relative to."""
+    """Folder to which the paths of clips are relative."""
     tokenizer: str | None = None
-    """Hub id or folder; null: beside the text tower."""
+    """Hub id or folder; null: that of the text tower."""
     processors: dict[str, str] = {}
-    """For each tower of images or sounds, hub id or folder of its processor; not given: beside the tower."""
+    """By tower of images or sounds, hub id or folder of its processor; not given: that of the tower."""
 
 
 Pixels = Annotated[int, Field(ge=1, le=100_000)]
@@ -136,33 +136,33 @@ class DescribedImagesConfig(Section):
     """Images of one size in every sample."""
 
     height: Pixels
-    """In pixels, as the encoder's processor returns them."""
+    """Height in pixels, as the encoder's processor returns the images."""
     width: Pixels
-    """In pixels."""
+    """Width in pixels."""
     count: NumItems = 1
-    """In one sample."""
+    """Number in one sample."""
 
 
 class DescribedSoundsConfig(Section):
     """Clips of one length in every sample."""
 
     seconds: Annotated[float, Field(gt=0, le=100_000)]
-    """Of one clip."""
+    """Length of one clip."""
     count: NumItems = 1
-    """In one sample."""
+    """Number in one sample."""
 
 
 class DescribedConfig(Section):
-    """Samples by their sizes alone: to plan and to simulate without data. They cannot be trained on."""
+    """Samples described by their sizes, to plan and simulate without data. They cannot be trained on."""
 
     kind: Literal["described"]
     text_tokens: Annotated[int, Field(ge=1, le=100_000_000)] = 1024
-    """Of each sample; all carry loss. Of a text tower: its sequence."""
+    """Text tokens of each sample, all of which carry loss; for a text tower, the length of its sequence."""
     images: dict[str, DescribedImagesConfig] = {}
-    """By encoder."""
+    """Images, by encoder."""
     sounds: dict[str, DescribedSoundsConfig] = {}
-    """By encoder."""
+    """Sounds, by encoder."""
     generated: dict[str, DescribedImagesConfig] = {}
-    """By generator: the images that it makes, in pixels; it works on latents of an eighth of each side."""
+    """Generated images in pixels, by generator; generators work on latents with an eighth of the height and width."""
     num_train: NumSamples = 1_000_000
-    """Samples in one epoch."""
+    """Number of samples in one epoch."""

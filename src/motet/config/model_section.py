@@ -1,4 +1,4 @@
-"""The run file's `model`: what is trained."""
+"""The section `model` of the run file: the modules and which of their weights are trained."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -20,18 +20,18 @@ class TrainableEncoder(TrainableModule):
 
 
 class PartConfig(Section):
-    """One HuggingFace model: exactly one of `hub`, `path` and `config` says where it comes from."""
+    """A HuggingFace model. Exactly one of `hub`, `path` and `config` is given."""
 
     hub: str | None = None
     """Id of a model on the hub."""
     path: str | None = None
     """Local folder with config.json and safetensors."""
     config: str | None = None
-    """Name of a transformers configuration class, for random weights."""
+    """Name of a configuration class of transformers, for random weights."""
     values: dict[str, Any] = {}
     """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
     seed: CountOrNever = 0
-    """Of the random weights."""
+    """Seed of the random weights."""
     learning_rate: PositiveNumber | None = None
     """Peak learning rate of this part; null: `train.learning_rate`."""
 
@@ -51,14 +51,14 @@ class PartConfig(Section):
 
 class EncoderConfig(PartConfig):
     projector: Literal["linear", "mlp"] | None = "mlp"
-    """From the encoder's width to the language model's; null: the encoder hands on its own output."""
+    """Layers that map the encoder's width to the language model's; null: none."""
     train: TrainableEncoder = TrainableEncoder()
     projector_learning_rate: PositiveNumber | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
     feature_select: Literal["patch", "full"] = "patch"
-    """Vision: hand on the patches alone, or the class token too."""
+    """Outputs of vision encoders: the patches alone, or the class token too."""
     feature_layer: int | None = None
-    """Index into the encoder's hidden states of what is handed on (LLaVA: -2); null: its output."""
+    """Index of the encoder's hidden states that are its output (LLaVA: -2); null: those of its last layer."""
 
 
 class LanguageModelConfig(PartConfig):
@@ -66,7 +66,7 @@ class LanguageModelConfig(PartConfig):
 
 
 class GeneratorConfig(PartConfig):
-    """A diffusion model that makes images from what the language model hands on; `config` names a class of diffusers:
+    """A diffusion model that generates images from the language model's output; `config` names a class of diffusers:
     UNet2DConditionModel or DiTTransformer2DModel. A U-Net's cross-attention reads the language model's width."""
 
     train: TrainableModule = TrainableModule()
@@ -74,10 +74,10 @@ class GeneratorConfig(PartConfig):
 
 class TowerConfig(PartConfig):
     part: Literal["image", "text"] | None = None
-    """Which tower of a stored CLIPModel or SiglipModel this is; null: what is stored is one encoder."""
+    """The tower of a stored CLIPModel or SiglipModel; null: the stored model is one encoder."""
     projector: Literal["projection", "linear", "mlp"] | None = "projection"
-    """From the encoder's width to that of the features: a matrix (CLIP; the stored one, if `hub` or `path` has it), a
-    linear layer or two; null: the tower hands on what its encoder makes of a whole item (SigLIP)."""
+    """Layers that map the encoder's width to that of the features: a matrix (CLIP; the stored one, if `hub` or `path`
+    has it), one linear layer or two; null: the feature is the encoder's pooled output (SigLIP)."""
     train: TrainableEncoder = TrainableEncoder()
     projector_learning_rate: PositiveNumber | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
@@ -90,51 +90,51 @@ class TowerConfig(PartConfig):
 
 
 INITIAL_LOGIT_SCALE = {"softmax": math.log(1 / 0.07), "sigmoid": math.log(10.0)}
-"""By loss, as the papers begin: CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023)."""
+"""Initial values by loss, from CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023)."""
 LogitScale = Annotated[float, Field(ge=-7, le=7, allow_inf_nan=False)]
-"""CLIP keeps the logarithm below 4.61. At 10 the rounding of float32 is a ten-thousandth of the gradients."""
+"""CLIP keeps the logarithm below 4.61. At 10, rounding errors of float32 are 1e-4 of the gradients."""
 LogitBias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)]
 
 
 class ContrastiveConfig(Section):
-    """The loss that compares what towers make of the samples of a contrastive batch. A pair of towers compares those
-    that have an item for both."""
+    """The loss that compares the towers' features of the samples of a contrastive batch. A pair of towers compares the
+    samples that have an item for both."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Each sample against all others of its contrastive batch (CLIP), or each pair by itself (SigLIP)."""
+    """Softmax over the contrastive batch (CLIP), or a sigmoid for each pair of samples (SigLIP)."""
     width: Count | None = None
-    """Of the features; null: that of the first tower without projector."""
+    """Width of the features; null: that of the first tower without projector."""
     anchor: str | None = None
-    """The tower that each other one is compared with; null: all pairs of towers."""
+    """The tower that all others are compared with; null: all pairs of towers are compared."""
     logit_scale: LogitScale | None = None
     """Logarithm of the initial scale of similarities; null: the stored one, if an image and a text tower are of one
     stored CLIPModel (softmax) or SiglipModel (sigmoid), else 2.66 for softmax, 2.3 for sigmoid."""
     max_logit_scale: LogitScale | None = None
-    """Most that this logarithm may grow to (CLIP: 4.6052, a scale of 100); null: no limit."""
+    """Upper limit of this logarithm during training (CLIP: 4.6052, a scale of 100); null: no limit."""
     logit_bias: LogitBias | None = None
-    """Initial bias of similarities, of the sigmoid loss alone; null: the stored one, as for the scale, else -10."""
+    """Initial bias of similarities, for the sigmoid loss alone; null: the stored one, as for the scale, else -10."""
     train: bool = True
     """Whether scale and bias are trained."""
     loss_weight: PositiveNumber = 1.0
-    """Of this loss; matters beside that of a `decoder`."""
+    """Weight of this loss beside that of a `decoder`."""
     learning_rate: PositiveNumber | None = None
     """Peak learning rate of scale and bias; null: `train.learning_rate`."""
 
 
 class DecoderConfig(PartConfig):
-    """A GPT2 or BERT that captions what a tower sees, by cross-attention (CoCa): its loss stands beside the contrastive
-    one. It is as wide as the features."""
+    """A GPT2 or BERT that captions the input of a tower, by cross-attention to its features (CoCa). Its loss is added
+    to the contrastive one. Its width is that of the features."""
 
     reads: str
     """The tower to whose features it attends."""
     loss_weight: PositiveNumber = 2.0
-    """Of the captioning loss, the mean over the captions' tokens."""
+    """Weight of the captioning loss, the mean over the tokens of the captions."""
     train: TrainableModule = TrainableModule()
 
     @model_validator(mode="before")
     @classmethod
     def _attends(cls, given: Any) -> Any:
-        """Says so to transformers."""
+        """Sets the values that make transformers build a decoder with cross-attention."""
         values = given.get("values", {}) if isinstance(given, dict) else None
         if not isinstance(values, dict):
             return given
@@ -146,29 +146,30 @@ class DecoderConfig(PartConfig):
 
 class ModelConfig(Section):
     encoders: dict[str, EncoderConfig] = {}
-    """By name; the names are the modules' names everywhere."""
+    """Encoders by name; the names are those of the modules everywhere."""
     language_model: LanguageModelConfig | None = None
-    """Needed unless there are `towers`."""
+    """The language model; required unless there are `towers`."""
     generators: dict[str, GeneratorConfig] = {}
-    """By name; they read the language model. To plan and to simulate, with data of kind `described`."""
+    """Generators by name, which read the language model. To plan and simulate only, with data of kind `described`."""
     towers: dict[str, TowerConfig] = {}
-    """Of a contrastive model, by name; the names are the modules' names everywhere (docs/contrastive.md)."""
+    """Encoders of a contrastive model by name; the names are those of the modules everywhere (docs/contrastive.md)."""
     contrastive: ContrastiveConfig = ContrastiveConfig()
     """The towers' loss."""
     decoder: DecoderConfig | None = None
-    """Beside towers: captions what one of them sees; null: nothing does."""
+    """A decoder that captions the input of a tower; null: none."""
     merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
-    """How encoder outputs enter the language model."""
+    """How the outputs of encoders enter the language model."""
     media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
-    """What a token of an image or clip sees in the language model: as text does, what stands before it; its own item
-    alone; all of its modality; what stands before it and its own image or frame whole; or, as all before it do,
-    everything up to the sample's last one. `family`: what multimodal models of the language model's family do (Gemma3:
-    `block_causal`). Other than `causal`, samples are packed. Masks of one's own: docs/attention.md."""
+    """What a token of an image or clip attends to in the language model. `causal`: all tokens before it, as text does;
+    `own_item`: its own item alone; `own_modality`: all items of its modality; `block_causal`: all tokens before it and
+    its own image or frame; `prefix`: everything up to the sample's last image or clip, as do all tokens before that;
+    `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). Samples are packed unless
+    it is `causal`. For custom masks see docs/attention.md."""
     placeholder_tokens: dict[str, str] = {}
-    """For each encoder, the tokenizer's token that stands where its outputs go; not given: `<image>` or `<audio>`."""
+    """By encoder, the tokenizer's token at the positions of its outputs; not given: `<image>` or `<audio>`."""
 
     def _is_given(self, key: str) -> bool:
-        """Other than by its default, which a run file that was written out names too."""
+        """Whether the value differs from the default, which may be given explicitly."""
         return bool(getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True))
 
     @model_validator(mode="after")
@@ -230,13 +231,13 @@ class ModelConfig(Section):
 
     @property
     def causal_lm(self) -> LanguageModelConfig:
-        """The language model; a model of towers has none."""
+        """The language model, which contrastive models do not have."""
         assert self.language_model is not None
         return self.language_model
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """Of the parts that a run file lays out."""
+        """Names of the modules that `parallel.explicit` lays out."""
         if not self.towers:
             return (*self.encoders, LANGUAGE_MODEL, *self.generators)
         return tuple(self.towers) if self.decoder is None else (*self.towers, DECODER)

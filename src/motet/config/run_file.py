@@ -27,58 +27,58 @@ from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
 
 
 class DeviceConfig(Section):
-    """A device of the user's; docs/costs.md says where to find the numbers."""
+    """A device that motet does not know; docs/costs.md says where to find the numbers."""
 
     peak_flops: Annotated[dict[str, PositiveNumber], Field(min_length=1)]
-    """Dense FLOP/s by dtype: bfloat16, float32, ..."""
+    """Peak dense FLOP/s by dtype: bfloat16, float32, ..."""
     memory_bytes: PositiveNumber
-    """Of one device."""
+    """Memory of one device."""
     memory_bytes_per_s: PositiveNumber
-    """Bandwidth of its memory."""
+    """Bandwidth of the memory."""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the peak that large matrix products reach."""
     within_node: str = "pcie4"
-    """The link that joins such devices in a node."""
+    """The link between such devices in a node."""
     source: str = "the user"
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
 
 class LinkConfig(Section):
-    """A link of the user's."""
+    """A link that motet does not know."""
 
     latency_s: Annotated[float, Field(ge=0)]
-    """Of one message."""
+    """Latency of one message."""
     bytes_per_s: PositiveNumber
-    """In one direction."""
+    """Bandwidth in one direction."""
     source: str = "the user"
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
 
 class CatalogueConfig(Section):
-    """What a catalogue file may hold."""
+    """A catalogue file."""
 
     devices: dict[str, DeviceConfig] = {}
-    """By name."""
+    """Devices by name."""
     links: dict[str, LinkConfig] = {}
-    """By name."""
+    """Links by name."""
 
 
 class ClusterConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
-    """What the processes compute on."""
+    """The kind of device that processes compute on."""
     num_devices: Degree = 1
-    """In all, one process each."""
+    """Total number of devices, with one process each."""
     num_nodes: Count = 1
-    """Machines; each has the same number of devices."""
+    """Number of machines, with equally many devices each."""
     memory_bytes: PositiveNumber | None = None
-    """Of one device; null: what the device has."""
+    """Memory of one device; null: that of the known device."""
     num_cores: Count | None = None
-    """CPU cores of one node that its processes share; null: what the machine has."""
+    """CPU cores of one node that its processes share; null: those of this machine."""
     accelerator: str | None = None
-    """A device of motet's catalogue (a40, a100-80, h100, ...) or of `devices`, for computed costs; null: a CPU core, or
+    """A device of motet's catalogue (a40, a100-80, h100, ...) or of `devices`, for computed costs; null: a CPU core or
     an H100."""
     within_node: str | None = None
-    """A link of motet's catalogue (loopback, pcie4, nvlink4, ...) or of `links`; null: the device's usual one."""
+    """A link of motet's catalogue (loopback, pcie4, nvlink4, ...) or of `links`; null: the usual one of the device."""
     between_nodes: str | None = None
     """A link of motet's catalogue (infiniband400, roce200, ethernet100, ...) or of `links`, through one network
     card."""
@@ -89,11 +89,11 @@ class ClusterConfig(Section):
     links: dict[str, LinkConfig] = {}
     """Links that motet's catalogue does not have, by name."""
     catalogue: str | None = None
-    """YAML file with more `devices` and `links`, to be shared by run files; null: none."""
+    """YAML file with further `devices` and `links`, which run files can share; null: none."""
     speeds: str | None = None
-    """File of measured speeds of kernels (docs/costs.md) for computed costs; null: assumed ones."""
+    """File of measured speeds of kernels (docs/costs.md) for computed costs; null: assumed speeds."""
     costs: str | None = None
-    """File of measured costs that `motet profile` wrote; null: they are computed."""
+    """File of measured costs, written by `motet profile`; null: costs are computed."""
 
     @model_validator(mode="after")
     def _has_equal_nodes(self) -> "ClusterConfig":
@@ -106,75 +106,75 @@ class ClusterConfig(Section):
 
 
 class FailuresConfig(Section):
-    """Going on when nodes fail (docs/resilience.md)."""
+    """Training that continues when nodes fail (docs/resilience.md)."""
 
     tolerate: Count = 1
-    """Nodes that may fail at once without anything being lost: there are that many copies of every layer, and one."""
+    """Nodes that may fail at once without loss of state: there is one more copy of every layer."""
     detect_s: PositiveNumber = 1.0
-    """A node that gives no sign of life any more is lost within so many seconds."""
+    """Seconds without a sign of life after which a node counts as lost."""
     store_patience_s: PositiveNumber = 60.0
-    """A node goes on for so many seconds without the store, which one process keeps for all; then it ends."""
+    """Seconds for which a node continues without the store, which one process holds for all; then it ends."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
-    """A rank whose computation takes more than so many times as long as that of ranks with the same layers is named in
-    the failure log; nothing else is done. null: none is."""
+    """A rank that computes this many times as long as ranks with the same layers is listed in the failure log. null:
+    none is."""
     stop_below_guarantee: bool = False
-    """When too few nodes are left to survive `tolerate` failures: save and stop, instead of going on without them."""
+    """Whether to save and stop when too few nodes are left to survive `tolerate` failures; false: continue."""
     restarts: CountOrNever = 3
-    """How often all nodes are started anew, from the last checkpoint, when too few are left."""
+    """How often all nodes are restarted from the last checkpoint when too few are left."""
 
 
 class TrainConfig(Section):
     steps: Count = 100
-    """Updates in all, those before a resumed checkpoint included."""
+    """Total number of updates, including those before a resumed checkpoint."""
     global_batch_size: Count = 8
     """Samples per update, over all replicas and microbatches."""
     contrastive_batch_size: Count | None = None
-    """Of towers: samples that are compared with each other; the loss is the mean over contrastive batches. null: the
-    global batch."""
+    """Of towers: number of samples that are compared with each other; the loss is the mean over contrastive batches.
+    null: the global batch."""
     learning_rate: PositiveNumber = 1e-3
-    """Peak, of parts that have none of their own."""
+    """Peak learning rate of parts that have none of their own."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """AdamW's; vectors are not decayed."""
+    """Weight decay of AdamW, which does not apply to vectors."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's."""
+    """The betas of AdamW."""
     eps: PositiveNumber = 1e-8
-    """AdamW's."""
+    """The epsilon of AdamW."""
     warmup_steps: CountOrNever = 0
-    """Steps in which the learning rate rises from 0 to its peak."""
+    """Number of steps in which the learning rate rises from 0 to its peak."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     min_learning_rate_ratio: Fraction = 0.1
-    """What remains of the peak at the last step."""
+    """Share of the peak learning rate at the last step."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Largest norm of the whole model's gradient; 0: no clipping."""
+    """Largest norm of the gradient of the whole model; 0: no clipping."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the computation; bfloat16 is autocast, with float32 weights."""
+    """Type of the computation; bfloat16 is autocast, with float32 weights."""
     seed: CountOrNever = 0
-    """Of dropout and of the order of the data."""
+    """Seed of dropout and of the order of the data."""
     eval_every: CountOrNever = 0
     """Steps between evaluations on held-out samples; 0: none."""
     eval_samples: Count = 256
-    """Held-out samples of one evaluation; of contrastive models, whole global batches of them if there is one."""
+    """Held-out samples of one evaluation; contrastive models use whole global batches, if there is at least one."""
     checkpoint_every: CountOrNever = 0
     """Steps between checkpoints; 0: none."""
     keep_checkpoints: Count = 2
-    """Older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
     output: str = "runs/motet"
-    """Folder of everything that the run writes."""
+    """Folder for everything that the run writes."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows a loss or gradient that is not finite: the end, or a step without update."""
+    """Reaction to a loss or gradient that is not finite: stop the run, or skip the update."""
     step_timeout_s: PositiveNumber = 300.0
-    """A step that takes longer ends the run with a report of who waits for what."""
+    """Seconds after which a step ends the run with a report of what each rank waits for."""
     metrics: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
-    """Where the numbers go."""
+    """Destinations of the metrics."""
     resume: str | None = None
-    """A checkpoint's folder, or `latest` of `output`."""
+    """Folder of a checkpoint to resume from, or `latest` of `output`; null: none."""
     failures: FailuresConfig | None = None
-    """Go on when nodes fail; null: the run ends."""
+    """Continue when nodes fail; null: the run ends."""
 
 
 class RunConfig(Section):
-    """One run: what is trained, on what, where, and how."""
+    """A run: the model, its data, the cluster, the layout and the training."""
 
     model: ModelConfig
     data: Annotated[
@@ -215,10 +215,10 @@ class RunConfig(Section):
             )
 
     def _check_limits(self) -> None:
-        """Refuses those that nobody reads."""
+        """Refuses limits that are not read."""
         limits, planner, survives = self.parallel.limits, self.parallel.planner, self.train.failures is not None
         if planner == "explicit":
-            # Where nodes may fail, templates of other pipelines are made beside the given ones.
+            # Where nodes may fail, templates of pipelines are made in addition to the explicit layout.
             by_templates = ("cp", "fully_sharded", "max_pp") if survives else ()
             given = [key for key in limits.given() if key.rpartition(".")[2] not in by_templates]
             if given:
@@ -237,7 +237,7 @@ class RunConfig(Section):
                 )
 
     def _shards_states_once(self) -> None:
-        """Where nodes may fail, ZeRO-1 is motet's own, which can."""
+        """Refuses ZeRO-1 with sharded modules, except where nodes may fail, which supports both."""
         if not self.parallel.zero1 or self.train.failures is not None:
             return
         sharded = [f"explicit.{name}" for name, module in self.parallel.explicit.items() if module.fully_sharded]

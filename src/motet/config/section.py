@@ -1,4 +1,4 @@
-"""What all sections of the run file have in common."""
+"""The base class and the types of keys that all sections of the run file share."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 Degree = Annotated[int, Field(ge=1, le=131_072)]
-"""Of parallelism; also a number of devices."""
+"""A degree of parallelism, or a number of devices."""
 Degrees = Annotated[tuple[Degree, ...], Field(min_length=1)]
 CountOrNever = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -14,6 +14,6 @@ PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Strict: unknown keys and values of another type are errors."""
+    """A section of the run file. Unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)

@@ -1,0 +1,1 @@
+"""The only estimator of seconds and bytes, and the profiler that measures them."""

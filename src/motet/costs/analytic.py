@@ -31,12 +31,12 @@ from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of one kind of kernel."""
+    """The speed of one kind of kernel."""
 
     limit: float
     """Share of the peak that the largest kernels reach."""
     overhead_s: float
-    """Of every kernel, however small: start, ramp, tail."""
+    """Fixed time of every kernel: start, ramp, tail."""
 
     def seconds(self, work: float, peak: float) -> float:
         return self.overhead_s + work / (self.limit * peak)
@@ -52,11 +52,11 @@ class Speeds:
     convolution: Speed
     attention: Speed
     memory: Speed
-    """Of bytes against the memory's bandwidth: norms, elementwise functions, whatever else is bound by it."""
+    """Of bytes against the memory's bandwidth: norms, elementwise functions and other memory-bound kernels."""
     source: str = "assumed"
 
     def compute(self, kind: KernelKind) -> Speed | None:
-        """Of FLOPs against the peak; None: kernels of this kind only move bytes."""
+        """Speed relative to the peak FLOPs; None for kinds that only move bytes."""
         return {"gemm": self.gemm, "convolution": self.convolution, "attention": self.attention}.get(kind)
 
     def to_json(self) -> str:
@@ -64,7 +64,7 @@ class Speeds:
 
     @staticmethod
     def load(path: str | Path) -> "Speeds":
-        """Raises `UserError`."""
+        """Reads a file of `motet profile --speeds`. Raises `UserError` if it is unreadable or invalid."""
         from motet.strict_parsing import parse_strictly
 
         try:
@@ -86,7 +86,7 @@ GPU_OVERHEAD_S, CPU_OVERHEAD_S = 3e-6, 20e-6
 
 
 def default_speeds(device: Device) -> Speeds:
-    """Those that are assumed until they are measured (`fit_speeds`)."""
+    """Assumed speeds, until they are measured (`fit_speeds`)."""
     overhead_s = CPU_OVERHEAD_S if device.name == "cpu" else GPU_OVERHEAD_S
 
     def speed(limit: float) -> Speed:
@@ -101,7 +101,7 @@ def default_speeds(device: Device) -> Speeds:
 
 
 def kernel_seconds(kernel: Kernel, speeds: Speeds, *, peak_flops: float, bytes_per_s: float) -> float:
-    """The roofline. Raises `ValueError` for a collective, which links decide (`motet.costs.communication`)."""
+    """Seconds by the roofline. Raises `ValueError` for a collective (see `motet.costs.communication`)."""
     if kernel.kind == "communication":
         raise ValueError(f"{kernel.name} is a collective; ask motet.costs.communication")
     speed = speeds.compute(kernel.kind)
@@ -117,10 +117,10 @@ class KernelTime(NamedTuple):
 def fit_speeds(
     measured: Iterable[KernelTime], device: Device, dtype: str, *, source: str = "measured", rounds: int = 5
 ) -> Speeds:
-    """Least squares of the relative error for each kind, with neither overhead nor slope below zero.
+    """Fits each kind by least squares of the relative error, with non-negative overhead and slope.
 
-    Which kernels are bound by memory is decided by the speeds of the round before, beginning with the assumed ones.
-    Kinds with fewer than two measurements keep their assumed speed."""
+    The speeds of the previous round, initially the assumed ones, decide which kernels are memory-bound. Kinds with
+    fewer than two measurements keep their assumed speed."""
     measured = tuple(measured)
     speeds = default_speeds(device)
     peak, bandwidth = device.peak(dtype), device.memory_bytes_per_s
@@ -148,11 +148,11 @@ def _fit(points: list[tuple[float, float]]) -> Speed:
 
 
 ELEMENT_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Of the operands of kernels, by the dtype of the computation."""
+"""Size of an element of a kernel's operands, by the dtype of the computation."""
 
 
 def layer_flops(layer: LayerShape) -> LayerCost:
-    """Like a layer's cost, but in FLOPs instead of seconds."""
+    """A layer's cost in FLOPs instead of seconds."""
     return _cost_of(layer, layer_kernels(layer), total_flops)
 
 
@@ -171,16 +171,16 @@ def _cost_of(
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyticCosts:
-    """What seconds are computed from."""
+    """Computes seconds of kernels and layers."""
 
     cluster: Cluster
     dtype: str
     message_bytes: int
-    """Of each element that goes from layer to layer; collectives that sum what linears have computed carry `dtype`."""
+    """Size of an element between layers; collectives that sum the outputs of linears carry `dtype`."""
     speeds: Speeds
 
     def module(self, workload: ModuleWorkload, *, tp_size: int = 1, sequence_parallel: bool = False) -> ModuleCosts:
-        """Costs at one tensor-parallel size. Tensor-parallel groups are taken to fill a node before the next."""
+        """Costs at one tensor-parallel size, for tensor-parallel groups that fill one node after another."""
         by_shape = {layer: self._layer(layer, tp_size, sequence_parallel) for layer in dict.fromkeys(workload.layers)}
         return ModuleCosts(layers=tuple(by_shape[layer] for layer in workload.layers))
 
@@ -220,10 +220,9 @@ def analytic_table(
     tp_sizes: Iterable[int] = (1,),
     speeds: Speeds | None = None,
 ) -> CostTable:
-    """The costs of a model that nobody has measured.
+    """The computed costs of a model.
 
-    `dtype_bytes`: of each element that goes from layer to layer (under autocast 4). `speeds`: None: the assumed ones.
-    """
+    `dtype_bytes`: size of an element between layers (4 under autocast). `speeds`: None: the assumed ones."""
     costs = AnalyticCosts(
         cluster=cluster, dtype=dtype, message_bytes=dtype_bytes, speeds=speeds or default_speeds(cluster.device)
     )

@@ -26,7 +26,7 @@ from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 @dataclass(frozen=True, slots=True)
 class LayerGradients:
-    """Which gradients a layer computes for a microbatch."""
+    """The gradients that a layer computes for a microbatch."""
 
     input_gradient: bool
     weight_gradient: bool
@@ -39,7 +39,7 @@ class LayerGradients:
 def gradients_of_modules(
     trainable: Mapping[str, Sequence[bool]], edges: Sequence[Edge]
 ) -> dict[str, tuple[LayerGradients, ...]]:
-    """When every modality is there. `trainable`: for each module its layers. The edges form no cycle."""
+    """The gradients of all layers when every modality is present. `trainable`: by module and layer."""
     result: dict[str, tuple[LayerGradients, ...]] = {}
     remaining = list(trainable)
     while remaining:
@@ -51,12 +51,12 @@ def gradients_of_modules(
 
 
 def entries_of(name: str, bringing: Set[str], edges: Sequence[Edge]) -> set[int]:
-    """The layers of a module at which those sources enter it that bring something that needs a gradient."""
+    """The layers of a module at which a source enters that needs a gradient. `bringing`: these sources."""
     return {layer for edge in edges if edge.target == name and edge.source in bringing for layer in edge.layers}
 
 
 def gradients_of_layers(trainable: Sequence[bool], entries: Set[int]) -> tuple[LayerGradients, ...]:
-    """Of one module. `entries`: the layers at which something enters that needs a gradient."""
+    """The gradients of one module's layers. `entries`: layers at which something enters that needs a gradient."""
     layers, reached = [], False
     for layer, own in enumerate(trainable):
         reached = reached or layer in entries
@@ -66,7 +66,7 @@ def gradients_of_layers(trainable: Sequence[bool], entries: Set[int]) -> tuple[L
 
 
 def gradients_of_plan(plan: Plan) -> dict[str, tuple[LayerGradients, ...]]:
-    """Of the modules that are no copies; what a copy feeds is fed by the original."""
+    """The gradients of all modules but copies; an edge from a copy counts as one from its original."""
     owners = {name: module for name, module in plan.modules.items() if module.copy_of is None}
     trainable = {
         name: [module.is_trainable((layer, layer + 1)) for layer in range(module.num_layers)]
@@ -81,24 +81,24 @@ def gradients_of_plan(plan: Plan) -> dict[str, tuple[LayerGradients, ...]]:
 
 
 class CellKind(NamedTuple):
-    """What cells have in common that cost the same under the same load."""
+    """A class of cells that cost the same under the same load."""
 
     module: str
     stage: Stage
-    """One of those that cost the same."""
+    """One of the stages of equal cost."""
     gradients: tuple[LayerGradients, ...]
-    """For each layer of the stage, what a backward computes."""
+    """The gradients that a backward computes in each layer of the stage."""
     different: tuple[tuple[LayerShape, LayerGradients, int], ...]
-    """The different ones among the stage's layers and their gradients, and how many there are of each."""
+    """The stage's distinct pairs of layer and gradients, and the number of each."""
 
     @property
     def is_loss(self) -> bool:
-        """Of towers that are contrasted: its costs depend on who takes part (`motet.costs.stage_seconds`)."""
+        """A contrastive loss, whose costs depend on its members."""
         return self.different[0][0].part == "loss"
 
     @property
     def num_shares(self) -> int:
-        """Among how many a microbatch's load is divided; a loss's costs are those of a member for the whole of it."""
+        """Number of ranks that share a microbatch's load. The costs of a loss are a member's for the whole load."""
         return 1 if self.is_loss else self.stage.cp_size
 
 
@@ -129,14 +129,14 @@ class Cells:
         self._number()
 
     def load_of(self, cell: Cell) -> Load:
-        """The same for all stages of a module's replica."""
+        """The load of a cell's microbatch, the same for all stages of a replica."""
         return self.loads[self.load[self.routes.number_of_cell[cell]]]
 
     def kind_of(self, cell: Cell) -> CellKind:
         return self.kinds[self.kind[self.routes.number_of_cell[cell]]]
 
     def owner(self, module: str) -> str:
-        """Whose costs and data the module has."""
+        """The module whose costs and data this one has: itself, or the module that it copies."""
         return self.plan.modules[module].data_module(module)
 
     def workload(self, module: str) -> ModuleWorkload:
@@ -147,7 +147,7 @@ class Cells:
         return workload.packed() if self.plan.modules[module].replicas[replica].shares_context else workload
 
     def num_outputs(self, module: str) -> list[int]:
-        """Of each sample."""
+        """The number of outputs of each sample."""
         if module not in self._outputs:
             owner, of_kind = self.owner(module), {}
             for kind, sample in zip(self._sample_kinds, self.samples, strict=True):
@@ -157,9 +157,9 @@ class Cells:
         return self._outputs[module]
 
     def model_flops(self, weights: Floats | None = None) -> float:
-        """Of forward and of the gradients that the trainable layers need; neither recomputation nor copies count.
+        """FLOPs of the forward and of the gradients that trainable layers need, without recomputation and copies.
 
-        `weights`: for how many cells each cell stands; None: for itself."""
+        `weights`: number of cells that each cell represents; None: 1."""
         known: dict[LayerShape, LayerCost] = {}
         terms = []
         for kind in self.kinds:
@@ -205,14 +205,14 @@ class Cells:
     def _make_kind(self, name: str, stage: Stage, sources: Sequence[str] | None) -> CellKind:
         gradients = self._derive_gradients(name, stage.layers, sources)
         layers = self.workload(name).layers[slice(*stage.layers)]
-        # By identity: to hash a shape takes longer than to compute with it.
+        # Keyed by identity, because hashing a shape is slow.
         shapes = {id(layer): layer for layer in layers}
         counts = Counter(zip(map(id, layers), gradients, strict=True))
         different = tuple((shapes[layer], needs, count) for (layer, needs), count in counts.items())
         return CellKind(name, stage, gradients, different)
 
     def _loads(self, module: str, replica: int) -> Iterator[Load]:
-        """Of each microbatch. Those of samples of the same kinds are alike."""
+        """The load of each microbatch, computed once for samples of the same kinds."""
         workload = self._arranged(module, replica)
         for members in self.routes.assignment.microbatches[module][replica]:
             key = (module, workload.arrangement, tuple([self._sample_kinds[i] for i in members]))
@@ -226,8 +226,8 @@ class Cells:
             yield self._load_of_kinds[key]
 
     def _gradients_enter(self) -> tuple[Ints, list[tuple[str, ...]]]:
-        """For each cell, the modules to whose outputs it gives gradients, as an index into the different cases; -1
-        where there is no backward."""
+        """The modules to whose outputs each cell sends gradients, as an index into the distinct cases; -1 for a cell
+        without a backward."""
         routes, names = self.routes, list(self.plan.modules)
         module_of_stage = np.array([names.index(stage.module) for stage in routes.stages], dtype=np.int64)
         back = routes.route_has_gradient
@@ -245,7 +245,7 @@ class Cells:
     def _derive_gradients(
         self, name: str, layers: LayerRange, sources: Sequence[str] | None
     ) -> tuple[LayerGradients, ...]:
-        """`sources`: the modules to whose outputs gradients go; None: there is no backward."""
+        """The gradients of a stage's layers. `sources`: modules that receive gradients; None: there is no backward."""
         first, last = layers
         if sources is None:
             return (LayerGradients(False, False),) * (last - first)
@@ -255,7 +255,7 @@ class Cells:
 
     @cached_property
     def _sources(self) -> Mapping[str, tuple[str, ...]]:
-        """For each module, whose outputs enter it; a copy brings what its owner brings."""
+        """The modules whose outputs enter each module, with copies replaced by their originals."""
         return {
             name: tuple(dict.fromkeys(self.owner(edge.source) for edge in self.plan.edges if edge.target == name))
             for name in self.plan.modules

@@ -1,16 +1,16 @@
-"""How long collectives over a group of ranks take, by algorithm and topology.
+"""Seconds of collectives by algorithm and topology, and of messages, gradient reductions and resharding.
 
-Every collective is latency + bytes / bandwidth, bytes being those of one rank's whole tensor (the result of an
-all-gather, the argument of a reduce-scatter). Two algorithms are known and the quicker one counts, as NCCL chooses:
+A collective takes latency + bytes / bandwidth, where bytes are those of one rank's whole tensor (the result of an
+all-gather, the argument of a reduce-scatter). The faster one of two algorithms counts, as NCCL chooses:
 
 * ring: n - 1 steps (twice that for an all-reduce), each with an n-th of the bytes over the slowest link of the ring;
 * hierarchical: within the nodes, and between them in as many rings at once as a node has ranks of the group, each with
   its share of the bytes (a two-dimensional ring: Mikami et al. 2018).
 
-While one group communicates, so do its sisters on the same nodes (there is one group for each tensor-parallel rank, and
-so on): network cards are shared by all devices of a node.
+Groups of the same kind on the same nodes (one for each tensor-parallel rank, for example) communicate at the same time
+and share the network cards of a node.
 
-Limits: no reduction in switches, no trees for small messages, groups that fill their nodes unequally count as rings.
+Limits: no reduction in switches and no trees for small messages; groups that fill their nodes unequally count as rings.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """latency + bytes / bandwidth."""
+    """The terms of a collective's time: latency + bytes / bandwidth."""
 
     latency_s: float
     bytes_per_s: float
@@ -42,7 +42,7 @@ NOTHING = Terms(0.0, float("inf"), "none")
 
 
 def collective_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int], num_bytes: float = 1e8) -> Terms:
-    """Of the quicker algorithm for tensors of about so many bytes."""
+    """Terms of the faster algorithm for tensors of about `num_bytes`."""
     members = tuple(dict.fromkeys(ranks))
     if len(members) < 2:
         return NOTHING
@@ -59,7 +59,7 @@ def collective_seconds(cluster: Cluster, collective: Collective, ranks: Sequence
 
 
 def ring_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms:
-    """A ring enters and leaves each node once, through one network card, which the sister groups share."""
+    """Terms of a ring, which enters and leaves each node once, through a network card that parallel groups share."""
     per_node = Counter(cluster.node(rank) for rank in ranks)
     if len(per_node) == 1:
         link = cluster.within_node
@@ -71,14 +71,14 @@ def ring_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -
 
 
 def hierarchical_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms | None:
-    """None where the group has one rank on each node, or lies within one, or fills its nodes unequally."""
+    """Terms within and between nodes; None if the group has one rank per node, one node, or unequal nodes."""
     per_node = Counter(cluster.node(rank) for rank in ranks)
     counts = set(per_node.values())
     if len(per_node) == 1 or len(counts) != 1 or counts == {1} or collective in ("all_to_all", "broadcast"):
         return None
     (num_inside,) = counts
     inside = _ring(collective, num_inside, cluster.within_node.latency_s, cluster.within_node.bytes_per_s)
-    # All devices of a node send at once, each an own share of the tensor.
+    # All devices of a node send at the same time, each its share of the tensor.
     outside = _ring(collective, len(per_node), cluster.between_nodes.latency_s, cluster.network_bytes_per_s)
     s_per_byte = 1 / inside.bytes_per_s + 1 / outside.bytes_per_s / num_inside
     return Terms(inside.latency_s + outside.latency_s, 1 / s_per_byte, "hierarchical")
@@ -87,14 +87,11 @@ def hierarchical_terms(cluster: Cluster, collective: Collective, ranks: Sequence
 def _ring(collective: Collective, num_ranks: int, latency_s: float, bytes_per_s: float) -> Terms:
     steps = num_ranks - 1
     if collective == "broadcast":
-        # Cut into pieces, the tensor passes every link once.
+        # The tensor passes every link once, in pieces.
         return Terms(steps * latency_s, bytes_per_s, "ring")
     rounds = 2 if collective == "all_reduce" else 1
     share = rounds * steps / num_ranks
     return Terms(rounds * steps * latency_s, bytes_per_s / share, "ring")
-
-
-# How long messages, reductions and resharding take: from the cluster's links, or fitted to measurements.
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -107,9 +104,9 @@ def message_link(table: CostTable, cluster: Cluster, sender: int, receiver: int)
 
 
 def all_reduce_seconds(table: CostTable, cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
-    """Over these ranks, bucket by bucket.
+    """Seconds of an all-reduce over these ranks, bucket by bucket.
 
-    A measured all-reduce is one of two ranks: 2 steps, with half of the bytes each; of more ranks, a ring of them."""
+    A measured all-reduce has two ranks: 2 steps with half of the bytes each. More ranks form a ring of such steps."""
     num_ranks = len(ranks)
     if num_ranks < 2 or not num_bytes:
         return 0.0
@@ -123,10 +120,9 @@ def all_reduce_seconds(table: CostTable, cluster: Cluster, ranks: Sequence[int],
 
 
 def resharding_seconds(cluster: Cluster, transfers: Iterable[tuple[int, int, float]]) -> float:
-    """Of (sender, receiver, bytes) that all begin together, as between modules with unlike groups.
+    """Seconds of transfers (sender, receiver, bytes) that begin together, as between modules with different groups.
 
-    What takes longest counts: what one device sends or receives over its own link, or what the network cards of one
-    node send or receive. Bytes that stay on their rank are free."""
+    The busiest link counts: that of one device or the network cards of one node. Bytes that stay on a rank are free."""
     inside: dict[tuple[str, int], float] = defaultdict(float)
     outside: dict[tuple[str, int], float] = defaultdict(float)
     nodes: dict[tuple[str, int], float] = defaultdict(float)
@@ -153,7 +149,7 @@ def resharding_seconds(cluster: Cluster, transfers: Iterable[tuple[int, int, flo
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
-    """Least squares of the relative error, with neither latency nor bandwidth below zero.
+    """Fits a link by least squares of the relative error, with non-negative latency and bandwidth.
 
     Raises `ValueError` with fewer than two different sizes."""
     from scipy.optimize import nnls

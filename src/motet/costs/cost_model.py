@@ -29,7 +29,7 @@ from motet.shapes.module_shape import ModuleWorkload
 
 
 class Load(NamedTuple):
-    """Sums over the sequences of one microbatch in one module."""
+    """The sums over the sequences of one microbatch in one module on which times and sizes depend."""
 
     tokens: float = 0.0
     """Padding included where sequences are padded."""
@@ -37,16 +37,16 @@ class Load(NamedTuple):
     """Pairs of tokens that attention computes: the sum of squared lengths, if sequences stand apart."""
     sequences: float = 0.0
     incoming: float = 0.0
-    """Tokens that arrive from other modules; for cross-attention where all rows see all of them, times the rows."""
+    """Tokens from other modules; times the number of rows if each row attends to all of them by cross-attention."""
     incoming_pairs: float = 0.0
-    """Own tokens times tokens that arrive: for cross-attention."""
+    """Own tokens times incoming tokens, for cross-attention."""
     outputs: float = 0.0
-    """Tokens that an encoder hands on, or that carry a language model's loss."""
+    """Tokens of an encoder's output, or tokens with loss of a language model."""
     tokens_squared: float = 0.0
     """The square of `tokens`: a large microbatch outgrows caches, so that its tokens cost more."""
 
     def share(self, cp_size: int) -> "Load":
-        """Of one rank, if the sequences' tokens and pairs are divided equally over a context-parallel group."""
+        """The load of one rank of a context-parallel group that divides tokens and pairs equally."""
         if cp_size == 1:
             return self
         return Load(
@@ -79,7 +79,7 @@ def microbatch_load(
 def sample_loads(
     workload: ModuleWorkload, data_module: str, samples: Sequence[Sample], sources: Sequence[str] = ()
 ) -> Floats:
-    """[sample, value of a `Load`]: what `microbatch_load` makes of each sample alone; 0 where it lacks the modality."""
+    """[sample, value of a `Load`]: `microbatch_load` of each sample alone; 0 if it lacks the modality."""
     if workload.kind == "loss":
         return np.tile(microbatch_load(workload, data_module, samples[:1]), (len(samples), 1))
     known: dict[tuple[int, ...], int] = {}
@@ -89,7 +89,7 @@ def sample_loads(
 
 
 class _Sums(NamedTuple):
-    """Over the sequences of some samples."""
+    """Sums over the sequences of some samples."""
 
     length: float
     squared_length: float
@@ -113,7 +113,7 @@ def _load(
     incoming: Value,
     outputs: Value,
 ) -> tuple[Value, Value, Value, Value, Value, Value, Value]:
-    """From the values of `_Sums` to those of a `Load`: of one microbatch, or of many as arrays."""
+    """Converts the values of `_Sums` into those of a `Load`, for one microbatch or for arrays of many."""
     tokens, pairs, entering, seeing = length, squared_length, incoming, length
     if workload.arrangement == "padded":
         tokens, pairs = sequences * longest, sequences * longest**2
@@ -134,8 +134,8 @@ def _sums(
     sources: Sequence[str],
     known: dict[tuple[int, ...], int],
 ) -> _Sums:
-    """An encoder's items are sequences of their own (and so are an item's tiles); other modules have one each. `known`:
-    tokens of an item by its grid, as far as they have been asked for."""
+    """Each item of an encoder, and each tile of an item, is a sequence; other modules have one sequence per sample.
+    `known`: tokens of an item by its grid, as far as they have been computed."""
     length = squared = longest = sequences = incoming = outputs = 0
     encodes_items = workload.encodes_items
     for sample in samples:
@@ -166,7 +166,7 @@ def _sums(
 
 
 class Quadratic(NamedTuple):
-    """Seconds as a function of a load: a constant and one coefficient for each of its sums."""
+    """Seconds as a function of a load: a constant and one coefficient per sum."""
 
     constant: float = 0.0
     per_token: float = 0.0
@@ -222,7 +222,7 @@ class LayerCost:
     """Seconds of one layer on each rank of a tensor-parallel group, its collectives included."""
 
     forward: Quadratic
-    """While the graph for a backward is kept."""
+    """With the graph for a backward."""
     forward_without_graph: Quadratic
     input_gradient: Quadratic
     weight_gradient: Quadratic
@@ -240,7 +240,7 @@ class LayerCost:
         )
 
     def of_rank(self, cp_size: int) -> "LayerCost":
-        """As functions of one rank's load, of a layer that each rank of a context-parallel group computes for all."""
+        """The costs as functions of one rank's load, if each rank of a context-parallel group computes all tokens."""
         return LayerCost(**{part.name: getattr(self, part.name).of_rank(cp_size) for part in fields(self)})
 
 
@@ -251,21 +251,23 @@ NO_COST = LayerCost(
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCosts:
-    """One module at one tensor-parallel size."""
+    """Costs of one module at one tensor-parallel size."""
 
     layers: tuple[LayerCost, ...]
     stage_forward: Quadratic = ZERO
-    """What a stage's forward costs beside its layers: calls, copies."""
+    """Calls and copies of a stage's forward beside its layers."""
     stage_backward: Quadratic = ZERO
     blocks_forward: Quadratic = ZERO
-    """What comes on top if there are transformer blocks among them: positions, masks."""
+    """Additional cost of a stage with transformer blocks: positions, masks."""
     blocks_backward: Quadratic = ZERO
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """latency_s + bytes / bandwidth; for an all-reduce, bytes are those of one member's tensor and the time is that of
-    two members (`motet.costs.communication` scales it)."""
+    """A measured link: latency_s + bytes / bandwidth.
+
+    For an all-reduce, bytes are those of one rank's tensor, and the time is that of two ranks, which
+    `motet.costs.communication` scales."""
 
     latency_s: float
     bytes_per_s: float
@@ -276,7 +278,7 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """All costs of a model on some hardware."""
+    """All costs of a model on one kind of hardware."""
 
     modules: Mapping[str, Mapping[int, ModuleCosts]]
     """By module and tensor-parallel size."""
@@ -285,19 +287,19 @@ class CostTable:
     hardware: str
     date: str
     message: LinkCost | None = None
-    """Measured; None: the cluster's links are asked."""
+    """Measured; None: the cluster's links count."""
     all_reduce: LinkCost | None = None
     optimizer_constant_s: float = 0.0
-    """What an iteration takes beside its actions and however small the model."""
+    """Time of an iteration beside its actions, independent of the model."""
     optimizer_s_per_parameter: float = 0.0
-    """For each trainable parameter on a rank: its update, its part in the gradient norm."""
+    """Time per trainable parameter on a rank: its update and its part of the gradient norm."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """How it was measured, and how well it fits."""
+    """How the table was measured, and the errors of the fit."""
     sequence_parallel: Mapping[str, Mapping[int, ModuleCosts]] = field(default_factory=dict)
-    """Like `modules`, with sequence parallelism; what is not here costs the same as without."""
+    """Like `modules`, with sequence parallelism; sizes without an entry cost the same as without it."""
 
     def of(self, module: str, tp_size: int, *, sequence_parallel: bool = False) -> ModuleCosts:
-        """Raises `ValueError` for what the table does not have."""
+        """The costs of a module. Raises `UserError` if the table lacks them."""
         if sequence_parallel and tp_size in self.sequence_parallel.get(module, {}):
             return self.sequence_parallel[module][tp_size]
         if module not in self.modules:
@@ -313,7 +315,7 @@ class CostTable:
 
     @staticmethod
     def load(path: str | Path) -> "CostTable":
-        """Raises `ValueError` if there is no such file, or it is no cost table."""
+        """Reads a table. Raises `UserError` if the file cannot be read or is not a cost table."""
         try:
             return CostTable.from_json(Path(path).read_text())
         except OSError as error:
@@ -351,7 +353,7 @@ STAGE_PARTS = ("stage_forward", "stage_backward", "blocks_forward", "blocks_back
 
 
 def _module_to_json(costs: ModuleCosts) -> dict[str, Any]:
-    """Layers of equal cost are written once."""
+    """JSON of a module's costs, where layers of equal cost are written once."""
     different = list(dict.fromkeys(_layer_key(layer) for layer in costs.layers))
     return {
         **{part: _terms(getattr(costs, part)) for part in STAGE_PARTS},

@@ -1,9 +1,8 @@
-"""The kernels of a layer: what they compute and what they move, as functions of a microbatch's load.
+"""The kernels of a layer: their FLOPs and bytes as functions of a microbatch's load.
 
-A layer's forward, its input gradient and its weight gradient are each a list of `KernelShape`s: matrix products,
-attention, norms, elementwise functions and the collectives of tensor parallelism, whose FLOPs and bytes are linear in
-the sums of a `Load`. Schedules that fill bubbles with kernels (Optimus, section 4.2) read the lists; costs of layers
-(`motet.costs.analytic`) are sums over them.
+A layer's forward, input gradient and weight gradient are each a list of `KernelShape`s: matrix products, attention,
+norms, elementwise functions and the collectives of tensor parallelism. Schedules that fill bubbles with kernels
+(Optimus, section 4.2) read the lists; computed costs of layers (`motet.costs.analytic`) are sums over them.
 
 FLOPs are counted as torch's `FlopCounterMode` counts them: a linear is 2 x rows x in x out, attention 4 x heads x
 head_dim x pairs, a convolution the linear over its kernel's pixels; input gradient and weight gradient cost as much as
@@ -12,7 +11,7 @@ reduce the count. Bytes: each operand is read once and each result is written on
 
 Limits: rotary positions, dropout, casts and layout changes are left out; a norm is one kernel, and so is a residual.
 Norms, residuals and losses are charged elements of the linears' width, though under autocast they are float32.
-What sequence parallelism gathers at the ends of a stage belongs to no layer, and is not counted.
+Gathers of sequence parallelism at the ends of a stage belong to no layer and are not counted.
 """
 
 from collections.abc import Iterable
@@ -48,7 +47,7 @@ class KernelShape:
     num_bytes: Quadratic
     collective: Collective | None = None
     leaves_layer: bool = False
-    """It computes the gradient of the layer's own input, which nobody needs if all before is frozen."""
+    """It computes the gradient of the layer's own input, which is not needed if everything before is frozen."""
 
     def at(self, load: Load) -> Kernel:
         return Kernel(self.name, self.kind, self.flops.seconds(load), self.num_bytes.seconds(load), self.collective)
@@ -56,17 +55,28 @@ class KernelShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """Kernels in the order in which they run."""
+    """A layer's kernels in the order of execution."""
 
     forward: tuple[KernelShape, ...]
     input_gradient: tuple[KernelShape, ...]
-    """Of everything in the layer, and out of it."""
+    """Gradients within the layer and of its input."""
     weight_gradient: tuple[KernelShape, ...]
 
     @property
     def weight_gradient_alone(self) -> tuple[KernelShape, ...]:
-        """Where nothing trainable lies before: the gradient passes through the layer, but not out of it."""
+        """If nothing trainable lies before: the gradient passes through the layer, but not out of it."""
         return (*(kernel for kernel in self.input_gradient if not kernel.leaves_layer), *self.weight_gradient)
+
+    def backward(
+        self, input_gradient: bool, weight_gradient: bool, *, recompute: bool = False
+    ) -> tuple[KernelShape, ...]:
+        """The backward of a layer that computes these gradients; with `recompute` it begins with a forward."""
+        if not (input_gradient or weight_gradient):
+            return ()
+        again = self.forward if recompute else ()
+        if not input_gradient:
+            return again + self.weight_gradient_alone
+        return again + self.input_gradient + (self.weight_gradient if weight_gradient else ())
 
 
 def layer_kernels(
@@ -77,8 +87,10 @@ def layer_kernels(
     element_bytes: int = 2,
     residual_bytes: int | None = None,
 ) -> LayerKernels:
-    """On each rank of a tensor-parallel group of this size. `element_bytes`: of activations and of weights as computed.
-    `residual_bytes`: of what goes from layer to layer, in float32 under autocast; None: the same.
+    """The kernels on each rank of a tensor-parallel group of this size.
+
+    `element_bytes`: size of an element of activations and weights in kernels. `residual_bytes`: size of an element
+    between layers, which is float32 under autocast; None: the same.
 
     A block's linears and attention are divided among the group; two all-reduces of its tokens close each forward and
     each backward (Shoeybi et al. 2019, section 3), one those of the vocabulary's layers. With sequence parallelism each
@@ -118,14 +130,14 @@ class _Maker:
     residual_bytes: int
 
     def forward(self, direction: Pass) -> list[KernelShape]:
-        """The kernels of a forward, or those of the gradients of their inputs, in the forward's order."""
+        """The kernels of a forward, or of the gradients of their inputs, in the order of the forward."""
         layer = self.layer
         if layer.num_comparisons:
             return self._comparisons(direction)
         linears = [self.linear(linear, direction) for linear in layer.linears]
         if layer.part == "embed" and layer.vocabulary:
             table = self._whole("embedding", "elementwise", 2 * layer.hidden_size)
-            # Its gradient goes into the table alone: no rank needs another's.
+            # Its gradient only updates the table, so no collective follows.
             return (
                 [table, *self._closing(1, direction)] if direction == "forward" else [replace(table, leaves_layer=True)]
             )
@@ -175,11 +187,11 @@ class _Maker:
         return KernelShape("attention", "attention", flops, num_bytes)
 
     def _comparisons(self, direction: Pass) -> list[KernelShape]:
-        """Similarities block by block, never written whole. Backwards they are computed again, and then multiplied with
-        the features of the other tower; no gradient goes there."""
+        """Similarities, block by block. The backward recomputes them and multiplies them with the features of the other
+        tower, which receives no gradient."""
         times = 2 if direction == "input_gradient" else 1
         per_pair = 2.0 * self.layer.hidden_size * self.layer.num_comparisons
-        # A block is written by the product, read and written by the softmax or sigmoid, read again.
+        # The product writes a block; the softmax or sigmoid reads and writes it; it is read again.
         size = 4.0 * self.element_bytes * self.layer.num_comparisons
         products = KernelShape(
             "similarity", "gemm", self._quadratic(per_pair=times * per_pair), self._quadratic(per_pair=size / 4)
@@ -187,13 +199,13 @@ class _Maker:
         return [products, KernelShape("softmax", "elementwise", Quadratic(), self._quadratic(per_pair=size * times))]
 
     def _norms(self, direction: Pass) -> list[KernelShape]:
-        """Reads a token and writes it; its gradient reads two and writes one."""
+        """A norm reads and writes a token; its gradient reads two and writes one."""
         accesses = 3 if direction == "input_gradient" else 2
         return [self._whole("norm", "norm", self.layer.hidden_size * accesses) for _ in range(self._num_norms)]
 
     @property
     def _num_norms(self) -> int:
-        """A projector's vector is its GELU's."""
+        """The saved vector of a projector belongs to its GELU."""
         return 0 if self.layer.part == "projector" else self.layer.saved_vectors
 
     def _functions(self, direction: Pass) -> list[KernelShape]:
@@ -216,16 +228,16 @@ class _Maker:
         return self._whole("residual", "elementwise", 3 * self.layer.hidden_size)
 
     def _whole(self, name: str, kind: KernelKind, elements: float) -> KernelShape:
-        """What every rank of the group computes on the whole sequence, or on its share of it."""
+        """A kernel that every rank of the group runs on the whole sequence, or on its share of it."""
         is_shared = self.sequence_parallel and self.tp_size > 1 and self.layer.part == "block"
         size = elements * self.element_bytes / (self.tp_size if is_shared else 1)
         return KernelShape(name, kind, Quadratic(), self._quadratic(per_token=size))
 
     def _closing(self, num_sums: int, direction: Pass) -> list[KernelShape]:
-        """The collectives after a row-cut linear or a table cut by the vocabulary; backwards, before what is cut.
+        """The collectives after a row-cut linear or a table cut by the vocabulary, or in the backward before them.
 
-        Forwards a linear's outputs are summed, backwards the gradients of what all linears behind a norm read. With
-        sequence parallelism each is gathered in the other direction."""
+        The forward sums the outputs of a linear, the backward the gradients of the input of all linears behind a norm.
+        With sequence parallelism the other direction gathers them."""
         layer = self.layer
         is_cut = self.tp_size > 1 and (bool(layer.vocabulary) or any(linear.cut for linear in layer.linears))
         if not is_cut:
@@ -243,7 +255,7 @@ class _Maker:
         return self._quadratic(**{"constant": constant, _TERM[rows]: value})
 
     def _quadratic(self, **terms: float) -> Quadratic:
-        """Terms of the layer's own sequence as terms of the module's."""
+        """Converts terms of the layer's sequence into terms of the module's sequence."""
         at = self.layer.resolution
         scale = {"per_token": at, "per_pair": at**2, "per_incoming_pair": at}
         return Quadratic(**{name: value * scale.get(name, 1.0) for name, value in terms.items()})

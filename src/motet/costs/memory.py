@@ -28,38 +28,38 @@ RESERVE = 0.1
 LOGIT_BYTES = 4
 """The loss over a vocabulary is never computed in less than float32."""
 NUM_BUFFERS = 8
-"""Schedules that go by memory leave room for so many of the largest message: what a rank waits to send, or has received
-and not yet read, is known only when the schedule is. In plans simulated so far it came to six at most."""
+"""Number of largest messages for which schedules under a memory limit leave room. The messages that a rank holds are
+known only when the schedule is. In plans simulated so far there were six at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
     parameter_bytes: int = 4
-    """Of each parameter, gradient and moment: float32 (bfloat16 training is autocast)."""
+    """Size of a parameter, gradient and moment: float32 (bfloat16 training is autocast)."""
     activation_bytes: int = 4
-    """Of each element between and within layers."""
+    """Size of an element between and within layers."""
     autocast_bytes: int | None = None
-    """Of each element that is computed in autocast's dtype; None: no autocast."""
+    """Size of an element in autocast's dtype; None: no autocast."""
     zero1: bool = False
-    """What the optimizer keeps is sharded over the ranks that hold the same layers."""
+    """The optimizer state is sharded over the ranks that hold the same layers."""
     state_copies: int = 1
-    """With `zero1`: so many of them keep the same; several where nodes may fail
+    """With `zero1`: number of ranks that keep the same shard; several if nodes may fail
     (`motet.resilience.state_transfer`)."""
     optimizer_bytes: int | None = None
-    """Of what the optimizer keeps for each parameter; None: its moments. In half precision also a float32 parameter."""
+    """Optimizer state per parameter; None: its moments. In half precision it includes a float32 parameter."""
 
     @property
     def computed_bytes(self) -> int:
-        """Of each element of linears, attention and activation functions."""
+        """Size of an element in linears, attention and activation functions."""
         return self.activation_bytes if self.autocast_bytes is None else self.autocast_bytes
 
     def num_keepers(self, num_holders: int) -> int:
-        """Of so many ranks that hold the same, how many keep what the optimizer does of each parameter."""
+        """Number of ranks, of `num_holders` with the same layers, that keep the optimizer state of a parameter."""
         return min(self.state_copies, num_holders) if self.zero1 else num_holders
 
     @property
     def state_bytes(self) -> int:
-        """`optimizer_bytes`, or of the moments."""
+        """Optimizer state per parameter."""
         return ADAMW_STATES * self.parameter_bytes if self.optimizer_bytes is None else self.optimizer_bytes
 
 
@@ -96,7 +96,7 @@ def static_layer_bytes(
 
 
 def cast_weight_bytes(layer: LayerShape, *, tp_size: int, options: MemoryOptions) -> int:
-    """The copy of one layer's weights that all microbatches of a step share, if the layer has a backward."""
+    """Autocast's copy of one layer's weights, which all microbatches of a step share if the layer has a backward."""
     return _cast_bytes((linear for linear in layer.linears if linear.kernel_area == 1), layer, tp_size, options)
 
 
@@ -110,8 +110,8 @@ def _cast_bytes(linears: Iterable[Linear], layer: LayerShape, tp_size: int, opti
 def gathered_bytes(
     layers: Sequence[tuple[LayerShape, bool]], *, tp_size: int, num_shares: int, options: MemoryOptions
 ) -> int:
-    """What a fully sharded stage has of others' parameters and gradients while it computes: of one block, and of all
-    that is in none. `layers`: and whether each is trainable."""
+    """Other ranks' parameters and gradients on a rank of a fully sharded stage while it computes: those of the largest
+    block and of all layers outside of blocks. `layers`: with whether each is trainable."""
     sizes = [
         (layer.part == "block", layer.num_parameters_per_rank(tp_size) * (1 + trainable)) for layer, trainable in layers
     ]
@@ -132,7 +132,7 @@ def saved_layer_bytes(
     sequence_parallel: bool = False,
     fully_sharded: bool = False,
 ) -> int:
-    """What one rank keeps of one layer for one microbatch. `input_gradient`, `weight_gradient`: as the layer needs.
+    """Activations that one layer saves on one rank for the backward of one microbatch.
 
     `load`: that of the rank, which with context parallelism is a share of the microbatch's (`Load.share`)."""
     if not (input_gradient or weight_gradient):
@@ -146,7 +146,7 @@ def saved_layer_bytes(
     computed = 0.0
     if weight_gradient:
         for linear in _inputs(layer, options):
-            # What a row-cut linear reads is cut, what a column-cut one reads is whole on every rank.
+            # The input of a row-cut linear is cut; that of a column-cut linear is whole on every rank.
             width = linear.in_features / linear.kernel_area
             computed += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
     for attention in layer.attentions:
@@ -169,7 +169,7 @@ def saved_layer_bytes(
 
 
 def _logit_bytes(layer: LayerShape, load: Load, *, tp_size: int, options: MemoryOptions) -> int:
-    """The probabilities over a vocabulary, which the loss keeps."""
+    """The probabilities over a vocabulary, which the loss saves."""
     if layer.part != "head":
         return 0
     logits = sum(
@@ -194,7 +194,7 @@ def boundary_bytes(
 def half_saved_layer_bytes(
     layer: LayerShape, load: Load, *, weight_gradient: bool, tp_size: int, options: MemoryOptions
 ) -> int:
-    """What one rank still keeps after the input half of a backward: for its linears' weights, their different inputs
+    """Tensors that one rank keeps after the input half of a backward for the weights of linears: their distinct inputs
     and the gradient of each output."""
     if not weight_gradient or not layer.runs:
         return 0
@@ -208,8 +208,8 @@ def half_saved_layer_bytes(
 
 
 def _inputs(layer: LayerShape, options: MemoryOptions) -> Sequence[Linear]:
-    """One linear for each tensor that linears save: those of equal width side by side read the same. Under autocast
-    each has made its own copy."""
+    """One linear for each tensor that linears save. Adjacent linears of equal width share their input, except under
+    autocast, where each makes its own copy."""
     if options.autocast_bytes is not None:
         return layer.linears
     groups = groupby(layer.linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))

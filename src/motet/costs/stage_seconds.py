@@ -30,18 +30,18 @@ LOG_SUM_EXP_BYTES = 4
 
 @dataclass(frozen=True)
 class LossShare:
-    """Of the fullest member."""
+    """The work of the member with most of it."""
 
     comparisons: float
-    """Its share of the whole loss's."""
+    """Its share of all comparisons of the loss."""
     gathered: float
-    """Features that it receives for each sample of the contrastive batch, in vectors: of one tower of two, one."""
+    """Feature vectors that it receives per sample of the contrastive batch; 1 for a member of one of two towers."""
     log_sum_exps: float
-    """Those that it receives for each sample."""
+    """Log-sum-exps that it receives per sample."""
 
 
 def loss_share(plan: Plan, loss: str, workload: ModuleWorkload) -> LossShare:
-    """`loss`: the loss's module, `workload`: its own."""
+    """The largest share of a contrastive loss. `loss`: its module, with `workload`."""
     towers_of = _towers_of_members(plan, loss)
     num_members = {tower: sum(tower in held for held in towers_of) for held in towers_of for tower in held}
     opposite = _opposite(workload, tuple(num_members))
@@ -66,7 +66,7 @@ def _towers_of_members(plan: Plan, loss: str) -> Sequence[frozenset[str]]:
 
 
 def _opposite(workload: ModuleWorkload, towers: Sequence[str]) -> Mapping[str, set[str]]:
-    """For each tower, those with which it is compared."""
+    """The towers with which each tower is compared."""
     result: dict[str, set[str]] = {tower: set() for tower in towers}
     for first, second in workload.config["pairs"]:
         result[first].add(second)
@@ -76,10 +76,10 @@ def _opposite(workload: ModuleWorkload, towers: Sequence[str]) -> Mapping[str, s
 
 @dataclass(frozen=True)
 class LossSeconds:
-    """As functions of a contrastive batch's load: its tokens are samples."""
+    """Seconds as functions of a contrastive batch's load, whose tokens are samples."""
 
     forward: Quadratic
-    """Exchange included."""
+    """Includes the exchange."""
     backward: Quadratic
     exchange: Quadratic
 
@@ -103,12 +103,12 @@ def loss_seconds(
 
 
 def _shared(cost: Quadratic, share: float) -> Quadratic:
-    """What every kernel takes to start is not shared."""
+    """The cost of a share; the constant, which kernels take to start, stays."""
     return cost.times(share)._replace(constant=cost.constant)
 
 
 def loss_saved_bytes(share: LossShare, workload: ModuleWorkload, num_samples: float, feature_bytes: int) -> int:
-    """What a member keeps from the forward to the backward: the features that it gathered, and log-sum-exps."""
+    """Bytes that a member saves for the backward: gathered features and log-sum-exps."""
     return round(
         num_samples
         * (share.gathered * workload.hidden_size * feature_bytes + 2 * share.log_sum_exps * LOG_SUM_EXP_BYTES)
@@ -142,7 +142,7 @@ class StageSeconds:
         )
 
     def _near_seconds(self, kind: CellKind) -> StageCosts:
-        """Tensor-parallel groups as the table has them: on the first ranks of a node."""
+        """Seconds with the tensor-parallel group of the table, which is on the first ranks of a node."""
         name, stage, gradients, _ = kind
         costs = self.table.of(
             self.cells.owner(name), stage.tp_size, sequence_parallel=self.cells.plan.modules[name].sequence_parallel
@@ -172,7 +172,7 @@ class StageSeconds:
             if is_gathered_in_backward(workload.layers[index], needs, gradients):
                 input_half.append(gather)
             if needs.weight_gradient:
-                weight_half.append(gather)  # As much is sent when gradients are summed.
+                weight_half.append(gather)  # The reduce-scatter of gradients sends as much.
             if recomputed and needs.any:
                 input_half += [layer.forward, exchange]
             if reruns:
@@ -186,7 +186,7 @@ class StageSeconds:
         return StageCosts(total(forward), total(input_half), total(weight_half))
 
     def _on_each_rank(self, kind: CellKind, layer: LayerShape, cost: LayerCost) -> LayerCost:
-        """As functions of one rank's load."""
+        """The layer's cost as a function of one rank's load."""
         is_shared = kind.stage.cp_size == 1 or self.cells.workload(kind.module).is_shared(layer)
         return cost if is_shared else cost.of_rank(kind.stage.cp_size)
 
@@ -201,9 +201,9 @@ class StageSeconds:
         )
 
     def exchanges(self, kind: CellKind, tensor_parallel_ranks: Sequence[int] | None = None) -> StageCosts:
-        """What tensor-parallel and context-parallel groups exchange: like `seconds`, but of collectives alone.
+        """The part of `seconds` that collectives of tensor-parallel and context-parallel groups take.
 
-        `tensor_parallel_ranks`: None: the stage's."""
+        `tensor_parallel_ranks`: None: those of the stage."""
         if kind.is_loss:
             return StageCosts(self._loss_seconds(kind.module, NO_COST).exchange, ZERO, ZERO)
         forward: list[Quadratic] = []
@@ -240,16 +240,16 @@ class StageSeconds:
         return StageCosts(total(forward), total(input_half), total(weight_half))
 
     def _tensor_parallel_ranks(self, stage: Stage) -> Sequence[int]:
-        """Of the context-parallel members' groups the one on most nodes."""
+        """The tensor-parallel group that spans most nodes."""
         members = [stage.ranks[first : first + stage.tp_size] for first in range(0, len(stage.ranks), stage.tp_size)]
         return max(members, key=lambda ranks: len(self._nodes(ranks)))
 
     def _nodes(self, ranks: Iterable[int]) -> list[int]:
-        """How many of the ranks each node has."""
+        """The numbers of ranks on each node, sorted."""
         return sorted(Counter(map(self.cluster.node, ranks)).values())
 
     def _collectives(self, kernels: Iterable[KernelShape], ranks: Sequence[int]) -> Iterator[Quadratic]:
-        """Seconds of those among the kernels."""
+        """Seconds of the collectives among the kernels."""
         for kernel in kernels:
             if kernel.collective is not None:
                 terms = collective_terms(self.cluster, kernel.collective, ranks)
@@ -259,9 +259,10 @@ class StageSeconds:
         return key_exchange(layer, stage, self.cluster, self.memory)
 
     def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
-        """Seconds in which context-parallel ranks gather their outputs, where the next stage shares out the tokens
-        otherwise, and the gradients of their inputs, where the one before does; and both for an encoder's head.
-        Functions of one rank's load."""
+        """Seconds in which context-parallel ranks gather their outputs and the gradients of their inputs.
+
+        They do so if the next or the previous stage shares tokens differently, and for an encoder's head. Functions of
+        one rank's load."""
         stage, workload = kind.stage, self.cells.workload(kind.module)
         if stage.cp_size == 1:
             return ZERO, ZERO
@@ -290,8 +291,8 @@ class StageSeconds:
 
 
 def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
-    """Seconds in which context-parallel ranks gather the keys and values of the whole sequence; their gradients
-    go back by a reduce-scatter, which takes as long. A function of one rank's load."""
+    """Seconds in which context-parallel ranks gather the keys and values of the whole sequence, as a function of one
+    rank's load. The reduce-scatter of their gradients takes equally long."""
     attention = layer.attention
     if stage.cp_size == 1 or attention is None or attention.reads_encoder or not layer.runs:
         return ZERO
@@ -304,8 +305,8 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
 def token_gather(
     workload: ModuleWorkload, border: int, stage: Stage, cluster: Cluster, memory: MemoryOptions
 ) -> Quadratic:
-    """Seconds in which context-parallel ranks gather what enters the layer `border`, where they share it; or in which
-    its gradients are brought together. A function of one rank's load."""
+    """Seconds in which context-parallel ranks gather the shared input of layer `border`, or its gradients, as a
+    function of one rank's load."""
     rows, width = workload.boundary(border)
     if stage.cp_size == 1 or rows != "tokens":
         return ZERO
@@ -317,8 +318,7 @@ def token_gather(
 
 
 def parameter_gather(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
-    """Seconds until a rank of a fully sharded stage has a layer's parameters; or until their owners have the sums of
-    its gradients."""
+    """Seconds in which a fully sharded stage gathers a layer's parameters or reduce-scatters its gradients."""
     num_bytes = layer.num_parameters_per_rank(stage.tp_size) * memory.parameter_bytes
     if stage.cp_size == 1 or not num_bytes:
         return ZERO
@@ -327,6 +327,6 @@ def parameter_gather(layer: LayerShape, stage: Stage, cluster: Cluster, memory: 
 
 
 def is_gathered_in_backward(layer: LayerShape, needs: LayerGradients, of_stage: Sequence[LayerGradients]) -> bool:
-    """Whether a fully sharded stage's backward has all of the layer's parameters: of blocks that have a backward, and
-    of what is in no block in every one."""
+    """Whether a fully sharded stage gathers the layer's parameters in its backward: a block that has a backward, or any
+    other layer if one of the stage's layers has a backward."""
     return needs.any if layer.part == "block" else any(gradients.any for gradients in of_stage)

@@ -1,0 +1,1 @@
+"""Datasets, preparation of samples and the loader of global batches."""

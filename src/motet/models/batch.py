@@ -45,7 +45,7 @@ from torch import Tensor
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
 from motet.families.encoders import family_of
-from motet.families.token_counts import LEGACY_END, encoder_segment, grid_of, reads_text
+from motet.families.token_counts import LEGACY_END, encoder_segment, grid_of, pooled, reads_text
 from motet.models.graph import (
     DecoderNode,
     EncoderNode,
@@ -348,8 +348,10 @@ def _with_outputs_from_placeholders(
     batch: Mapping[str, Any],
 ) -> Items:
     """Where the user's own code may change how many tokens an item becomes, and does, its placeholders say it."""
-    callbacks = (encoder.postprocess_module_callback, encoder.postprocess_projector_callback)
-    is_known = all(c is None for c in callbacks) and type(encoder.projector) in (type(None), *PROJECTORS.values())
+    is_known = all(callback is None for callback in encoder.callbacks[1:]) and type(encoder.projector) in (
+        type(None),
+        *PROJECTORS.values(),
+    )
     if is_known or f"num_{name}_outputs" in batch or not items.segments or _fits(items, placeholders):
         return items
     if counts is None or any(
@@ -538,7 +540,7 @@ def _tower_items(
             grid = grid_of(config, num_mel_frames=feature.shape[-1] if mask is None else int(mask[i].sum()))
         else:
             grid = grid_of(config, image_size=(feature.shape[-2], feature.shape[-1]))
-        segments.append(tower.pooled(encoder_segment(config, item=0, grid=grid)))
+        segments.append(pooled(encoder_segment(config, item=0, grid=grid), tower.module.pooling))
         tensors.append({key: feature})
     return segments, tensors
 

@@ -1,0 +1,1 @@
+"""Tensor, sequence and context parallelism, sharding, and their collectives."""

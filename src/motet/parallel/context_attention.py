@@ -41,21 +41,21 @@ class ContextParallel:
     size: int
     options: ContextOptions = field(default_factory=ContextOptions)
     tp_size: int = 1
-    """Of the stage: so many ranks share the heads of each member's tokens."""
+    """Size of the stage's tensor-parallel groups: so many ranks share the heads of each member's tokens."""
     head_groups: int = 2
-    """All-gather: how many portions the key heads arrive in."""
+    """With all_gather: the number of portions in which the key heads arrive."""
 
     def as_group(self) -> TensorParallel:
-        """For collectives that do not care what is shared."""
+        """The same group for collectives that take a `TensorParallel`."""
         return TensorParallel(self.group, self.rank, self.size)
 
 
 MOST_TILES_OF_A_TASK = 32
-"""What more a block of queries meets is shared out over compute units; thesis 3.3.2.2 finds 16 to 32 good."""
+"""Tiles of one task: a block of queries with more is split over compute units; thesis 3.3.2.2 finds 16 to 32 good."""
 
 
 class SharedAttention:
-    """The attention of one microbatch under one mask: what every rank of the group computes, and from which keys.
+    """The attention of one microbatch under one mask, over the tokens of all ranks of the group.
 
     Every rank makes its own from the same mask and distribution, and calls it in the same order.
     """
@@ -136,7 +136,7 @@ class SharedAttention:
 
     @cached_property
     def exchange(self) -> "_Exchange":
-        """Of keys and values, from their owners to those that need them."""
+        """The exchange of keys and values between their owners and the ranks that need them."""
         size, rank = self.cp.options.block_size, self.cp.rank
         place = np.zeros(len(self.distribution.rank_of_block), np.int64)
         place[self._blocks[rank]] = np.arange(len(self._blocks[rank]))
@@ -275,7 +275,7 @@ def _from_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _GatherRows(torch.autograd.Function):
-    """As `collect_rows`; gradients of all copies are added up, in the order of the ranks."""
+    """Differentiable `collect_rows`: gradients of all copies are added up in the order of the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: list[np.ndarray], cp: ContextParallel) -> Tensor:

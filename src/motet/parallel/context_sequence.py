@@ -28,7 +28,7 @@ ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
 
 
 def attention_rules(config: Any, media_attention: str) -> tuple[Rule, ...]:
-    """Of every block of the whole model, with the sliding windows of its transformers configuration.
+    """The rule of every block of the whole model, with the sliding windows of its transformers configuration.
 
     Raises `UserError` for a kind of attention that is not known."""
     window = getattr(config, "sliding_window", None)
@@ -54,17 +54,17 @@ class ContextSequence:
         self._distribution = _distribution(documents, rules, cp)
         self._attention: dict[int | None, SharedAttention] = {}
         self.num_calls = 0
-        """How often attention was computed: a block that did it otherwise saw this rank's tokens only."""
+        """Counts calls of this attention: a block that used another one saw this rank's tokens only."""
 
     @property
     def num_held(self) -> int:
-        """How many of the tokens this rank holds; may be none."""
+        """Number of tokens that this rank holds; may be 0."""
         return int(self._distribution.token_counts[self._cp.rank])
 
     @property
     def num_rows(self) -> int:
-        """Tokens in this rank's tensors: those that it holds. If it holds none, one stands in that nobody sees and that
-        has no loss, because models cannot be run on nothing."""
+        """Rows of this rank's tensors: the tokens that it holds. If it holds none, one row stands in that no token sees
+        and that has no loss, because models cannot run on empty tensors."""
         return _num_rows(self._distribution, self._cp)
 
     @cached_property
@@ -86,7 +86,7 @@ class ContextSequence:
         return places
 
     def own(self, places: Tensor) -> Tensor:
-        """Of places in the packed sequence, those that are held here, as places among this rank's tokens."""
+        """Maps places in the packed sequence to places among this rank's tokens, leaving out those held elsewhere."""
         at = self._own_place[places.to(self._device)]
         return at[at >= 0]
 
@@ -180,7 +180,7 @@ DROPOUTS = (
 """Keys of transformers' configurations. Members of a group would draw alike for different tokens."""
 
 CHANGES_OF_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
-"""What models hand to the attention interface that changes its result, and that ours does not do: caps on logits
+"""Arguments of the attention interface that change its result and are not supported: caps on logits
 (Gemma2), sinks of their own (gpt-oss), biases (T5)."""
 
 
@@ -205,19 +205,19 @@ def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel,
 
 
 class Holder:
-    """Where an encoder's attention finds its microbatch: SigLIP passes no keyword arguments on."""
+    """Hands the microbatch to an encoder's attention: SigLIP does not pass keyword arguments on."""
 
     context: ContextSequence
 
 
 def shared_item_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """As `shared_attention`; the modules have the `Holder` as an attribute."""
+    """`shared_attention` for modules that have a `Holder` as an attribute."""
     return shared_attention(module, *args, **kwargs, context=cast(Holder, module.motet_holder).context)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """From now on all its layers compute attention by this interface, those with a configuration of their own too:
-    tensor parallelism gives Phi3's attention one, where `set_attn_implementation` does not look."""
+    """Makes all layers of a model use this attention interface, those with a configuration of their own too: tensor
+    parallelism gives Phi3's attention one, which `set_attn_implementation` does not visit."""
     model.set_attn_implementation(name)
     for part in model.modules():
         config = getattr(part, "config", None)

@@ -67,7 +67,7 @@ class _Unit:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Over the group; afterwards owners alone have them."""
+        """Sums gradients over the group; afterwards only owners have them."""
         sums: dict[int, tuple[dist.Work | None, Tensor]] = {}
         for owner, parameters in self._trainable.items():
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
@@ -84,7 +84,7 @@ class _Unit:
                     parameter.grad = total.view_as(parameter)
 
     def drop(self) -> None:
-        """Whatever is another's."""
+        """Frees the parameters that other ranks own."""
         for owner, flat in self._flat.items():
             if owner != self._cp.rank:
                 flat.untyped_storage().resize_(0)
@@ -92,7 +92,7 @@ class _Unit:
 
 
 class FullySharded:
-    """One stage's parameters on one rank of its group."""
+    """The parameters of one stage, sharded over its group, on this rank."""
 
     def __init__(self, stage: nn.Module, cp: ContextParallel) -> None:
         self._cp = cp
@@ -136,14 +136,14 @@ class FullySharded:
         self._is_backward = False
 
     def weight_half(self, split: SplitBackward) -> Iterator[Tensor]:
-        """As `SplitBackward.weight_half`; the units in the same order on every rank."""
+        """`SplitBackward.weight_half`, unit by unit, in the same order on every rank."""
         for unit in (self._rest, *reversed(self._blocks.values())):
             yield from split.weight_half(unit.parameters)
             unit.sum_gradients()
         assert not split.parameters, "every parameter of the stage is in a unit"
 
     def _end_block(self) -> None:
-        """All gradients of the block in whose backward we are have come."""
+        """Called when all gradients of the current block have been computed."""
         if self._in_backward is not None and not self._is_split:
             self._blocks[self._in_backward].sum_gradients()
         self._in_backward = None

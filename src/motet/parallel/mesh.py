@@ -37,13 +37,13 @@ class ReduceGroups:
     several pieces, each by those who hold it."""
 
     pieces: tuple[ReduceGroup, ...]
-    """Of this rank's shard, in order; one if all holders have the same tp_size."""
+    """The pieces of this rank's shard, in order; one if all holders have the same tp_size."""
     first: tuple[int, ...]
     """The tensor-parallel group that is the first of all holders."""
     tp_sizes: tuple[int, ...]
-    """The different ones."""
+    """The different sizes of the holders' groups."""
     firsts: ReduceGroup | None = None
-    """Where tp_sizes differ: the first rank of every tensor-parallel group, if this is one."""
+    """The first ranks of all tensor-parallel groups, if tp_sizes differ and this rank is one of them."""
 
     @property
     def all(self) -> tuple[ReduceGroup, ...]:
@@ -64,8 +64,8 @@ class Mesh:
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
     """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
     reduce: dict[Reduce, ReduceGroups]
-    """Only the reductions that this rank takes part in."""
-    has_unlike_groups: bool
+    """The reductions that this rank takes part in."""
+    has_mixed_tp_sizes: bool
     """Whether some layer is held by tensor-parallel groups of different sizes."""
     timeout: timedelta
 
@@ -92,12 +92,12 @@ class Mesh:
 
 
 def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """For each share of the tokens, the ranks that hold it: `stage.ranks` has them one after the other."""
+    """By share of the tokens, the ranks that hold it; consecutive in `stage.ranks`."""
     return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
 
 
 def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """For each place in the tensor-parallel groups, the ranks that stand there."""
+    """By place in the tensor-parallel groups, the ranks that stand there."""
     return list(zip(*(_places(ranks) for ranks in tensor_parallel_groups(stage)), strict=True))
 
 
@@ -129,7 +129,7 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         if rank in ranks:
             stage_groups[ranks] = group
     reduce: dict[Reduce, ReduceGroups] = {}
-    has_unlike_groups = False
+    has_mixed_tp_sizes = False
     for reduction, holders in reductions(plan).items():
         members = _members(plan, holders)
         _check_members(reduction, members)
@@ -137,14 +137,14 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
         firsts = None
         if len(sizes) > 1:
-            has_unlike_groups = True
+            has_mixed_tp_sizes = True
             ranks = tuple(sorted({places[0] for places in members}))
             firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
         pieces = tuple(group for group in made if rank in group.ranks)
         if pieces:
             firsts = firsts if firsts is not None and rank in firsts.ranks else None
             reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts)
-    return Mesh(rank, world_size, stage_groups, reduce, has_unlike_groups, timeout)
+    return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout)
 
 
 def _places(ranks: tuple[int, ...]) -> list[int]:

@@ -57,10 +57,10 @@ def has_submodule(module: nn.Module, path: str) -> bool:
 
 @dataclass
 class _Running:
-    """The layer that runs at the moment."""
+    """State of the layer that is running."""
 
     length: int | None = None
-    """Of its whole sequence; None between layers."""
+    """Length of its whole sequence; None between layers."""
 
 
 def _attach_to_layers(layers: Sequence[nn.Module], rules: FamilyShards, tp: TensorParallel) -> _Running:

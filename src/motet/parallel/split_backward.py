@@ -28,13 +28,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-# Contexts that functions deep inside of unmodified models find without being handed them.
-
 
 class Ambient:
-    """In a `with` block, and in whatever blocks are within it: what `current` of its class is.
+    """A context that code inside unmodified models finds as `current` of its class, within a `with` block.
 
-    The whole process's, not a thread's own: autograd may recompute layers in threads that it starts."""
+    It belongs to the process, not to a thread: autograd may recompute layers in threads that it starts."""
 
     current: ClassVar[Self | None]  # Each subclass has its own.
 
@@ -51,30 +49,25 @@ class Ambient:
         type(self).current = self._outer
 
 
-# Under autocast: one copy of each weight in the low precision for all microbatches of a step.
-#
-# The graph of a linear layer keeps the weight that it multiplied with. Autocast forgets its copies at the end of every
-# forward, so each microbatch in flight would keep its own: 2 bytes for each parameter. Here the first forward of a
-# step makes the copy, later ones and recomputed blocks take it, and it goes with the step, before the weights change.
-# Its gradients come out the same: the cast is part of the graph, each backward passes through it and adds to the
-# weight.
-#
-# Weights are shared where the graph would keep them: where the layer's input has a gradient. Frozen layers that a
-# gradient passes through are among them; autocast never shares those.
-#
-# Limits: linear layers (and transformers' `Conv1D`) only. Convolutions and other uses of weights are left to autocast,
-# and so are fully sharded stages: a copy that lasts would undo the sharding.
-
-
 class CastWeights(Ambient):
-    """Of one stage. Its forwards and backwards run in its context."""
+    """Copies of one stage's weights in autocast's dtype, shared by all microbatches of a step.
+
+    The graph of a linear layer keeps the weight that it multiplied with. Autocast drops its copies at the end of every
+    forward, so each microbatch in flight would keep its own: 2 bytes per parameter. Here the first forward of a step
+    makes the copy, and later ones and recomputed blocks use it until the step ends. Gradients are the same: the cast
+    is part of the graph, and each backward passes through it and adds to the weight. A weight is shared if the graph
+    would keep it, that is if the layer's input requires a gradient; frozen layers are among them, which autocast never
+    shares. The stage's forwards and backwards run in this context.
+
+    Limits: linear layers and transformers' `Conv1D` only; not on fully sharded stages, whose sharding it would undo.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._copies: dict[Tensor, Tensor] = {}
 
     def clear(self) -> None:
-        """When a step begins or ends: the weights will have changed."""
+        """Called when a step begins or ends, because the weights change between steps."""
         self._copies.clear()
 
     def copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,7 +77,7 @@ class CastWeights(Ambient):
 
 
 def shared_weight(weight: Tensor, x: Tensor) -> Tensor:
-    """What a linear layer with this input multiplies with: the weight, or in autocast the copy that the step shares."""
+    """The weight that a linear layer multiplies this input with: under autocast, the copy that the step shares."""
     current = CastWeights.current
     if current is None or not x.requires_grad or not torch.is_grad_enabled():
         return weight
@@ -99,14 +92,15 @@ class Deferred(Protocol):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """That get a gradient from it."""
+        """Parameters that get a gradient from it."""
 
     def finish(self) -> None:
-        """Adds to their `.grad`."""
+        """Adds to the parameters' `.grad`."""
 
 
 class SplitBackward(Ambient):
-    """Of one microbatch on one stage. The forward runs in its context, then come `input_half` and `weight_half`."""
+    """The split backward of one microbatch on one stage. The forward runs in its context, then come `input_half` and
+    `weight_half`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,15 +108,15 @@ class SplitBackward(Ambient):
 
     @property
     def parameters(self) -> set[Tensor]:
-        """After the input half: those that still get a gradient."""
+        """After the input half: parameters that still get a gradient."""
         return {parameter for work in self._deferred for parameter in work.parameters}
 
     def defer(self, work: Deferred) -> None:
-        """For the backward of functions that ran in this context."""
+        """Called by the backward of functions that ran in this context."""
         self._deferred.append(work)
 
     def input_half(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """All of `torch.autograd.backward(roots, gradients)` but what is left to the weight half."""
+        """Runs `torch.autograd.backward(roots, gradients)` except for the part that is left to the weight half."""
         with self:  # Layers that are recomputed must meet the same functions as in the forward.
             torch.autograd.backward(roots, gradients)
 
@@ -147,14 +141,14 @@ class SplitBackward(Ambient):
 
 
 class SplittableLinear(nn.Linear):
-    """Like any linear layer, but for the contexts of `SplitBackward` and `CastWeights`."""
+    """A linear layer that respects the contexts of `SplitBackward` and `CastWeights`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class CastingConv1D(Conv1D):
-    """Like transformers', but for the contexts of `CastWeights`."""
+    """transformers' `Conv1D` that respects the context of `CastWeights`."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.addmm(self.bias, x.view(-1, x.shape[-1]), shared_weight(self.weight, x))
@@ -171,7 +165,7 @@ def make_splittable(stage: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`nn.functional.linear`, whose weight gradient the current `SplitBackward` takes."""
+    """`nn.functional.linear`, whose weight gradient is left to the current `SplitBackward`."""
     cast = shared_weight(weight, x)
     current = SplitBackward.current
     if current is None or not weight.requires_grad or not torch.is_grad_enabled():
@@ -206,7 +200,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Layer(NamedTuple):
-    """No tensors to autograd, which therefore takes no notice of them."""
+    """A layer's tensors, hidden from autograd in a tuple."""
 
     weight: Tensor
     """[m, n], trainable."""
@@ -217,7 +211,7 @@ class _Layer(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """One linear layer's share."""
+    """The weight gradient of one linear layer."""
 
     layer: _Layer
     x: Tensor

@@ -127,11 +127,6 @@ def reduce_scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     return result
 
 
-# Cutting parameters into tensor-parallel shards, and putting them together again, exactly.
-#
-# Used when a stage is built, and by checkpoints, export and verification, which know whole parameters only.
-
-
 def shard_parameter(full: Tensor, shard: Shard | None, rank: int, tp_size: int) -> Tensor:
     """A copy of `rank`'s part of a whole parameter (of its gradient, or of its optimizer state); None: all of it."""
     if shard is None:

@@ -54,7 +54,7 @@ _LAYOUT = "tensor_parallel_layout"
 
 @dataclass(frozen=True)
 class TensorParallelLayout:
-    """What became of a module's parameters, by their names in it (tied ones under each of their names)."""
+    """The cuts of a module's parameters, by their names in it (tied ones under each of their names)."""
 
     tp: TensorParallel
     shards: Mapping[str, Shard]
@@ -139,7 +139,7 @@ def apply_tensor_parallel(
 
 
 def tensor_parallel_layout(module: nn.Module) -> TensorParallelLayout | None:
-    """What `apply_tensor_parallel` returned for this module, None if it was not applied."""
+    """The result of `apply_tensor_parallel` for this module; None if it was not applied."""
     return getattr(module, _LAYOUT, None)
 
 

@@ -1,4 +1,4 @@
-"""How the linear layers of each family are cut for tensor parallelism: data, and the pure functions that read it.
+"""Tables of how each family's linear layers are cut for tensor parallelism, and the pure functions that read them.
 
 Every transformer layer is cut as Megatron-LM does (Shoeybi et al. 2019, section 3): queries, keys, values and the first
 half of the MLP by their outputs ("column"), the attention's and the MLP's last linear by their inputs ("row"), so that
@@ -23,7 +23,7 @@ Config = Mapping[str, Any] | Any
 
 @dataclass(frozen=True)
 class Shard:
-    """How one parameter is cut: every section of `dim` evenly over the ranks."""
+    """The cut of one parameter: every section of `dim` evenly over the ranks."""
 
     dim: int
     sections: tuple[int, ...] = (1,)

@@ -1,0 +1,1 @@
+"""Planners: from a planning problem to a plan."""

@@ -30,7 +30,7 @@ be missed; the lower bound then tells by how much at most.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -49,7 +49,7 @@ from motet.planner.megatron import VIRTUAL_STAGES, language_model
 from motet.planner.partition import partition
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.planner.search import layouts_of
-from motet.planner.selection import best_layout, device_counts, rank, within_memory
+from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -78,9 +78,6 @@ MEMORY_AWARE = "bubble_filling"
 """The schedule for layouts that exceed the memory under their own."""
 BY_PROMISE = ("bubble_filling", "zero_bubble_h1", "zero_bubble_h2", "zero_bubble_v")
 """The order in which schedules are tried, before all others. The first of equally fast ones is chosen."""
-
-PlanFunction = Callable[..., Plan]
-"""(problem, *, placement) -> plan, within the user's limits. Raises `UserError` if there is none."""
 
 
 def own_layouts(problem: PlanningProblem, schedules: Sequence[str]) -> Iterator[Layout]:
@@ -257,8 +254,8 @@ class Choice:
 def choose_among(
     problem: PlanningProblem, named: Mapping[str, PlanFunction], *, placement: Placement | None = None
 ) -> Choice:
-    """Chooses among the plans of the named planners and its own layouts. `placement` is passed on to the named
-    planners; own layouts are left out then.
+    """Chooses among the plans of the named planners, which keep to the user's limits, and its own layouts. `placement`
+    is passed on to the named planners; own layouts are left out then.
 
     Raises `UserError` if there is no plan."""
     # There are hardly any cycles of garbage here, and collecting them would take a third of the time.

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from motet.errors import UserError, closest
 from motet.plan import Plan
@@ -25,13 +24,8 @@ from motet.planner.layout import Placement, explicit_plan
 from motet.planner.megatron import megatron, megatron_balanced, megatron_extra_stages
 from motet.planner.optimus.planner import optimus
 from motet.planner.problem import Degrees, PlanningProblem
-from motet.planner.selection import plan_on_best_count
+from motet.planner.selection import PlanFunction, plan_on_best_count
 from motet.planner.templates.planner import oobleck
-
-
-class PlanFunction(Protocol):
-    def __call__(self, problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-        """`placement` None: the planner's own choice. Raises `UserError` if the planner finds no plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

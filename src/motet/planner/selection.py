@@ -9,10 +9,11 @@ Limits: other numbers of devices are not tried, though stages of unequal modules
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
+from typing import Protocol
 
 from motet.costs.memory import usable_bytes
 from motet.errors import UserError
@@ -30,6 +31,13 @@ MAX_CELLS = 2_000
 """Limit on the microbatches times stages of one replica: memory-aware schedules take long to make beyond it."""
 MAX_EXCESS = 0.25
 """Fraction of a device's memory: a layout that exceeds the memory by more is slow once it is made to fit."""
+
+
+class PlanFunction(Protocol):
+    """A planner."""
+
+    def __call__(self, problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
+        """`placement` None: the planner's own choice. Raises `UserError` if the planner finds no plan."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +168,7 @@ def device_counts(problem: PlanningProblem) -> list[int]:
     return sorted(counts | {problem.num_devices}, reverse=True)
 
 
-def plan_on_best_count(
-    planner: Callable[..., Plan], problem: PlanningProblem, *, placement: Placement | None = None
-) -> Plan:
+def plan_on_best_count(planner: PlanFunction, problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
     """The planner's best plan on any of `device_counts`.
 
     Raises what the planner raises for all devices, if it finds nothing on fewer either."""

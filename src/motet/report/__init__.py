@@ -1,0 +1,1 @@
+"""Pictures and texts about plans, timelines and data."""

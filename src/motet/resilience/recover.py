@@ -250,7 +250,7 @@ class TrainingProcess:
             self._trainers, self._restored_in = [], membership.generation
         else:
             transfer_state(transfer, tensors_of(self._states()), local)
-            new.go_on_from(summary, self._trainers[0] if self._trainers else None)
+            new.adopt_progress(summary, self._trainers[0] if self._trainers else None)
         self._trainers.append(new)
         dist.barrier()
         if dist.get_rank() < plan.num_ranks:

@@ -1,0 +1,1 @@
+"""Runs plans on torch.distributed."""

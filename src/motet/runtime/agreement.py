@@ -1,5 +1,5 @@
-"""Calls that succeed or fail on all ranks alike, so that one rank's trouble with a file leaves no other waiting; and
-whether ranks have come to the same."""
+"""Calls that succeed or fail on all ranks alike, so that one rank's failure leaves no other waiting, and the comparison
+of values across ranks."""
 
 import hashlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""From a run file to what runs on this rank: devices, dtypes, stages, the engine and the optimizer."""
+"""Builds what runs on this rank from a run file: devices, dtypes, stages, the engine and the optimizer."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -96,7 +96,7 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
 
 
 def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
-    """Where nodes may fail, who keeps which state under ZeRO-1 is decided later (`Optimizer.keep_alone`)."""
+    """With `train.failures`, the owners of states under ZeRO-1 are chosen later (`Optimizer.keep_alone`)."""
     zero1 = config.parallel.zero1 and config.train.failures is None
     assert not (zero1 and model.sharded), "run files and plans in which both shard the states are refused"
     train = config.train

@@ -1,4 +1,4 @@
-"""How long a step may take, what this rank waits for in it, and what is said when it takes longer.
+"""Time limits of a step: waits that end at a deadline, and errors that say what a rank was waiting for.
 
 Waits for other ranks end at the deadline by themselves; computation of this rank's own is interrupted by a timer of the
 operating system. So when one rank hangs, all say what they were doing, and that one says it first.
@@ -18,23 +18,23 @@ import torch
 import torch.distributed as dist
 
 SHORTEST_WAIT = timedelta(milliseconds=1)
-"""For what is waited for after the deadline; zero would mean no limit."""
+"""Time limit of waits that begin after the deadline; zero would mean no limit."""
 
 
 class StepFailedError(RuntimeError):
-    """A step did not end. Says what this rank was doing, and what it waited for from whom."""
+    """A step failed. The message says what this rank was doing, and for what and whom it waited."""
 
 
 class StepTimeoutError(StepFailedError):
-    """It did not end in time."""
+    """A step did not end in time."""
 
 
 class StepOverrunError(StepTimeoutError):
-    """It is this rank that took too long."""
+    """This rank's own computation took too long."""
 
 
 class Deadline:
-    """One for each step. `start` it, then let it do all waiting for other ranks."""
+    """The time limit of one step: after `start`, all waits for other ranks go through `wait`."""
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
         self._timeout = timeout
@@ -42,7 +42,7 @@ class Deadline:
         self._limits_waits = device.type == "cpu"
         self._ends_at = float("inf")
         self.waiting_for: tuple[object, Sequence[int]] | None = None
-        """A message or reduction, and the ranks that it takes."""
+        """The message or reduction that is waited for, and the ranks that take part in it."""
 
     def start(self) -> None:
         self._ends_at = time.monotonic() + self._timeout.total_seconds()
@@ -66,7 +66,7 @@ class Deadline:
 
 @contextmanager
 def interrupted_after(seconds: float, failure: Callable[[], Exception]) -> Iterator[None]:
-    """Raises `failure()` in the block when it takes longer.
+    """Raises `failure()` inside the block when it takes longer than `seconds`.
 
     Does nothing outside of the main thread, where signals cannot be handled."""
     if threading.current_thread() is not threading.main_thread():

@@ -24,9 +24,8 @@ from motet.runtime.agreement import is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
-from motet.runtime.loss_runner import LossRunner
 from motet.runtime.messages import LocalProgram, local_program
-from motet.runtime.stage_runner import StageRunner
+from motet.runtime.stage_runner import LossRunner, StageRunner
 from motet.schedule.action import Compute
 from motet.schedule.dependencies import reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
@@ -36,16 +35,16 @@ from motet.schedule.routes import Routes, derive_routes
 from motet.timeline import Span, Timeline
 
 MAX_PROGRAMS = 64
-"""That are kept; batches whose microbatches have the same modalities share one."""
+"""Number of programs that are kept; batches whose microbatches have the same modalities share one."""
 
 MIN_ASSIGNMENTS = 4
-"""That are kept for `Engine.assignment`, or more: see `Engine.keep_ahead`."""
+"""Smallest number of assignments that are kept; see `Engine.keep_ahead`."""
 
 Assign = Callable[[Plan, Sequence[Sample]], BatchAssignment]
 
 
 class Expectation(Protocol):
-    """What an iteration is expected to take. Every rank has to come to the same."""
+    """Predicted times and memory of an iteration. Every rank must derive the same."""
 
     def compute_s(self, action: Compute) -> float:
         """Seconds of a compute action."""
@@ -58,19 +57,19 @@ Expect = Callable[[Routes, Sequence[Sample]], Expectation]
 
 @dataclass(frozen=True)
 class IterationResult:
-    """The same on every rank."""
+    """Loss and gradient norm of an iteration, equal on every rank."""
 
     loss: float
-    """Of each module, the token losses of the global batch over its loss tokens; their weighted sum."""
+    """Weighted sum over modules of the sum of the global batch's losses over its number of loss tokens."""
     num_loss_tokens: int
     gradient_norm: float
-    """Of the whole model; 0 for a forward-only iteration."""
+    """Norm of the whole model's gradient; 0 for a forward-only iteration."""
     pause: bool = False
     """Whether some rank wants all to pause after this iteration."""
 
 
 class Engine:
-    """A plan at work on this rank. Collective: every rank makes one with the same arguments.
+    """Runs a plan on this rank. Collective: every rank makes one with the same arguments.
 
     `expect`: by what actions are ordered, as where the plan was evaluated; None: all take equally long, and memory is
     no limit. Batches of one form are ordered as the first of them."""
@@ -112,12 +111,12 @@ class Engine:
         self.gradients_are_complete = False
         """Whether this rank has all sums of the last iteration: then it can be finished without other ranks."""
         self._programs: OrderedDict[Hashable, LocalProgram] = OrderedDict()
-        """By the form of their routes; the last used at the end."""
+        """Programs by the form of their routes; the last used at the end."""
         self._compared: set[bool] = set()
         self._assigned: deque[tuple[Sequence[Sample], BatchAssignment]] = deque(maxlen=MIN_ASSIGNMENTS)
-        """Of the last batches: some are prepared ahead."""
+        """Assignments of the last batches, some of which are prepared ahead."""
         self._prepared: deque[tuple[Sequence[Sample], list[ContextSequence]]] = deque(maxlen=MIN_ASSIGNMENTS)
-        """Held for the stages, which find them by their contents."""
+        """Keeps context sequences alive for the stages, which find them by their contents."""
 
     def keep_ahead(self, num_batches: int) -> None:
         """What was derived of so many batches in advance, and of the one that is run: none is cut twice. Threads derive
@@ -126,7 +125,7 @@ class Engine:
         self._assigned, self._prepared = deque(self._assigned, number), deque(self._prepared, number)
 
     def assignment(self, samples: Sequence[Sample]) -> BatchAssignment:
-        """How a batch is cut."""
+        """The microbatches that a batch is cut into."""
         for known, assignment in tuple(self._assigned):
             if known is samples:
                 return assignment
@@ -135,7 +134,7 @@ class Engine:
         return assignment
 
     def _local_program(self, routes: Routes, samples: Sequence[Sample]) -> LocalProgram:
-        """What this rank executes. The first of each kind is compared between ranks."""
+        """This rank's program. The first one, with and without backward, is compared between ranks."""
         form = _form(routes)
         if form in self._programs:
             self._programs.move_to_end(form)
@@ -221,7 +220,7 @@ class Engine:
         self._prepared.append((samples, contexts))
 
     def wanted(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
-        """By module of the data, the places in a global batch whose tensors this rank's stages will ask for."""
+        """By module, the indices into a global batch of the samples whose tensors this rank's stages read."""
         assignment = self.assignment(samples)
         places: dict[str, set[int]] = {}
         for (module, replica, _), runner in self.executor.runners.items():
@@ -247,7 +246,7 @@ class Engine:
 
 
 def _form(routes: Routes) -> Hashable:
-    """All of routes that a program depends on: which cells there are and what flows, whichever samples they hold."""
+    """The part of routes that a program depends on: cells and what flows between them, not samples."""
     return routes.forward_only, tuple(
         (cell, tuple((route.target, route.carries_gradient) for route in routes.outgoing[cell]))
         for cell in routes.cells
@@ -255,7 +254,7 @@ def _form(routes: Routes) -> Hashable:
 
 
 def _digest(text: str) -> int:
-    """So small that sums over thousands of ranks are exact in float64."""
+    """A digest so small that sums over thousands of ranks are exact in float64."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:9], 16)
 
 

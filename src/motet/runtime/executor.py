@@ -29,7 +29,7 @@ from motet.schedule.routes import Cell, Route, Routes
 from motet.timeline import Span
 
 Doing = Step | str | None
-"""What a rank is busy with: a step of its program, or something around them."""
+"""The activity of a rank: a step of its program, or a description of something outside of it."""
 
 
 class Executor:
@@ -51,9 +51,9 @@ class Executor:
         self._deadline = Deadline(mesh.timeout, device)
         self._doing: Doing = None
         self.started_s = 0.0
-        """Begin of the last iteration, by `time.perf_counter`."""
+        """Start of the last iteration, by `time.perf_counter`."""
         self.spans: list[Span] = []
-        """Of the last iteration, in seconds from its start on this rank."""
+        """Spans of the last iteration, in seconds from its start on this rank."""
 
     def run(
         self,
@@ -172,13 +172,13 @@ class Executor:
         self._mailbox.receive(message, shape, here.boundary_dtype, self.device)
 
     def _for_rank(self, output: torch.Tensor, route: Route, rank: int) -> torch.Tensor:
-        """What a rank gets of what a route carries: context-parallel ranks their own tokens only."""
+        """The rows of a route's tensor that a rank gets: a context-parallel rank gets its own tokens only."""
         return self.runners[route.source[:3]].rows.for_member(
             output, route, member_of(self._routes.stage(route.target), rank)
         )
 
     def _seed_dropout(self, cell: Cell) -> None:
-        """The same on all ranks of a stage, whatever else they computed before, and the same again when resumed."""
+        """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""
         digest = hashlib.blake2b(repr((self._seed, cell)).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little", signed=True)
         # torch.manual_seed would visit every kind of device, at ten times the cost.
@@ -187,14 +187,14 @@ class Executor:
             torch.cuda.manual_seed(seed)
 
     def sum_over_ranks(self, values: torch.Tensor, what: str) -> None:
-        """In place, before the deadline of the last iteration."""
+        """Sums in place over all ranks, before the deadline of the last iteration."""
         with self.doing("the end of the iteration"):
             work = dist.all_reduce(values, async_op=True)
             assert work is not None
             self.wait_for(work, f"the sum {what}", range(self.mesh.world_size))
 
     def wait_for(self, work: dist.Work, what: str, peers: Sequence[int]) -> None:
-        """Before the deadline of the last iteration. `what`: for when it fails."""
+        """Waits until the deadline of the last iteration. `what`: names the work in errors."""
         self._deadline.wait(work, what, peers)
 
     @contextmanager
@@ -207,7 +207,7 @@ class Executor:
 
     @contextmanager
     def doing(self, what: Doing) -> Iterator[None]:
-        """Whatever goes wrong in torch.distributed or a stage is told as something that went wrong in `what`."""
+        """Turns errors of torch.distributed and of stages into a `StepFailedError` that names the activity `what`."""
         self._doing = what
         try:
             yield
@@ -219,12 +219,12 @@ class Executor:
         self._doing = None
 
     def overrun(self, seconds: float) -> StepTimeoutError:
-        """What to raise when a step has taken so long."""
+        """The error for a step that took longer than `seconds`."""
         kind = StepOverrunError if self._deadline.waiting_for is None else StepTimeoutError
         return kind(f"{self.describe()} after {seconds:g} s (train.step_timeout_s)")
 
     def describe(self) -> str:
-        """What this rank is doing, and what it waits for."""
+        """A message that says what this rank is doing, and for what it waits."""
         text = f"rank {self.mesh.rank} is at {self._doing}"
         if isinstance(self._doing, Compute) and len(group := self._stage(self._doing.cell).ranks) > 1:
             text += f" (together with ranks {_listed(group)})"

@@ -4,9 +4,18 @@ The buckets of a reduction are started in a fixed order, the same on every holde
 have their final gradient in this rank's last backward of the stage, and the rest when the program reaches the
 reduction. A parameter that no microbatch reached takes part with zeros. Sums, never averages: the loss is already
 divided by the loss tokens of the global batch. (Li et al. 2020, "PyTorch Distributed", section 3.2.3.)
+
+Holders may have tensor-parallel groups of different sizes. A parameter that all of them cut evenly, along one
+dimension, is summed in the pieces of all cuts together: each piece by those who hold it, in buckets, within the
+backward, as others are. A parameter that is whole somewhere and cut elsewhere, or whose gradients first need a sum
+inside the group (norms), is put together inside each group after the backward, summed over the groups' first ranks and
+handed back; so all holders get the same bits. (The thesis, section 2.6.1, sums layer by layer among holders whose
+groups have one size.)
+
+Limits: ZeRO-1 does not shard the state of layers that groups of different sizes hold.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -15,8 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.costs.communication import BUCKET_BYTES
-from motet.parallel.mesh import ReduceGroup
+from motet.parallel.mesh import Mesh, ReduceGroup, ReduceGroups
+from motet.parallel.tensor_collectives import TensorParallel, gather_full, shard_parameter
+from motet.parallel.tensor_plans import Shard, local_ranges
 from motet.runtime.deadline import Deadline
+from motet.schedule.action import Reduce
 
 Copies = tuple[nn.Parameter, ...]
 """The local copies of one parameter: one, or those of a module that this rank holds several times."""
@@ -36,11 +48,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Portion:
-    """What one group sums: of each parameter all, or a part (where holders differ in tensor parallelism)."""
+    """The part of each parameter that one group sums: all of it, or ranges where tensor-parallel sizes differ."""
 
     group: ReduceGroup
     parts: Sequence[Part] = ()
-    """By parameter; (): all of each."""
+    """One for each parameter; (): all of each."""
 
 
 @dataclass
@@ -50,11 +62,11 @@ class Bucket:
     group: ReduceGroup
     parameters: list[Copies]
     parts: list[Part | None]
-    """Of each: what is summed here; None: all."""
+    """One for each parameter: the part that is summed; None: all."""
     elsewhere: Set[Tensor] = frozenset()
     """Parameters whose sums are of no use here: another rank of a fully sharded stage keeps them."""
     missing: set[Tensor] = field(default_factory=set)
-    """In an armed reduction: the parameters whose final gradient is not there yet."""
+    """Parameters of an armed reduction that await their final gradient."""
     _flat: Tensor | None = None
     _work: dist.Work | None = None
 
@@ -136,7 +148,7 @@ class GradientReducer:
         self._hooks.clear()
 
     def start(self) -> None:
-        """Starts what has not been started."""
+        """Starts the buckets that have not been started."""
         while self._num_started < len(self._buckets):
             self._start_next()
 
@@ -204,3 +216,81 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Sum of squares in float64, so that the order of summation does not show."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+Key = tuple[Reduce, str]
+"""A reduction, and a parameter's name in the whole model."""
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """The share of a parameter that one rank holds."""
+
+    shard: Shard | None
+    tp_size: int
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    is_partial: bool
+    """Whether its gradient is a share, to be summed inside the group."""
+
+
+def evenly_cut(mine: Mapping[Key, HeldParameter], mesh: Mesh) -> dict[Key, Shard]:
+    """Collective: the parameters that all groups with several ranks cut alike, and how."""
+    everyone: list[Mapping[Key, HeldParameter] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    held: dict[Key, list[HeldParameter]] = {}
+    for of_rank in everyone:
+        for key, parameter in (of_rank or {}).items():
+            held.setdefault(key, []).append(parameter)
+    result = {}
+    for key, holders in held.items():
+        shards = {holder.shard for holder in holders if holder.tp_size > 1}
+        shard = shards.pop() if len(shards) == 1 else None
+        groups = mesh.reduce.get(key[0])
+        if groups is None or shard is None or any(holder.is_partial for holder in holders):
+            continue
+        unit, rest = divmod(holders[0].shape[shard.dim], sum(shard.sections))
+        if rest == 0 and all(section * unit % groups.common_size == 0 for section in shard.sections):
+            result[key] = shard
+    return result
+
+
+def portions(groups: ReduceGroups, parameters: Sequence[Copies], shards: Sequence[Shard]) -> list[Portion]:
+    """For evenly cut parameters: the part of this rank's shard that each group sums."""
+    number = len(groups.pieces)
+    return [
+        Portion(
+            group,
+            [
+                Part(shard.dim, tuple(local_ranges(copies[0].shape[shard.dim], shard, piece, number)))
+                for copies, shard in zip(parameters, shards, strict=True)
+            ],
+        )
+        for piece, group in enumerate(groups.pieces)
+    ]
+
+
+@dataclass(frozen=True)
+class WholeSum:
+    """The parameters of one reduction that are summed whole, on this rank."""
+
+    firsts: ReduceGroup | None
+    tp: TensorParallel
+    parameters: Sequence[tuple[Copies, Shard | None]]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Collective over all holders; after the sums inside tensor-parallel groups."""
+        if not self.parameters:
+            return
+        wholes = [gather_full(_local_sum(copies), shard, self.tp) for copies, shard in self.parameters]
+        flat = torch.cat([whole.reshape(-1) for whole in wholes])
+        if self.firsts is not None and self.firsts.group is not None:
+            dist.all_reduce(flat, group=self.firsts.group)
+        if self.tp.size > 1:
+            dist.broadcast(flat, group_src=0, group=self.tp.group)
+        totals = flat.split([whole.numel() for whole in wholes])
+        for (copies, shard), whole, total in zip(self.parameters, wholes, totals, strict=True):
+            mine = shard_parameter(total.view_as(whole), shard, self.tp.rank, self.tp.size)
+            for parameter in copies:
+                parameter.grad = mine.clone()

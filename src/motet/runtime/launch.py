@@ -36,10 +36,10 @@ from motet.runtime.checkpoint.folder import write_atomically
 
 Device = Literal["cpu", "cuda"]
 Worker = Callable[..., Any]
-"""Runs on every rank, inside the process group. What it returns on rank 0 is the result."""
+"""A function that runs on every rank, inside the process group. Its return value on rank 0 is the result."""
 
 SHUTDOWN_TIMEOUT_S = 5
-"""After it, a process that does not end is killed."""
+"""Seconds after which a process that does not end is killed."""
 
 
 class WorkerFailedError(RuntimeError):
@@ -48,7 +48,7 @@ class WorkerFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a failing rank leaves in the launcher's folder."""
+    """The report that a failing rank writes into the launcher's folder."""
 
     rank: int
     failed_at: float
@@ -136,7 +136,7 @@ def _launch_config(num_processes: int, device: Device) -> LaunchConfig:
 
 
 def _silence_torchelastic() -> None:
-    """It reports each ended process in its own words; its loggers have levels of their own."""
+    """Silences torchelastic's reports about ended processes; its loggers have levels of their own."""
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -192,7 +192,7 @@ def _process_group(device: Device, timeout_s: float) -> Iterator[None]:
 
 
 def _explain(folder: Path, deaths: "_FirstDeaths") -> Exception:
-    """The failure that came first, as the exception that the user shall see."""
+    """The failure that came first, as an exception for the user."""
     written = [_Failure(**json.loads(path.read_text())) for path in folder.glob("failure_*.json")]
     failures = {failure.rank: failure for failure in sorted(written, key=lambda f: f.failed_at)}
     # Who died without a word is the cause of what the others say, unless torchelastic ended it after them.
@@ -209,14 +209,14 @@ def _explain(folder: Path, deaths: "_FirstDeaths") -> Exception:
 
 
 class _FirstDeaths:
-    """Notes which ranks have failed, and how, when the first failure is heard of: torchelastic then ends the others; on
-    a busy machine it has done so before."""
+    """Records which ranks have failed, and how, at the first failure; torchelastic then ends the others, and on a busy
+    machine it may have done so already."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.of_rank: dict[int, os.waitid_result] = {}
         self.reaped: list[int] = []
-        """Ranks of whose end torchelastic had learned already."""
+        """Ranks whose end torchelastic knew already."""
 
     def __enter__(self) -> "_FirstDeaths":
         signal.signal(signal.SIGCHLD, self._note)
@@ -244,7 +244,7 @@ class _FirstDeaths:
 
 def _how_it_died(info: os.waitid_result) -> str:
     if info.si_code == os.CLD_EXITED:
-        return f"exited with code {info.si_status}, without a word"
+        return f"exited with code {info.si_status} and no message"
     hint = "; was the machine out of memory?" if info.si_status == signal.SIGKILL else ""
     return f"was ended by {signal.Signals(info.si_status).name}{hint}"
 

@@ -1,4 +1,4 @@
-"""What this rank holds of the model: its stages, and each parameter's name in the whole model and who shares it."""
+"""The part of the model on this rank: its stages, and the global name and the holders of each parameter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,17 @@ from motet.parallel.tensor_collectives import gather_full, shard_parameter
 from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
 from motet.parallel.tensor_plans import Shard
 from motet.plan import ModulePlan, Plan, Stage
-from motet.runtime.gradient_reduction import Copies, GradientReducer, Portion, squared_norm
-from motet.runtime.mixed_tp_reduce import HeldParameter, Key, WholeSum, evenly_cut, portions
+from motet.runtime.gradient_reduction import (
+    Copies,
+    GradientReducer,
+    HeldParameter,
+    Key,
+    Portion,
+    WholeSum,
+    evenly_cut,
+    portions,
+    squared_norm,
+)
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import reductions
 
@@ -39,16 +48,16 @@ class LocalParameter:
     """`<module>.module` or `<module>.projector`."""
     parameter: nn.Parameter
     shard: Shard | None
-    """How it is cut over the tensor-parallel group; None: it is whole on every rank."""
+    """Its cut over the tensor-parallel group; None: every rank has the whole parameter."""
     tp: TensorParallel
     reduce: Reduce | None
-    """What sums its gradient; None if it is frozen."""
+    """The reduction that sums its gradient; None if it is frozen."""
     reduce_group: dist.ProcessGroup | None
-    """All that hold the same; None: this rank alone, or others hold other shares of it."""
+    """The ranks that hold the same elements; None: this rank alone, or others hold other shares of it."""
     is_partial: bool
-    """Its gradient is a share, to be summed inside the tensor-parallel group."""
+    """Whether its gradient is a share, to be summed inside the tensor-parallel group."""
     is_first: bool
-    """Of all replicas and copies that hold it, the first."""
+    """Whether this is the first of all replicas and copies that hold it."""
     is_kept: bool
     """Whether its memory is here between actions; in a fully sharded stage one rank of the group keeps it."""
 
@@ -86,20 +95,21 @@ class LocalModel:
         self.stages: dict[StageKey, StageModule] = {}
         self._tp: dict[StageKey, TensorParallel] = {}
         self.context_parallel: dict[StageKey, ContextParallel] = {}
-        """Of the stages that hold a share of their tokens only."""
+        """By stage that holds a share of its tokens: this rank's place in the context-parallel group."""
         self.sharded: dict[StageKey, FullySharded] = {}
-        """Of the stages that keep a share of their parameters only."""
+        """By stage that keeps a share of its parameters: those parameters."""
         self.attending: dict[StageKey, LanguageModelStage | EncoderStage] = {}
-        """Those whose attention is ours, for its masks or for shares of the tokens."""
+        """Stages with motet's attention, because of their masks or because they hold a share of the tokens."""
         for name, r, s, stage in plan.stages_of_rank(mesh.rank):
             module = plan.modules[name]
             tp = mesh.tensor_parallel(stage, sequence_parallel=module.sequence_parallel)
             made = make_stage(name, module, stage, tp)
             if stage.cp_size > 1:
                 cp = self.context_parallel[name, r, s] = mesh.context_parallel(stage, module.context)
-                share_context(made, cp)
+                assert isinstance(made, LanguageModelStage | EncoderStage | ContrastiveStage)
+                made.enable_context_parallel(cp)
             elif isinstance(made, LanguageModelStage) and (made.has_own_attention or module.replicas[r].shares_context):
-                made.share_context(ContextParallel(group=None, rank=0, size=1, options=module.context))
+                made.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=module.context))
             self.stages[name, r, s] = made
             if isinstance(made, LanguageModelStage | EncoderStage) and made.has_own_attention:
                 self.attending[name, r, s] = made
@@ -170,7 +180,7 @@ class LocalModel:
                 grouped[p.reduce].setdefault(p.name, []).append(p)
         unlike = [reduce for reduce, groups in self.mesh.reduce.items() if len(groups.tp_sizes) > 1]
         cut: Mapping[Key, Shard] = {}
-        if self.mesh.has_unlike_groups:
+        if self.mesh.has_mixed_tp_sizes:
             held = {
                 (reduce, name): HeldParameter(p.shard, p.tp.size, p.full_shape, p.is_partial)
                 for reduce in unlike
@@ -225,7 +235,7 @@ class LocalModel:
         return [p.parameter for p in self.parameters if p.parameter.requires_grad]
 
     def after_update(self) -> None:
-        """For when an optimizer has stepped."""
+        """Called after each step of the optimizer."""
         for stage in self.stages.values():
             stage.after_update()
 
@@ -236,12 +246,6 @@ class LocalModel:
 
 def _tensors(parameters: Sequence[LocalParameter]) -> Copies:
     return tuple(p.parameter for p in parameters)
-
-
-def share_context(stage: StageModule, cp: ContextParallel) -> None:
-    """Raises `UserError` if the stage cannot hold a share of its tokens only."""
-    assert isinstance(stage, LanguageModelStage | EncoderStage | ContrastiveStage)
-    stage.share_context(cp)
 
 
 def _reduce_of_layer(plan: Plan) -> Mapping[tuple[str, int], Reduce]:

@@ -1,4 +1,4 @@
-"""Values between stages on this rank: those that stay here, those that arrive, those that are being sent.
+"""Values that go between stages, on this rank: its part of a program, the rows of each route, and the mailbox.
 
 Buffers have the shapes that the samples' metadata gives, so nothing is negotiated. Receives are posted when the
 program reaches them and waited for when their value is read. Each message has a tag of its own (gloo honours it; NCCL
@@ -20,24 +20,21 @@ from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message, Program, Step
 from motet.schedule.routes import Cell
 
-# One rank's part of a program, with what follows from the program alone.
-#
-# It says nothing of samples: iterations whose cells and routes are alike share it, whichever samples they hold.
-
-
 Carried = Activation | Gradient
-"""What goes between stages."""
+"""A value that goes between stages."""
 
 
 @dataclass(frozen=True)
 class LocalProgram:
+    """One rank's part of a program. Iterations with equal cells and routes share it, whichever samples they hold."""
+
     rank: int
     steps: tuple[Step, ...]
-    """What this rank runs, in order."""
+    """The rank's steps, in order."""
     tags: Mapping[Message, int]
-    """Of this rank's messages; different for each message of the whole program."""
+    """A tag for each of this rank's messages, unique in the whole program."""
     uses: Mapping[Carried, int]
-    """How often a value that is made here is needed here: once for each send, once if it is read here."""
+    """How often a value computed here is used here: once for each send, and once if it is read here."""
     final_backwards: Mapping[tuple[str, int, int], Compute]
     """By (module, replica, stage): the last backward, or half of one, in which weights of the stage get a gradient."""
     split: frozenset[Cell]
@@ -45,7 +42,7 @@ class LocalProgram:
 
 
 def local_program(program: Program, rank: int) -> LocalProgram:
-    """Alike for all who ask: tags are places in the whole program."""
+    """The rank's projection of the program. Tags are positions in the whole program, so all ranks agree on them."""
     steps = program.projections[rank]
     routes = program.dependencies.routes
     messages = [step for step in steps if isinstance(step, Message)]
@@ -68,14 +65,8 @@ def local_program(program: Program, rank: int) -> LocalProgram:
     return LocalProgram(rank, steps, tags, uses, final_backwards, frozenset(split))
 
 
-# Which rows of a module's output belong to which samples: the indices behind a route between modules.
-#
-# A module's output is [sum of num_outputs, hidden size], samples in the order of its microbatch. The consumer's
-# microbatch may hold other samples, in another order, from several producers.
-
-
 def rows_of(wanted: Sequence[int], present: Sequence[int], samples: Sequence[Sample], module: str) -> Tensor | None:
-    """Where the tokens of the samples `wanted` stand in an output that holds those of `present`, both in their order.
+    """The rows of the samples `wanted` in a module's output [sum of num_outputs, width] of the samples `present`.
 
     None if that is the whole output as it stands."""
     if tuple(wanted) == tuple(present):
@@ -102,12 +93,12 @@ def merge_order(
 
 
 MAX_UNANSWERED_SENDS = 16
-"""Sends that no gradient will answer; beyond it the oldest is waited for, so that its buffer can go."""
+"""Sends that no gradient will answer; beyond this number the oldest is waited for, to free its buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Under way, from or into `buffer`."""
+    """A send from, or a receive into, `buffer` that has not been waited for."""
 
     buffer: Tensor
     work: dist.Work

@@ -1,4 +1,4 @@
-"""What is tried before the first step: every link that the plan can use, and the memory forecast."""
+"""Checks before the first step: every link that the plan can use, and the memory forecast."""
 
 import os
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LONGEST_TRIAL = timedelta(seconds=60)
 
 
 def plan_links(plan: Plan) -> list[tuple[int, int]]:
-    """The (sender, receiver) pairs that some batch may need, however it is cut."""
+    """The (sender, receiver) pairs that any batch may need, however it is cut."""
     everything = {module.data_module(name): (Segment(1),) for name, module in plan.modules.items()}
     if plan.loss_module is not None:
         replicas = max(len(module.replicas) for module in plan.modules.values())

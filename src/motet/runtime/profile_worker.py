@@ -1,4 +1,4 @@
-"""What `motet profile` runs on every process: the profiler, on the stages and the data of a run file."""
+"""The worker of `motet profile`: runs the profiler on the stages and the data of a run file, on every rank."""
 
 import os
 import sys

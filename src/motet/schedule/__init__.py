@@ -1,0 +1,1 @@
+"""Actions, dependencies, schedules and their lowering to programs."""

@@ -1,0 +1,1 @@
+"""Shapes of layers, from configurations alone."""

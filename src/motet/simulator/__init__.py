@@ -1,0 +1,1 @@
+"""Predicts an iteration on a virtual clock."""

@@ -14,9 +14,8 @@ from motet.cluster import LINKS
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import RESERVE
 from motet.plan import Edge, Plan, check_plan
-from motet.planner.disttrain.orchestration import evaluate_degrees, orchestrate
+from motet.planner.disttrain.orchestration import Orchestration, UnitDegrees, evaluate_degrees, orchestrate
 from motet.planner.disttrain.planner import disttrain, orchestrated_plan, orchestration_problem
-from motet.planner.disttrain.units import Orchestration, UnitDegrees
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import ModuleProblem
 from motet.planner.registry import make_plan

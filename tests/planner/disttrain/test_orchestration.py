@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling import examples
 
-from motet.planner.disttrain.orchestration import _Rows, evaluate_degrees, orchestrate
-from motet.planner.disttrain.units import OrchestrationProblem, Unit, UnitDegrees
+from motet.planner.disttrain.orchestration import (
+    OrchestrationProblem,
+    Unit,
+    UnitDegrees,
+    _Rows,
+    evaluate_degrees,
+    orchestrate,
+)
 from motet.planner.partition import partition, stage_costs
 
 

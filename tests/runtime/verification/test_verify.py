@@ -10,8 +10,7 @@ from one_process import verify
 from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.runtime.local_model import LocalModel
-from motet.runtime.verification.verify import collect_versions, run_references
-from motet.runtime.verification.worker import plain_nodes
+from motet.runtime.verification.verify import collect_versions, plain_nodes, run_references
 
 REPLICAS = Scenario(dp=2, placement="replicated")
 

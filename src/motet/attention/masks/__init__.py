@@ -1,0 +1,1 @@
+"""Masks as intervals, their work, and their distribution over ranks."""

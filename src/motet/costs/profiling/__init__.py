@@ -1,0 +1,1 @@
+"""Measures layers, kernels and links on real devices."""

@@ -1,0 +1,1 @@
+"""Preparation of samples in other processes and on other machines."""

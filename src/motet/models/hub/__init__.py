@@ -1,0 +1,1 @@
+"""Loading from the hub's formats, and exporting to them."""

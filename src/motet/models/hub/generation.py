@@ -1,4 +1,4 @@
-"""Free-running answers of a multimodal model, by transformers' own `generate`.
+"""Generates answers of a multimodal model, by transformers' own `generate`.
 
 Encoders run by their own forward, projectors are torch modules, and the language model generates from `inputs_embeds`
 (or, with cross-attention, from token ids and the encoders' outputs). Decoding is greedy.
@@ -126,11 +126,7 @@ def _generate(
     )
     # From embeddings transformers returns the new tokens alone, from ids the prompt as well.
     new = generated[:, max(lengths) :] if "input_ids" in inputs else generated
-    return [_until_end(row, ends) for row in new.tolist()]
-
-
-def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    return next((tokens[:i] for i, token in enumerate(tokens) if token in ends), tokens)
+    return [next((row[:i] for i, token in enumerate(row) if token in ends), row) for row in new.tolist()]
 
 
 def _encoder_outputs(model: MultimodalModule, prompts: Sequence[Prompt]) -> list[dict[str, Tensor]]:
@@ -139,7 +135,8 @@ def _encoder_outputs(model: MultimodalModule, prompts: Sequence[Prompt]) -> list
     for name, encoder in model.modality_modules(encoders_only=True).items():
         key = family_of(encoder.module).feature
         members = [i for i, prompt in enumerate(prompts) if prompt.segments.get(name)]
-        values = {i: _moved(prompts[i].features[name][key], encoder.module) for i in members}
+        device, dtype = encoder.module.device, encoder.module.dtype
+        values = {i: prompts[i].features[name][key].to(device, dtype) for i in members}
         for together in _batchable(encoder, values):
             segments = [segment for i in together for segment in prompts[i].segments[name]]
             tokens = plain_encoder_output(encoder, {key: torch.cat([values[i] for i in together])}, segments)
@@ -151,12 +148,7 @@ def _encoder_outputs(model: MultimodalModule, prompts: Sequence[Prompt]) -> list
 
 def _batchable(encoder: ModalityModule, values: Mapping[int, Tensor]) -> list[list[int]]:
     """Of features by prompt: the prompts whose features may be concatenated. Callbacks see one sample at a time."""
-    callbacks = (
-        encoder.preprocess_callback,
-        encoder.postprocess_module_callback,
-        encoder.postprocess_projector_callback,
-    )
-    if any(callback is not None for callback in callbacks) or (
+    if any(callback is not None for callback in encoder.callbacks) or (
         encoder.projector is not None and type(encoder.projector) not in PROJECTORS.values()
     ):
         return [[i] for i in values]
@@ -164,10 +156,6 @@ def _batchable(encoder: ModalityModule, values: Mapping[int, Tensor]) -> list[li
     for i, value in values.items():
         by_shape.setdefault(tuple(value.shape[1:]), []).append(i)
     return list(by_shape.values())
-
-
-def _moved(features: Tensor, module: Any) -> Tensor:
-    return features.to(module.device, module.dtype)
 
 
 def _merged(model: MultimodalModule, prompt: Prompt, outputs: Mapping[str, Tensor]) -> Tensor:

@@ -1,0 +1,1 @@
+"""Pipeline stages made of unmodified transformers modules."""

@@ -252,7 +252,7 @@ class ContrastiveStage(nn.Module):
         if self.module.max_logit_scale is not None:
             self.module.logit_scale.clamp_(max=self.module.max_logit_scale)
 
-    def share_context(self, cp: ContextParallel) -> None:
+    def enable_context_parallel(self, cp: ContextParallel) -> None:
         """The group that shares the rows."""
         self._cp = cp
 

@@ -17,7 +17,6 @@ function: a stage that holds a later one calls `preprocess_callback` too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -63,85 +62,6 @@ def encoder_layer_parts(module: nn.Module, layer: int) -> tuple[str, ...]:
     return tuple(part for part in parts if part in present)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderOutputs:
-    """What leaves each layer of an encoder: how many tokens of each sample, how wide, and which are handed on.
-
-    Derived from configuration and layouts alone, so that shapes are known before anything is computed."""
-
-    name: str
-    """The module whose layouts are read."""
-    config: Any
-    """Of the transformers model."""
-    head_layer: int
-    block_width: int
-    head_width: int
-    projector_width: int | None
-    """None: there is no projector."""
-    is_pooled: bool
-    """Whether the head hands on what a tower's pooling makes, which layouts count."""
-    has_callback_after_head: bool
-
-    def width(self, layer: int) -> int:
-        """Of what enters `layer` (of what leaves the last one)."""
-        if layer <= self.head_layer:
-            return self.block_width
-        if layer == self.head_layer + 1:
-            return self.head_width
-        assert self.projector_width is not None
-        return self.projector_width
-
-    def num_tokens(self, layer: int, samples: Sequence[Sample]) -> list[int]:
-        """Of each sample, of what enters `layer` (of what leaves the last one)."""
-        if layer <= self.head_layer:
-            return [sample.num_tokens(self.name) for sample in samples]
-        if layer == self.head_layer + 1 and self.projector_width is not None:
-            return self.projector_inputs(samples)
-        return self.final(samples)
-
-    def of_head(self, samples: Sequence[Sample]) -> list[int]:
-        """Tokens of each sample that the head hands on, before the callback after it."""
-        if self.is_pooled:
-            return self.final(samples)
-        return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
-
-    def projector_inputs(self, samples: Sequence[Sample]) -> list[int]:
-        """A callback after the head makes what the layout says, or the shape here would not be known from metadata."""
-        return self.final(samples) if self.has_callback_after_head else self.of_head(samples)
-
-    def final(self, samples: Sequence[Sample]) -> list[int]:
-        return [sample.num_outputs(self.name) for sample in samples]
-
-    def tiles(self, samples: Sequence[Sample]) -> list[tuple[tuple[int, ...], int]]:
-        """(grid, number of tokens) of every image or clip in order."""
-        tiles = []
-        for sample in samples:
-            for segment in sample.layouts[self.name]:
-                num_tiles = selection_of(self.config, segment).num_tiles
-                tiles += [(segment.grid, segment.num_tokens // num_tiles)] * num_tiles
-        return tiles
-
-    def select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Of each tile's features after the head, those that the layout hands on."""
-        if self.is_pooled:
-            return hidden
-        selections = self._selections(samples)
-        if all(selection.num_tokens == selection.num_full for selection in selections):
-            return hidden
-        items = hidden.split([selection.num_tiles * selection.num_full for selection in selections])
-        return torch.cat(
-            [
-                item.unflatten(0, (selection.num_tiles, selection.num_full))
-                .narrow(1, selection.first, selection.num_tokens)
-                .flatten(0, 1)
-                for item, selection in zip(items, selections, strict=True)
-            ]
-        )
-
-    def _selections(self, samples: Sequence[Sample]) -> list[Selection]:
-        return [selection_of(self.config, segment) for sample in samples for segment in sample.layouts[self.name]]
-
-
 class EncoderStage(nn.Module):
     """Layers [first, last) of an encoder and its projector.
 
@@ -177,23 +97,18 @@ class EncoderStage(nn.Module):
         self._preprocess = modality_module.preprocess_callback
         self._postprocess_module = modality_module.postprocess_module_callback
         self._postprocess_projector = modality_module.postprocess_projector_callback
-        self._outputs = EncoderOutputs(
-            name=name,
-            config=self.config,
-            head_layer=self._head_layer,
-            block_width=getattr(self.config, self.family.hidden_size),
-            head_width=getattr(self.config, self.family.output_size),
-            projector_width=None if projector is None else projected_size(projector),
-            is_pooled=self._pooling is not None,
-            has_callback_after_head=self._postprocess_module is not None,
-        )
+        self._widths = [getattr(self.config, self.family.hidden_size)] * (self._head_layer + 1)
+        """Of what enters each layer, and of what leaves the last one."""
+        self._widths.append(getattr(self.config, self.family.output_size))
+        if projector is not None:
+            self._widths.append(projected_size(projector))
         for layer in range(num_layers):
             if not self.holds(layer):
                 for part in encoder_layer_parts(modality_module.module, layer):
                     modality_module.module.set_submodule(part, nn.Identity())
         self.module = modality_module.module
-        self.hidden_size = self._outputs.width(layers[0])
-        self.output_size = self._outputs.width(layers[1])
+        self.hidden_size = self._widths[layers[0]]
+        self.output_size = self._widths[layers[1]]
         # The embedding reads features, and so do the callbacks after the head and after the projector.
         self.needs_features = (
             self.holds(0)
@@ -204,7 +119,7 @@ class EncoderStage(nn.Module):
         self._context: ContextParallel | None = None
         self._holder = Holder()
 
-    def share_context(self, cp: ContextParallel) -> None:
+    def enable_context_parallel(self, cp: ContextParallel) -> None:
         """From now on this rank's blocks have its share of the tokens only. What stands before and after the blocks is
         computed alike on all ranks of the group; gradients are such that the sum over the group is right for both.
 
@@ -215,7 +130,7 @@ class EncoderStage(nn.Module):
                 "use cp 1"
             )
         heads = getattr(self.config, "num_attention_heads", None) or self.config.encoder_attention_heads
-        check_shared(self.name, self.module, self.config, cp, heads, self._outputs.block_width // heads)
+        check_shared(self.name, self.module, self.config, cp, heads, self._widths[0] // heads)
         self._context = cp
         set_attention(self.module, ITEM_ATTENTION)
         for part in self.module.get_submodule(self.family.blocks).modules():
@@ -247,7 +162,7 @@ class EncoderStage(nn.Module):
         return border <= self._head_layer
 
     def _documents(self, samples: Sequence[Sample]) -> tuple[Document, ...]:
-        return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._outputs.tiles(samples))
+        return tuple(Document((Segment(num_tokens),)) for _, num_tokens in self._tiles(samples))
 
     def train(self, mode: bool = True) -> "EncoderStage":
         super().train(mode)
@@ -292,7 +207,7 @@ class EncoderStage(nn.Module):
         features = [self._preprocessed(sample) for sample in inputs.features] if self.needs_features else []
         if self.holds(0):
             tensors = self._raw_features(features, samples)
-            hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._outputs.tiles(samples)])
+            hidden = self.family.embed(self.module, tensors, [grid for grid, _ in self._tiles(samples)])
             self._check_num_tokens(hidden, tensors, samples)
         assert hidden is not None
         if self._context is not None and self._is_shared(self.layers[0]):
@@ -368,7 +283,7 @@ class EncoderStage(nn.Module):
                 self._pooled(self.family.finish(self.module, self._arrange(r, len(g)), g), g) for g, r in groups
             ]
             hidden = torch.cat([group.reshape(-1, group.shape[-1]) for group in finished])
-        return self._outputs.select(hidden, samples)
+        return self._select(hidden, samples)
 
     def _run_blocks_and_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
         blocks = self._blocks
@@ -389,7 +304,7 @@ class EncoderStage(nn.Module):
                 group = self._pooled(self.family.finish(self.module, group, grids), grids)
             outputs.append(group.reshape(-1, group.shape[-1]))
         hidden = torch.cat(outputs)
-        return self._outputs.select(hidden, samples) if self.holds(self._head_layer) else hidden
+        return self._select(hidden, samples) if self.holds(self._head_layer) else hidden
 
     def _pooled(self, group: Tensor, grids: Grids) -> Tensor:
         """What a tower hands on of its items' features: one vector of each, or that before all of them."""
@@ -401,15 +316,16 @@ class EncoderStage(nn.Module):
 
     def _hand_on(self, hidden: Tensor, inputs: Sequence[Mapping[str, Tensor]], samples: Sequence[Sample]) -> Tensor:
         """The callbacks after the head and after the projector, and the projector between them, sample by sample."""
-        entering = self._outputs.of_head if self.holds(self._head_layer) else self._outputs.projector_inputs
-        outputs = list(hidden.split(entering(samples)))
+        is_selected = self.holds(self._head_layer) or self._postprocess_module is None
+        entering = self._selected_tokens(samples) if is_selected else self._final_tokens(samples)
+        outputs = list(hidden.split(entering))
         if self.holds(self._head_layer) and self._postprocess_module is not None:
             outputs = [_tensor(self._postprocess_module(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
         if self.projector is not None:
             outputs = self._project(outputs)
         if self._is_last and self._postprocess_projector is not None:
             outputs = [_tensor(self._postprocess_projector(i, (o,))) for i, o in zip(inputs, outputs, strict=True)]
-        expected = self._outputs.num_tokens(self.layers[1], samples)
+        expected = self._num_tokens(self.layers[1], samples)
         for sample, output, num_outputs in zip(samples, outputs, expected, strict=True):
             if output.shape[0] != num_outputs:
                 raise UserError(
@@ -425,16 +341,66 @@ class EncoderStage(nn.Module):
             return list(self.projector(torch.cat(outputs)).split([len(output) for output in outputs]))
         return [_tensor(self.projector(output)) for output in outputs]
 
+    # What crosses the boundaries of layers, from configuration and layouts alone: shapes are known before anything is
+    # computed.
+
     def _boundary_shape(self, layer: int, samples: Sequence[Sample]) -> tuple[int, int]:
         """Of what enters `layer` (of what leaves the last one)."""
-        width = self._outputs.width(layer)
+        width = self._widths[layer]
         if self._context is not None and self._is_shared(layer):
             return num_rows(self._documents(samples), (FULL,), self._context), width
-        return sum(self._outputs.num_tokens(layer, samples)), width
+        return sum(self._num_tokens(layer, samples)), width
+
+    def _num_tokens(self, layer: int, samples: Sequence[Sample]) -> list[int]:
+        """Of each sample, of what enters `layer` (of what leaves the last one)."""
+        if layer <= self._head_layer:
+            return [sample.num_tokens(self.name) for sample in samples]
+        is_before_projector = layer == self._head_layer + 1 and layer < len(self._widths) - 1
+        # A callback after the head makes what the layout says: else the shape would not be known from metadata.
+        if is_before_projector and self._postprocess_module is None:
+            return self._selected_tokens(samples)
+        return self._final_tokens(samples)
+
+    def _final_tokens(self, samples: Sequence[Sample]) -> list[int]:
+        return [sample.num_outputs(self.name) for sample in samples]
+
+    def _selected_tokens(self, samples: Sequence[Sample]) -> list[int]:
+        """Of each sample: what the head hands on, before the callback after it."""
+        if self._pooling is not None:
+            return self._final_tokens(samples)
+        return [sum(selection.num_outputs for selection in self._selections([sample])) for sample in samples]
+
+    def _select(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Of each tile's features after the head, those that the layout hands on."""
+        if self._pooling is not None:
+            return hidden
+        selections = self._selections(samples)
+        if all(selection.num_tokens == selection.num_full for selection in selections):
+            return hidden
+        items = hidden.split([selection.num_tiles * selection.num_full for selection in selections])
+        return torch.cat(
+            [
+                item.unflatten(0, (selection.num_tiles, selection.num_full))
+                .narrow(1, selection.first, selection.num_tokens)
+                .flatten(0, 1)
+                for item, selection in zip(items, selections, strict=True)
+            ]
+        )
+
+    def _selections(self, samples: Sequence[Sample]) -> list[Selection]:
+        return [selection_of(self.config, segment) for sample in samples for segment in sample.layouts[self.name]]
+
+    def _tiles(self, samples: Sequence[Sample]) -> list[tuple[tuple[int, ...], int]]:
+        """(grid, number of tokens) of every image or clip in order."""
+        segments = [segment for sample in samples for segment in sample.layouts[self.name]]
+        tiles = []
+        for segment, selection in zip(segments, self._selections(samples), strict=True):
+            tiles += [(segment.grid, segment.num_tokens // selection.num_tiles)] * selection.num_tiles
+        return tiles
 
     def _groups(self, hidden: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[Grids, Tensor]]:
         """What runs together, in order: everything, or runs of tiles of equal length where the blocks take a batch."""
-        tiles = self._outputs.tiles(samples)
+        tiles = self._tiles(samples)
         if self.family.arrangement is not Arrangement.BATCH:
             yield [grid for grid, _ in tiles], hidden
             return

@@ -94,7 +94,7 @@ class LanguageModelStage(CausalStage):
             self.recompute_blocks()
         if media_attention != "causal":
             alone = ContextOptions(media_attention=media_attention)
-            self.share_context(ContextParallel(group=None, rank=0, size=1, options=alone))
+            self.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=alone))
 
     def _keep_own_layers(self) -> None:
         base, blocks = base_model(self.module), self.own_blocks
@@ -115,7 +115,7 @@ class LanguageModelStage(CausalStage):
         if not self.is_first:
             base.embed_tokens = nn.Identity()
 
-    def share_context(self, cp: ContextParallel) -> None:
+    def enable_context_parallel(self, cp: ContextParallel) -> None:
         """From now on this rank holds its share of every sequence only; samples are packed, and see each other as the
         rules say.
 

@@ -1,9 +1,8 @@
-"""Projectors: what brings an encoder's features to the width of the language model.
+"""Projectors: modules that bring an encoder's features to the width of the module that reads them.
 
 "linear" is one linear layer (as in Qwen2-Audio), "mlp" two with a GELU between them (as in LLaVA 1.5), "projection" a
-matrix (as in CLIP); their
-parameters bear the names that transformers gives them there. A module of the user's own takes
-[num_tokens, in_features] and returns [num_outputs, out_features].
+matrix (as in CLIP). Their parameters have the names that transformers gives them in these models. A module of the
+user's own takes [num_tokens, in_features] and returns [num_outputs, out_features].
 """
 
 import torch

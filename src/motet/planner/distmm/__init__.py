@@ -1,0 +1,1 @@
+"""DistMM's planner for contrastive towers."""

@@ -1,0 +1,1 @@
+"""DistTrain's planner: devices and degrees for each module."""

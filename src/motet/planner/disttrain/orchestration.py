@@ -1,4 +1,4 @@
-"""How many devices, and which degrees, each module gets: the integer optimum (DistTrain 5.1-5.2).
+"""DistTrain's orchestration: the optimal number of devices and degrees of each module (DistTrain 5.1-5.2).
 
 Modules are parallelism units with tensor, pipeline and data parallelism of their own. With M microbatches, b samples in
 a module's microbatch, C(tp) seconds of forward and backward of a sample through the whole module, and s the share of
@@ -10,47 +10,150 @@ its slowest stage,
     T_iter   = max over encoders (w) + w of the language model + max over generators (w)
                + (M - 1) max over all (t) + max over all (r)
 
-subject to the devices (sum of tp pp dp <= N) and to the memory of each (parameters and gradients, optimizer state, the
-activations of the microbatches in flight).
+subject to the number of devices (sum of tp pp dp <= N) and to the memory of each (parameters and gradients, optimizer
+state, activations of the microbatches in flight).
 
-Deviations: stages hold whole layers, microbatches whole items, so nothing is relaxed and nothing rounded, where the
-paper solves a convex relaxation in the numbers of devices; several encoders (generators) run side by side, so the
-longest of them counts; in flight are the microbatches of all stages behind as well (the paper leaves the generator
-out); interleaving costs the activations that it costs (Narayanan et al. 2021, 2.2).
+Deviations: stages hold whole layers and microbatches whole items, so nothing is relaxed or rounded, whereas the paper
+solves a convex relaxation in the numbers of devices. Several encoders (generators) run side by side, so the longest of
+them counts. Microbatches of all later stages are in flight as well (the paper omits the generator's). Interleaving
+increases activations (Narayanan et al. 2021, 2.2).
 
-Exactness: for each number of microbatches every choice of every module is a row (devices, t, w, r, stages, room for
-stages behind). Rows that another row beats in every column are never needed, neither alone nor in a sum or maximum with
-others; what is left is combined, in the order of a lower bound, until the bound reaches the best found.
+Exactness: for each number of microbatches, every choice of every module is a row (devices, t, w, r, stages, room for
+later stages). A row that another row beats in every column is never needed, neither alone nor in a sum or maximum with
+others. The remaining rows are combined in the order of a lower bound until the bound reaches the best result.
 
-Limits: samples cost alike; modules, which have devices of their own, reduce side by side, but only when the last
-backward of all has ended; tensor-parallel and data-parallel groups meet the same bandwidth wherever they lie.
+Limits: samples cost the same; modules reduce side by side, but only after the last backward of all; tensor-parallel and
+data-parallel groups have the same bandwidth wherever they are placed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import inf
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from motet.errors import UserError
-from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
+from motet.planner.partition import bottlenecks
+
+Role = Literal["encoder", "language_model", "generator"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One parallelism unit: the costs of a whole module, and the degrees that it may have."""
+
+    role: Role
+    layer_costs: tuple[float, ...]
+    """Cost of each layer in any measure, which decides how evenly stages can be cut."""
+    seconds: Mapping[int, float]
+    """C(tp) by allowed tensor-parallel size: forward and backward of one sample, under the frozen rule."""
+    microbatch_s: Mapping[int, float] = field(default_factory=dict)
+    """Additional time of each microbatch, by tensor-parallel size; 0 without an entry."""
+    items_per_sample: int = 1
+    """Items (images, clips) of a sample, between which microbatches may be cut; C is the cost of all of them."""
+    state_bytes: float = 0.0
+    """Parameters and gradients."""
+    optimizer_bytes: float = 0.0
+    activation_bytes: Mapping[int, float] = field(default_factory=dict)
+    """Activations of one sample on each rank of a tensor-parallel group, by its size; 0 without an entry."""
+    boundary_s: float = 0.0
+    """One sample's message to the next stage, and the message of its gradient."""
+    reduce_s: float = 0.0
+    """All gradients' bytes over the bandwidth of one device."""
+    dp_sizes: tuple[int, ...] | None = None
+    """None: all divisors of the global batch's items."""
+    max_stages: int | None = None
+    """Includes virtual stages."""
+    equal_stages: bool = False
+    """All stages, including virtual ones, hold equally many layers, as Megatron-LM requires."""
+    max_devices: int | None = None
+    vpp_sizes: tuple[int, ...] = (1,)
+    """Stages of the module that a rank may hold (interleaved 1F1B)."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_costs)
+
+    @cached_property
+    def slowest_shares(self) -> np.ndarray:
+        """[pp - 1]: share of the slowest stage in the module's time; infinite for an impossible number of stages."""
+        limit = min(self.num_layers, self.max_stages or self.num_layers)
+        # A module that no sample of the batch uses costs nothing; its layers then count as equal.
+        layer_costs = self.layer_costs if any(self.layer_costs) else (1.0,) * self.num_layers
+        if not self.equal_stages:
+            return bottlenecks(layer_costs, limit) / sum(layer_costs)
+        costs = np.array(layer_costs)
+        slowest = [
+            costs.reshape(pp, -1).sum(axis=1).max() if self.num_layers % pp == 0 else inf for pp in range(1, limit + 1)
+        ]
+        return np.array(slowest) / costs.sum()
+
+
+class UnitDegrees(NamedTuple):
+    tp: int
+    pp: int
+    dp: int
+    vpp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrchestrationProblem:
+    units: Mapping[str, Unit]
+    """Exactly one is the language model."""
+    num_devices: int
+    global_batch_size: int
+    microbatch_size: int = 1
+    """Samples in the language model's microbatch."""
+    num_microbatches: int | None = None
+    """Per replica, for all modules; None: follows from `microbatch_size`."""
+    device_bytes: float = inf
+    zero1: bool = True
+    """Optimizer state is sharded over the module's replicas."""
+    state_copies: int = 1
+    """With `zero1`: number of replicas that keep the same shard."""
+
+    def __post_init__(self) -> None:
+        if [unit.role for unit in self.units.values()].count("language_model") != 1:
+            raise UserError("parallel.planner: disttrain needs exactly one language model")
+
+    @property
+    def language_model(self) -> Unit:
+        return next(unit for unit in self.units.values() if unit.role == "language_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orchestration:
+    degrees: Mapping[str, UnitDegrees]
+    num_microbatches: int
+    iteration_s: float
+
+    @property
+    def num_devices(self) -> int:
+        return sum(degrees.num_devices for degrees in self.degrees.values())
+
 
 SLACK = 1 + 1e-9
-"""Rounding alone must not decide whether something fits."""
+"""Tolerance, so that rounding does not decide whether a choice fits."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Choices of one module, or of several together: a row each."""
+    """Choices of one module or of several together, one per row."""
 
     devices: np.ndarray
     stage_s: np.ndarray
     fill_s: np.ndarray
     reduce_s: np.ndarray
     stages: np.ndarray
-    """Of the longest chain."""
+    """Number of stages of the longest chain."""
     room: np.ndarray
-    """Stages behind with which it still fits into memory."""
+    """Number of later stages with which it still fits into memory."""
     degrees: Mapping[str, np.ndarray]
     """By module [rows, 4]: tp, pp, dp, vpp."""
 
@@ -69,7 +172,7 @@ class _Rows:
         )
 
     def undominated(self, *, counts_stages: bool = True) -> "_Rows":
-        """`counts_stages`: somebody stands before whose memory depends on them."""
+        """The rows that no other row dominates. `counts_stages`: earlier modules' memory depends on the stages."""
         stages = self.stages if counts_stages else np.zeros_like(self.stages)
         columns = np.stack([self.devices, self.stage_s, self.fill_s, self.reduce_s, stages, -self.room], axis=1)
         left = np.lexsort(columns.T[::-1])
@@ -80,7 +183,7 @@ class _Rows:
         return self.take(np.array(kept, dtype=int))
 
     def beside(self, other: "_Rows") -> "_Rows":
-        """Both at once, every row with every row."""
+        """Every row of one with every row of the other, side by side."""
         a, b = (index.ravel() for index in np.indices((len(self), len(other))))
         mine, its = self.take(a), other.take(b)
         return _Rows(
@@ -150,7 +253,7 @@ def evaluate_degrees(problem: OrchestrationProblem, degrees: Mapping[str, UnitDe
 
 
 def _microbatch_counts(problem: OrchestrationProblem) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Numbers of microbatches, each with the language model's data-parallel sizes that lead to it."""
+    """Numbers of microbatches, each with the language model's data-parallel sizes that result in it."""
     allowed = problem.language_model.dp_sizes or range(1, problem.num_devices + 1)
     if problem.num_microbatches is not None:
         dp_sizes = tuple(dp for dp in allowed if problem.global_batch_size % dp == 0)
@@ -162,8 +265,9 @@ def _microbatch_counts(problem: OrchestrationProblem) -> Iterator[tuple[int, tup
 
 
 def _floor_s(problem: OrchestrationProblem, num_microbatches: int, name: str, rows: Mapping[str, _Rows]) -> np.ndarray:
-    """For each choice of one module, a time below which no combination with it can come; infinite if there is none: the
-    others have their shortest fills, and share the devices that are left without remainder."""
+    """Lower bound of the time of all combinations with each choice of one module; infinite if there is none.
+
+    The other modules have their shortest fills and share the remaining devices without remainder."""
     mine, unit = rows[name], problem.units[name]
     fills: dict[Role, np.ndarray] = {unit.role: mine.fill_s}
     others = [(problem.units[other].role, r) for other, r in rows.items() if other != name]
@@ -185,7 +289,7 @@ def _rank(orchestration: Orchestration) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class _Grid:
-    """All degrees of one module that the devices allow, and what does not depend on the number of microbatches."""
+    """All degrees of one module that the devices allow, with everything independent of the number of microbatches."""
 
     name: str
     unit: Unit
@@ -198,10 +302,10 @@ class _Grid:
     microbatch_s: np.ndarray
     activation_bytes: np.ndarray
     layer_share: np.ndarray
-    """Of the stage with the most layers."""
+    """Share of the stage with the most layers."""
     reduce_s: np.ndarray
     free_bytes: np.ndarray
-    """What parameters, gradients and optimizer leave for activations."""
+    """Memory that parameters, gradients and optimizer state leave for activations."""
 
     def with_dp(self, dp_sizes: Sequence[int]) -> "_Grid":
         chosen = np.isin(self.dp, dp_sizes)
@@ -242,7 +346,7 @@ def _grid(problem: OrchestrationProblem, name: str, *, pp: int | None = None) ->
 
 
 def _useful_stage_counts(unit: Unit) -> list[int]:
-    """Of those with equal stages in time and memory, the smallest: more would cost devices and bring nothing."""
+    """The smallest of those numbers of stages that have the same time and memory per stage."""
     first: dict[tuple[float, int], int] = {}
     for pp, share in enumerate(unit.slowest_shares.tolist(), start=1):
         first.setdefault((share, -(-unit.num_layers // pp)), pp)
@@ -250,7 +354,7 @@ def _useful_stage_counts(unit: Unit) -> list[int]:
 
 
 def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> _Rows:
-    """Every choice of one module that fits into memory by itself."""
+    """Every choice of one module that fits into memory on its own."""
     unit = grid.unit
     if unit.role == "language_model":
         grid = grid.with_dp(lm_dp_sizes)
@@ -278,7 +382,7 @@ def _choices(grid: _Grid, num_microbatches: int, lm_dp_sizes: Sequence[int]) -> 
 def _best_combination(
     problem: OrchestrationProblem, num_microbatches: int, rows: Mapping[str, _Rows], limit: float
 ) -> Orchestration | None:
-    """The best of at most `limit` seconds."""
+    """The best combination of at most `limit` seconds."""
     encoders, generators, backbone = _by_role(problem, rows)
     if not (len(encoders) and len(generators) and len(backbone)):
         return None
@@ -313,8 +417,8 @@ def _best_combination(
 
 
 def _by_role(problem: OrchestrationProblem, rows: Mapping[str, _Rows]) -> tuple[_Rows, _Rows, _Rows]:
-    """What all encoders together may take, all generators, and the language model: rows that nothing dominates."""
-    # Reductions shorter than what some module needs in any case make no difference, and so keep no row alive.
+    """The undominated rows of all encoders together, of all generators together, and of the language model."""
+    # Reductions shorter than an unavoidable one make no difference and must not keep a row.
     reduce_s = max(float(r.reduce_s.min()) for r in rows.values())
     rows = {name: replace(r, reduce_s=np.maximum(r.reduce_s, reduce_s)) for name, r in rows.items()}
 
@@ -333,8 +437,8 @@ def _by_role(problem: OrchestrationProblem, rows: Mapping[str, _Rows]) -> tuple[
 
 
 def _around(encoders: _Rows, generators: _Rows) -> _Rows:
-    """What stands before and behind the language model: fills add up, `stages` are those behind it, `room` is what the
-    encoders have left for the language model's own stages."""
+    """Encoders and generators together: fills add up, `stages` are those of the generators, and `room` is what remains
+    for stages of the language model."""
     both = encoders.beside(generators)
     e, g = (index.ravel() for index in np.indices((len(encoders), len(generators))))
     return replace(
@@ -346,8 +450,8 @@ def _around(encoders: _Rows, generators: _Rows) -> _Rows:
 
 
 def _bounds(num_devices: int, steps: int, around: _Rows, backbone: _Rows) -> np.ndarray:
-    """For each row of the language model, a time below which no combination with it can come: the shortest fill around
-    it, and the shortest stages that the devices which it leaves allow."""
+    """Lower bound of the time of all combinations with each row of the language model, from the shortest fill around it
+    and the shortest stages that the remaining devices allow."""
     order = np.argsort(around.devices, kind="stable")
     shortest = np.minimum.accumulate(around.stage_s[order])
     fitting = np.searchsorted(around.devices[order], num_devices - backbone.devices, side="right")

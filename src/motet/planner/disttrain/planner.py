@@ -1,18 +1,17 @@
-"""DistTrain: devices and degrees of parallelism for each module by itself (DistTrain sections 4.1 and 5).
+"""DistTrain: devices and degrees of parallelism for each module separately (DistTrain sections 4.1 and 5).
 
-The orchestration that `motet.planner.disttrain.orchestration` finds, as a plan. Every module is a parallelism unit on
-ranks of its own, with its own tensor, pipeline and data parallelism; their numbers of replicas need not be equal.
-Modules that lead to the language model are encoders, those that it leads to are generators, several of each stand side
-by side.
+Turns the result of `motet.planner.disttrain.orchestration` into a plan. Every module is a parallelism unit on ranks of
+its own, with its own tensor, pipeline and data parallelism; numbers of replicas may differ. Modules before the language
+model are encoders, modules after it are generators; several of each run side by side.
 
-The closed form does not see latencies, messages between units, padding, or how unlike samples are; where there are
-several nodes, all messages and reductions go through their network. So the best orchestrations, one for each data- and
-tensor-parallel size of the language model, are simulated, and the best simulation that fits wins.
+The closed form ignores latencies, messages between units, padding and the variance of samples; on several nodes, all
+messages and reductions pass the network. Therefore the best orchestration for each data-parallel and tensor-parallel
+size of the language model is simulated, and the best simulation that fits wins.
 
-Deviations: the number of microbatches is the problem's (the paper fixes their size instead); units of large
-tensor-parallel groups get the first ranks, so that groups lie within nodes.
-Limits: only the language model's stages are interleaved, if the schedule is an interleaved one; the closed form's
-memory is a few percent off, so that where layouts fit by less than that, all may be missed.
+Deviations: the number of microbatches is the problem's (the paper fixes their size instead); units with large
+tensor-parallel groups get the first ranks, so that groups stay within nodes.
+Limits: only the language model's stages are interleaved, and only by an interleaved schedule; the closed form's memory
+is a few percent off, so layouts that fit by less than that may be missed.
 """
 
 from collections.abc import Iterator
@@ -26,8 +25,14 @@ from motet.costs.memory import usable_bytes
 from motet.errors import UserError
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.planner.degrees import no_layout, tp_sizes
-from motet.planner.disttrain.orchestration import orchestrate
-from motet.planner.disttrain.units import Orchestration, OrchestrationProblem, Role, Unit, UnitDegrees
+from motet.planner.disttrain.orchestration import (
+    Orchestration,
+    OrchestrationProblem,
+    Role,
+    Unit,
+    UnitDegrees,
+    orchestrate,
+)
 from motet.planner.evaluate import Evaluation, evaluate
 from motet.planner.layout import Placement, cut_module
 from motet.planner.problem import Degrees, PlanningProblem
@@ -54,7 +59,7 @@ def disttrain(problem: PlanningProblem, *, placement: Placement | None = None) -
         evaluations += [evaluate(problem, orchestrated_plan(problem, each)) for each in found]
         if any(evaluation.fits for evaluation in evaluations):
             break
-        # The closed form takes a module's memory to be spread evenly over its layers; it is told to leave more free.
+        # The closed form spreads a module's memory evenly over its layers, so it must leave more free.
         orchestration = replace(orchestration, device_bytes=orchestration.device_bytes * _share_that_fits(evaluations))
     if not evaluations:
         found = _candidates(replace(orchestration, device_bytes=inf))
@@ -68,12 +73,12 @@ def disttrain(problem: PlanningProblem, *, placement: Placement | None = None) -
 
 
 def _share_that_fits(evaluations: list[Evaluation]) -> float:
-    """By how much the fullest rank of the best of them is over its memory."""
+    """Share of its memory within which the fullest rank of the best evaluation would fit."""
     return max(each.overflows[0].limit_bytes / each.overflows[0].needed_bytes for each in evaluations)
 
 
 def _candidates(orchestration: OrchestrationProblem) -> list[Orchestration]:
-    """The best with each choice for the language model."""
+    """The best orchestrations, one for each choice for the language model."""
     found = list(_best_by_choice(orchestration))
     return sorted(found, key=lambda each: (each.iteration_s, each.num_devices))[:NUM_SIMULATED]
 
@@ -89,7 +94,7 @@ def _best_by_choice(orchestration: OrchestrationProblem) -> Iterator[Orchestrati
 
 
 def orchestration_problem(problem: PlanningProblem) -> OrchestrationProblem:
-    """What the closed form needs to know of the problem. Raises `ValueError` without exactly one language model."""
+    """The problem in the closed form's terms. Raises `UserError` without exactly one language model."""
     return OrchestrationProblem(
         units={name: _unit(problem, name, role) for name, role in _roles(problem).items()},
         num_devices=problem.num_devices,
@@ -168,8 +173,8 @@ def _samples_per_microbatch(problem: PlanningProblem, dp: int) -> float:
 
 
 def _linear_fit(problem: PlanningProblem, name: str, tp_size: int, dp_sizes: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds of a sample and seconds of each microbatch beside, through the typical microbatches of the largest and
-    the smallest size (the paper interpolates between trials)."""
+    """Seconds per sample and constant seconds per microbatch, from the typical microbatches of the largest and the
+    smallest size (the paper interpolates between trials)."""
     sizes = [_samples_per_microbatch(problem, dp) for dp in (min(dp_sizes), max(dp_sizes))]
     large, small = (sum(problem.estimator.layer_seconds(name, tp_size, dp)) for dp in (min(dp_sizes), max(dp_sizes)))
     if sizes[0] == sizes[1]:
@@ -179,7 +184,7 @@ def _linear_fit(problem: PlanningProblem, name: str, tp_size: int, dp_sizes: tup
 
 
 def orchestrated_plan(problem: PlanningProblem, orchestration: Orchestration) -> Plan:
-    """The plan with these degrees: units one after the other, those of larger groups first, replicas within a unit."""
+    """The plan with these degrees. Units of larger groups get the first ranks."""
     first_rank, offsets = 0, {}
     by_group_size = sorted(orchestration.degrees.items(), key=lambda item: -item[1].tp)
     for name, degrees in by_group_size:

@@ -1,0 +1,1 @@
+"""Entrain's planner: degrees from the work of a typical batch."""

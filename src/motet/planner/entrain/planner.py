@@ -1,22 +1,19 @@
 """Entrain: one static layout from the work of a whole batch (thesis 4.4.3, Algorithm 3).
 
-Each replica's devices are shared among the modules in proportion to their work in the typical global batch. For every
-tensor- and context-parallel size, what is left of a module's share are its pipeline stages, cut by the exact partition;
-then the layout counts whose iteration takes least,
+The devices of each replica are allocated to modules in proportion to their work in the typical global batch. For every
+tensor-parallel and context-parallel size, the rest of a module's share determines its pipeline stages, which the exact
+partition cuts. Layouts are compared by
 
-    T = longest path through the modules (sum of a module's stages) + (K - 1) slowest stage + resharding + reduction,
+    T = longest path through the modules (sum of a module's stages) + (K - 1) slowest stage + resharding + reduction.
 
-the best of each data-parallel size, in this order, while it promises to be faster than the best simulation.
+The best layout of each data-parallel size is simulated, in the order of T, while T is below the best simulation.
+`profiling_size` tells whether the global batch is large enough to be typical (Algorithm 2).
 
-Is the global batch large enough to be typical? `profiling_size` tells (Algorithm 2,
-`motet.planner.entrain.profiling_size`).
-
-Deviations: (4.2) adds up all modules, but encoders side by side run in parallel: here the longest path counts. A share
-that a tensor-parallel size does not divide leaves devices idle instead of ruling the size out. Algorithm 3 leaves out
-the sum of gradients over replicas, which decides on slow networks; the last term is that of the slowest module.
-Limits: resharding is a transfer at the links of the first replica's ranks for each microbatch, hidden behind nothing,
-as if an encoder entered the first stage of what it enters; layouts that do not fit into memory are told by simulation;
-`profiling_size` costs samples one by one, so it sees no padding.
+Deviations: (4.2) adds up all modules, but encoders run in parallel, so the longest path counts here. A share that a
+tensor-parallel size does not divide leaves devices unused instead of excluding the size. Algorithm 3 omits the sum of
+gradients over replicas, which matters on slow networks; the last term is that of the slowest module.
+Limits: resharding counts as one exposed transfer per microbatch over the links of the first replica, into the first
+stage of the target; simulation detects layouts that exceed memory; `profiling_size` ignores padding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +44,7 @@ MAX_SIMULATED = 8
 
 
 class Shape(NamedTuple):
-    """Of one module in each replica."""
+    """Degrees of one module in each replica."""
 
     tp: int
     cp: int
@@ -64,7 +61,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One module, as the search sees it."""
+    """One module in the search."""
 
     layer_s: Callable[[int, int], Sequence[float]]
     """(tp, cp) -> seconds of each layer, forward and backward of one microbatch."""
@@ -120,7 +117,7 @@ def _shapes(component: Component, num_devices: int) -> Iterator[Shape]:
 
 
 def iteration_s(stage_s: Mapping[str, Sequence[float]], edges: Sequence[Edge], num_microbatches: int) -> float:
-    """(4.2), but with the longest path through the modules, which form a DAG."""
+    """Equation (4.2) with the longest path through the modules, which form a DAG."""
     finished: dict[str, float] = {}
 
     def finish(name: str) -> float:
@@ -134,9 +131,9 @@ def iteration_s(stage_s: Mapping[str, Sequence[float]], edges: Sequence[Edge], n
 
 
 def entrain(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """The fastest in simulation that fits into memory; one that does not only if none of the best does.
+    """The fastest simulated plan that fits into memory; one that exceeds it only if none of the best fits.
 
-    Raises `ValueError` if there are fewer devices than modules, and for a placement other than `parallel`."""
+    Raises `UserError` if there are fewer devices than modules, and for a placement other than `parallel`."""
     if placement not in (None, "parallel"):
         raise UserError(f"parallel.placement: entrain gives every module its own ranks; {placement} shares them")
     found = sorted(_with_dp(problem), key=lambda each: each[1].iteration_s)
@@ -173,7 +170,7 @@ def _with_dp(problem: PlanningProblem) -> Iterator[tuple[int, Configuration]]:
 
 
 def device_seconds(problem: PlanningProblem, name: str) -> float:
-    """Of one device for the module's share of the global batch: what devices are allocated by."""
+    """Device seconds of a module for the global batch, by which devices are allocated."""
     tp = min(tp_sizes(problem, name))
     return tp * problem.num_microbatches * sum(problem.estimator.layer_seconds(name, tp))
 
@@ -187,7 +184,7 @@ def _component(problem: PlanningProblem, name: str, dp: int) -> Component:
 
 
 def resharding(problem: PlanningProblem, dp: int) -> Reshard:
-    """`dp`: the replicas that share the batch."""
+    """Seconds of resharding between modules. `dp`: number of replicas that share the batch."""
 
     def seconds(edge: Edge, shapes: Mapping[str, Shape]) -> float:
         source, target = shapes[edge.source], shapes[edge.target]
@@ -207,13 +204,13 @@ def resharding(problem: PlanningProblem, dp: int) -> Reshard:
 
 
 def _first_ranks(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Of each module in the first replica."""
+    """First rank of each module in the first replica."""
     ends = accumulate(shape.num_ranks for shape in shapes.values())
     return {name: end - shape.num_ranks for (name, shape), end in zip(shapes.items(), ends, strict=True)}
 
 
 def _transfers(senders: range, receivers: range, num_bytes: float) -> list[tuple[int, int, float]]:
-    """Each receiver has one sender, in turns, as messages have (`motet.schedule.lower`)."""
+    """Transfers of which each receiver has one sender, in turns, as messages do (`motet.schedule.lower`)."""
     return [(senders[i % len(senders)], receiver, num_bytes) for i, receiver in enumerate(receivers)]
 
 
@@ -232,10 +229,10 @@ def _reduction(problem: PlanningProblem, dp: int) -> Reduce:
 def profiling_size(
     problem: PlanningProblem, dp: int, *, alpha: float = 0.05, p_error: float = 0.05, seed: int = 0
 ) -> ProfilingSize:
-    """b_min for this model and cluster, with batches drawn from the problem's samples (Algorithm 2). If it is larger
-    than the global batch, the layout is not sure to balance the next batch.
+    """b_min for this model and cluster, with batches drawn from the problem's samples (Algorithm 2).
 
-    Raises `ValueError` if the shares lie where the allocation changes."""
+    If it exceeds the global batch, the layout may not balance the next batch. Raises `UserError` if the shares are at a
+    point where the allocation changes."""
     alone = [replace(problem, samples=(sample,), num_microbatches=1) for sample in problem.samples]
     work = np.array(
         [[device_seconds(one, name) if one.samples[0].has(name) else 0.0 for name in problem.modules] for one in alone]

@@ -1,8 +1,8 @@
-"""How many samples tell how devices are to be shared among modules (Entrain: thesis 4.4.2, Algorithm 2, appendix C).
+"""Number of samples that determine the allocation of devices to modules (Entrain: thesis 4.4.2, Algorithm 2, C).
 
-The share of each module in the work varies from batch to batch, and less so the larger the batch. Algorithm 2 draws a
-batch of n samples, allocates devices in proportion to its work, and draws k more: if all lead to the same allocation, n
-will do, else n is doubled.
+The share of each module in the work varies between batches, and varies less for larger batches. Algorithm 2 draws a
+batch of n samples, allocates devices in proportion to its work, and draws k more batches. If all of them result in the
+same allocation, n suffices; otherwise n is doubled.
 
 k follows from the binomial bound: if a batch differed from the reference with probability p_error or more, k batches in
 a row would agree with probability at most (1 - p_error)^k <= alpha. That holds for *one* test. Each doubling tests
@@ -26,8 +26,8 @@ from motet.errors import UserError
 
 
 def num_trials(alpha: float, p_error: float) -> int:
-    """k of Algorithm 2: so many equal allocations in a row show, with confidence 1 - alpha, that a fresh one differs
-    with probability at most p_error (C.5). Raises `ValueError` unless both are between 0 and 1."""
+    """k of Algorithm 2: k equal allocations in a row show, with confidence 1 - alpha, that another one differs with
+    probability at most p_error (C.5). Raises `UserError` unless both are between 0 and 1."""
     if not (0 < alpha < 1 and 0 < p_error < 1):
         raise UserError(f"alpha is {alpha} and p_error {p_error}; both must lie between 0 and 1")
     return ceil(log(alpha) / log(1 - p_error))
@@ -62,9 +62,9 @@ class ProfilingSize:
     """b_min."""
     allocation: Hashable
     num_tests: int
-    """How many sizes were tried."""
+    """Number of sizes that were tried."""
     num_batches: int
-    """How many were drawn in all."""
+    """Number of batches that were drawn."""
 
 
 def stable_profiling_size(
@@ -104,7 +104,7 @@ def stable_profiling_size(
 def drawing_from(
     work: np.ndarray, num_devices: int, rng: np.random.Generator, *, smallest: int = 1
 ) -> Callable[[int], tuple[int, ...]]:
-    """Batches drawn, with replacement, from samples whose work is known. `work`: seconds [samples, modules]."""
+    """Draws batches with replacement from samples of known work. `work`: seconds [samples, modules]."""
 
     def draw(num_samples: int) -> tuple[int, ...]:
         drawn = work[rng.integers(len(work), size=num_samples)].sum(axis=0)

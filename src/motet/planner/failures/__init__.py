@@ -1,0 +1,1 @@
+"""Predictions of training under a trace of failures."""

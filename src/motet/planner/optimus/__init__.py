@@ -1,0 +1,1 @@
+"""Optimus' planner: encoders in the language model's bubbles."""

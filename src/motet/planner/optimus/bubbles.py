@@ -1,23 +1,23 @@
 """Optimus' bubble scheduler: encoder kernels in the language model's bubbles (Feng et al., sections 4.2 and 4.3).
 
-The language model's timeline is rigid; what cannot begin early enough in its bubbles goes before it (the iteration
-begins `lead_s` earlier), what is left at its end comes after it. Kernels are placed in order, each in the first bubble
-after what it reads that still has room: in a tensor-parallel bubble only those that compute; those that communicate run
-in big and pipeline bubbles, or while the language model computes. An encoder's stages hand microbatches on in order.
+The language model's timeline is fixed. Encoder kernels that cannot begin early enough in its bubbles run before it (the
+iteration begins `lead_s` earlier), and those that remain at its end run after it. Kernels are placed in order, each in
+the first bubble with room after its input is available. Tensor-parallel bubbles take only kernels that compute; kernels
+that communicate run in big and pipeline bubbles, or while the language model computes. Microbatches stay in order.
 
 Deviations from Algorithm 2, which moves whole microbatches of the critical pipeline from the big bubbles inwards for
 every partition of the microbatches:
 
-* Forwards are placed as early as possible at once. Whatever the partition, no pipeline ends a forward earlier, so the
+* Forwards are placed as early as possible in one pass. No partition lets a pipeline end a forward earlier, so the
   least `lead_s` is that at which the i-th earliest end of all pipelines meets the i-th dependency point (global
-  ordering), and the partition follows from it instead of being enumerated. Backwards take what forwards left.
-* Who computes which microbatch is then improved: all ways where they are few, else single moves away from the pipeline
-  that ends last (the paper's findCritical).
+  ordering), and the partition follows from it instead of being enumerated. Backwards use the remaining bubbles.
+* The assignment of microbatches to pipelines is then improved: by enumeration if there are few, else by single moves
+  away from the pipeline that ends last (the paper's findCritical).
 * Backward times are not sorted by themselves: the forward order fixes which pipeline a microbatch belongs to, and its
   backward must run there (the paper's text sorts both).
 
-Limits: kernels are not slowed by what runs beside them; messages between encoder and language model take `message_s`
-and disturb nobody; placement is greedy: a later microbatch never overtakes an earlier one of its pipeline, and in a
+Limits: kernels do not slow each other; messages between encoder and language model take `message_s` and use no link of
+others; placement is greedy: a later microbatch never overtakes an earlier one of its pipeline, and in a
 pipeline of several stages a backward may wait for a forward that was not urgent.
 """
 
@@ -32,16 +32,16 @@ from math import inf
 from motet.planner.optimus.timeline import Kernels, LlmTimeline
 
 TOLERANCE = 1e-4
-"""Of the language model's iteration: how exactly the lead is found."""
+"""Precision of the lead, as a share of the language model's iteration."""
 MAX_ENUMERATED = 128
-"""Up to so many ways to give microbatches to pipelines, all are tried."""
+"""Number of assignments of microbatches to pipelines up to which all are tried."""
 MAX_MOVES = 24
-"""Otherwise, so many changes of one microbatch's pipeline are tried in a row without gain."""
+"""Otherwise, number of successive moves of one microbatch without gain after which the search ends."""
 _EPSILON = 1e-12
 
 
 class KernelRun:
-    """Kernels in their order, ready to be cut at any of their bounds."""
+    """Kernels in order, which may be cut at any of their bounds."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.num_kernels = len(kernels)
@@ -49,7 +49,7 @@ class KernelRun:
         for kernel in kernels:
             self.bounds.append(self.bounds[-1] + kernel.seconds)
         self.next_communication = [len(kernels)] * (len(kernels) + 1)
-        """For each kernel, the first one from it on that communicates."""
+        """For each kernel, the first one from there on that communicates."""
         for i in range(len(kernels) - 1, -1, -1):
             self.next_communication[i] = i if kernels[i].is_communication else self.next_communication[i + 1]
 
@@ -60,7 +60,7 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class EncoderPipelines:
-    """How the encoder's pipelines stand on the places of one language model pipeline.
+    """The encoder pipelines on the places of one language model pipeline.
 
     Pipeline i has its stages on places[i % len(places)]: those with the same places are `copies` of one another, on
     different ranks of the places' tensor-parallel groups."""
@@ -68,13 +68,13 @@ class EncoderPipelines:
     places: tuple[tuple[int, ...], ...]
     copies: int
     forward: tuple[Kernels, ...]
-    """Of each stage, for one microbatch of the language model; several encoders' kernels simply follow one another."""
+    """Kernels of each stage for one microbatch of the language model; those of several encoders follow each other."""
     backward: tuple[Kernels, ...]
     """Empty where nothing is trainable."""
     opening_s: float = 0.0
-    """From the iteration's beginning until the encoder's own parameters are gathered."""
+    """Time until the encoder's own parameters are gathered."""
     closing_s: float = 0.0
-    """To sum its gradients, after its last backward and after the language model's own sums."""
+    """Reduction of its gradients, after its last backward and after the language model's reduction."""
     message_s: float = 0.0
     """From an encoder stage to the next, and between encoder and language model."""
 
@@ -92,7 +92,7 @@ class EncoderPipelines:
 
     @cached_property
     def seconds(self) -> float:
-        """Of one microbatch on all of its stages."""
+        """Forward and backward of one microbatch on all stages."""
         return sum(run.seconds for run in (*self.forward_runs, *self.backward_runs))
 
 
@@ -106,26 +106,26 @@ class Placement:
 
 @dataclass(frozen=True)
 class BubbleSchedule:
-    """Seconds as in the language model's timeline: negative ones lie in the lead."""
+    """Times as in the language model's timeline; negative ones are in the lead."""
 
     lead_s: float
     iteration_s: float
-    """With the lead, and what comes after."""
+    """Includes the lead and everything after the language model's iteration."""
     owner: tuple[int, ...]
     """The encoder pipeline of each of the language model's microbatches."""
     forwards: tuple[tuple[Placement, ...], ...]
     """[microbatch][stage of the pipeline]"""
     backwards: tuple[tuple[Placement, ...], ...]
     efficiency: float
-    """Share of the encoder's kernel time that lies in the language model's bubbles (Table 7)."""
+    """Share of the encoder's kernel time in the language model's bubbles (Table 7)."""
 
     def counts(self, num_pipelines: int) -> tuple[int, ...]:
-        """How many microbatches each encoder pipeline has."""
+        """Number of microbatches of each encoder pipeline."""
         return tuple(self.owner.count(p) for p in range(num_pipelines))
 
 
 class _Lane:
-    """The bubbles of one encoder stage's ranks, and how far each is used."""
+    """The bubbles of one encoder stage's ranks, and the part of each that is used."""
 
     def __init__(self, bubbles: "_Bubbles", lead_s: float) -> None:
         self.bubbles = bubbles
@@ -134,10 +134,10 @@ class _Lane:
         self.free[0] = -lead_s
         self.first = 0
         self.before_s = self.after_s = 0.0
-        """Used of the first bubble with its lead; used after the language model's iteration."""
+        """Time used in the first bubble including the lead, and after the language model's iteration."""
 
     def place(self, run: KernelRun, release_s: float) -> Placement:
-        """The kernels one after the other, none before `release_s`. There is always room in the last bubble."""
+        """Places the kernels in order, none before `release_s`. The last bubble is unlimited."""
         ends, partial, free, windows = self.bubbles.ends, self.bubbles.partial, self.free, self.windows
         bounds, next_communication, num_kernels = run.bounds, run.next_communication, run.num_kernels
         last = len(ends) - 1
@@ -186,7 +186,7 @@ class _Lane:
 
 
 class _Bubbles:
-    """A place's slots as columns. The last one has no end: what does not fit comes after the iteration."""
+    """A place's slots as columns. The last one has no end, for kernels after the iteration."""
 
     def __init__(self, timeline: LlmTimeline, place: int) -> None:
         slots = timeline.slots[place]
@@ -199,12 +199,12 @@ class _Bubbles:
 
 
 def schedule_bubbles(timeline: LlmTimeline, encoder: EncoderPipelines) -> BubbleSchedule:
-    """The shortest iteration that is found."""
+    """The schedule with the shortest iteration found."""
     return _Scheduler(timeline, encoder).best()
 
 
 def can_take_less(timeline: LlmTimeline, encoder: EncoderPipelines, iteration_s: float) -> bool:
-    """Whether the forwards alone leave room for an iteration below `iteration_s`: much quicker than to schedule."""
+    """Whether the forwards alone allow an iteration below `iteration_s`, which is much faster than scheduling."""
     lead_s = iteration_s - timeline.iteration_s - encoder.closing_s
     return lead_s > 0 and _Scheduler(timeline, encoder).earliest_owner_lateness(lead_s) <= _EPSILON
 
@@ -231,7 +231,7 @@ class _Scheduler:
     # Forwards ---------------------------------------------------------------------------------------------------------
 
     def _forward_ends(self, lead_s: float, num_each: Sequence[int] | None = None) -> list[list[float]]:
-        """When each of the pipelines with different places ends its forwards, as early as it can."""
+        """Earliest ends of the forwards of each pipeline with different places."""
         result = []
         for i, places in enumerate(self.encoder.places):
             lanes = [_Lane(self.bubbles[place], lead_s) for place in places]
@@ -262,7 +262,7 @@ class _Scheduler:
         )
 
     def _earliest_owner(self, ends: Sequence[Sequence[float]]) -> tuple[int, ...]:
-        """Global ordering: the microbatch that is needed first belongs to the pipeline that is first done with one."""
+        """Global ordering: the i-th microbatch belongs to the pipeline with the i-th earliest end."""
         owner = [pipeline for _, (_, pipeline) in zip(self.points, self._in_order(ends), strict=False)]
         assert len(owner) == self.num_microbatches
         return tuple(owner)
@@ -290,7 +290,7 @@ class _Scheduler:
         return latest
 
     def _least_lead(self, lateness: Callable[[float], float]) -> float:
-        """The least lead with which nothing is late. Lateness falls by at least what the lead grows."""
+        """The least lead with which nothing is late. Lateness decreases by at least the growth of the lead."""
         late = lateness(0.0)
         if late <= _EPSILON:
             return 0.0
@@ -311,7 +311,7 @@ class _Scheduler:
         return self._complete(owner, self._least_lead(lambda lead_s: self._lateness(owner, lead_s)))
 
     def _complete(self, owner: Sequence[int], lead_s: float) -> BubbleSchedule:
-        """Forwards as early as possible, then backwards in what is left."""
+        """The schedule with forwards as early as possible, then backwards in the remaining bubbles."""
         encoder, num_places = self.encoder, len(self.encoder.places)
         forwards: list[tuple[Placement, ...]] = [()] * self.num_microbatches
         backwards = forwards.copy()
@@ -352,7 +352,7 @@ class _Scheduler:
         return tuple(reversed(placements))
 
     def _improve(self, best: BubbleSchedule) -> BubbleSchedule:
-        """Gives microbatches of the pipeline that ends last to others, as long as that helps."""
+        """Moves microbatches from the pipeline that ends last to others while that shortens the iteration."""
         tried, without_gain = {best.owner}, 0
         while without_gain < MAX_MOVES:
             for owner in self._moves(best):

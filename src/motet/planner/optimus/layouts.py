@@ -1,17 +1,17 @@
 """Optimus' model planner: layouts of language model and encoders on the same ranks (Feng et al., section 4.1).
 
-For each layout of the language model (DP, PP, TP, chunks of interleaved 1F1B), all encoder layouts whose PP and TP
-divide the language model's; then there are m = (PP x TP) / (PP_enc x TP_enc) encoder pipelines on each language model
-pipeline. Those whose states do not fit beside the language model's are pruned; for each of the others the bubble
-scheduler says what an iteration takes. Several encoders get the same degrees, and count as one with all their kernels
+For each layout of the language model (DP, PP, TP, chunks of interleaved 1F1B), the search visits all encoder layouts
+whose PP and TP divide the language model's; each language model pipeline then has m = (PP x TP) / (PP_enc x TP_enc)
+encoder pipelines. Layouts whose states do not fit beside the language model's are pruned; for the others the bubble
+scheduler estimates the iteration time. Several encoders get the same degrees and count as one with all their kernels
 (section 4.4).
 
-Deviations: the paper takes the language model's layout as given; here those within the user's limits are tried, the
-best without encoders first. Its memory analysis counts states only (4.5); here activations count too, those of the
-language model and of encoder microbatches between their forward and their backward.
+Deviations: the paper takes the language model's layout as given; here all layouts within the user's limits are tried,
+starting with the best without encoders. The paper's memory analysis counts states only (4.5); here activations count
+too, those of the language model and of encoder microbatches between their forward and their backward.
 
-Limits: costs are those of a typical microbatch; the language model's reductions are one all-gather before (under
-ZeRO-1) and one reduction behind; the encoder's own gradients are summed after its last backward.
+Limits: costs are those of a typical microbatch; the language model has one all-gather at the beginning (under ZeRO-1)
+and one reduction at the end; the encoder's gradients are summed after its last backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from motet.planner.partition import partition
 from motet.planner.problem import PlanningProblem
 
 MAX_LLM_LAYOUTS = 6
-"""So many of the language model's layouts, the best ones without encoders, are combined with encoder layouts."""
+"""Number of language model layouts, the best ones without encoders, that are combined with encoder layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class LlmLayout:
     pp: int
     tp: int
     num_chunks: int = 1
-    """Of each group of ranks."""
+    """Chunks of each group of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class EncoderLayout:
     tp: int
 
     def pipelines(self, llm: LlmLayout) -> int:
-        """Encoder pipelines on each pipeline of the language model."""
+        """Number of encoder pipelines on each pipeline of the language model."""
         return llm.pp * llm.tp // (self.pp * self.tp)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A layout and its schedule. `motet.planner.optimus.planner` makes plan, assignment and order of actions of it."""
+    """A layout and its bubble schedule, which `motet.planner.optimus.planner` turns into a plan."""
 
     problem: PlanningProblem
     llm: LlmLayout
@@ -64,7 +64,7 @@ class Solution:
     pipelines: EncoderPipelines
     schedule: BubbleSchedule
     needed_bytes: tuple[int, ...]
-    """Of each place of the language model's pipeline, on each of its ranks."""
+    """Memory of each rank, by place of the language model's pipeline."""
 
     @property
     def iteration_s(self) -> float:
@@ -76,9 +76,9 @@ class Solution:
 
 
 def solutions(problem: PlanningProblem) -> list[Solution]:
-    """Those worth looking at, the best first: those that fit by their iterations, then the others by their excess.
+    """Promising solutions, the best first: those that fit by iteration time, then the others by excess memory.
 
-    Raises `UserError` where Optimus does not apply: no encoder, or no layout within the limits."""
+    Raises `UserError` if Optimus does not apply: no encoder, or no layout within the limits."""
     check_applies(problem)
     found: list[Solution] = []
     for llm, timeline in llm_layouts(problem):
@@ -96,7 +96,7 @@ def solutions(problem: PlanningProblem) -> list[Solution]:
 
 
 def check_applies(problem: PlanningProblem) -> None:
-    """Raises `UserError` unless all encoders enter one module, and nothing else does."""
+    """Raises `UserError` unless all encoders, and nothing else, enter one module."""
     if len(problem.sinks) != 1 or not problem.sources:
         raise UserError("parallel.planner: optimus needs encoders and one module that they enter; give another planner")
     for edge in problem.edges:
@@ -108,7 +108,7 @@ def check_applies(problem: PlanningProblem) -> None:
 
 
 def encoder_layouts(problem: PlanningProblem, llm: LlmLayout) -> Iterator[EncoderLayout]:
-    """Those whose degrees divide the language model's, the fewest stages and the widest groups first."""
+    """Layouts whose degrees divide the language model's, those with fewest stages and widest groups first."""
     sizes = set.intersection(*(set(tp_sizes(problem, name)) for name in problem.sources))
     most = min(most_stages(problem, name) for name in problem.sources)
     for pp in (pp for pp in range(1, min(llm.pp, most) + 1) if llm.pp % pp == 0):
@@ -118,8 +118,9 @@ def encoder_layouts(problem: PlanningProblem, llm: LlmLayout) -> Iterator[Encode
 
 
 def llm_layouts(problem: PlanningProblem) -> list[tuple[LlmLayout, LlmTimeline]]:
-    """With their timelines, the quickest first; those that alone exceed memory last. What cannot be among the first
-    because of a lower bound is left out."""
+    """The best layouts of the language model with their timelines, the fastest first, those that exceed memory last.
+
+    Layouts whose lower bound exceeds the best ones are skipped."""
     found: list[tuple[int, float, int, LlmLayout, LlmTimeline]] = []
     sides = sorted(((side.least_s(), i, side) for i, side in enumerate(_llm_sides(problem))), key=itemgetter(0, 1))
     for bound_s, i, side in sides:
@@ -147,7 +148,7 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 class LlmSide:
-    """One layout of the language model, and what encoder layouts mean beside it."""
+    """One layout of the language model, and its combination with encoder layouts."""
 
     def __init__(self, problem: PlanningProblem, layout: LlmLayout) -> None:
         self.problem, self.layout = problem, layout
@@ -155,8 +156,7 @@ class LlmSide:
         self.stages = cut(problem, self.name, layout.tp, layout.dp, layout.pp * layout.num_chunks)
 
     def least_s(self) -> float:
-        """No iteration is shorter: what a place computes, and what the places before it do with a microbatch until it
-        can begin and after it has ended."""
+        """Lower bound of the iteration: a place's computation, and that of earlier places before and after it."""
         times = self.problem.estimator.layer_times(self.name, self.layout.tp, self.layout.dp)
         seconds = [sum(times[i].total_s for i in range(*stage)) for stage in self.stages]
         places = self.layout.pp
@@ -209,7 +209,7 @@ class LlmSide:
     # Seconds ----------------------------------------------------------------------------------------------------------
 
     def _message_s(self, name: str, tp: int) -> float:
-        """From one place to the next, at the end of a module's block."""
+        """A message from one place to the next, at the end of a module's block."""
         problem, layout = self.problem, self.layout
         if layout.pp == 1:
             return 0.0
@@ -218,13 +218,13 @@ class LlmSide:
         return estimator.link(0, tp).seconds(num_bytes)
 
     def _collectives(self) -> tuple[float, float]:
-        """(before, after) of the place that holds most: an all-reduce is a reduce-scatter and an all-gather."""
+        """Seconds of the all-gather before and the reduction after the iteration, at the place with most bytes."""
         of_layers = self.problem.estimator.gradient_bytes(self.name, tp=self.layout.tp)
         most = max(sum(sum(of_layers[a:b]) for a, b in stages) for stages in self._stages_of_places())
         seconds = self._all_reduce_s(self.layout.dp, self.layout.pp * self.layout.tp, most)
         if not self.problem.memory.zero1:
             return 0.0, seconds
-        # Of the replicas, those that keep a state need no new parameters, but the whole gradient.
+        # Replicas that keep a state need no new parameters, but the whole gradient.
         lacking = (self.layout.dp - self.problem.memory.num_keepers(self.layout.dp)) / max(1, self.layout.dp - 1)
         return lacking * seconds / 2, (1 - lacking / 2) * seconds
 
@@ -247,47 +247,43 @@ class LlmSide:
         return [self.stages[place :: self.layout.pp] for place in range(self.layout.pp)]
 
     def needed_bytes(self, timeline: LlmTimeline) -> tuple[int, ...]:
-        """Of the language model alone, at each place: states, and activations when most are held."""
+        """Memory of the language model alone at each place: states and the peak of activations."""
         layout = self.layout
-        saved = [self._saved_bytes(self.name, stage, layout.tp) for stage in self.stages]
+        saved = self._activations(self.name, self.stages, layout.tp)
         needed = []
         for place, stages in enumerate(self._stages_of_places()):
             held = peak = 0
             for _, (stage, _, kind) in timeline.passes[place]:
                 held += -saved[stage] if kind else saved[stage]
                 peak = max(peak, held)
-            needed.append(peak + sum(self._state_bytes(self.name, stage, layout.tp, layout.dp) for stage in stages))
+            needed.append(peak + sum(self._states(self.name, stages, layout.tp, layout.dp)))
         return tuple(needed)
 
     def states_fit(self, encoder: EncoderLayout) -> bool:
-        """Whether the states of encoders and language model fit together (section 4.5)."""
+        """Whether the states of encoders and language model fit into memory together (section 4.5)."""
         layout = self.layout
-        states = [
-            sum(self._state_bytes(self.name, stage, layout.tp, layout.dp) for stage in stages)
-            for stages in self._stages_of_places()
-        ]
+        states = [sum(self._states(self.name, stages, layout.tp, layout.dp)) for stages in self._stages_of_places()]
         return all(
             own + of_encoder <= int(usable_bytes(self.problem.cluster))
-            for own, of_encoder in zip(states, self._encoder_state_bytes(encoder), strict=True)
+            for own, of_encoder in zip(states, self._encoder_states(encoder), strict=True)
         )
 
-    def _encoder_state_bytes(self, encoder: EncoderLayout) -> list[int]:
-        """At each place of the language model."""
+    def _encoder_states(self, encoder: EncoderLayout) -> list[int]:
+        """States of the encoders at each place of the language model."""
         of_stage = [0] * encoder.pp
         num_replicas = self.layout.dp * encoder.pipelines(self.layout)
         for name in self.problem.sources:
             stages = cut(self.problem, name, encoder.tp, self.layout.dp, encoder.pp)
-            for s, stage in enumerate(stages):
-                of_stage[s] += self._state_bytes(name, stage, encoder.tp, num_replicas)
+            states = self._states(name, stages, encoder.tp, num_replicas)
+            of_stage = [a + b for a, b in zip(of_stage, states, strict=True)]
         return of_stage * (self.layout.pp // encoder.pp)
 
     def _needed_with(self, encoder: EncoderLayout, timeline: LlmTimeline, schedule: BubbleSchedule) -> tuple[int, ...]:
-        """Peaks of language model and encoders are added, though they need not meet."""
+        """Memory with encoders: the sum of both peaks, which need not coincide."""
         saved = [0] * encoder.pp
         for name in self.problem.sources:
             stages = cut(self.problem, name, encoder.tp, self.layout.dp, encoder.pp)
-            for s, stage in enumerate(stages):
-                saved[s] += self._saved_bytes(name, stage, encoder.tp)
+            saved = [a + b for a, b in zip(saved, self._activations(name, stages, encoder.tp), strict=True)]
         num_chains = self.layout.pp // encoder.pp
         in_flight = [[0] * encoder.pp for _ in range(num_chains)]
         for pipeline in range(encoder.pipelines(self.layout)):
@@ -296,17 +292,21 @@ class LlmSide:
                 most[s] = max(most[s], peak)
         activations = [count * size for chain in in_flight for count, size in zip(chain, saved, strict=True)]
         own = self.needed_bytes(timeline)
-        return tuple(map(sum, zip(own, self._encoder_state_bytes(encoder), activations, strict=True)))
+        return tuple(map(sum, zip(own, self._encoder_states(encoder), activations, strict=True)))
 
-    def _state_bytes(self, name: str, layers: LayerRange, tp: int, num_replicas: int) -> int:
-        return sum(self.problem.estimator.static_bytes(name, tp, num_replicas)[slice(*layers)])
+    def _states(self, name: str, stages: Sequence[LayerRange], tp: int, num_replicas: int) -> list[int]:
+        """Static bytes of each stage."""
+        of_layers = self.problem.estimator.static_bytes(name, tp, num_replicas)
+        return [sum(of_layers[first:last]) for first, last in stages]
 
-    def _saved_bytes(self, name: str, layers: LayerRange, tp: int) -> int:
-        return sum(self.problem.estimator.saved_bytes(name, tp, self.layout.dp)[slice(*layers)])
+    def _activations(self, name: str, stages: Sequence[LayerRange], tp: int) -> list[int]:
+        """Bytes that each stage saves for a microbatch."""
+        of_layers = self.problem.estimator.saved_bytes(name, tp, self.layout.dp)
+        return [sum(of_layers[first:last]) for first, last in stages]
 
 
 def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) -> list[int]:
-    """Microbatches of an encoder pipeline between their forward and their backward, at most, on each stage."""
+    """Maximal number of an encoder pipeline's microbatches in flight on each stage."""
     result = []
     for s in range(num_stages):
         events: list[tuple[float, int]] = []
@@ -322,5 +322,5 @@ def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) ->
 
 
 def cut(problem: PlanningProblem, name: str, tp: int, dp: int, num_stages: int) -> tuple[LayerRange, ...]:
-    """The stages whose slowest one is fastest."""
+    """The partition into stages with the fastest slowest stage."""
     return partition(problem.estimator.layer_seconds(name, tp, dp), num_stages)

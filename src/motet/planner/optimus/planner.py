@@ -1,12 +1,12 @@
 """Optimus: encoders on the language model's own ranks, under a layout of their own, in its bubbles (Feng et al. 2025).
 
-`motet.planner.optimus.layouts` searches the layouts, `motet.planner.optimus.bubbles` schedules each; here the best ones
-become plans, of which simulation chooses, and any one an assignment and an order of actions.
+`motet.planner.optimus.layouts` searches layouts and `motet.planner.optimus.bubbles` schedules each. This module turns
+the best ones into plans, among which simulation chooses, and a solution into an assignment and an order of actions.
 
-Stages of the language model: stage s on group s mod PP. Encoder replicas: one for each encoder pipeline, on ranks of
-the language model's groups. Kernels have no actions of their own: an encoder stage is cut into runs of layers, each
-about as long as one of the language model's passes, all on the stage's ranks, so that the order of actions comes
-close to that of the kernels. An action stands where its last kernel stands.
+Stage s of the language model is on group s mod PP. An encoder has one replica for each encoder pipeline, on ranks of
+the language model's groups. Kernels are not actions: an encoder stage is cut into runs of layers on the stage's ranks,
+each about as long as a pass of the language model, so that the order of actions approximates that of the kernels. An
+action takes the place of its last kernel.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from motet.schedule.routes import Cell, Routes
 from motet.schedule.schedule import Schedule
 
 SCHEDULE = "bubble_filling"
-"""Of the plans, unless the user wants another."""
+"""Schedule of the plans, unless the user asks for another one."""
 MAX_SIMULATED = 4
-"""Of the best layouts, by the bubble scheduler's account, so many are simulated as plans."""
+"""Number of layouts, the best ones by the bubble scheduler's estimate, that are simulated as plans."""
 MAX_SIMULATED_CELLS = 2_500
-"""Microbatches on stages in all simulations: where they are many the bubble scheduler's account alone decides."""
+"""Limit of microbatches times stages in all simulations, above which the bubble scheduler's estimate alone decides."""
 
 
 def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """Raises `UserError` where it does not apply: no encoder, or no layout within the limits."""
+    """The best plan. Raises `UserError` if Optimus does not apply: no encoder, or no layout within the limits."""
     if placement is not None:
         raise UserError("parallel.placement: planner optimus places encoders in its own way; leave placement out")
     plans = [plan_of(solution) for solution in solutions(problem)[:MAX_SIMULATED]]
@@ -48,7 +48,7 @@ def optimus(problem: PlanningProblem, *, placement: Placement | None = None) -> 
 
 
 def plan_of(solution: Solution) -> Plan:
-    """Encoders on the ranks of the language model, with replicas and stages of their own."""
+    """The plan, with encoders on the ranks of the language model in replicas and stages of their own."""
     problem = solution.problem
     sink = problem.sinks[0]
     modules = {}
@@ -75,7 +75,7 @@ def _llm_replicas(solution: Solution) -> tuple[Replica, ...]:
 
 
 def _group(solution: Solution, replica: int, place: int) -> tuple[int, ...]:
-    """The ranks of one place of one language model pipeline."""
+    """Ranks of one place of one language model pipeline."""
     llm = solution.llm
     first = (replica * llm.pp + place) * llm.tp
     return tuple(range(first, first + llm.tp))
@@ -98,7 +98,7 @@ def _encoder_replicas(solution: Solution, name: str) -> tuple[Replica, ...]:
 
 
 def encoder_pieces(solution: Solution, name: str) -> list[list[LayerRange]]:
-    """For each stage of the encoder's pipeline, its runs of layers: no more in all than it may have stages."""
+    """The runs of layers of each stage of the encoder's pipeline, at most as many as it may have stages."""
     problem, tp, dp = solution.problem, solution.encoder.tp, solution.llm.dp
     times = problem.estimator.layer_seconds(name, tp, dp)
     side = LlmSide(problem, solution.llm)
@@ -114,7 +114,7 @@ def encoder_pieces(solution: Solution, name: str) -> list[list[LayerRange]]:
 
 
 def assignment_of(solution: Solution) -> BatchAssignment:
-    """Whole microbatches of the language model to encoder pipelines, as the bubble scheduler gave them away."""
+    """The assignment of the language model's microbatches to encoder pipelines by the bubble scheduler."""
     problem, llm = solution.problem, solution.llm
     shares = [
         split_evenly(share, problem.num_microbatches) for share in split_evenly(range(len(problem.samples)), llm.dp)
@@ -137,8 +137,8 @@ def assignment_of(solution: Solution) -> BatchAssignment:
 def schedule_of(solution: Solution, routes: Routes) -> Schedule:
     """The order of actions. `routes`: of this solution's plan and assignment.
 
-    Every action gets a time: the language model's when it begins, an encoder's when it ends. What is read is always
-    written at an earlier time, so ranks that follow these times cannot wait for each other in a circle."""
+    Actions are ordered by time: those of the language model by their begin, those of an encoder by their end. Every
+    value is written before it is read, so ranks in this order cannot deadlock."""
     times = _Times(solution)
     place = {cell: i for i, cell in enumerate(routes.cells)}
     lists: list[list[tuple[float, int, int, Compute]]] = [[] for _ in range(routes.plan.num_ranks)]
@@ -158,13 +158,13 @@ class _Times:
         self.sink = solution.problem.sinks[0]
         self.starts = {this: start for passes in solution.timeline.passes for start, this in passes}
         self.pieces: dict[str, list[tuple[int, float, float]]] = {}
-        """For each stage of an encoder's plan: the pipeline's stage, and which share of its forward and of its backward
-        is over when this piece is."""
+        """For each stage of an encoder's plan: the pipeline's stage, and the shares of its forward and of its backward
+        that are complete at the end of this piece."""
         for kind in (0, 1):
             self._find_shares(kind)
 
     def _find_shares(self, kind: int) -> None:
-        """Of several encoders the kernels of the first come first, backwards last."""
+        """Fills `pieces`. Kernels of the first encoder come first in the forward and last in the backward."""
         solution = self.solution
         problem, tp, dp = solution.problem, solution.encoder.tp, solution.llm.dp
         pieces = {name: encoder_pieces(solution, name) for name in problem.sources}

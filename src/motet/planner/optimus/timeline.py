@@ -1,15 +1,20 @@
-"""What Optimus sees of a language model's iteration: when each pipeline stage computes, and what lies idle in between.
+"""The language model's timeline in Optimus: when each pipeline stage computes, and the bubbles in between.
 
 The pipeline runs interleaved 1F1B (Narayanan et al. 2021, section 2.2). Its iteration begins with an all-gather of
-parameters and ends with a reduce-scatter of gradients (ZeRO-1). A stage's idle time (Optimus, section 4.2, Figure 8) is
-one big bubble before its first computation, one after its last, pipeline bubbles in between, and a tensor-parallel
-bubble wherever one of its own kernels communicates.
+parameters and ends with a reduce-scatter of gradients (ZeRO-1). The bubbles of a stage (Optimus, section 4.2, Figure 8)
+are a big one before its first computation, another one after its last, pipeline bubbles in between, and a
+tensor-parallel bubble wherever one of its own kernels communicates.
 
 The dependency points (section 4.3, Figure 12) are when the first stage begins a microbatch's forward on its first chunk
 and when it ends that microbatch's backward. With the adjusted warm-up the forwards come later in the same time; it is
-taken only where the iteration is no longer for it.
+taken only if the iteration does not get longer.
 
-Limits: kernels take the same time in every iteration, and the stages of a pipeline do not disturb one another's links.
+A layer's kernels and their communication come from `motet.costs.kernels` and the cluster's links. The cost table knows
+the time of a layer, not of its kernels: the time of a layer without its collectives is divided among its other kernels
+in proportion to the assumed speeds.
+
+Limits: kernels take the same time in every iteration; stages do not slow each other's links; a backward runs the
+gradients of a layer's inputs before those of its weights; kernels of one device do not overlap.
 """
 
 from collections.abc import Sequence
@@ -19,7 +24,7 @@ from typing import NamedTuple
 
 from motet.costs.analytic import AnalyticCosts, default_speeds
 from motet.costs.cells import LayerGradients
-from motet.costs.kernels import KernelShape, LayerKernels, layer_kernels
+from motet.costs.kernels import KernelShape, layer_kernels
 from motet.plan import LayerRange
 from motet.planner.problem import PlanningProblem
 from motet.shapes.module_shape import LayerShape
@@ -29,7 +34,7 @@ from motet.shapes.module_shape import LayerShape
 class Kernel:
     seconds: float
     is_communication: bool = False
-    """It occupies the links between tensor-parallel ranks, and leaves the device's own units idle."""
+    """It uses the links between tensor-parallel ranks instead of the device's compute units."""
 
 
 Kernels = tuple[Kernel, ...]
@@ -43,9 +48,9 @@ class LlmPipeline:
     """One data-parallel replica of the language model."""
 
     num_places: int
-    """Groups of ranks; each holds every `num_places`-th stage."""
+    """Number of groups of ranks; each holds every `num_places`-th stage."""
     forward: Sequence[Kernels]
-    """Of each stage, for one microbatch: as many as places times chunks."""
+    """Kernels of each stage (places times chunks) for one microbatch."""
     backward: Sequence[Kernels]
     num_microbatches: int
     all_gather_s: float = 0.0
@@ -67,27 +72,27 @@ class Slot:
     is_tensor_parallel: bool = False
     """The links are busy: only kernels that compute may run."""
     window_s: float = 0.0
-    """How long the language model computes, and leaves the links idle, from the bubble's end on."""
+    """Computation of the language model without communication after the bubble's end."""
 
 
 @dataclass(frozen=True)
 class LlmTimeline:
-    """Seconds count from the iteration's beginning."""
+    """Times are in seconds since the beginning of the iteration."""
 
     slots: tuple[tuple[Slot, ...], ...]
-    """Of each place, in order. The first begins at 0, the last one ends with the iteration."""
+    """Bubbles of each place in order; the first begins at 0, the last one ends with the iteration."""
     forward_points: tuple[float, ...]
-    """When the language model first needs each microbatch."""
+    """Time at which the language model first needs each microbatch."""
     backward_points: tuple[float, ...]
-    """When its gradient is there."""
+    """Time at which each microbatch's gradient is available."""
     iteration_s: float
     adjusted: bool
-    """Whether the warm-up is the adjusted one."""
+    """The warm-up is the adjusted one."""
     passes: tuple[tuple[tuple[float, Pass], ...], ...] = ()
-    """For each place, when it begins which pass, in order."""
+    """Start and pass of each place, in order."""
 
     def coarse(self) -> "LlmTimeline":
-        """With the big bubbles only, before and after all computation of a place."""
+        """The timeline with big bubbles only, before and after all computation of a place."""
         return replace(self, slots=tuple((slots[0], slots[-1]) for slots in self.slots))
 
 
@@ -109,7 +114,7 @@ def llm_timeline(pipeline: LlmPipeline, *, adjust_warm_up: bool = True) -> LlmTi
 def passes_in_order(
     num_places: int, num_chunks: int, num_microbatches: int, place: int, forwards_per_place: int
 ) -> list[Pass]:
-    """What one place computes, as `motet.schedule.generators.interleaved_1f1b` has it for plans.
+    """The passes of one place, as `motet.schedule.generators.interleaved_1f1b` orders them for plans.
 
     `forwards_per_place`: by how many forwards the warm-up grows from one place to the one before; 2 is Megatron-LM's,
     1 the adjusted one. With one chunk it is 1F1B. Where the places do not divide the microbatches, runs of microbatches
@@ -143,7 +148,7 @@ class _Run:
 
 
 def _run(pipeline: LlmPipeline, forwards_per_place: int) -> _Run:
-    """Each place computes its passes in order, each as soon as what it reads is there."""
+    """Each place computes its passes in order, each as soon as its input is available."""
     places, num_stages = pipeline.num_places, len(pipeline.forward)
     durations = [
         [sum(kernel.seconds for kernel in kernels) for kernels in way] for way in (pipeline.forward, pipeline.backward)
@@ -175,7 +180,7 @@ def _run(pipeline: LlmPipeline, forwards_per_place: int) -> _Run:
             waiting[place].pop()
             passes[place].append((start, this))
             free[place] = ends[this] = start + durations[kind][stage]
-            # The places that may have waited for it.
+            # Places that may have waited for this pass.
             active.add((place + 1) % places)
             active.add((place - 1) % places)
     assert not any(waiting), "the order of the passes is cyclic"
@@ -187,15 +192,15 @@ def _timeline(pipeline: LlmPipeline, run: _Run, *, adjusted: bool) -> LlmTimelin
     slots = []
     for passes in run.passes:
         of_place: list[Slot] = []
-        idle_from = 0.0
+        bubble_start = 0.0
         for start, this in passes:
             stage, _, kind = this
             bubbles, leading_s = patterns[kind][stage]
-            if start > idle_from + 1e-12 or not of_place:
-                of_place.append(Slot(idle_from, start, window_s=leading_s))
+            if start > bubble_start + 1e-12 or not of_place:
+                of_place.append(Slot(bubble_start, start, window_s=leading_s))
             of_place += [Slot(start + a, start + b, True, window) for a, b, window in bubbles]
-            idle_from = run.ends[this]
-        of_place.append(Slot(idle_from, run.end_s))
+            bubble_start = run.ends[this]
+        of_place.append(Slot(bubble_start, run.end_s))
         slots.append(tuple(of_place))
     starts = {this: start for start, this in run.passes[0]}
     return LlmTimeline(
@@ -229,25 +234,15 @@ def _bubble_pattern(kernels: Kernels) -> tuple[list[tuple[float, float, float]],
     return [(start, end, window) for start, end, window in bubbles], leading_s
 
 
-# The kernels of a stage, with seconds, as Optimus' bubble scheduler places them.
-#
-# Which kernels a layer has, what they communicate and how long that takes, is `motet.costs.kernels` and the cluster's
-# links. What the cost table says a layer takes, less its collectives, is shared out among its other kernels as they
-# would share it at the assumed speeds: a profiled table knows layers, not kernels.
-#
-# Limits: a backward runs the gradients of a layer's inputs before those of its weights; kernels beside each other on
-# one device are not overlapped.
-
-
 class StageKernels(NamedTuple):
-    """Of each stage, for a typical microbatch of the language model."""
+    """Kernels of each stage for a typical microbatch of the language model."""
 
     forward: list[Kernels]
     backward: list[Kernels]
 
 
 def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages: Sequence[LayerRange]) -> StageKernels:
-    """`dp`: of the language model."""
+    """The kernels of these stages. `dp`: data parallelism of the language model."""
     assumed = _assumed_costs(problem)
     load = problem.estimator.typical_load(name, dp)
     known: dict[tuple[LayerShape, LayerGradients, float, float], tuple[Kernels, Kernels]] = {}
@@ -264,7 +259,11 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
                 element_bytes=problem.memory.computed_bytes,
                 residual_bytes=problem.memory.activation_bytes,
             )
-            recomputed = name in problem.recompute and layer.part == "block"
+            backward = shapes.backward(
+                gradients.input_gradient,
+                gradients.weight_gradient,
+                recompute=name in problem.recompute and layer.part == "block",
+            )
 
             def in_order(kernels: Sequence[KernelShape], total_s: float) -> Kernels:
                 seconds = [assumed.kernel(kernel, tp_size=tp).seconds(load) for kernel in kernels]
@@ -272,7 +271,7 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
 
             known[key] = (
                 in_order(shapes.forward, time.forward_s),
-                in_order(_backward(shapes, gradients, recomputed=recomputed), time.backward_s),
+                in_order(backward, time.backward_s),
             )
         layers.append(known[key])
     return StageKernels(
@@ -292,17 +291,8 @@ def _assumed_costs(problem: PlanningProblem) -> AnalyticCosts:
     )
 
 
-def _backward(shapes: LayerKernels, gradients: LayerGradients, *, recomputed: bool) -> tuple[KernelShape, ...]:
-    if not gradients.any:
-        return ()
-    again = shapes.forward if recomputed else ()
-    if not gradients.input_gradient:
-        return again + shapes.weight_gradient_alone
-    return again + shapes.input_gradient + (shapes.weight_gradient if gradients.weight_gradient else ())
-
-
 def _scaled(seconds: Sequence[float], communicates: Sequence[bool], total_s: float) -> Kernels:
-    """Kernels that take `total_s` together: the collectives as they are, as far as there is time for them."""
+    """Kernels of `total_s` in total, in which collectives keep their time as far as possible."""
     collective_s = sum(s for s, flag in zip(seconds, communicates, strict=True) if flag)
     computed_s = sum(seconds) - collective_s
     if not total_s:

@@ -1,0 +1,1 @@
+"""Oobleck's pipeline templates."""

@@ -1,0 +1,1 @@
+"""The store that nodes agree through, and its failover."""

@@ -1,0 +1,1 @@
+"""Checkpoints: their folder, writing beside the training, and loading under another plan."""

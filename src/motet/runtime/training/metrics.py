@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: JSON lines always, TensorBoard and Weights & Biases if asked for; rank 0 writes."""
+"""Destinations of metrics: JSON lines always, TensorBoard and Weights & Biases on request; rank 0 writes."""
 
 import json
 import math

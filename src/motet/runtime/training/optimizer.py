@@ -86,7 +86,7 @@ class Optimizer:
         """Whether the parameters that others update have their new values."""
 
     def keep_alone(self, names: Collection[str], *, written: Collection[str], exchange: Callable[[], None]) -> None:
-        """From the first step on, this rank keeps the states of these parameters alone, and updates no others.
+        """Makes this rank keep the states of these parameters only, and update no others, from the first step on.
 
         Args:
             written: of these, whose states this rank writes into checkpoints, when its tensor-parallel group has
@@ -122,7 +122,7 @@ class Optimizer:
 
     @torch.no_grad()
     def renew_copies(self) -> None:
-        """For when parameters have changed: this rank's other copies of them are made alike."""
+        """Copies parameters that have changed to this rank's other copies of them."""
         for updated, copy in self._copies:
             copy.copy_(updated)
 

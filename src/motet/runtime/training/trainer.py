@@ -39,7 +39,7 @@ NON_FINITE = "non_finite.jsonl"
 
 
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
-"""The same for each step whose batch lacks samples that could not be prepared, with the reasons."""
+"""File in the output folder: a line for each step with samples that could not be prepared, and why."""
 
 
 class NonFiniteError(RuntimeError):
@@ -48,42 +48,42 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class TrainingSummary:
-    """The same on every rank, but for the times, which are its own."""
+    """Progress and results of a run. Times are each rank's own; everything else is equal on every rank."""
 
     steps: int = 0
-    """Finished ones, those before a resumed checkpoint included."""
+    """Number of finished steps, including those before a resumed checkpoint."""
     losses: list[float] = field(default_factory=list)
-    """Of every step of this run."""
+    """Loss of every step of this run."""
     evaluations: dict[int, float] = field(default_factory=dict)
     """Held-out loss by finished steps."""
     skipped_steps: list[int] = field(default_factory=list)
-    """Those without update; the first step is 1."""
+    """Steps without an update; the first step is 1."""
     skipped_samples: list[str] = field(default_factory=list)
-    """Of this run: why each could not be prepared."""
+    """For each sample that this run skipped, the reason."""
     step_s: list[float] = field(default_factory=list)
-    """Of every step of this run, the wait for its data included."""
+    """Duration of every step of this run, including the wait for its data."""
     iteration_s: list[float] = field(default_factory=list)
-    """The same without that wait."""
+    """Duration of every step of this run, without the wait for its data."""
     timeline: Timeline = field(default_factory=lambda: Timeline(()))
-    """Measured, of the last step."""
+    """Measured timeline of the last step."""
     checkpoint: Path | None = None
-    """The last one."""
+    """The last checkpoint."""
     best_loss: float = math.inf
     """The lowest held-out loss."""
     best_step: int | None = None
     """Finished steps at which this run measured it."""
     settled_steps: int = 0
-    """Those after which evaluating and saving are over too."""
+    """Number of steps whose evaluation and saving are finished too."""
     save_again: bool = False
-    """A checkpoint was begun, and a failure came before it was complete."""
+    """Whether a failure interrupted a checkpoint."""
     data: dict[str, Any] = field(default_factory=dict)
     """The loader's state after the last finished step."""
     last: IterationResult | None = None
-    """Of the last finished step."""
+    """Result of the last finished step."""
 
 
 def settled_median(seconds: Sequence[float]) -> float:
-    """Without the first steps, as far as there are others."""
+    """The median without the first `WARM_UP_STEPS`, if there are more."""
     return statistics.median(seconds[WARM_UP_STEPS:] or seconds or [math.nan])
 
 
@@ -111,7 +111,7 @@ class Trainer:
         self.is_paused = False
         """Whether some rank has asked for a pause, between two steps."""
         self.summary = TrainingSummary(data=loader.state())
-        """Of this run so far."""
+        """Progress of this run so far."""
         self.after_step: Callable[[], None] = lambda: None
         """Called on every rank after every step."""
         self._checkpoints = CheckpointWriter(self.output / "checkpoints", keep=settings.keep_checkpoints)
@@ -126,7 +126,7 @@ class Trainer:
         return self.finished_steps >= self.settings.steps
 
     def resume(self, checkpoint: Path, state: TrainingState) -> None:
-        """Goes on where the checkpoint was written; under the same plan with the same losses to the last bit."""
+        """Continues from a checkpoint. Under the same plan, losses are bitwise those of an undisturbed run."""
         if state.step >= self.settings.steps:
             raise UserError(
                 f"train.steps: is {self.settings.steps}, but {checkpoint} has finished {state.step} steps; give more"
@@ -139,8 +139,8 @@ class Trainer:
         self._checkpoints.last = checkpoint
         self.summary.best_loss = state.metrics.get("best_loss", math.inf)
 
-    def go_on_from(self, summary: TrainingSummary, before: "Trainer | None") -> None:
-        """Takes over what another trainer had come to. `before`: this process's own last one, if it had one."""
+    def adopt_progress(self, summary: TrainingSummary, before: "Trainer | None") -> None:
+        """Continues from the progress of another trainer. `before`: this process's previous trainer, if it had one."""
         self.summary = summary
         self.loader.load_state(summary.data)
         self._checkpoints.last = summary.checkpoint
@@ -148,7 +148,7 @@ class Trainer:
             self._checkpoints.follow(before._checkpoints)
 
     def save_now(self) -> Path | None:
-        """Collective: a checkpoint of what there is."""
+        """Writes a checkpoint of the present state and waits for it. Collective."""
         self._make_output()
         self._save()
         return self._checkpoints.finish()
@@ -164,7 +164,7 @@ class Trainer:
         return self._checkpoints.is_unfinished
 
     def train(self) -> TrainingSummary:
-        """The steps that are left, or until a pause."""
+        """Runs the remaining steps, or those until a pause."""
         self._make_output()
         self._sinks = self._open_sinks()
         self.is_paused = False

@@ -1,4 +1,4 @@
-"""What every process runs for `motet train`, inside the process group that the launcher made."""
+"""The worker of `motet train`: runs on every rank, inside the process group that the launcher made."""
 
 import math
 import os
@@ -27,8 +27,8 @@ from motet.runtime.preflight import check_memory, try_links
 from motet.runtime.training.trainer import Trainer, TrainingSummary, settled_median
 
 REPORT_S = 2.0
-"""For which a rank that waited in vain lives on, so that the one that did not come is the first to fail, and all others
-can say what they were doing."""
+"""Seconds that a rank lives on after a wait timed out, so that the rank that was late fails first, and all others can
+report what they were doing."""
 
 
 def train_worker(config: RunConfig, plan: Plan, forecast_bytes: Sequence[int] = ()) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
 
 
 def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
-    """What `motet train --json` tells of the data. Collective."""
+    """The key `data` of `motet train --json`. Collective."""
     received: list[dict[str, int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(received, dict(producers.train.received_bytes))
     failures: list[int] = [0] * dist.get_world_size()
@@ -117,7 +117,7 @@ def checkpoint_to_resume(resume: str | None, output: Path) -> tuple[Path, Traini
 
 
 def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer) -> str:
-    """Data that have changed are not refused: tokenizers are mended, files completed."""
+    """A line for users. Data that changed since the checkpoint are mentioned, and not refused."""
     if resumed is None:
         return "no checkpoint yet: beginning with step 1"
     checkpoint, state = resumed
@@ -134,7 +134,7 @@ def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer)
 def training_result(
     config: RunConfig, summary: TrainingSummary, producers: Producers, device: torch.device
 ) -> dict[str, Any]:
-    """What `motet train --json` prints of the run. Collective."""
+    """The result of a training, as `motet train --json` prints it. Collective."""
     peaks: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, peak_memory_bytes(device))
     iteration_s = settled_median(summary.iteration_s)

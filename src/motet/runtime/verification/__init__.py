@@ -1,0 +1,1 @@
+"""The comparison of a distributed run with one process."""

@@ -1,4 +1,4 @@
-"""How far gradients are from a reference, measured so that rounding does not count and nothing else is forgiven.
+"""Compares gradients with a reference: rounding is allowed for, and nothing else.
 
 The error of a parameter is |g - ref| / max(|ref|, floor), floor = 1e-3 x (RMS gradient per element of its module) x
 sqrt(number of elements): some gradients are zero by mathematics (key biases without rotary positions), and only their
@@ -51,7 +51,7 @@ class References:
     """In float64; the same thing as `plain` for a run in float64."""
 
     def of_runs_in(self, dtype: str) -> LossAndGradients:
-        """What such a run is compared with."""
+        """The reference that such a run is compared with."""
         return self.exact if dtype == "bfloat16" else self.plain
 
 
@@ -62,16 +62,16 @@ class ZeroGradient:
     parameter: str
     distributed_norm: float
     plain_norm: float
-    """Of plain transformers in the run's dtype."""
+    """Loss of plain transformers in the run's dtype."""
     exact_norm: float
-    """Of plain transformers in float64."""
+    """Loss of plain transformers in float64."""
     floor: float
-    """What the error is relative to."""
+    """The norm that the error is relative to."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `motet verify` reports. It is to be believed only with `passed`."""
+    """The result of `motet verify`. The errors mean nothing unless `passed` is true."""
 
     passed: bool
     dtype: str
@@ -94,7 +94,7 @@ class Comparison:
     unreached_parameters: list[str]
     """No sample of the batch reaches them: their gradient is exactly zero, and they are compared with that."""
     failures: list[str]
-    """In words: parameters without gradient, with zeros where the reference has none, errors beyond the tolerance."""
+    """Messages: parameters without gradient, with zeros where the reference has none, errors beyond the tolerance."""
     world_size: int
 
     def to_json(self) -> dict[str, object]:
@@ -104,7 +104,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Errors:
-    """Of one parameter."""
+    """The error of one parameter."""
 
     raw: float
     counted: float
