@@ -40,6 +40,7 @@ GROUPS = {
     "Models in memory": (
         "ModalityModule", "EncoderModule", "MultimodalModule", "ParallelSpec", "MultimodalParallelSpec",
         "MultimodalParallelModule", "ContrastiveModule", "CaptionDecoder", "TowerSpec", "ContrastiveParallelModule",
+        "ParallelModule",
     ),
 }  # fmt: skip
 

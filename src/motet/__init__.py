@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from motet.runtime.parallel_module import ContrastiveParallelModule as ContrastiveParallelModule
     from motet.runtime.parallel_module import MultimodalParallelModule as MultimodalParallelModule
     from motet.runtime.parallel_module import MultimodalParallelSpec as MultimodalParallelSpec
+    from motet.runtime.parallel_module import ParallelModule as ParallelModule
     from motet.runtime.parallel_module import ParallelSpec as ParallelSpec
     from motet.runtime.parallel_module import TowerSpec as TowerSpec
     from motet.timeline import Timeline as Timeline
@@ -41,6 +42,7 @@ _MODULE_OF = {
     "MultimodalModule": "motet.models.multimodal",
     "MultimodalParallelModule": "motet.runtime.parallel_module",
     "MultimodalParallelSpec": "motet.runtime.parallel_module",
+    "ParallelModule": "motet.runtime.parallel_module",
     "ParallelSpec": "motet.runtime.parallel_module",
     "Plan": "motet.plan",
     "Prediction": "motet.api",

@@ -33,7 +33,7 @@ COMMANDS = {
     "planned_results": "planned.json --only tiny --planners even",
     "planners": "partition --repetitions 1 --no-simulation",
     "planted_bugs": "--list",
-    "prediction": PROFILED,
+    "prediction": f"{PROFILED} --cases 4",
     "profiling_size": "--runs 2",
     "recovery": "--rounds 1",
     "schedules": "--groups 2 --cells 40 --problems 1",

@@ -70,13 +70,14 @@ def check(problem, plan, planner):
 def test_every_planner_keeps_to_them(limits, **options):
     """Or says that it has no plan."""
     problem = limited_problem(limits, **options)
-    for planner in PLANNERS:
+    for planner, entry in PLANNERS.items():
         try:
-            plan = PLANNERS[planner].plan(problem)
+            plan = entry.plan(problem)
         except UserError:
             continue
         check(problem, plan, planner)
-        check_within_limits(problem, plan)
+        of_encoders = entry.limits_dp_of_encoders
+        check_within_limits(problem, plan, limits_dp=entry.limits_dp, limits_dp_of_encoders=of_encoders)
 
 
 NAMES = ("vision", "audio", "language_model")

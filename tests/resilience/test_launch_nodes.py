@@ -49,7 +49,7 @@ def test_a_store_that_dies_before_it_listens_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path, train__failures={"tolerate": 1, "restarts": 0})
     with (
         mock.patch.object(store_module, "_host_store", side_effect=SystemExit),
-        pytest.raises(NodesLostError, match="does not begin: it died"),
+        pytest.raises(NodesLostError, match="does not start: it died"),
     ):
         train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1)
 

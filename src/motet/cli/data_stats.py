@@ -1,4 +1,4 @@
-"""`motet data-stats`: what the training data look like to the model and its plan."""
+"""`motet data-stats`: statistics of the training data: sizes, work, and the effect of each assignment policy."""
 
 import argparse
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
 
-HELP = "show how sizes and work vary over the training data, and what each way to cut batches makes of it"
+HELP = "show how sizes and work vary over the training data, and the iteration time of each assignment policy"
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
@@ -24,9 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     add_plan(parser)
     parser.add_argument("--picture", metavar="stats.png", help="draw distributions, ratios and bubbles (png, svg, pdf)")
-    parser.add_argument("--samples", type=int, default=2000, help="look at so many, in the order of training (2000)")
-    parser.add_argument("--batches", type=int, default=4, help="predict iterations of so many global batches (4)")
-    add_seed(parser, "of the batches that are drawn to see ratios vary")
+    parser.add_argument(
+        "--samples", type=int, default=2000, help="number of samples, in the order of training (default: 2000)"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=4, help="number of global batches whose iterations are predicted (default: 4)"
+    )
+    add_seed(parser, "seed of the batches that are drawn to measure the variation of ratios")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _devices(stats: "DataStats") -> dict[str, int]:
 
 
 def _quantiles(values: "Values") -> dict[str, float] | None:
-    """None where there are none."""
+    """Mean and quantiles; None without values."""
     import numpy as np
 
     if not len(values):

@@ -21,10 +21,10 @@ HELP = "the whole way on a small real task: profile, plan, train, export, and as
 RUN_FILE = Path(__file__).with_name("demo.yaml")
 
 NUM_ASKED = 500
-"""Held-out samples that the exported model answers."""
+"""Held-out questions that the exported model answers."""
 NUM_SHOWN = 4
 MAX_NEW_TOKENS = 12
-"""More than any answer has: a digit is a token, and a sum has at most three."""
+"""More than any answer has: each digit is a token, and a sum has at most three."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Asked:
         return accuracy(zip(self.contents, self.answers, strict=True))
 
     def shown(self, num: int) -> list[dict[str, str]]:
-        """The first few, to be printed."""
+        """The first `num` questions and answers."""
         from motet.data.tasks.dial_a_digit import QUESTIONS
 
         return [
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ask(config: "RunConfig", export: Path) -> dict[str, Any]:
-    """Accuracy of free-running answers, and of those of the model when it is denied the image or the sound."""
+    """The accuracy of answers, and of answers without the image or without the sound."""
     whole = ask_exported(config, export, num_samples=NUM_ASKED)
     blind = ask_exported(config, export, num_samples=NUM_ASKED, denied="image")
     deaf = ask_exported(config, export, num_samples=NUM_ASKED, denied="audio")

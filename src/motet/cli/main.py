@@ -1,8 +1,8 @@
 """The command line: `motet plan|simulate|profile|data-stats|train|serve-data|verify|demo`.
 
-Exit codes: 0 done; 2 the user's input is wrong (one line says what, and what would be right); 1 failed; 130
-interrupted.
-Commands import what they need when they run, so that help comes at once and planning never loads torch.
+Exit codes: 0: done; 2: the user's input is wrong (one line says what and how to correct it); 1: failed;
+130: interrupted.
+Commands import what they need when they run, so that help is fast and planning does not import torch.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from motet.errors import UserError
 
 
 class Command(Protocol):
-    """What each module of this folder has to offer."""
+    """The interface of the modules of commands."""
 
     HELP: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> dict[str, Any]:
-        """Prints what people read; returns what `--json` prints."""
+        """Prints the report for people, and returns the object for `--json`."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = COMMANDS[arguments.command].run(arguments)
         if arguments.json and _is_first_rank():
             print(json.dumps(result))
-        sys.stdout.flush()  # Here, where it is known what to do if nobody reads any more.
+        sys.stdout.flush()  # Here, so that a closed pipe is handled below.
         return 1 if result.get("passed") is False else 0
     except UserError as error:
         print(f"motet: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("motet: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output (`| head`) has seen enough; Python must not try to write the rest when it ends.
+        # The reader of the output (`| head`) has closed the pipe; Python must not write the rest on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -99,7 +99,7 @@ def _is_first_rank() -> bool:
 
 
 def _describe(error: Exception) -> str:
-    """The cause in one line, its traceback below. Failures of worker processes bring theirs along."""
+    """The cause in one line, and its traceback. Failures of worker processes include theirs."""
     if type(error).__name__ == "WorkerFailedError":
         return str(error)
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"

@@ -11,7 +11,7 @@ HELP = "lay the model out on the cluster, and predict what an iteration takes"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
-    parser.add_argument("--out", metavar="plan.json", help="write the plan, to be read or edited")
+    parser.add_argument("--out", metavar="plan.json", help="write the plan to a file")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ HELP = "measure each layer's forward, input gradient and weight gradient on this
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
-    parser.add_argument("--out", metavar="costs.json", help="where the costs go (default: costs.json in train.output)")
+    parser.add_argument("--out", metavar="costs.json", help="file for the costs (default: costs.json in train.output)")
 
     parser.add_argument("--speeds", metavar="speeds.json", help="measure kernels instead, to calibrate computed costs")
 

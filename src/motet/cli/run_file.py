@@ -1,4 +1,4 @@
-"""The arguments that name a run file, and how it is read."""
+"""Arguments that commands share: the run file, plans, seeds and files to write."""
 
 import argparse
 import os
@@ -38,14 +38,14 @@ def load_config(arguments: argparse.Namespace) -> "RunConfig":
 
 
 def picture_file(path: str, option: str) -> Path:
-    """As `file_to_write`, of a picture."""
+    """Same as `file_to_write`, for a picture."""
     if Path(path).suffix not in PICTURE_SUFFIXES:
         raise UserError(f"{option} {path}: is no picture that can be drawn; give {' or '.join(PICTURE_SUFFIXES)}")
     return file_to_write(path, option)
 
 
 def file_to_write(path: str, option: str) -> Path:
-    """Makes its folder; asked for before the work is done. Raises `UserError` naming the option."""
+    """Checks, before any work is done, that a file can be written, and makes its folder. Raises `UserError`."""
     folder = Path(path).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def file_to_write(path: str, option: str) -> Path:
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Raises `UserError` naming the option if the file cannot be written."""
+    """Writes a file. Raises `UserError` naming the option if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

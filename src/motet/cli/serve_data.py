@@ -1,4 +1,4 @@
-"""`motet serve-data`: prepares samples for training on other machines, until it is told to end."""
+"""`motet serve-data`: prepares samples for training on other machines, until it is terminated."""
 
 import argparse
 import ssl
@@ -8,7 +8,7 @@ from typing import Any
 
 from motet.cli.run_file import add_run_file, load_config
 
-HELP = "serve prepared samples to `motet train --data`; asks for a token, see docs/data-service.md"
+HELP = "serve prepared samples to `motet train --data`; requires a token, see docs/data-service.md"
 
 DEFAULT_PORT = 8815
 
@@ -16,11 +16,15 @@ DEFAULT_PORT = 8815
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to serve on (0.0.0.0: all of the machine's; default: %(default)s)"
+        "--host",
+        default="127.0.0.1",
+        help="address to serve on (0.0.0.0: all addresses of the machine; default: %(default)s)",
     )
-    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0: any that is free (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=_port, default=DEFAULT_PORT, help="port to serve on (0: any free port; default: %(default)s)"
+    )
     parser.add_argument("--tls-cert", metavar="FILE", help="the server's certificate chain, PEM: serve over TLS")
-    parser.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+    parser.add_argument("--tls-key", metavar="FILE", help="the server's private key, PEM")
 
 
 def _port(text: str) -> int:

@@ -1,4 +1,4 @@
-"""`motet simulate`: what an iteration of a plan would take, with its timeline."""
+"""`motet simulate`: predicts the time of an iteration of a plan and draws its timeline."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from motet.planner.problem import PlanningProblem
 
 MOST_LANES = 64
-"""Of more ranks, only those that differ are drawn and traced."""
+"""Most ranks that are all drawn and traced; of more, one of each group of identical ranks is."""
 
 HELP = "predict what an iteration of a plan takes, and draw its timeline"
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture",
         metavar="timeline.png",
-        help="draw the timeline (png, svg, pdf); of many ranks, one of those that do the same",
+        help="draw the timeline (png, svg, pdf); of many ranks, one of each group that does the same",
     )
     parser.add_argument("--memory-picture", metavar="memory.png", help="draw each rank's memory over time")
     parser.add_argument(
@@ -36,30 +36,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK=FACTOR",
         action="append",
         default=[],
-        help="what this rank computes takes FACTOR times as long; may be given several times",
+        help="computations of this rank take FACTOR times as long; may be repeated",
     )
     parser.add_argument(
         "--jitter",
         metavar="SHARE",
         type=float,
         default=0.0,
-        help="computations take longer at random, by SHARE on average",
+        help="computations take longer by a random share, SHARE on average",
     )
-    add_seed(parser, "of the jitter, and of failures at a rate")
+    add_seed(parser, "seed of the jitter, and of failures at a rate")
     parser.add_argument("--share-cards", action="store_true", help="messages that leave a node share its network cards")
     parser.add_argument(
         "--failures",
         metavar="TRACE.csv|RATE",
-        help="replay a trace of nodes that come and go (lines MILLISECONDS,add|remove,NODE), or lose a node every so "
-        "often at random (6h, 10m), with templates, with restarts and with redundant computation",
+        help="replay a trace of nodes that join and leave (lines MILLISECONDS,add|remove,NODE), or random losses of "
+        "nodes at a mean interval (6h, 10m), with templates, with restarts and with redundant computation",
     )
-    parser.add_argument("--duration", metavar="12h", help="of the replay; else the trace's, or ten times the rate")
-    parser.add_argument("--back-after", metavar="1h", help="with a rate: a lost node comes back after so long")
-    parser.add_argument("--warning", metavar="30s", help="nodes say so long before that they will be lost")
     parser.add_argument(
-        "--storage", metavar="BYTES_PER_S", type=float, help="of checkpoints, all nodes together (2e9 if not given)"
+        "--duration", metavar="12h", help="duration of the replay (default: that of the trace, or ten intervals)"
     )
-    parser.add_argument("--start", metavar="30s", help="that all processes take to start anew, without loading")
+    parser.add_argument("--back-after", metavar="1h", help="with a rate: time after which a lost node comes back")
+    parser.add_argument("--warning", metavar="30s", help="time for which nodes announce their loss in advance")
+    parser.add_argument(
+        "--storage",
+        metavar="BYTES_PER_S",
+        type=float,
+        help="bandwidth of the storage of checkpoints, of all nodes together (default: 2e9)",
+    )
+    parser.add_argument("--start", metavar="30s", help="time in which all processes restart, without loading")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +92,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _files(arguments: argparse.Namespace) -> dict[str, Path | None]:
-    """What is to be drawn or written."""
+    """The files to draw or write."""
     picture, memory = (
         picture_file(path, option) if path else None
         for path, option in ((arguments.picture, "--picture"), (arguments.memory_picture, "--memory-picture"))

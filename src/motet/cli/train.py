@@ -20,18 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="ADDRESS,...",
-        help="data servers (motet serve-data), such as grpc://host:8815: in the place of data.servers",
+        help="data servers (motet serve-data), such as grpc://host:8815; replaces data.servers",
     )
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="be one more node of a training that goes on when nodes fail (train.failures)",
+        help="join a training that continues when nodes fail (train.failures) as a further node",
     )
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         help="with train.failures, on several machines: start no node here, but wait at this address of this machine "
-        "until cluster.num_nodes nodes have come by --join",
+        "until cluster.num_nodes nodes have joined by --join",
     )
 
 
@@ -70,9 +70,9 @@ def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
 
 
 def join(config: "RunConfig", address: str) -> None:
-    """Runs one node of a training that was started elsewhere with the same run file, until it is over or told to leave.
+    """Runs one node of a training that was started elsewhere with the same run file, until it ends or is told to leave.
 
-    Raises `UserError` if the address is none, nobody answers there, or the run file is another."""
+    Raises `UserError` if the address is invalid, nothing answers there, or the run file differs."""
     from motet.api import read_problem
     from motet.resilience.succession import templates_of
 

@@ -1,11 +1,11 @@
-"""From a data set to global batches, in an order that is a pure function of the seed and the epoch.
+"""Global batches of a data set, in an order that is a pure function of the seed and the epoch.
 
-Every rank has the same loader and draws the same batches: metadata of all samples, tensors only of those that its
-stages read. This is the one definition of the order: whoever prepares samples (motet.data.service) is asked for
-positions in the data set and knows nothing of seeds, epochs or batches.
+Every rank has the same loader and draws the same batches: metadata of all samples, and tensors of those that its stages
+read. Only the loader defines the order: producers (motet.data.service) get positions in the data set and know nothing
+of seeds, epochs or batches.
 
-While a batch is trained on, threads have the next ones prepared, a bounded number of them. In each, the batch is cut
-(`wanted`) as soon as its metadata are there.
+While a batch is trained on, threads prepare a bounded number of the next ones. A batch is assigned (`wanted`) as soon
+as its metadata are available.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Wanted = Callable[[tuple[Sample, ...]], Mapping[str, Sequence[int]]]
-"""Of a global batch's metadata: by module, at which places this rank will ask for tensors."""
+"""From the metadata of a global batch to the positions, by module, whose tensors this rank will request."""
 
 
 class LoadedBatch:
-    """One global batch: the samples of some positions in the data set, without those that were skipped.
+    """A global batch: samples at some positions in the data set, without those that were skipped.
 
-    Tensors are fetched when one of their module is first asked for: all that `wanted` tells, or the one alone."""
+    Tensors of a module are fetched on the first request: all that `wanted` returns, or the requested one alone."""
 
     def __init__(self, producer: Producer, indices: Sequence[int], wanted: Wanted | None = None) -> None:
         self._producer, self._wanted = producer, wanted
         prepared = list(zip(indices, producer.samples(indices), strict=True))
         self.skipped: tuple[str, ...] = tuple(what.message for _, what in prepared if isinstance(what, Corrupt))
-        """Why, each naming its file."""
+        """Reasons for skipping samples; each names its file."""
         kept = [(i, what) for i, what in prepared if isinstance(what, Sample)]
         if not kept:
             raise UserError(f"data.on_corrupt: no sample of a whole batch can be prepared; {self.skipped[0]}")
@@ -51,7 +51,7 @@ class LoadedBatch:
         return self._features[module, sample]
 
     def fetch_wanted(self) -> None:
-        """All that this rank will ask for."""
+        """Fetches all tensors that this rank will request."""
         for module, places in self._places_wanted().items():
             self._fetch(module, places)
 
@@ -65,24 +65,24 @@ class LoadedBatch:
             self._features.update(zip(((module, place) for place in missing), fetched, strict=True))
 
     def fetched(self) -> set[tuple[str, int]]:
-        """(module, place in the batch) of all features so far."""
+        """(module, position in the batch) of all tensors fetched so far."""
         return set(self._features)
 
     def indices(self) -> tuple[int, ...]:
-        """In the data set."""
+        """Positions of the samples in the data set."""
         return self._indices
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples' places in the data set, in the order in which the epoch takes them."""
+    """The positions of the samples in the data set, in the order of the epoch."""
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 class Loader:
     """An endless iterator over global batches; the last samples of an epoch that do not fill a batch are left out.
 
-    `batches_ahead`: prepared by threads in advance, with the tensors that are `wanted`; 0: none, and tensors when they
-    are asked for.
+    `batches_ahead`: batches that threads prepare in advance, with the tensors that are `wanted`; 0: none, and tensors
+    are fetched on request.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Loader:
         return len(self._producer) // self._batch_size
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch comes from; enough to go on exactly, under any number of ranks."""
+        """The position of the next batch, from which any number of ranks can resume exactly."""
         epoch, step = self._position
         return {"epoch": epoch, "step": step, "seed": self._seed, **self._sizes(), "fingerprint": self._fingerprint}
 
@@ -117,12 +117,12 @@ class Loader:
         return {"batch_size": self._batch_size, "num_samples": len(self._producer)}
 
     def has_changed_since(self, state: dict[str, Any]) -> bool:
-        """Whether the data, or what makes samples of them, are seen to be others than when `state` was taken."""
+        """Whether the data or their preparation are known to differ from those when `state` was taken."""
         return bool(state.get("fingerprint", self._fingerprint) != self._fingerprint)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises `UserError` if seed, batch size or number of samples have changed
-        since; of other data `has_changed_since` tells."""
+        """Resumes where `state` was taken. Raises `UserError` if seed, batch size or number of samples have changed;
+        other changes of the data are reported by `has_changed_since`."""
         for key, own in {"seed": self._seed, **self._sizes()}.items():
             if state[key] != own:
                 raise UserError(
@@ -156,7 +156,7 @@ class Loader:
         return epoch + epochs, step
 
     def _indices(self, num_batches: int) -> tuple[int, ...]:
-        """Of the batch that comes after so many others."""
+        """The positions of the batch after `num_batches` others."""
         epoch, step = self._after(num_batches)
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e >= self._position[0]}
@@ -176,7 +176,7 @@ class Loader:
         self._ahead.clear()
 
     def close(self) -> None:
-        """Nothing is prepared any more."""
+        """Stops preparing batches."""
         self._drop_ahead()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
@@ -185,8 +185,10 @@ class Loader:
 def held_out_batches(
     producer: Producer, batch_size: int, num_samples: int, wanted: Wanted | None = None, *, whole: bool = False
 ) -> list[LoadedBatch]:
-    """The first samples of a held-out set in batches of at most `batch_size`, for evaluation. `whole`: a smaller last
-    one is left out unless it is the only one: where samples are compared within a batch, its loss is another one."""
+    """The first samples of a held-out set in batches of at most `batch_size`, for evaluation.
+
+    `whole`: leaves out a smaller last batch unless it is the only one, since contrastive losses depend on the size of
+    the batch."""
     available = min(num_samples, len(producer))
     indices = range(available // batch_size * batch_size or available) if whole else range(available)
     return [

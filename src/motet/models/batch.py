@@ -45,7 +45,7 @@ from torch import Tensor
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
 from motet.families.encoders import family_of
-from motet.families.token_counts import LEGACY_END, encoder_segment, grid_of, reads_text
+from motet.families.token_counts import LEGACY_END, encoder_segment, grid_of, pooled, reads_text
 from motet.models.graph import (
     DecoderNode,
     EncoderNode,
@@ -540,7 +540,7 @@ def _tower_items(
             grid = grid_of(config, num_mel_frames=feature.shape[-1] if mask is None else int(mask[i].sum()))
         else:
             grid = grid_of(config, image_size=(feature.shape[-2], feature.shape[-1]))
-        segments.append(tower.pooled(encoder_segment(config, item=0, grid=grid)))
+        segments.append(pooled(encoder_segment(config, item=0, grid=grid), tower.module.pooling))
         tensors.append({key: feature})
     return segments, tensors
 

@@ -31,7 +31,7 @@ from motet.families.language_models import (
     is_tied,
     num_language_model_layers,
 )
-from motet.families.token_counts import FeatureSelect, encoder_segment
+from motet.families.token_counts import FeatureSelect, Pooling, encoder_segment, pooled
 from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
 from motet.models.stages.encoder import EncoderStage, num_encoder_layers
@@ -94,7 +94,7 @@ class ModalityModule(nn.Module):
         self.module: Any = model
         self.feature_layer = feature_layer
         self.feature_select = feature_select
-        self.pooling: Literal["alone", "first"] | None = None
+        self.pooling: Pooling | None = None
         """Of towers: hand on one vector of each item, or that vector and then all features of the item."""
         given = projector if projector is not None else proj
         self.projector = given if isinstance(given, nn.Module) else None
@@ -270,12 +270,7 @@ class TowerNode(EncoderNode):
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
         (segment,) = super().typical_layout(sources)
-        return (self.pooled(segment),)
-
-    def pooled(self, segment: Segment) -> Segment:
-        """The item's entry in the tower's layout, from that in an encoder's."""
-        num_features = segment.num_tokens if self.module.pooling == "first" else 0
-        return Segment(segment.num_tokens, num_outputs=1 + num_features, grid=segment.grid)
+        return (pooled(segment, self.module.pooling),)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

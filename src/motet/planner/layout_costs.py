@@ -1,11 +1,11 @@
-"""Time and memory of a layout without simulating it: which layouts are worth a simulation.
+"""Estimates of a layout's time and memory without simulation, to decide which layouts are worth a simulation.
 
-`bound_s` is a lower bound on the layout's iteration under *any* schedule: a group of ranks cannot begin before what its
-first layers need has been computed (head), then has all of its own work to do, and after its last action others still
-have theirs (tail). Heads and tails are those of the lightest microbatch; work is exact where the batch is cut evenly,
-because costs are linear in the loads; otherwise it is a lower bound over all cuts. Messages, reductions and exchanges of
-context-parallel groups are taken to cost nothing; memory is not looked at.
-`needed_bytes` is an estimate: parameters, and what 1F1B keeps of typical microbatches.
+`bound_s` is a lower bound of the layout's iteration under *any* schedule. A group of ranks cannot begin before the
+input of its first layers has been computed (head), then does all of its own work, and after its last action other
+groups still have theirs (tail). Heads and tails are those of the lightest microbatch. Work is exact if the batch is cut
+evenly, because costs are linear in the loads, and a lower bound otherwise. Messages, reductions and exchanges of
+context-parallel groups count as free, and memory is ignored.
+`needed_bytes` is an estimate of static bytes and of what 1F1B saves for typical microbatches.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,23 @@ from motet.planner.problem import PlanningProblem
 
 @dataclass(frozen=True)
 class _Sums:
-    """Prefix sums over a module's layers: what layers [a, b) cost is sums[b] - sums[a]."""
+    """Prefix sums over a module's layers; layers [a, b) cost sums[b] - sums[a]."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     weight_s: Sequence[float]
-    """The part of the backward that nothing waits for."""
+    """Weight gradients, which no other stage waits for."""
     lightest_forward_s: Sequence[float]
     lightest_backward_s: Sequence[float]
-    """Without the weight half."""
+    """Excludes weight gradients."""
     static_bytes: Sequence[float]
     saved_bytes: Sequence[float]
     updated: Sequence[float]
-    """Parameters that the optimizer updates on each rank, without ZeRO."""
+    """Parameters that the optimizer updates on each rank without ZeRO."""
 
 
 class LayoutCosts:
-    """Remembers what it has computed."""
+    """Estimates for the layouts of one problem; results are remembered."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
@@ -47,7 +47,7 @@ class LayoutCosts:
         }
 
     def bound_s(self, layout: Layout, *, split_backward: bool = True) -> float:
-        """Of one iteration. `split_backward`: valid for schedules that split backwards into their halves too."""
+        """Lower bound of one iteration. `split_backward`: it also holds for schedules that split backwards."""
         key = ("bound", *layout.content, split_backward)
         return self.problem.remembered(key, lambda: self._bound_s(layout, split_backward))
 
@@ -105,7 +105,7 @@ class LayoutCosts:
         )
 
     def _heads_and_tails(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """For each chunk: what must have been computed before its first action, and what comes after its last."""
+        """For each chunk, the least time before its first action and after its last one."""
         forward, backward, before = [], [], []
         end_of: dict[str, float] = {}
         for chunk in layout.chunks:
@@ -116,7 +116,7 @@ class LayoutCosts:
             before.append(max([end_of.get(chunk.module, 0.0) if a else 0.0, *entered]))
             end_of[chunk.module] = before[-1] + forward[-1]
         after = [0.0] * len(layout.chunks)
-        # From the first chunk on: what a backward is followed by are the backwards of those before it.
+        # The backward of a chunk is followed by those of earlier chunks.
         way_back: dict[str, float] = {}
         for i, chunk in enumerate(layout.chunks):
             entered = [
@@ -129,7 +129,7 @@ class LayoutCosts:
     def _with_forward_only(
         self, layout: Layout, forward: Sequence[float], backward: Sequence[float], after: list[float]
     ) -> list[float]:
-        """A chunk without a backward is followed by the forwards and backwards of those that it feeds."""
+        """Tails in which a chunk without a backward is followed by forwards and backwards of later chunks."""
         rest: dict[str, float] = {}
         entering: dict[str, list[tuple[str, int]]] = {}
         for target, sources in self._entries.items():
@@ -163,11 +163,11 @@ class LayoutCosts:
         return updated
 
     def excess_bytes(self, layout: Layout) -> float:
-        """By how much the fullest rank seems to exceed its memory; 0 if all fit."""
+        """Estimated bytes by which the fullest rank exceeds its memory; 0 if all fit."""
         return max(0.0, self.needed_bytes(layout) - usable_bytes(self.problem.cluster))
 
     def needed_bytes(self, layout: Layout) -> float:
-        """By the fullest rank."""
+        """Estimated memory of the fullest rank."""
         return self.problem.remembered(("needed bytes", *layout.content), lambda: self._needed_bytes(layout))
 
     def _needed_bytes(self, layout: Layout) -> float:

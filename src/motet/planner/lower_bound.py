@@ -1,24 +1,24 @@
-"""No plan of a problem takes less: a lower bound over all plans and schedules, by relaxation.
+"""Lower bound of the iteration time over all plans and schedules of a problem, by relaxation.
 
-Covered are all plans on the problem's devices in which every module has one tensor-parallel size, one context-parallel
-size and one number of replicas, out of given sets, and none shards its parameters: any cut into stages, any groups
-(own, shared, interleaved, with copies, some of the devices idle), any schedule, backwards split or not, the batch dealt
-out as `problem.assignment` does. `mixed` covers plans too whose stages of one module differ in tensor parallelism:
-every layer then has whichever of the sizes is least, by itself for each of the sums below, and 3 does not count.
+It holds for all plans on the problem's devices in which every module has one tensor-parallel size, one context-parallel
+size and one number of replicas, out of given sets, and no module shards its parameters. Stages, groups (own, shared,
+interleaved, with copies, some devices unused) and schedules (backwards split or not) are arbitrary; the batch is
+assigned by `problem.assignment`. With `mixed`, stages of one module may differ in tensor parallelism: every layer then
+has the best of the sizes for each of the sums below, and 3 does not apply.
 
-Relaxed are: messages, reductions and what context-parallel groups exchange take no time; memory is looked at as one
-sum, of parameters, gradients and moments over all devices; ranks may interrupt and share out work at will. Kept is:
+Relaxed: messages, reductions and exchanges of context-parallel groups take no time; memory counts as one sum of static
+bytes over all devices; ranks may interrupt and divide work arbitrarily. Kept:
 
-1. Work. A rank works from when its first layer's input can exist (head) until what must follow its last action (tail).
-   A layer is held by tp x cp x replicas ranks, so not every rank can begin with layer 0: over D ranks heads add up to
-   at least those of the D earliest places. D x T >= work + heads + what of the tails weight gradients cannot fill.
+1. Work. A rank works from the time when its first layer's input can exist (head) to the time that must follow its last
+   action (tail). tp x cp x replicas ranks hold a layer, so not every rank can begin with layer 0: over D ranks heads
+   add up to at least those of the D earliest places. D x T >= work + heads + tails that weight gradients cannot fill.
 2. A layer is indivisible: T >= head + all of its work on its rank + tail.
-3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. Only where replicas have equal work.
+3. Pigeonholes: of k x D + 1 layers' shares some rank has k + 1. This requires replicas with equal work.
 
-The bound is the least over all combinations of sizes, which are few; each is a maximum of the three. Where the batch is
-cut evenly and a module has one replica for each share of it, its microbatches are known, padding included; else loads
-are summed sample by sample, a lower bound over all cuts (`least_total_times`). Plans whose replicas take unlike numbers
-of microbatches (`replica_microbatches`) are not covered if samples differ.
+The bound is the least over all combinations of sizes, of which there are few; each is the maximum of the three. If the
+batch is cut evenly and a module has one replica for each share of it, its microbatches are known, padding included.
+Otherwise loads are summed sample by sample (`Estimator.lower_bound_batch_times`). Plans whose replicas take different
+numbers of microbatches (`replica_microbatches`) are not covered if samples differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -36,29 +36,29 @@ from motet.planner.problem import PlanningProblem
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of the model under one combination of sizes; of several tensor-parallel sizes what bounds least."""
+    """One layer under one combination of sizes; of several tensor-parallel sizes, the weakest bound."""
 
     num_holders: int
     device_s: float
-    """Of work, on all ranks that hold it together."""
+    """Work on all ranks that hold it together."""
     device_weight_s: float
     work_s: float
-    """On each rank that holds it."""
+    """Work on each rank that holds it."""
     weight_s: float
     head_s: float
     tail_s: float
 
 
 class Size(NamedTuple):
-    """Of one module."""
+    """Sizes of one module."""
 
     tp: tuple[int, ...]
-    """Of each of its layers one of these."""
+    """Tensor-parallel sizes, of which each layer has one."""
     cp: int
     num_replicas: int
 
     def num_holders(self, tp: int) -> int:
-        """Ranks that hold a layer of this tensor-parallel size, or a shard of it."""
+        """Number of ranks that hold a layer of this tensor-parallel size, or a shard of it."""
         return tp * self.cp * self.num_replicas
 
 
@@ -73,9 +73,9 @@ def problem_lower_bound_s(
     cp: Mapping[str, Sequence[int]] | None = None,
     mixed: bool = False,
 ) -> float:
-    """Lower bound in seconds of one iteration over all plans; infinite if no combination can fit into memory.
+    """Lower bound in seconds; infinite if no combination can fit into memory.
 
-    `num_replicas`, `tp`, `cp`: for each module the sizes that plans may have; None: the problem's. `mixed`: its stages
+    `num_replicas`, `tp`, `cp`: sizes that plans may have, by module; None: the problem's. `mixed`: stages of a module
     may differ in tensor parallelism."""
     modules, least_s = _Modules(problem), inf
     combinations = _combinations(problem, modules, num_replicas, tp, cp, mixed)
@@ -89,7 +89,7 @@ def problem_lower_bound_s(
 
 
 class _Modules:
-    """What each module needs at each size; remembered, as many combinations have the same ones."""
+    """Remembered sums over a module's layers at each size, as many combinations share them."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
@@ -98,7 +98,7 @@ class _Modules:
         self._work_s: dict[tuple[str, Size, bool], float] = {}
 
     def share_s(self, sizes: Sizes) -> float:
-        """Each device's part of all the work: less than the bound, and soon computed."""
+        """Each device's part of all the work, which is below the bound and fast to compute."""
         num_shares = _num_shares(sizes)
         keys = [(name, size, size.num_replicas == num_shares) for name, size in sizes.items()]
         for name, size, alone in keys:
@@ -128,12 +128,12 @@ class _Modules:
 
 
 def _num_shares(sizes: Sizes) -> int:
-    """As `motet.assignment.batch_assignment.num_shares` has it."""
+    """Number of shares of the batch, as `motet.assignment.batch_assignment.num_shares` defines it."""
     return gcd(*(size.num_replicas for size in sizes.values()))
 
 
 def _least_totals(problem: PlanningProblem, name: str, size: Size, *, alone: bool) -> Iterator[tuple[LayerTime, ...]]:
-    """For each layer, its times at each of the tensor-parallel sizes."""
+    """The times of each layer at each of the tensor-parallel sizes."""
     of_sizes = [
         problem.estimator.lower_bound_batch_times(name, tp, size.num_replicas, cp=size.cp, alone=alone)
         for tp in size.tp
@@ -149,9 +149,9 @@ def _combinations(
     cp: Mapping[str, Sequence[int]] | None,
     mixed: bool,
 ) -> Iterator[Sizes]:
-    """Sizes whose parameters fit."""
+    """Combinations of sizes whose static bytes fit into memory."""
     names = list(problem.modules)
-    # Without sizes of its own each module has the problem's number of replicas, all the same one.
+    # By default, all modules have the same number of replicas.
     for dps in [(dp,) for dp in dp_sizes(problem)] if num_replicas is None else [None]:
         choices = [
             [
@@ -233,7 +233,7 @@ def _heads_and_tails(problem: PlanningProblem, sizes: Sizes) -> tuple[dict[str, 
 def _tails(
     problem: PlanningProblem, one: Mapping[str, tuple[list[float], list[float]]], backs: Mapping[str, list[float]]
 ) -> dict[str, list[float]]:
-    """After a backward come those of the layers before; after a forward that has none, all that it feeds."""
+    """Tails: a backward is followed by those of earlier layers; a forward without one, by everything it feeds."""
     after_forward: dict[str, list[float]] = {}
     tails: dict[str, list[float]] = {}
     for name in reversed(_in_order(problem)):
@@ -270,7 +270,7 @@ def _in_order(problem: PlanningProblem) -> list[str]:
 
 
 def _work(layers: Sequence[_Layer], num_devices: int) -> float:
-    """Ranks that no layer is left for are idle anyway; others may be left idle where that is faster."""
+    """The bound from work. Ranks without a layer do not work; others may stay unused if that is faster."""
     work = sum(layer.device_s for layer in layers)
     weight = sum(layer.device_weight_s for layer in layers)
     head_places = sorted((layer.head_s, layer.num_holders) for layer in layers)
@@ -291,7 +291,7 @@ def _work(layers: Sequence[_Layer], num_devices: int) -> float:
 
 
 def _earliest(places: Sequence[tuple[float, int]], num_ranks: int) -> float:
-    """The sum of the first `num_ranks`, each as often as there are places, the smallest first."""
+    """The sum of the `num_ranks` smallest values, where each occurs as often as it has places."""
     result, left = 0.0, num_ranks
     for seconds, count in places:
         result += seconds * min(count, left)
@@ -304,7 +304,7 @@ def _indivisible(layers: Sequence[_Layer]) -> float:
 
 
 def _pigeonholes(problem: PlanningProblem, layers: Sequence[_Layer], sizes: Sizes) -> float:
-    """Sorted by work, the (k D + 1 - j)-th items for j = 0..k: some rank has k + 1 of those before, none smaller."""
+    """The bound from pigeonholes: some rank has k + 1 of the k D + 1 largest items."""
     if not _replicas_work_alike(problem, {size.num_replicas for size in sizes.values()}):
         return 0.0
     if any(len(size.tp) > 1 for size in sizes.values()):

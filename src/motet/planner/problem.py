@@ -1,4 +1,4 @@
-"""What a planner is given: the model's shape and trainability, its costs, the devices, and a typical global batch.
+"""The planning problem: a model's shape and trainability, its costs, the devices, and a typical global batch.
 
 `PlanningProblem.estimator` answers what layers take in seconds and bytes.
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class TooSlowError(UserError):
-    """Every plan of a planner that fits takes longer than the problem's `cutoff_s`."""
+    """Raised if every fitting plan of a planner takes longer than the problem's `cutoff_s`."""
 
     def __init__(self, at_least_s: float) -> None:
         super().__init__(f"takes at least {at_least_s:.4g} s")
@@ -36,7 +36,7 @@ DEFAULT_CONTEXT = ContextOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """How one module is laid out."""
+    """Degrees of parallelism of one module."""
 
     tp: int = 1
     cp: int = 1
@@ -55,19 +55,21 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleProblem:
+    """One module of a planning problem, and the degrees that a planner may choose for it."""
+
     workload: ModuleWorkload
     trainable: tuple[LayerRange, ...]
     loss_weight: float = 0.0
     tp_sizes: tuple[int, ...] = (1,)
-    """That a planner may choose from."""
+    """Allowed tensor-parallel sizes."""
     cp_sizes: tuple[int, ...] = (1,)
-    """Those of a language model too; those of an encoder in templates alone; of other modules 1."""
+    """Allowed context-parallel sizes of a language model, and of an encoder in templates; others have 1."""
     context: ContextOptions = DEFAULT_CONTEXT
     """How context-parallel groups that a planner chooses share tokens."""
     may_be_sharded: bool = False
-    """Whether context-parallel groups that a planner chooses may share the parameters."""
+    """Context-parallel groups that a planner chooses may share the parameters."""
     max_stages: int | None = None
-    """That a planner may choose; None: as many as there are layers."""
+    """Largest allowed number of stages; None: the number of layers."""
 
     def is_trainable(self, layer: int) -> bool:
         return any(first <= layer < last for first, last in self.trainable)
@@ -86,7 +88,7 @@ class ModuleProblem:
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
     ) -> ModulePlan:
-        """The module as these replicas hold it."""
+        """The plan of the module with these replicas."""
         return ModulePlan(
             kind=self.workload.kind,
             num_layers=self.workload.num_layers,
@@ -114,29 +116,29 @@ class PlanningProblem:
     """Per replica."""
     schedule: str = "1f1b"
     schedules: tuple[str, ...] | None = None
-    """That planner `auto` may choose from; None: all there are. Other planners take `schedule`."""
+    """Schedules from which planner `auto` may choose; None: all. Other planners take `schedule`."""
     assignment: str = DEFAULT_ASSIGNMENT
     """How batches are cut: a key of `motet.balancing.policies.ASSIGNMENTS`."""
     max_packed_tokens: int | None = None
-    """As the plan's."""
+    """Like the field of the plan."""
     recompute: tuple[str, ...] = ()
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
-    """That a planner may choose from, the same for all modules."""
+    """Allowed data-parallel sizes, the same for all modules."""
     num_cores: float | None = None
-    """That all devices share (processes on one machine); None: each has its own."""
+    """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None
     """Samples that a loss of towers compares; None: the whole global batch."""
     computed: CostTable | None = None
-    """What costs would be if they were computed, where those in `table` are measured."""
+    """Computed costs, if those in `table` are measured."""
     failures: int = 0
-    """Nodes that may fail at once, for planners that make plans which survive it."""
+    """Number of nodes that may fail at once, for planners whose plans survive failures."""
     cutoff_s: float = inf
-    """Plans that cannot be faster need not be looked at: planners may raise `TooSlowError` instead."""
+    """Plans that cannot be faster may be skipped: planners may raise `TooSlowError` instead."""
     program_s: float = 0.0
-    """What it takes to derive an iteration's program, if that is not hidden behind the iteration before."""
+    """Time to derive an iteration's program, unless the previous iteration hides it."""
     _known: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What has been computed from the samples and is asked for often."""
+    """Remembered results."""
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -153,9 +155,9 @@ class PlanningProblem:
         schedule: str | None = None,
         edges: tuple[Edge, ...] | None = None,
     ) -> Plan:
-        """A plan of these modules that is as the problem says in all else. `schedule`, `edges`: None: the problem's.
+        """A plan of these modules, with everything else from the problem. `schedule`, `edges`: None: the problem's.
 
-        Ranks are renumbered where groups would lie on several nodes without need."""
+        Ranks are renumbered if groups would span nodes unnecessarily."""
         plan = Plan(
             modules=modules,
             edges=self.edges if edges is None else edges,
@@ -170,7 +172,7 @@ class PlanningProblem:
 
     @property
     def cuts_evenly(self) -> bool:
-        """Whether all microbatches hold equally many samples, as far as they can be divided."""
+        """Whether all microbatches hold equally many samples, as far as the batch can be divided."""
         return self.assignment == DEFAULT_ASSIGNMENT and self.max_packed_tokens is None
 
     @property
@@ -179,12 +181,12 @@ class PlanningProblem:
 
     @property
     def sample_kinds(self) -> list[int]:
-        """A number for each sample, from 0 on, the same for those that cost the same."""
+        """For each sample, a number from 0 on; samples of equal number cost the same."""
         return self.estimator.sample_kinds
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The modules whose outputs enter others, but a language model that generators read: the encoders."""
+        """The encoders: modules whose outputs enter others, except a language model that generators read."""
         return tuple(
             name
             for name, module in self.modules.items()
@@ -193,7 +195,7 @@ class PlanningProblem:
 
     @property
     def sinks(self) -> tuple[str, ...]:
-        """All others."""
+        """All modules that are not `sources`."""
         return tuple(name for name in self.modules if name not in self.sources)
 
     @property
@@ -203,20 +205,20 @@ class PlanningProblem:
 
     @property
     def loss_module(self) -> str | None:
-        """The module that contrasts them."""
+        """The module that contrasts the towers, if any."""
         return next((name for name, module in self.modules.items() if module.workload.kind == "loss"), None)
 
     @property
     def num_contrastive_batches(self) -> int:
-        """In a global batch."""
+        """Number of contrastive batches in a global batch."""
         return -(-len(self.samples) // (self.contrastive_batch_size or len(self.samples)))
 
     def with_num_devices(self, num_devices: int) -> "PlanningProblem":
-        """The same on the first of the devices; what is known of the problem is shared."""
+        """The same problem on the first devices. Remembered results are shared."""
         return self._sharing(replace(self, cluster=replace(self.cluster, num_devices=num_devices)))
 
     def with_cutoff(self, cutoff_s: float) -> "PlanningProblem":
-        """The same problem; what is known of it is shared."""
+        """The same problem with another `cutoff_s`. Remembered results are shared."""
         return self._sharing(replace(self, cutoff_s=cutoff_s))
 
     def _sharing(self, other: "PlanningProblem") -> "PlanningProblem":

@@ -25,17 +25,18 @@ from motet.schedule.schedule import Schedule
 
 
 class Message(NamedTuple):
-    """One rank's share of a route, to another rank. `gradient`: the way back, not the mirror of the way there."""
+    """One rank's share of what a route carries, sent to another rank."""
 
     source: Cell
     target: Cell
     gradient: bool
+    """Whether it carries gradients back; these messages are not the mirror of those forward."""
     sender: int
     receiver: int
 
     @property
     def value(self) -> Activation | Gradient:
-        """What it carries a share of."""
+        """The value that it carries a share of."""
         return Gradient(self.source, self.target) if self.gradient else Activation(self.source, self.target)
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class Program:
     actions: Ints
     """The compute actions' numbers, in order."""
     message_starts: Ints
-    """The messages of action i are those from message_starts[i] to message_starts[i + 1]."""
+    """Action i has the messages [message_starts[i], message_starts[i + 1])."""
     message_value: Ints
     """The number of the value that each message carries a share of."""
     links: Ints
@@ -65,7 +66,7 @@ class Program:
     """For each message, its row of `links`."""
     reductions: tuple[Reduce, ...]
     reduction_after: Ints
-    """For each reduction, the place of the last action that it waits for; those that wait for none stand at the end."""
+    """For each reduction, the place of the last action that it waits for; those that wait for none come at the end."""
 
     @property
     def message_sender(self) -> Ints:
@@ -77,7 +78,7 @@ class Program:
 
     @cached_property
     def places(self) -> tuple[Ints, Ints, Ints]:
-        """Where each action, message and reduction stands in the total order."""
+        """Position of each action, message and reduction in the total order."""
         num_reductions = np.searchsorted(self.reduction_after, np.arange(len(self.actions)))
         actions = np.arange(len(self.actions)) + self.message_starts[:-1] + num_reductions
         per_action = np.diff(self.message_starts)
@@ -124,7 +125,7 @@ class Program:
 
     @cached_property
     def projections(self) -> tuple[tuple[Step, ...], ...]:
-        """What each rank runs, in the total order."""
+        """By rank, the steps that it runs, in the total order."""
         ranks: list[list[Step]] = [[] for _ in range(self.dependencies.routes.plan.num_ranks)]
         for step in self.steps:
             for rank in self.participants(step):
@@ -179,7 +180,7 @@ def _place_reductions(actions: Ints, dependencies: Dependencies) -> tuple[tuple[
 
 
 class _Carriers:
-    """Which pairs of ranks carry each value that goes by a route."""
+    """The pairs of ranks that carry each value that goes by a route."""
 
     def __init__(self, dependencies: Dependencies) -> None:
         routes = dependencies.routes
@@ -195,7 +196,7 @@ class _Carriers:
                 count.append(len(pairs) - first[-1])
         which = np.concatenate([pair, len(codes) + pair])
         self.first_pair = np.array(first, dtype=np.int64)[which]
-        """For each value, where its links begin in `link`."""
+        """For each value, the index of its first link in `link`."""
         self.num_messages = np.array(count, dtype=np.int64)[which]
         row = {link: i for i, link in enumerate(sorted(set(pairs)))}
         self.links = np.array(list(row), dtype=np.int64).reshape(-1, 2)
@@ -217,7 +218,7 @@ def messages(value: Value, dependencies: Dependencies) -> list[Message]:
 def pairs_of_route(plan: Plan, source: StageCells, target: StageCells, *, gradient: bool) -> list[tuple[int, int]]:
     """(sender, receiver) of the messages between two stages.
 
-    None into a loss or out of it: its members hold their own features, what they exchange is part of the action."""
+    Nothing is sent into or out of a loss: its members hold their own features, and exchange rows within the action."""
     if plan.modules[target.module].kind == "loss":
         return []
     same_module = source.module == target.module
@@ -231,9 +232,9 @@ def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: 
     one of them, else the one at its own place in the group, modulo the group's size. Forwards the consumers choose
     among the producers, backwards the producers choose among the consumers.
 
-    Inside a module with context parallelism members hold what their place on that axis says, so each receives from one
-    of the same place; what enters another module, or a stage whose tokens are shared out otherwise, is whole on every
-    rank that sends it.
+    Between stages of one module whose context-parallel groups have one size, each member receives from one of the same
+    place, which holds the same tokens. What enters another module, or a stage whose group has another size, is whole on
+    every sender (`motet.parallel.context_rows`).
     """
     begin, end = (target, source) if gradient else (source, target)
     if same_module and source.cp_size == target.cp_size > 1:

@@ -143,14 +143,11 @@ def test_states_that_do_not_fit_are_pruned():
     wide, narrow = EncoderLayout(pp=2, tp=2), EncoderLayout(pp=1, tp=1)
     # All states of the encoders on every rank, against a quarter of them.
     states = {
-        layout: max(side.needed_bytes(side.timeline())) + max(side._encoder_state_bytes(layout))
-        for layout in (wide, narrow)
+        layout: max(side.needed_bytes(side.timeline())) + max(side._encoder_states(layout)) for layout in (wide, narrow)
     }
     assert states[wide] < states[narrow]
     own = side._stages_of_places()
-    least = max(sum(side._state_bytes(side.name, stage, 2, 1) for stage in stages) for stages in own) + max(
-        side._encoder_state_bytes(wide)
-    )
+    least = max(sum(side._states(side.name, stages, 2, 1)) for stages in own) + max(side._encoder_states(wide))
     device = replace(problem.cluster.device, memory_bytes=least / 0.9 + 1000)
     tight = LlmSide(replace(problem, cluster=replace(problem.cluster, device=device)), llm)
     assert tight.states_fit(wide)

@@ -1,13 +1,13 @@
-"""Conversations in the LLaVA form: JSON lines, or one JSON list, with image and audio files beside them. Pure.
+"""Conversations in the LLaVA form: JSON lines, or one JSON list, with images and sounds in files. Imports no torch.
 
     {"id": "7", "image": "cat.jpg", "conversations": [
         {"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}]}
 
-`image` and `audio` are a path or a list of paths; `<image>` and `<audio>` in the text mark their places in order.
+`image` and `audio` are a path or a list of paths; `<image>` and `<audio>` in the text mark their positions in order.
 A conversation may begin with a "system" turn; then "human" and "gpt" alternate, and the last one is "gpt".
 
-Every record is checked when the file is opened, media files when they are first needed (their presence at once).
-Limits: the records are held in memory, on every rank.
+Every record and the presence of its media files are checked when the file is opened; media files are read when they are
+first needed. Limits: the records are held in memory, on every rank.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from motet.errors import UserError
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 KEYS = ("id", "image", "audio", "conversations")
-"""Others are the user's own notes and are passed over."""
+"""Keys that are read; others are ignored."""
 
 
 class ConversationExamples:
@@ -43,7 +43,7 @@ class ConversationExamples:
 
 
 def read_records(file: Path) -> Iterator[tuple[str, Any]]:
-    """(file and line, or place in the list; record) of each. Raises `UserError`."""
+    """Yields (file and line, or file and index in the list; record). Raises `UserError`."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -67,7 +67,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parse_record(record: Any, where: str, folders: Mapping[Modality, Path]) -> Example:
-    """One conversation with its media in files. Raises `UserError` beginning with `where`."""
+    """Reads a conversation with its media in files. Raises `UserError` beginning with `where`."""
     return make_example(
         record, where, lambda own: {modality: _files(own, modality, folders[modality]) for modality in PLACEHOLDERS}
     )
@@ -79,7 +79,7 @@ def make_example(
     media_of: Callable[[Mapping[str, Any]], Mapping[Modality, tuple[Media, ...]]],
     name: str | None = None,
 ) -> Example:
-    """One conversation. `name`: its id, if it names none. Raises `UserError` beginning with `where`."""
+    """Reads a conversation. `name`: its default id. Raises `UserError` beginning with `where`."""
     try:
         if not isinstance(record, dict):
             raise UserError(f"is not a mapping; give one with the keys {', '.join(KEYS)}")
@@ -132,7 +132,7 @@ def _message(i: int, turn: Any) -> Message:
 
 
 def is_text(content: str) -> bool:
-    """JSON can write what no tokenizer reads: one half of a pair of surrogates."""
+    """Whether a text has no single surrogates, which JSON can hold but no tokenizer reads."""
     try:
         content.encode()
     except UnicodeEncodeError:
@@ -146,6 +146,6 @@ def _files(record: Mapping[str, Any], modality: Modality, folder: Path) -> tuple
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise UserError(f"{modality}: is {given!r}; give a path or a list of paths")
     for path in paths:
-        if not os.path.isfile(folder / path):  # Unlike `Path.is_file`, whatever the path is like.
+        if not os.path.isfile(folder / path):  # Unlike `Path.is_file`, it accepts any path.
             raise UserError(f"{modality}: {folder / path}: there is no such file")
     return tuple(media_of(modality, folder / path) for path in paths)

@@ -1,4 +1,4 @@
-"""Images and sounds in files. Their headers tell the size; they are decoded when they are loaded. Pure: no torch.
+"""Images and sounds in files. Sizes are read from the headers; files are decoded on `load`. Imports no torch.
 
 Images: what Pillow reads. Sounds: what libsndfile reads (WAV, FLAC, Ogg, MP3); several channels are averaged.
 """

@@ -1,10 +1,10 @@
-"""Samples for contrastive towers in files: JSON lines, or one JSON list, with images and sounds beside them. Pure.
+"""Samples for contrastive models: JSON lines, or one JSON list, with images and sounds in files. Imports no torch.
 
     {"id": "7", "image": "cat.jpg", "text": "a cat"}
     {"image": "dog.jpg", "audio": "dog.wav", "text": "a dog"}
 
-A sample has an image, a sound or a text for at least two towers that are compared; a key that is absent, or null, is of
-what it lacks. Records are checked when the file is opened, as conversations are (`motet.data.formats.conversations`).
+A sample has an image, a sound or a text for at least two modules that are compared; a key that is absent or null means
+that the sample has no such item. Records are checked when the file is opened, as those of conversations are.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ class PairExamples:
     def __init__(
         self, files: Sequence[str | Path], folders: dict[Modality, Path], pairs: Sequence[tuple[str, str]]
     ) -> None:
-        """`folders`: what the media's paths are relative to. `pairs`: what towers that are compared read, of "image",
-        "audio" and "text". Raises `UserError` naming file and line."""
+        """`folders`: folders to which the paths of media are relative. `pairs`: the modalities ("image", "audio",
+        "text") that are compared. Raises `UserError` naming file and line."""
         self._examples = [
             _example(record, where, folders, pairs) for file in files for where, record in read_records(Path(file))
         ]

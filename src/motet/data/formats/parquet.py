@@ -1,8 +1,8 @@
-"""Conversations in Parquet files, as HF `datasets` writes them. Pure: no torch.
+"""Conversations in Parquet files, as HF `datasets` writes them. Imports no torch.
 
-A column `conversations`, and columns `image` and `audio` of bytes, of {"bytes", "path"}, or of lists of these. A row
-group is read when one of its rows is needed, and a few are kept: small ones (some MB) serve random order best. Nothing
-is unpickled.
+A file has a column `conversations`, and columns `image` and `audio` of bytes, of {"bytes", "path"}, or of lists of
+these. A row group is read when one of its rows is needed, and a few are kept in memory: small ones (some MB) suit
+random order best. Nothing is unpickled.
 """
 
 import hashlib
@@ -23,11 +23,13 @@ from motet.data.formats.media import media_of
 from motet.errors import UserError
 
 ROW_GROUPS_KEPT = 4
-"""Of one file, in each process."""
+"""Row groups of one file that each process keeps in memory."""
 
 
 @dataclass(frozen=True)
 class InMemory:
+    """The content of a file, with a name for messages."""
+
     name: str
     content: bytes
 
@@ -45,7 +47,7 @@ class ParquetExamples:
         """Raises `UserError` if it is no Parquet file of conversations, or pyarrow is not installed."""
         self._file = file
         self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        """By process and row group: forked workers read by themselves."""
+        """Tables by process and row group; forked workers read their own."""
         self._lock = threading.Lock()
         metadata = self._open().metadata
         try:
@@ -95,7 +97,7 @@ class ParquetExamples:
         key = (os.getpid(), group)
         table = self._tables.get(key)
         if table is None:
-            # Threads of Arrow's would not survive a fork.
+            # Arrow's threads would not survive a fork.
             table = self._open().read_row_group(group, columns=self._columns, use_threads=False)
             with self._lock:
                 self._tables[key] = table

@@ -1,10 +1,10 @@
-"""Conversations in WebDataset shards. Pure: no torch.
+"""Conversations in WebDataset shards. Imports no torch.
 
-A shard is a tar file in which a sample's members stand one after the other and have the same name up to the first dot:
-`7.json` with the conversation, and its media in the order of their placeholders (`7.0.jpg`, `7.1.jpg`). The members'
-places are read when the shard is opened, their contents when they are needed, by offset. Nothing is unpickled.
+A shard is a tar file in which the members of a sample are adjacent and have the same name up to the first dot: `7.json`
+with the conversation, and its media in the order of their placeholders (`7.0.jpg`, `7.1.jpg`). The offsets of members
+are read when the shard is opened, their contents when they are needed. Nothing is unpickled.
 
-Limits: local files; compressed shards are refused, since there are no offsets in them.
+Limits: local files only; compressed shards are refused, since they have no offsets.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ SUFFIXES: Mapping[Modality, tuple[str, ...]] = {
     "image": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"),
     "audio": ("wav", "flac", "ogg", "mp3"),
 }
-"""By which members are told apart."""
+"""Suffixes of members, by modality."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Member:
         return f"{self.file}: {self.name}"
 
     def open(self) -> BinaryIO:
-        """By its own file descriptor: workers must not share a position. Raises `UserError`."""
+        """Reads by a new file descriptor, since workers must not share a position. Raises `UserError`."""
         try:
             descriptor = os.open(self.file, os.O_RDONLY)
             try:
@@ -58,7 +58,7 @@ class ShardExamples:
     """The samples of a WebDataset shard, in its order."""
 
     def __init__(self, file: Path) -> None:
-        """Raises `UserError` if it is no shard; a sample that is wrong is found when it is asked for."""
+        """Raises `UserError` if the file is not a shard. Samples are checked when they are accessed."""
         self._members: list[list[Member]] = []
         last = None
         try:

@@ -1,9 +1,9 @@
-"""The producer that asks data servers, over Arrow Flight.
+"""The producer that requests samples from data servers over Arrow Flight.
 
-Every sample has its home among the servers (its position modulo their number), so that ranks which need the same sample
-ask the same server, and a batch is shared out evenly. When a server fails, those that follow it take its part of the
-ticket, less what has come already; after a moment it is asked again. No sample can be lost or doubled: each place of a
-batch is filled once, by whoever answers.
+Every sample has a home server (its position modulo the number of servers), so ranks that need the same sample ask the
+same server, and a batch is distributed evenly. When a server fails, those that follow it take over the rest of its part
+of the ticket; after a while it is asked again. Each position of a batch is filled exactly once, by the server that
+answers.
 """
 
 import json
@@ -25,21 +25,21 @@ from motet.data.service.tickets import METADATA, Corrupt, Split, Ticket, authori
 from motet.errors import UserError
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 8.0
-"""After which a server that failed is asked again; twice that each time that it fails again."""
+"""Time after which a failed server is asked again; it doubles with each failure."""
 
 CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
 
 T = TypeVar("T")
 Take = Callable[[dict[str, Any], pa.Buffer], list[T]]
-"""From a message's header and bytes to what it holds of the samples that were asked for, in their order."""
+"""Reads the requested samples, in their order, from the header and bytes of a message."""
 
 
 class ServersFailedError(RuntimeError):
-    """No data server answers any more, or one answers what cannot be."""
+    """Raised when no data server answers, or one gives an impossible answer."""
 
 
 class Connection:
-    """To one server. Called from several threads at a time."""
+    """A connection to one server, used by several threads at a time."""
 
     def __init__(self, address: str, token: str, timeout_s: float, tls_roots: bytes | None) -> None:
         self.address = address
@@ -49,11 +49,11 @@ class Connection:
         self._client = flight.FlightClient(address, tls_root_certs=tls_roots, generic_options=CHANNEL_OPTIONS)
         self._retry_s = RETRY_S
         self.down_until_s = 0.0
-        """By `time.monotonic`."""
+        """Time at which it is asked again, on the clock `time.monotonic`."""
 
     def note_failure(self) -> None:
         now_s = time.monotonic()
-        if self.down_until_s <= now_s:  # Else it is another call's share in the same failure.
+        if self.down_until_s <= now_s:  # Otherwise another call has noted the same failure.
             self.down_until_s = now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
@@ -74,17 +74,17 @@ class Connection:
 
 
 class Servers:
-    """Those that are there, for one training process."""
+    """All data servers, as one training process uses them."""
 
     def __init__(self, connections: Sequence[Connection], agreed: str, timeout_s: float) -> None:
         self._connections, self._agreed, self._timeout_s = connections, agreed, timeout_s
         self._threads = ThreadPoolExecutor(4 * len(connections), "data-servers")
         self._is_closed = False
         self.num_failures: Counter[str] = Counter()
-        """By address: calls that another server had to take over, or that were made again."""
+        """Calls that another server took over or that were repeated, by address."""
 
     def ask(self, ticket: Ticket, take: Take[T]) -> list[T]:
-        """One answer for each of the ticket's samples, in their order."""
+        """The answers for the samples of a ticket, in their order."""
         num_homes = len(self._connections)
         shares = [[p for p, index in enumerate(ticket.indices) if index % num_homes == h] for h in range(num_homes)]
         futures = {
@@ -103,7 +103,7 @@ class Servers:
         return [answers[place] for place in range(len(ticket.indices))]
 
     def _ask_from(self, home: int, ticket: Ticket, take: Take[T]) -> list[T]:
-        """Of the home if it answers, else of those that follow it."""
+        """Asks the home server, and those that follow it if it fails."""
         answers: list[T] = []
         failed: set[str] = set()
         answered_s = time.monotonic()
@@ -135,7 +135,7 @@ class Servers:
         return answers
 
     def _first_that_is_up(self, home: int) -> Connection:
-        """Waits if none is."""
+        """The first server from `home` on that has not failed recently. Waits for one."""
         order = [*self._connections[home:], *self._connections[:home]]
         while True:
             now_s = time.monotonic()
@@ -152,7 +152,7 @@ class Servers:
 
 
 class RemoteProducer:
-    """One data set of the servers', as they describe it."""
+    """The producer of one data set of the servers."""
 
     def __init__(self, servers: Servers, split: Split, num_samples: int, fingerprint: str, *, may_skip: bool) -> None:
         self._servers, self._split, self._num_samples = servers, split, num_samples
@@ -193,6 +193,6 @@ class RemoteProducer:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what Flight says, without gRPC's own words."""
+    """The first line of an error of Flight, without the details of gRPC."""
     line = (str(error).split("\n") or [""])[0]
     return line.partition(" gRPC client debug context")[0].partition(". Detail:")[0].strip() or type(error).__name__

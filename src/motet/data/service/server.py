@@ -1,12 +1,12 @@
 """A data server: answers tickets over Arrow Flight, from worker processes of its own (DistTrain, section 4.2).
 
-It keeps no state beyond what it has read: killed and started again, or replaced by another, it answers alike. Whoever
-has no token gets nothing, not even the news which methods there are. Each message of a stream carries a part of the
-ticket's samples: their description in JSON beside one column of bytes, which is neither copied nor unpickled. Workers
-run ahead of a slow client by a few messages only, gRPC's flow control holds the rest.
+A server has no state but what it has read, so it gives the same answers after a restart, and another server can replace
+it. Clients without the token get no information at all, not even the list of methods. Each message of a stream carries
+a part of the samples of a ticket: their description in JSON and one column of bytes, which is neither copied nor
+unpickled. Workers run at most a few messages ahead of a slow client; gRPC's flow control stops them.
 
-Limits: DistTrain reorders samples on these machines; here training does it itself, in a thread, some batches ahead:
-the order depends on the plan, which servers need not know. No RDMA.
+Limits: DistTrain reorders samples on these machines; here training reorders them itself, in a thread, some batches
+ahead, because the order depends on the plan, which servers need not know. No RDMA.
 """
 
 import json
@@ -27,15 +27,15 @@ from motet.errors import UserError
 
 SCHEMA = pa.schema([("data", pa.large_binary())])
 DESCRIBE = "describe"
-"""The action that tells the server's facts."""
+"""The action that returns the facts of the server."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a Flight ticket holds."""
+    """The content of a Flight ticket."""
 
     agreed: str
-    """Digest of the facts that training has seen: a server with others refuses."""
+    """Digest of the facts that training has seen; a server with other facts refuses the request."""
     ticket: Ticket
 
     def to_bytes(self) -> bytes:
@@ -51,7 +51,9 @@ class Request:
 
 
 class DataServer(flight.FlightServerBase):
-    """Serves from when it is made. `sizes`: samples by split. `modules`: those whose tensors may be asked for."""
+    """A server that runs from its creation on.
+
+    `sizes`: number of samples by split. `modules`: modules whose tensors may be requested."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class DataServer(flight.FlightServerBase):
         port: int,
         tls: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """`tls`: certificate chain and private key, PEM. Raises `UserError` if the port cannot be had."""
+        """`tls`: certificate chain and private key, PEM. Raises `UserError` if the port is not available."""
         _check_port(host, port)
         self.workers, self._facts, self._agreed = workers, facts, agreed
         self.sizes, self._modules = sizes, modules
@@ -113,7 +115,7 @@ class DataServer(flight.FlightServerBase):
                 self._count("sent_bytes", data.size)
                 yield _record_batch(data), pa.py_buffer(header.encode())
         except Exception as error:
-            # What is not of Flight's own, clients would take for a server that dies.
+            # Clients would take other exceptions for the death of the server.
             raise flight.FlightServerError(f"{type(error).__name__}: {error}") from error
 
     def _count(self, what: str, number: int = 1) -> None:
@@ -121,14 +123,14 @@ class DataServer(flight.FlightServerBase):
             self.counts[what] += number
 
     def serve_until_signalled(self, announce: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Until the process is interrupted or told to end. Returns what the server has done.
+        """Serves until SIGINT or SIGTERM. Returns a report of the work done.
 
-        `announce`: called as soon as a signal would be heard."""
+        `announce`: called as soon as signals are handled."""
         told_to_end = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: told_to_end.set())
         announce()
-        told_to_end.wait()  # Flight's own `wait` would hear of no signal.
+        told_to_end.wait()  # Flight's own `wait` does not return on signals.
         self.shutdown()
         self.workers.close()
         return self.report()
@@ -146,7 +148,7 @@ def _message(answer: Answer) -> tuple[str, pa.Buffer]:
 
 
 def _record_batch(data: pa.Buffer) -> pa.RecordBatch:
-    """One row whose only value is the buffer itself."""
+    """A record batch of one row whose value is the buffer itself."""
     offsets = pa.py_buffer((0).to_bytes(8, "little") + data.size.to_bytes(8, "little"))
     return pa.RecordBatch.from_arrays(
         [pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])], schema=SCHEMA
@@ -154,7 +156,7 @@ def _record_batch(data: pa.Buffer) -> pa.RecordBatch:
 
 
 class _Access(flight.ServerMiddlewareFactory):
-    """Stands before every method."""
+    """Checks the token of every call."""
 
     def __init__(self, token: str, refused: Any) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ class _Access(flight.ServerMiddlewareFactory):
 
 
 def _check_port(host: str, port: int) -> None:
-    """gRPC would share the port with another server in silence."""
+    """Raises `UserError` if the port is in use; gRPC would silently share it with another server."""
     try:
         free_address(host, port)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The tensors of several samples in one buffer, with a description: how they travel between processes.
+"""Packs the tensors of several samples into one buffer with a description, to send them between processes.
 
-Nothing is unpickled, and nothing is copied where it is unpacked: tensors are views of the buffer.
+Unpacked tensors are views of the buffer: nothing is unpickled or copied.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes; of each tensor's first one."""
+"""Alignment of each tensor, in bytes."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -31,7 +31,7 @@ DTYPES = {
 
 
 Header = list[dict[str, tuple[str, list[int], int]]]
-"""For each sample, by tensor name: dtype, shape, first byte. As JSON has it."""
+"""For each sample, by tensor name: dtype, shape and first byte, as in JSON."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ def in_own_memory(num_bytes: int) -> Tensor:
 
 
 def in_shared_memory(num_bytes: int) -> Tensor:
-    """Another process gets it without a copy."""
+    """Memory that another process can use without a copy."""
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(num_bytes))
 
 
 def unpack(header: Header, data: Tensor) -> Iterator[dict[str, Tensor]]:
-    """`data`: uint8 [bytes]. Raises `ValueError` if the header speaks of what is not there."""
+    """`data`: uint8 [bytes]. Raises `ValueError` if the header does not fit the data."""
     for entries in header:
         yield {name: _view(data, *entry) for name, entry in entries.items()}
 
@@ -91,10 +91,10 @@ def _view(data: Tensor, dtype: str, shape: list[int], first: int) -> Tensor:
 
 
 def view_of_memory(address: int, num_bytes: int, owner: object) -> Tensor:
-    """uint8 [bytes] at an address, which belongs to `owner`. Not to be written to: who owns it may say that it is
-    read-only, of which torch would warn each time."""
+    """uint8 [bytes] at an address in memory of `owner`, which must not be written to. (From a read-only buffer, torch
+    would warn each time.)"""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    memory._owner = owner  # type: ignore[attr-defined]  # Lives as long as the tensor does.
+    memory._owner = owner  # type: ignore[attr-defined]  # Keeps the owner alive as long as the tensor.
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,14 +1,13 @@
-"""DistMM: each tower its own layout, balanced, on its own devices; towers share devices where that is faster.
+"""DistMM: a balanced layout for each tower on its own devices; towers share devices where that is faster.
 
 The paper's steps (sections 5.1 to 5.4): an adaptive partition of each tower (`motet.planner.distmm.units`), devices and
 batch sizes by dynamic programming (`motet.planner.distmm.planner`), placement by bandwidth
 (`motet.planner.distmm.towers`), DistMM-Pipe as schedule.
 
-Beyond the paper: every way to put towers together on the same ranks is balanced too (all together is what other systems
-do); a tower may recompute its features where a contrastive batch does not fit otherwise or that is faster; the best
-estimates are simulated, balanced with and without the sums of gradients, and the best simulation that fits wins. A
-caption decoder that reads a tower gets devices of its own by the same balance; that it waits for its tower is left to
-simulation.
+Beyond the paper: every grouping of towers on the same ranks is balanced too (other systems put all towers together); a
+tower may recompute its features if a contrastive batch does not fit otherwise or if that is faster; the best estimates,
+balanced with and without the sums of gradients, are simulated, and the best simulation that fits wins. The same balance
+gives devices to a caption decoder that reads a tower; only simulation accounts for its wait for the tower.
 
 Limits: no context or sequence parallelism; a tower's replicas look alike; a decoder shares no devices with towers.
 """
@@ -29,26 +28,20 @@ from motet.planner.problem import Degrees, PlanningProblem
 from motet.planner.selection import rank
 from motet.ragged_arrays import Floats
 
-# DistMM's load balancer (section 5.2): how many devices each tower gets, so that the slowest is as fast as possible.
-#
-# A dynamic program over towers and devices: the best assignment of d devices to the first towers is a best assignment
-# of fewer devices to all but the last of them, and some to that one. What a tower does best with a number of devices
-# (its partition, its replicas, its microbatches) is decided before, under the memory of a device; infinite where
-# nothing fits.
-
 
 def balance(seconds: Sequence[Floats], num_devices: int) -> tuple[float, tuple[int, ...]]:
-    """The time of the slowest, and the devices of each.
+    """DistMM's load balancer (section 5.2): the least time of the slowest tower, and the devices of each tower.
 
-    `seconds[t][n]`: of tower t on exactly n devices, from n = 0 to `num_devices`; infinite where it cannot be. The time
-    is infinite if there is no assignment; of equally fast ones, one of the fewest devices is returned."""
+    `seconds[t][n]`: time of tower t on exactly n devices, for n from 0 to `num_devices`; infinite if impossible. The
+    result is infinite if there is no assignment; of equally fast ones, one with the fewest devices is returned. A
+    dynamic program over towers and devices."""
     best = np.full(num_devices + 1, inf)
     best[0] = 0.0
     chosen: list[np.ndarray] = []
     for of_tower in seconds:
         assert len(of_tower) == num_devices + 1
         following, devices = np.full(num_devices + 1, inf), np.zeros(num_devices + 1, dtype=np.int64)
-        # A number of devices with which it is no faster than with fewer is never needed.
+        # Numbers of devices that are no faster than fewer devices are never needed.
         fewer = np.concatenate([[inf], np.minimum.accumulate(of_tower)[:-1]])
         for n in np.flatnonzero(of_tower < fewer).tolist():
             slowest = np.maximum(best[: num_devices + 1 - n], of_tower[n])
@@ -68,7 +61,7 @@ def balance(seconds: Sequence[Floats], num_devices: int) -> tuple[float, tuple[i
 
 NUM_SIMULATED = 4
 SCHEDULE = "distmm_pipe"
-"""Unless the user asks for another one."""
+"""The schedule, unless the user asks for another one."""
 
 Units = tuple[tuple[str, ...], ...]
 """Towers on the same ranks, or a decoder."""
@@ -76,16 +69,16 @@ Units = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The load balancer's answer: for each unit, one row of its choices."""
+    """The load balancer's result: one row of the choices of each unit."""
 
     units: Units
     rows: tuple[Choices, ...]
     seconds: float
-    """Of the slowest unit."""
+    """Time of the slowest unit."""
 
     @property
     def layouts(self) -> tuple[tuple[int, ...], ...]:
-        """Of each unit: (tp, pp, dp, K, whether features are recomputed)."""
+        """(tp, pp, dp, K, whether features are recomputed) of each unit."""
         return tuple(
             tuple(int(values[0]) for values in (row.tp, row.pp, row.dp, row.per_batch, row.recomputes))
             for row in self.rows
@@ -93,10 +86,10 @@ class Assignment:
 
 
 def distmm(problem: PlanningProblem, *, placement: Placement | None = None) -> Plan:
-    """The plan with the shortest simulated iteration. `placement`: `parallel` keeps towers apart, `colocated` puts all
-    on the same ranks; None: whatever is fastest.
+    """The plan with the shortest simulated iteration.
 
-    Raises `UserError` for a model without towers, or with more beside than a decoder, and if nothing fits."""
+    `placement`: `parallel` keeps towers apart, `colocated` puts all on the same ranks; None: the fastest. Raises
+    `UserError` for a model without towers, for other modules than towers and decoders, and if nothing fits."""
     return min((each for _, each in simulated(problem, placement=placement)), key=rank).plan
 
 
@@ -125,7 +118,7 @@ def simulated(
 
 
 def candidates(problem: PlanningProblem, *, placement: Placement | None = None) -> list[Assignment]:
-    """Those that seem best, balanced with and without the sums of gradients."""
+    """The assignments with the best estimates, balanced with and without the sums of gradients."""
     return [
         each
         for computation_only in (False, True)
@@ -139,8 +132,10 @@ def candidates(problem: PlanningProblem, *, placement: Placement | None = None) 
 def assignments(
     problem: PlanningProblem, *, placement: Placement | None = None, computation_only: bool = False
 ) -> Iterator[Assignment]:
-    """The best one of every way to put towers together, with and without recomputed features. `computation_only`:
-    balanced without the sums of gradients, as in the paper: towers then reach their batch-syncs at the same time."""
+    """The best assignment for every grouping of towers, with and without recomputed features.
+
+    `computation_only`: balanced without the sums of gradients, as in the paper, so that towers reach their batch-syncs
+    at the same time."""
     for towers in _ways_to_share(problem.towers):
         apart, together = len(towers) == len(problem.towers), len(towers) == 1
         if (placement == "parallel" and not apart) or (placement == "colocated" and not together):
@@ -163,7 +158,7 @@ def _remembered_choices(
 
 
 def assign_devices(units: Units, choices: Sequence[Choices], num_devices: int) -> Assignment | None:
-    """None if the units do not fit together."""
+    """The best assignment of devices; None if the units do not fit together."""
     best = [each.best_by_devices(num_devices) for each in choices]
     seconds, devices = balance([of_unit for of_unit, _ in best], num_devices)
     if seconds == float("inf"):
@@ -173,7 +168,7 @@ def assign_devices(units: Units, choices: Sequence[Choices], num_devices: int) -
 
 
 def _ways_to_share(towers: Sequence[str]) -> Iterator[Units]:
-    """Every partition of the towers into units."""
+    """All groupings of the towers into units."""
     if not towers:
         yield ()
         return
@@ -185,7 +180,7 @@ def _ways_to_share(towers: Sequence[str]) -> Iterator[Units]:
 
 
 def assigned_plan(problem: PlanningProblem, assignment: Assignment) -> Plan:
-    """Towers of a unit share their ranks. A decoder is a unit of its own."""
+    """The plan of an assignment. Towers of a unit share their ranks; a decoder is a unit of its own."""
     layouts: dict[str, TowerLayout] = {}
     recomputed: list[str] = []
     for unit, (tp, pp, dp, per_batch, recomputes) in zip(assignment.units, assignment.layouts, strict=True):

@@ -62,7 +62,7 @@ def _num_ranks(degrees: Degrees) -> int:
 
 
 def decoders(problem: PlanningProblem) -> list[str]:
-    """Those that read a tower's features beside the loss."""
+    """Language models that read only towers, beside the loss."""
     kinds = {name: problem.modules[name].workload.kind for name in problem.modules}
     return [
         name

@@ -1,20 +1,18 @@
-"""What a tower, or several towers on the same ranks, can do with a number of devices: DistMM's adaptive partition
-(section 5.1) and the estimates that its load balancer compares (section 5.2).
+"""DistMM's adaptive partition (section 5.1), and the estimates that its load balancer compares (section 5.2).
 
-A *unit* is one tower, or towers that share their ranks, or a decoder that reads a tower. Its partitions are tried in
-the paper's order: data parallelism if it fits, tensor parallelism within a node, pipelines over nodes. The first that
-fits on some number of devices and the next ones after it (`NUM_PARTITIONS`) are looked at; the paper takes the first.
+A *unit* is one tower, several towers that share their ranks, or a decoder that reads a tower. Its partitions are tried
+in the paper's order: data parallelism if it fits, tensor parallelism within a node, pipelines over nodes. The first one
+that fits on some number of devices and its successors (`NUM_PARTITIONS`) are considered; the paper takes the first.
 
 The time of a choice is that of DistMM-Pipe: (batches x K + stages - 1) turns of the slowest stage, the sum of gradients
-and the optimizer's step. Its memory: what is static, and K + stages - 1 microbatches, all of which wait for a
-batch-sync; or with recomputed features their inputs, and one graph.
+and the optimizer step. Its memory consists of static bytes and of K + stages - 1 microbatches, all of which wait for a
+batch-sync; with recomputed features, of their inputs and one graph.
 
-A decoder and the tower that it reads are one pipeline: one waits for the other's first microbatch, which waits for the
-gradient of the last one. A unit does not know the other's layout, so the other counts as one stage, with turns as long
-as its own, which is what the load balancer aims at: a turn more for both, and a microbatch more that the tower's ranks
-hold. The decoder itself waits for no batch-sync and holds what 1F1B does.
+A decoder and the tower that it reads form one pipeline. Because a unit does not know the layout of the other one, the
+other one counts as one stage with turns of equal length, at which the load balancer aims: both take one more turn, and
+the tower's ranks hold one more microbatch. The decoder itself waits for no batch-sync and holds as much as under 1F1B.
 
-Limits: messages between stages and the batch-sync are not in the estimate (simulation decides in the end).
+Limits: messages between stages and the batch-sync are not in the estimate; simulation decides in the end.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,13 +39,13 @@ class Partition(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Of one replica."""
+        """Devices of one replica."""
         return self.tp * self.pp
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Ways to lay a unit out, one a row."""
+    """Possible layouts of a unit, one per row."""
 
     devices: Ints
     seconds: Floats
@@ -57,7 +55,7 @@ class Choices:
     per_batch: Ints
     """K: a replica's microbatches in one contrastive batch."""
     recomputes: Bools
-    """Features are made again for the backward."""
+    """The backward recomputes features."""
 
     def take(self, rows: Bools | Ints) -> "Choices":
         return Choices(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
@@ -66,7 +64,7 @@ class Choices:
         return len(self.devices)
 
     def best_by_devices(self, num_devices: int) -> tuple[Floats, Ints]:
-        """For each number of devices from 0: the least seconds, infinite where there is no row, and their row."""
+        """The least seconds for each number of devices from 0 on, infinite without a row, and the row."""
         seconds, rows = np.full(num_devices + 1, inf), np.zeros(num_devices + 1, dtype=np.int64)
         order = np.argsort(-self.seconds, kind="stable")
         order = order[self.devices[order] <= num_devices]
@@ -84,9 +82,10 @@ def unit_choices(
     num_partitions: int = NUM_PARTITIONS,
     computation_only: bool = False,
 ) -> Choices:
-    """All that fit into memory, of the first partitions of which any fits. `partitions`: None for the paper's.
-    `computation_only`: their seconds leave out the sum of gradients and the optimizer, as the paper's load balancer
-    does."""
+    """The layouts that fit into memory, of the first `num_partitions` partitions with any.
+
+    `partitions`: None: the paper's. `computation_only`: seconds exclude the sum of gradients and the optimizer step, as
+    in the paper's load balancer."""
     found: list[Choices] = []
     for degrees in _partitions(problem, towers) if partitions is None else partitions:
         choices = _choices(problem, towers, degrees, may_recompute, computation_only)
@@ -104,7 +103,7 @@ def unit_choices(
 
 
 def _partitions(problem: PlanningProblem, towers: tuple[str, ...]) -> Iterator[Partition]:
-    """In the paper's order."""
+    """The partitions in the paper's order."""
     sizes, most = tp_sizes_within_nodes(problem, towers), most_stages(problem, towers)
     yield from (Partition(size, 1) for size in sizes)
     for pp in range(2, most + 1):
@@ -113,7 +112,7 @@ def _partitions(problem: PlanningProblem, towers: tuple[str, ...]) -> Iterator[P
 
 
 def tp_sizes_within_nodes(problem: PlanningProblem, towers: Sequence[str]) -> list[int]:
-    """Those that all these towers may have."""
+    """Tensor-parallel sizes within a node that all these towers may have."""
     common = set.intersection(*(set(tp_sizes(problem, name)) for name in towers))
     return [size for size in sorted(common) if size <= problem.cluster.devices_per_node]
 
@@ -135,7 +134,7 @@ def _choices(
         axis.ravel()
         for axis in np.meshgrid(
             np.arange(1, most + 1),
-            np.array([1 << i for i in range(batch_size.bit_length())]),  # What lies between differs little.
+            np.array([1 << i for i in range(batch_size.bit_length())]),  # Other counts differ little.
             np.array([False, True][: 1 + (may_recompute and towers[0] in problem.towers)]),
             indexing="ij",
         )

@@ -249,36 +249,33 @@ class LlmSide:
     def needed_bytes(self, timeline: LlmTimeline) -> tuple[int, ...]:
         """Memory of the language model alone at each place: states and the peak of activations."""
         layout = self.layout
-        saved = [self._saved_bytes(self.name, stage, layout.tp) for stage in self.stages]
+        saved = self._activations(self.name, self.stages, layout.tp)
         needed = []
         for place, stages in enumerate(self._stages_of_places()):
             held = peak = 0
             for _, (stage, _, kind) in timeline.passes[place]:
                 held += -saved[stage] if kind else saved[stage]
                 peak = max(peak, held)
-            needed.append(peak + sum(self._state_bytes(self.name, stage, layout.tp, layout.dp) for stage in stages))
+            needed.append(peak + sum(self._states(self.name, stages, layout.tp, layout.dp)))
         return tuple(needed)
 
     def states_fit(self, encoder: EncoderLayout) -> bool:
         """Whether the states of encoders and language model fit into memory together (section 4.5)."""
         layout = self.layout
-        states = [
-            sum(self._state_bytes(self.name, stage, layout.tp, layout.dp) for stage in stages)
-            for stages in self._stages_of_places()
-        ]
+        states = [sum(self._states(self.name, stages, layout.tp, layout.dp)) for stages in self._stages_of_places()]
         return all(
             own + of_encoder <= int(usable_bytes(self.problem.cluster))
-            for own, of_encoder in zip(states, self._encoder_state_bytes(encoder), strict=True)
+            for own, of_encoder in zip(states, self._encoder_states(encoder), strict=True)
         )
 
-    def _encoder_state_bytes(self, encoder: EncoderLayout) -> list[int]:
+    def _encoder_states(self, encoder: EncoderLayout) -> list[int]:
         """States of the encoders at each place of the language model."""
         of_stage = [0] * encoder.pp
         num_replicas = self.layout.dp * encoder.pipelines(self.layout)
         for name in self.problem.sources:
             stages = cut(self.problem, name, encoder.tp, self.layout.dp, encoder.pp)
-            for s, stage in enumerate(stages):
-                of_stage[s] += self._state_bytes(name, stage, encoder.tp, num_replicas)
+            states = self._states(name, stages, encoder.tp, num_replicas)
+            of_stage = [a + b for a, b in zip(of_stage, states, strict=True)]
         return of_stage * (self.layout.pp // encoder.pp)
 
     def _needed_with(self, encoder: EncoderLayout, timeline: LlmTimeline, schedule: BubbleSchedule) -> tuple[int, ...]:
@@ -286,8 +283,7 @@ class LlmSide:
         saved = [0] * encoder.pp
         for name in self.problem.sources:
             stages = cut(self.problem, name, encoder.tp, self.layout.dp, encoder.pp)
-            for s, stage in enumerate(stages):
-                saved[s] += self._saved_bytes(name, stage, encoder.tp)
+            saved = [a + b for a, b in zip(saved, self._activations(name, stages, encoder.tp), strict=True)]
         num_chains = self.layout.pp // encoder.pp
         in_flight = [[0] * encoder.pp for _ in range(num_chains)]
         for pipeline in range(encoder.pipelines(self.layout)):
@@ -296,13 +292,17 @@ class LlmSide:
                 most[s] = max(most[s], peak)
         activations = [count * size for chain in in_flight for count, size in zip(chain, saved, strict=True)]
         own = self.needed_bytes(timeline)
-        return tuple(map(sum, zip(own, self._encoder_state_bytes(encoder), activations, strict=True)))
+        return tuple(map(sum, zip(own, self._encoder_states(encoder), activations, strict=True)))
 
-    def _state_bytes(self, name: str, layers: LayerRange, tp: int, num_replicas: int) -> int:
-        return sum(self.problem.estimator.static_bytes(name, tp, num_replicas)[slice(*layers)])
+    def _states(self, name: str, stages: Sequence[LayerRange], tp: int, num_replicas: int) -> list[int]:
+        """Static bytes of each stage."""
+        of_layers = self.problem.estimator.static_bytes(name, tp, num_replicas)
+        return [sum(of_layers[first:last]) for first, last in stages]
 
-    def _saved_bytes(self, name: str, layers: LayerRange, tp: int) -> int:
-        return sum(self.problem.estimator.saved_bytes(name, tp, self.layout.dp)[slice(*layers)])
+    def _activations(self, name: str, stages: Sequence[LayerRange], tp: int) -> list[int]:
+        """Bytes that each stage saves for a microbatch."""
+        of_layers = self.problem.estimator.saved_bytes(name, tp, self.layout.dp)
+        return [sum(of_layers[first:last]) for first, last in stages]
 
 
 def _most_in_flight(schedule: BubbleSchedule, pipeline: int, num_stages: int) -> list[int]:
