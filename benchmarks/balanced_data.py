@@ -240,7 +240,7 @@ def _add_goals(report: Report, found: Mapping[str, Outcomes]) -> None:
     )
     report.table(("assignment", *columns), rows)
     report.add(
-        "Where one sample outweighs several microbatches, K leaves a spread that no assignment undercuts (the least "
+        "Where one sample outweighs several microbatches, K leaves a spread that no assignment reduces (the least "
         "possible stands above), and K_eff makes all microbatches as large as the heaviest sample: even, but fewer, "
         "so that filling and draining a chain of 8 stages takes longer. On the same ranks a chain has the same stages "
         "twice, half as long each, and weight halves fill most of what is left, so that K_eff reaches both goals. "

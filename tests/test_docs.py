@@ -62,9 +62,12 @@ def exists(name: str) -> bool:
     """Whether a dotted name of motet or papers is a module, a definition or an attribute of a class."""
     parts = name.split(".")
     for size in range(len(parts), 0, -1):
+        module = ".".join(parts[:size])
         try:
-            target = importlib.import_module(".".join(parts[:size]))
-        except ModuleNotFoundError:
+            target = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not module.startswith(str(error.name)):
+                raise  # The module is there, and imports one that is not.
             continue
         for part in parts[size:]:
             if not hasattr(target, part) and part not in getattr(target, "__annotations__", {}):
