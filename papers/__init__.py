@@ -23,6 +23,6 @@ PAPERS: Mapping[str, str] = {
 def reproduce(paper: str) -> Sequence[Table]:
     """Computes the tables of one paper. Raises `UserError` for a paper that is not known."""
     if paper not in PAPERS:
-        raise UserError(f"PAPER {paper!r} is not known; give one of {', '.join(PAPERS)}, or all")
+        raise UserError(f"NAME {paper!r} is not known; give one of {', '.join(PAPERS)}, or all")
     tables: Sequence[Table] = import_module(PAPERS[paper]).tables()
     return tables

@@ -9,21 +9,20 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import papers
 from motet.errors import UserError
-from papers import PAPERS, reproduce
 from papers.tables import as_json, as_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables of one paper or of all, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m papers", description="Published tables beside motet's numbers.")
-    parser.add_argument("paper", metavar="NAME", help=f"one of {', '.join(PAPERS)}, or all")
+    parser.add_argument("paper", metavar="NAME", help=f"one of {', '.join(papers.PAPERS)}, or all")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     arguments = parser.parse_args(argv)
+    names = papers.PAPERS if arguments.paper == "all" else [arguments.paper]
     try:
-        results = [
-            as_json(paper, reproduce(paper)) for paper in (PAPERS if arguments.paper == "all" else [arguments.paper])
-        ]
+        results = [as_json(name, papers.reproduce(name)) for name in names]
     except UserError as error:
         print(f"papers: error: {error}", file=sys.stderr)
         return 2

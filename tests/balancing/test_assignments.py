@@ -1,7 +1,6 @@
 """Every way to cut a batch, by name, on plans with equal and unequal numbers of replicas."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,6 @@ from sampling import examples
 
 from motet.assignment.sample import Sample
 from motet.balancing.policies import ASSIGNMENTS, assign
-from motet.config import ParallelConfig
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.planner.layout import build_plan
@@ -34,10 +32,6 @@ def assigned(plan: Plan, samples: tuple[Sample, ...], one: PlanningProblem = ONE
 def without_vision(sample: Sample) -> Sample:
     layouts = {"language_model": tuple(s for s in sample.layouts["language_model"] if s.source is None)}
     return replace(sample, layouts=layouts)
-
-
-def test_the_run_file_knows_them_all() -> None:
-    assert set(get_args(ParallelConfig.model_fields["assignment"].annotation)) == set(ASSIGNMENTS)
 
 
 @examples(60)

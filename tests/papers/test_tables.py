@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 import papers
-from motet.cli.main import main
+from papers.__main__ import main
 from papers.tables import Row, Table, as_json, as_text
 
 
@@ -56,7 +56,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("paper")
 def test_one_paper_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "first", "--json"]) == 0
+    assert main(["first", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["paper"] == "first"
     assert shown["tables"][0]["max_rel_err"] == pytest.approx(0.1)
@@ -64,14 +64,14 @@ def test_one_paper_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("paper")
 def test_all_papers_keep_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "all", "--json"]) == 0
+    assert main(["all", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["paper"] == "all"
     assert [table["paper"] for table in shown["tables"]] == ["first", "second"]
 
 
 def test_unknown_paper_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "nature"]) == 2
+    assert main(["nature"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "nature" in error

@@ -46,7 +46,7 @@ CASE = Case("siglip_vision_model", Blocks, lambda model: interleaved(model, CASE
 def test_recomputation_knows_its_own_microbatch() -> None:
     def compare(rank: int) -> None:
         error, where = largest_error(CASE, TensorParallel(None, rank, 2, True), step=interleaved)
-        assert error <= 1e-12, (where, error)
+        assert error <= 1e-11, (where, error)  # The gradient of k_proj.bias is all rounding.
 
     run_distributed(compare, 2)
 
@@ -117,6 +117,6 @@ def test_transformers_own_recomputation_knows_its_microbatch(family: str) -> Non
     def compare(rank: int) -> None:
         case = next(case for case in CASES if case.family == family)
         error, where = largest_error(case, TensorParallel(None, rank, 2, True), step=step)
-        assert error <= 1e-12, (where, error)
+        assert error <= 1e-11, (where, error)  # The gradient of k_proj.bias is all rounding.
 
     run_distributed(compare, 2)

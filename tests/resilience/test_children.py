@@ -24,7 +24,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for(is_over: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not is_over():
         assert time.monotonic() < deadline
         time.sleep(0.01)

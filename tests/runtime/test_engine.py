@@ -146,27 +146,3 @@ def test_a_batch_without_images_reduces_zeros() -> None:
         num_microbatches=2,
     )
     run_and_compare(plan, ToyBatch([Sample(str(i), {"llm": (Segment(3),)}, {"llm": 3}) for i in range(4)]))
-
-
-def test_a_module_with_a_loss_that_feeds_another_is_refused() -> None:
-    """Its last stage gives a loss, not tokens."""
-
-    def work(rank: int) -> None:
-        Engine(plan, toy_stage_maker(plan), device=torch.device("cpu"))
-
-    plan = Plan(
-        modules={
-            "vision": ModulePlan(kind="encoder", num_layers=1, replicas=(chain([1], [(0,)]),), loss_weight=0.5),
-            "llm": ModulePlan(
-                kind="language_model",
-                num_layers=1,
-                replicas=(chain([1], [(0,)]),),
-                trainable=((0, 1),),
-                loss_weight=1.0,
-            ),
-        },
-        edges=(Edge(source="vision", target="llm"),),
-        num_microbatches=1,
-    )
-    with pytest.raises(AssertionError, match=r"modules\.vision\.loss_weight: is 0\.5, but its output enters llm"):
-        run_distributed(work, 1)

@@ -299,7 +299,7 @@ def tell_story(rng: Random, *, is_stormy: bool = True, losses: Sequence[int] = (
             cluster.keep_stores()
             for node in rng.sample(range(NUM_NODES), NUM_NODES):
                 if node not in story.ends and cluster.is_up(node) and agents[node].is_over():
-                    story.ends[node] = agents[node]._why
+                    story.ends[node] = agents[node]._end_reason
                 if rng.random() < 0.1:
                     cluster.keep_stores()
             story.ends |= {node: "lost" for node in range(NUM_NODES) if cluster.lost[node]}
