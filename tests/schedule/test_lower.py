@@ -209,7 +209,7 @@ for seed in range(20):
 
 def test_all_processes_derive_the_same_program() -> None:
     """Whatever Python's hashes of strings are, which differ between processes."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent.parent))
+    script = SCRIPT.format(tests=str(Path(__file__).parent.parent / "support"))
     outputs = {
         subprocess.run(
             [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
