@@ -100,7 +100,8 @@ class NodeAgent:
     _last_heartbeat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
     _failover: StoreFailover = field(init=False)
-    _heartbeats: Heartbeats = field(init=False)
+    _heartbeats: Heartbeats = field(init=False, repr=False)
+    """Set when the node is in a membership; a signal handler's repr may be asked for before."""
 
     def __post_init__(self) -> None:
         self._silence_s = silence_s(self.detect_s)
