@@ -205,7 +205,7 @@ def test_without_a_token_nothing_is_served(
 
 def test_without_pyarrow(capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("motet.data.service.")]:
-        if module.endswith((".service", ".client")):
+        if module.endswith((".server", ".client")):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     told = "data servers need pyarrow, which is not installed; pip install 'motet.data-service.'"
