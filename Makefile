@@ -8,23 +8,30 @@ READY := $(VENV)/ready
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick campaigns chaos checks docs clean
+# Few tests at a time to each worker, as slow ones come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --maxschedchunk 4
+
+.PHONY: demo test quick campaigns chaos slow-tests checks docs clean
 
 demo: $(READY)  ## Train vision + audio + language model on 4 processes, see it learn, and ask the exported model.
 	$(BIN)/motet demo
 
 test: checks  ## Everything.
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST) --junitxml build/test.xml
 
-quick: $(READY)  ## The tests that take seconds.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not campaign"
+quick: $(READY)  ## All but the functions in tests/slow.txt.
+	$(PYTEST) -m "not slow and not campaign"
 
 campaigns: $(READY)  ## Whole products and many draws of what `make test` samples.
-	$(BIN)/python -m pytest -n 2 -m campaign
-	$(BIN)/python -m pytest -n 2 -m "hypothesis and not campaign" --hypothesis-profile draws
+	$(PYTEST) -m campaign
+	MOTET_FUZZ_DRAWS=1000 $(PYTEST) tests/schedule/test_fuzz.py
+	$(PYTEST) -m "hypothesis and not campaign" --hypothesis-profile draws
 
 chaos: $(READY)  ## Kills processes of trainings at random moments, 200 times (MOTET_CHAOS_TRIALS), and looks at what is left.
 	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py tests/resilience/test_lost_machine.py tests/resilience/test_cut_link.py
+
+slow-tests:  ## Rewrites tests/slow.txt with the seconds of the last `make test`.
+	$(BIN)/python tests/support/slow_tests.py build/test.xml
 
 checks: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

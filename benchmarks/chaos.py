@@ -15,7 +15,6 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +27,6 @@ HOW = {
     "hang": "SIGSTOP of a process",
     "warning": "SIGTERM of an agent (a warning)",
     "cut": "link cut (network namespaces)",
-    "none": "the store alone",
 }
 
 
@@ -75,12 +73,11 @@ def _by_phase(losses: list[dict[str, Any]], seen: list[str]) -> list[tuple[objec
 def _noticed(losses: list[dict[str, Any]], seen: list[str]) -> list[tuple[object, ...]]:
     """From the loss until an agent proposed to go on without the node."""
     rows: list[tuple[object, ...]] = []
-    for how, store in product(seen, ("", "SIGKILL", "SIGSTOP")):
-        of_kind = [loss for loss in losses if loss["how"] == how and loss.get("store", "") == store]
+    for how in seen:
+        of_kind = [loss for loss in losses if loss["how"] == how]
         times = [loss["noticed_s"] for loss in of_kind if loss.get("noticed_s") is not None]
         if times:
-            told = f"{HOW[how]}, with {store} of the store" if store else HOW[how]
-            rows.append((told, len(times), f"{median(times):.2f}", f"{max(times):.2f}"))
+            rows.append((HOW[how], len(times), f"{median(times):.2f}", f"{max(times):.2f}"))
     return rows
 
 
@@ -90,13 +87,6 @@ def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
 
     def number_that_did(step: str) -> int:
         return number(lambda trial: any(step in done for done in trial["done"]))
-
-    def number_with_store(what: str, alone: bool) -> int:
-        return number(
-            lambda trial: any(
-                loss.get("store") == what and (loss["how"] == "none") == alone for loss in trial["losses"]
-            )
-        )
 
     return {
         "f = 1": number(lambda trial: trial["tolerate"] == 1),
@@ -116,10 +106,6 @@ def _kinds(trials: list[dict[str, Any]]) -> dict[str, int]:
         "node 0 lost (its first rank writes the logs)": number(
             lambda trial: any(loss["node"] == 0 for loss in trial["losses"])
         ),
-        "the store killed with a node": number_with_store("SIGKILL", False),
-        "the store stopped with a node": number_with_store("SIGSTOP", False),
-        "the store killed alone": number_with_store("SIGKILL", True),
-        "the store stopped alone": number_with_store("SIGSTOP", True),
         "no loss (nobody came into the phase)": number(lambda trial: not trial["losses"]),
     }
 

@@ -269,7 +269,7 @@ BUGS = (
         "engine.model.scale_gradients(clip / (result.gradient_norm + 1e-6))",
         "engine.model.scale_gradients((clip / (result.gradient_norm + 1e-6)) ** 2)",
         ("test_optimizer",),
-        "plain_torch and layout0",
+        "plain_torch and layout1",
     ),
     Bug(
         "a fused weight's shard is cut from another rank's section",

@@ -29,6 +29,7 @@ from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import CostTable
 from motet.costs.iteration import IterationCosts
 from motet.costs.memory import MemoryOptions
+from motet.families.module_shapes import module_workload
 from motet.plan import ModulePlan, Plan, Replica, Stage
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.dependencies import Dependencies
@@ -36,7 +37,6 @@ from motet.schedule.generators import GENERATORS
 from motet.schedule.lower import lower
 from motet.schedule.routes import Routes, derive_routes
 from motet.schedule.validate import check_complete, liveness
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import ModuleWorkload
 from motet.simulator.costs import Costs, UniformCosts
 from motet.simulator.replica_folding import Folding, fold

@@ -22,6 +22,7 @@ from benchmarks.reporting import Report
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import Link, cpu_cluster
 from motet.costs.analytic import analytic_table
+from motet.families.module_shapes import module_workload
 from motet.plan import Edge
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import ModuleProblem, PlanningProblem
@@ -35,7 +36,6 @@ from motet.planner.templates.pipelines import (
 )
 from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.planner.templates.stage_mapping import ChainCosts, CutCosts, MappingProblem, map_stages
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 from papers.oobleck.microbatch_variance import least_variance_counts
 from papers.oobleck.published import PLANNED_LAYERS, PLANNING_S

@@ -106,7 +106,7 @@ def _types_in(annotation: Any) -> list[Any]:
         ("train.steps=0", "train.steps: is 0; give a whole number at least 1"),
         ("train.steps=1.5", r"train.steps: is 1.5; give a whole number"),
         ("train.steps=true", "train.steps: is true; give a whole number"),
-        ("train.betas=[0.9, 2]", r"train.betas\[1\]: is 2; give a number at least 0 and at most 1"),
+        ("train.betas=[0.9, 2]", r"train.betas\[1\]: is 2; give a number at least 0 and below 1"),
         ("train.betas=[0.9]", r"train.betas\[1\]: is missing"),
         ("train.metrics=[jsnl]", r"train.metrics\[0\]: is \"jsnl\"; did you mean 'jsonl'"),
         ("train=3", "train: is 3; give a mapping with the keys steps, "),

@@ -53,8 +53,10 @@ from motet.data.example import Example, Message
 class TextLines:
     """A question and its answer on each line, parted by a tab."""
 
-    def __init__(self, file, folders):
-        text = file.read_text()
+    notes = ()
+
+    def __init__(self, reader):
+        text = reader.file.read_text()
         self.lines = [line.split("\\t") for line in text.splitlines()]
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """Rooms stand in one order: imports run downwards only, without circles, and private names stay in their package."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ ROOMS = (
     "ragged_arrays",
     "addresses",
     "environment",
+    "optional_packages",
     "timeline",
     "strict_parsing",
     "plan",
@@ -40,15 +41,18 @@ ROOMS = (
 SOURCE = ROOT / "src" / "motet"
 
 
-def imports(path: Path) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+@cache
+def imports(path: Path) -> list[tuple[int, str, tuple[str, ...]]]:
     """Line, module and names of every import of motet's in a file, those inside functions included."""
+    found: list[tuple[int, str, tuple[str, ...]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("motet", "papers"):
-            yield node.lineno, node.module, tuple(alias.name for alias in node.names)
+            found.append((node.lineno, node.module, tuple(alias.name for alias in node.names)))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in ("motet", "papers"):
-                    yield node.lineno, alias.name, ()
+                    found.append((node.lineno, alias.name, ()))
+    return found
 
 
 def room_of(path: Path) -> str:

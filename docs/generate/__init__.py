@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import api, costs, map, run_file, schedules
+from docs.generate import api, costs, families, map, run_file, schedules
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,4 +13,5 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "run-file.md": run_file.describe,
     "schedules.md": schedules.describe,
     "costs.md": costs.describe,
+    "families.md": families.describe,
 }

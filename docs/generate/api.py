@@ -38,7 +38,8 @@ GROUPS = {
         "RunConfig", "load_run_config", "UserError",
     ),
     "Models in memory": (
-        "ModalityModule", "EncoderModule", "MultimodalModule", "ParallelSpec", "MultimodalParallelSpec",
+        "ModalityModule", "EncoderModule", "register_encoder", "MultimodalModule", "ParallelSpec",
+        "MultimodalParallelSpec",
         "MultimodalParallelModule", "ContrastiveModule", "CaptionDecoder", "TowerSpec", "ContrastiveParallelModule",
         "ParallelModule",
     ),

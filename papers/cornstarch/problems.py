@@ -15,8 +15,8 @@ from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import ModuleWorkload, with_projector
+from papers.shapes import module_workload
 
 VISION: Mapping[str, tuple[int, int, int]] = {"S": (40, 1408, 16), "M": (32, 4096, 32), "L": (48, 5120, 40)}
 AUDIO: Mapping[str, tuple[int, int, int]] = {"S": (32, 1920, 30), "M": (40, 3840, 60), "L": (48, 5120, 80)}

@@ -27,8 +27,8 @@ from motet.costs.cost_model import LayerCost, Load
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.families import as_tower, module_workload
 from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_projector
+from papers.shapes import as_tower, module_workload
 
 NUM_DEVICES, DEVICES_PER_NODE = 64, 8
 IMAGE_SIDE, PATCH, WORDS, FEATURE_SIZE = 336, 14, 77, 512

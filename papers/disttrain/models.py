@@ -11,8 +11,8 @@ from motet.costs.cost_model import Load
 from motet.costs.memory import RESERVE
 from motet.planner.disttrain.orchestration import OrchestrationProblem, Unit
 from motet.shapes.diffusion import generator_workload
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import ModuleWorkload
+from papers.shapes import module_workload
 
 SEQUENCE = 8192
 PEAK_FLOPS = DEVICES["a800"].peak("bfloat16")

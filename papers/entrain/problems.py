@@ -12,8 +12,8 @@ from motet.costs.memory import MemoryOptions
 from motet.families.token_counts import encoder_segment
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
+from papers.shapes import module_workload
 
 VISION = {
     "model_type": "qwen2_5_vl_vision",

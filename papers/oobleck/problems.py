@@ -13,9 +13,9 @@ from motet.cluster import cluster_from_dict
 from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.families import module_workload
 from papers.oobleck.published import MODELS, NUM_NODES, Model
 from papers.oobleck.replay_model import DEVICE_BYTES, num_microbatches, unit_templates
+from papers.shapes import module_workload
 
 HEAD_DIM = 64
 VOCABULARY = {"BERT-Large": 30522}

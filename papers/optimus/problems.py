@@ -15,7 +15,6 @@ from motet.costs.analytic import analytic_table
 from motet.costs.memory import MemoryOptions
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 from papers.optimus.published import (
     BATCH,
@@ -29,6 +28,7 @@ from papers.optimus.published import (
     StrongScaling,
     WeakScaling,
 )
+from papers.shapes import module_workload
 
 PATCHES_PER_SIDE = 32
 VOCABULARY = 51200

@@ -6,6 +6,8 @@ Names are loaded when they are first used, so that planning and simulating never
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from motet.optional_packages import declare_operators_for_cpu
+
 if TYPE_CHECKING:
     from motet.api import Prediction as Prediction
     from motet.api import export_checkpoint as export_checkpoint
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from motet.api import verify as verify
     from motet.config import RunConfig as RunConfig
     from motet.config import load_run_config as load_run_config
+    from motet.data.own_encoders import register_encoder as register_encoder
     from motet.errors import UserError as UserError
     from motet.models.contrastive import CaptionDecoder as CaptionDecoder
     from motet.models.contrastive import ContrastiveModule as ContrastiveModule
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from motet.timeline import Timeline as Timeline
 
 __version__ = "0.2.0"
+
+declare_operators_for_cpu()
 
 _MODULE_OF = {
     "CaptionDecoder": "motet.models.contrastive",
@@ -54,6 +59,7 @@ _MODULE_OF = {
     "load_run_config": "motet.config",
     "make_plan": "motet.api",
     "profile": "motet.api",
+    "register_encoder": "motet.data.own_encoders",
     "simulate": "motet.api",
     "train": "motet.api",
     "verify": "motet.api",

@@ -8,6 +8,9 @@ import struct
 
 MAX_PORT = 65535
 
+Address = tuple[str, int]
+"""Host and port."""
+
 
 def host_and_port(text: str) -> tuple[str, int] | None:
     """Host and port of HOST:PORT; None if it has another form. An IPv6 address may stand in brackets."""
@@ -19,7 +22,7 @@ def host_and_port(text: str) -> tuple[str, int] | None:
     return host, int(port)
 
 
-def address_text(address: tuple[str, int]) -> str:
+def address_text(address: Address) -> str:
     host, port = address
     return f"{host}:{port}"
 

@@ -4,9 +4,11 @@ Each takes the path of a run file, or a `RunConfig`, and overrides such as `"tra
 in one line where the run file or a plan is wrong. torch is imported only by `profile`, `verify` and `train`.
 """
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from motet.config import RunConfig, load_run_config
 from motet.environment import set_environment
 from motet.errors import UserError
-from motet.plan import Plan
+from motet.plan import LANGUAGE_MODEL, Plan
 from motet.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from motet.planner.auto import Choice
     from motet.planner.evaluate import Evaluation
     from motet.planner.problem import PlanningProblem
+    from motet.resilience.store.etcd import EtcdAddress, StoreAddress
 
 RunFile = str | Path | RunConfig
 PlanFile = str | Path | Plan
@@ -85,15 +88,17 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
     set_environment()
     config = _config(run, overrides)
     from motet.costs.cost_model import ModuleCosts
+    from motet.families.configured_graph import read_graph
     from motet.runtime.launch import launch
     from motet.runtime.profile_worker import profile_worker
 
     batch = read_batch(config)
-    modules_of_size: dict[int, list[str]] = {1: list(config.model.module_names)}
+    all_names = read_graph(config).names
+    modules_of_size: dict[int, list[str]] = {1: list(all_names)}
     for name, given in config.parallel.explicit.items():
         if given.tp > 1:
             modules_of_size.setdefault(given.tp, []).append(name)
-    costs: dict[str, dict[int, ModuleCosts]] = {name: {} for name in config.model.module_names}
+    costs: dict[str, dict[int, ModuleCosts]] = {name: {} for name in all_names}
     tables = []
     for tp_size, names in sorted(modules_of_size.items()):
         table = launch(
@@ -192,7 +197,8 @@ def train(
     overrides: Sequence[str] = (),
     *,
     plan: PlanFile | None = None,
-    listen: tuple[str, int] | None = None,
+    listen: "StoreAddress | None" = None,
+    store: "EtcdAddress | None" = None,
 ) -> dict[str, Any]:
     """Trains, writes checkpoints, metrics and timelines into `train.output`, and exports the model for transformers.
 
@@ -200,7 +206,8 @@ def train(
     empty on all ranks but the first. A plan that does not fit is refused before any process is started.
 
     Args:
-        listen: host and port at which nodes of other machines join, with `train.failures`.
+        listen: with `train.failures`: host and port, or the place in etcd, at which nodes of other machines join.
+        store: with `train.failures`: the place in etcd where the nodes of this machine agree; None: a process does it.
     """
     set_environment()
     config = _config(run, overrides)
@@ -212,26 +219,36 @@ def train(
     evaluation = evaluate(problem, plan)
     if not evaluation.fits:
         raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
-    output = Path(config.train.output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"train.output: {output} cannot be made ({error.strerror}); give another folder") from None
-    if config.train.failures is not None:
-        result = _train_on_nodes(config, problem, plan, listen)
-    else:
-        from motet.runtime.launch import launch
-        from motet.runtime.training.worker import train_worker
+    from motet.runtime.training.output_folder import claimed_output
+    from motet.runtime.verification.family_probe import check_features
 
-        processes = _processes_of(config, plan)
-        result = launch(train_worker, config, plan, evaluation.result.peak_memory_bytes, **processes)
-    if not result:
-        return {}
-    timeline = Timeline.from_json(result["measured"].pop("timeline"))
-    _save_timelines(output, {"predicted": evaluation.result.timeline, "measured": timeline})
-    predicted = report_evaluation(evaluation, dtype=config.train.dtype)
-    measured = report_measured(result["measured"], timeline, predicted)
-    exported = None if result["checkpoint"] is None else str(export_checkpoint(config, result["checkpoint"]))
+    check_features(config, plan)
+
+    # Under torchrun, the first rank claims the folder for all.
+    claims = os.environ.get("RANK", "0") == "0"
+    with claimed_output(config.train) if claims else nullcontext(Path(config.train.output)) as output:
+        if config.train.failures is not None:
+            result = _train_on_nodes(config, problem, plan, listen, store)
+        else:
+            from motet.runtime.launch import launch
+            from motet.runtime.training.worker import train_worker
+
+            processes = _processes_of(config, plan)
+            result = launch(train_worker, config, plan, evaluation.result.peak_memory_bytes, **processes)
+        if not result:
+            return {}
+        timeline = Timeline.from_json(result["measured"].pop("timeline"))
+        predicted = report_evaluation(evaluation, dtype=config.train.dtype)
+        measured = report_measured(result["measured"], timeline, predicted)
+        try:
+            _save_timelines(output, {"predicted": evaluation.result.timeline, "measured": timeline})
+            exported = None if result["checkpoint"] is None else str(export_checkpoint(config, result["checkpoint"]))
+        except OSError as error:
+            raise UserError(
+                f"train.output: {error.filename or output} cannot be written ({error.strerror}) after the last step; "
+                + f"the training is complete and its checkpoint is {result['checkpoint']}: "
+                + "make room, and export it by motet.export_checkpoint"
+            ) from error
     return {**result, "measured": measured, "predicted": predicted, "export": exported}
 
 
@@ -242,11 +259,16 @@ def export_checkpoint(run: RunFile, checkpoint: str | Path) -> Path:
     """
     config = _config(run, ())
     from motet.data.run_file import open_preparation
+    from motet.models.hub.composite import export_composite
     from motet.models.hub.export import describe_config, export_parts
     from motet.models.hub.weights import CheckpointTensors
 
     folder = Path(config.train.output) / "export"
     preparation = open_preparation(config)
+    if config.model.composite is not None:
+        processor = preparation.tools[LANGUAGE_MODEL]
+        export_composite(CheckpointTensors(checkpoint), config.model.composite, folder, processor=processor)
+        return folder
     description = describe_config(config.model, preparation.placeholder_ids)
     export_parts(CheckpointTensors(checkpoint), description, folder, processors=preparation.tools)
     return folder
@@ -311,7 +333,7 @@ def read_batch(config: RunConfig) -> "LoadedBatch":
 
     train = open_data(config).train
     _check_batch_size(config, len(train))
-    return next(Loader(InProcess(train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0))
+    return next(Loader(InProcess(train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0))
 
 
 def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, ...]":
@@ -329,6 +351,9 @@ def read_samples(config: RunConfig, most: int | None = None) -> "tuple[Sample, .
         with ProcessPoolExecutor(1, get_context("fork")) as process:
             return process.submit(_ask_servers, config, most).result()
     train = open_samples(config)
+    if most is None and os.environ.get("RANK", "0") == "0":  # They are told once.
+        for note in train.notes:
+            print(f"motet: {note}", file=sys.stderr)
     skips = getattr(config.data, "on_corrupt", "stop") == "skip"
     samples = [_sample(train, index, skips) for index in _first_indices(config, len(train), most)]
     return tuple(sample for sample in samples if sample is not None)
@@ -351,7 +376,7 @@ def _first_indices(config: RunConfig, num_samples: int, most: int | None) -> lis
     from motet.data.loader import epoch_order
 
     _check_batch_size(config, num_samples)
-    return epoch_order(num_samples, config.train.seed, epoch=0)[: most or config.train.global_batch_size].tolist()
+    return epoch_order(num_samples, config.order_seed, epoch=0)[: most or config.train.global_batch_size].tolist()
 
 
 def _sample(train: "SampleSource", index: int, skips: bool) -> "Sample | None":
@@ -425,7 +450,11 @@ def _processes_of(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 
 def _train_on_nodes(
-    config: RunConfig, problem: "PlanningProblem", plan: Plan, listen: tuple[str, int] | None
+    config: RunConfig,
+    problem: "PlanningProblem",
+    plan: Plan,
+    listen: "StoreAddress | None",
+    store: "EtcdAddress | None",
 ) -> dict[str, Any]:
     """Trains on nodes that go on when some of them fail: groups of processes of this machine, or nodes that join."""
     from motet.resilience.succession import check_survivable, templates_of
@@ -453,6 +482,7 @@ def _train_on_nodes(
         num_nodes=cluster.num_nodes,
         node_size=cluster.num_devices // cluster.num_nodes,
         listen=listen,
+        store=store,
     )
 
 

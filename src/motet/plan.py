@@ -199,8 +199,12 @@ def check_plan(plan: Plan) -> None:
             _check_replica(f"modules.{name}.replicas[{r}]", module, replica)
     _check_edges(plan)
     used = {rank for *_, stage in plan.stages() for rank in stage.ranks}
-    unused = sorted(set(range(plan.num_ranks)) - used)
-    _require(not unused, f"ranks: {unused} of 0..{plan.num_ranks - 1} have no stage; number the ranks without gaps")
+    # As many numbers as there are, or one of them is missing; the largest may be anything.
+    unused = next(rank for rank in range(len(used) + 1) if rank not in used)
+    _require(
+        len(used) == plan.num_ranks,
+        f"ranks: [{unused}] of 0..{plan.num_ranks - 1} have no stage; number the ranks without gaps",
+    )
     for key in ("recompute", "recompute_features"):
         for name in getattr(plan, key):
             _require(name in plan.modules, f"{key}: there is no module {name!r}")

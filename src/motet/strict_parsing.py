@@ -8,8 +8,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -20,6 +21,12 @@ T = TypeVar("T")
 Key = str | int
 Schema = Mapping[str, Any]
 
+MAX_YAML_BYTES = 4 * 2**20
+"""Largest YAML file that is read."""
+MAX_YAML_NODES = 200_000
+"""Most values of a YAML file, where aliases count as often as they stand."""
+MAX_YAML_DEPTH = 50
+
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's error types for a model and for a dataclass. Reported first, because a misspelt key is also missing."""
 
@@ -29,11 +36,15 @@ def read_yaml(path: str | Path, kind: type[BaseModel], name: str) -> dict[str, A
 
     `kind`, `name`: the schema of the file and what to call it, for messages."""
     try:
-        text = Path(path).read_text()
+        with Path(path).open("rb") as file:  # Never more than the limit: it may be a device without an end.
+            content = file.read(MAX_YAML_BYTES + 1)
+        text = content[:MAX_YAML_BYTES].decode()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a {name}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not a text file; give the path of a {name}") from None
+    if len(content) > MAX_YAML_BYTES:
+        raise UserError(f"{path}: is larger than {MAX_YAML_BYTES // 2**20} MiB; give the path of a {name}")
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no mapping; a {name} has the keys {', '.join(kind.model_fields)}")
@@ -49,8 +60,7 @@ def parse_strictly(kind: type[T], json_text: str, what: str) -> T:
         values = json.loads(json_text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{what}: is not JSON: {error}") from None
-    _forbid_unknown_keys(kind)
-    adapter = TypeAdapter(kind)
+    adapter: TypeAdapter[T] = _adapter(cast(Any, kind))
     try:
         return adapter.validate_json(json_text, strict=True)
     except ValidationError as error:
@@ -61,7 +71,46 @@ def parse_strictly(kind: type[T], json_text: str, what: str) -> T:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys and reads 1e-3 as a number, as YAML 1.2 does."""
+    """A YAML loader that refuses duplicate keys, values that are not of their tags, and documents that grow without
+    limit, and reads 1e-3 as a number, as YAML 1.2 does."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _num_nodes(node, {}, 0)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)  # type: ignore[no-untyped-call, unused-ignore]
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            tag = node.tag.rpartition(":")[2]
+            told = f"{str(node.value)[:40]!r} is no {tag} ({type(error).__name__})"
+            raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from None
+
+
+def _num_nodes(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
+    """Returns the number of values below a node. Raises `ConstructorError` beyond the limits, and for a value that
+    contains itself."""
+
+    def refuse(why: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+
+    if depth > MAX_YAML_DEPTH:
+        refuse(f"values are nested more than {MAX_YAML_DEPTH} deep")
+    if id(node) not in counted:
+        counted[id(node)] = 0  # Not known yet: whoever finds it is inside of it.
+        below: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            below = node.value
+        elif isinstance(node, yaml.MappingNode):
+            below = [inner for pair in node.value for inner in pair]
+        counted[id(node)] = 1 + sum(_num_nodes(inner, counted, depth + 1) for inner in below)
+    if counted[id(node)] == 0:
+        refuse("a value contains itself")
+    if counted[id(node)] > MAX_YAML_NODES:
+        refuse(f"more than {MAX_YAML_NODES} values")
+    return counted[id(node)]
 
 
 _Loader.add_implicit_resolver(
@@ -97,6 +146,14 @@ def parse_yaml(text: str, what: str) -> Any:
         raise UserError(f"{what}: {where}{error.problem or error.context}; mend the YAML") from None
     except yaml.YAMLError as error:
         raise UserError(f"{what}: is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"{what}: values are nested more than {MAX_YAML_DEPTH} deep; mend the YAML") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    _forbid_unknown_keys(kind)
+    return TypeAdapter(kind)
 
 
 def _forbid_unknown_keys(kind: Any) -> None:

@@ -30,6 +30,8 @@ COMMANDS = {
     "failures": "trace.csv",
     "frozen_aware": PROFILED,
     "pipeline_against_torch": f"{ENGINE} --microbatches 10 --samples 1 --tokens 8",
+    "families": "families.json --only ^gpt2$",
+    "shapes": "gpt2",
     "planned_results": "planned.json --only tiny --planners even",
     "planners": "partition --repetitions 1 --no-simulation",
     "planted_bugs": "--list",

@@ -48,6 +48,7 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path, timeout_s=120.0)
 
 
+@pytest.mark.campaign
 def test_outcomes(project: Project, tmp_path: Path) -> None:
     def state(anchor: str, replacement: str, tests: str = "test_double", keyword: str = "") -> str:
         return project.try_bug(Bug("a bug", anchor, replacement, (tests,), keyword)).state
@@ -79,7 +80,7 @@ def test_counts_of_a_tree(tmp_path: Path) -> None:
     assert structure.tower_lines(package) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_first_product_of_a_training_is_found() -> None:
     found = structure.first_product(ROOT, timeout_s=300.0)
     assert found["stack"][0].endswith(":main")

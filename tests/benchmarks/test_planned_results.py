@@ -10,6 +10,7 @@ from benchmarks import planned_results
 OPTIONS = ["--only", "VLM-S with the small|examples: tiny", "--planners", "even,distmm,run file"]
 
 
+@pytest.mark.campaign
 def test_differences_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

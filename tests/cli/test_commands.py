@@ -173,7 +173,6 @@ def test_profile_in_float64(
     assert CostTable.load(costs).modules.keys() == {"vision", "audio", "language_model"}
 
 
-@pytest.mark.slow
 def test_demo_goes_the_whole_way(
     capsys: pytest.CaptureFixture[str], run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +186,6 @@ def test_demo_goes_the_whole_way(
     assert (output / "export" / "language_model" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
 def test_torchrun_starts_the_processes_and_train_joins(run_file: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "motet.cli.main", "train", str(run_file), "--json", "--set", "train.steps=2"]

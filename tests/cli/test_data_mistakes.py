@@ -72,9 +72,12 @@ def test_right_conversations_are_trained_on(run_file: Path, capsys: pytest.Captu
     [
         (
             {"conversations": [["human", "<image> <image> What?"], ["gpt", "A cat."]]},
-            "hold 2 <image>, but image names 1",
+            "image: names 1 files, but the turns hold 2 <image>",
         ),
-        ({"conversations": [["human", "What is it?"], ["gpt", "A cat."]]}, "hold 0 <image>, but image names 1 files"),
+        (
+            {"conversations": [["human", "What is it?"], ["gpt", "A cat."]]},
+            "image: names 1 files, but the turns hold 0 <image>",
+        ),
         ({"image": "dog.png"}, "image: .*dog.png: there is no such file"),
         ({"image": 7}, "image: is 7; give a path or a list of paths"),
         ({"conversations": [["human", "<image> What?"]]}, "has no answer at its end; the last turn must be from gpt"),

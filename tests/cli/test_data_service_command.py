@@ -39,7 +39,6 @@ def trained(capsys: pytest.CaptureFixture[str], run_file: Path, *options: str) -
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.slow
 def test_losses_are_those_of_local_data_and_ranks_get_what_they_need(
     capsys: pytest.CaptureFixture[str], run_file: Path
 ) -> None:
@@ -57,7 +56,6 @@ def test_losses_are_those_of_local_data_and_ranks_get_what_they_need(
     assert all("metadata" in rank for rank in remote["data"]["received_bytes"])
 
 
-@pytest.mark.slow
 def test_replicas_share_the_pixels_out(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """Two ranks with a copy of the encoder each get the half that is theirs."""
     layout = "parallel={planner: explicit, placement: parallel, num_microbatches: 2, explicit: {vision: {dp: %d}, %s}}"
@@ -125,7 +123,6 @@ def command(run_file: Path) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-@pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[str]) -> None:
     assert command.stderr is not None
     for line in command.stderr:

@@ -54,7 +54,6 @@ def end(process: subprocess.Popen[str], workers: list[int]) -> str:
     return said
 
 
-@pytest.mark.slow
 def test_ctrl_c(training: subprocess.Popen[str]) -> None:
     workers = workers_of(training)
     assert len(workers) >= 4
@@ -63,7 +62,6 @@ def test_ctrl_c(training: subprocess.Popen[str]) -> None:
     assert training.returncode == 130
 
 
-@pytest.mark.slow
 def test_the_death_of_one_process(training: subprocess.Popen[str]) -> None:
     workers = workers_of(training)
     os.kill(workers[1], signal.SIGKILL)

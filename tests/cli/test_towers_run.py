@@ -77,7 +77,6 @@ def test_the_scale_may_begin_at_its_limit(run_file: Path) -> None:
     assert contrastive.max_logit_scale == pytest.approx(ContrastiveLoss("sigmoid").logit_scale.item())
 
 
-@pytest.mark.slow
 def test_towers_out_of_a_stored_model(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     """Both towers of one CLIPModel: the loss is that of transformers' own model, and what is exported is it again."""
     model, _ = give_stored_clip(run_file)

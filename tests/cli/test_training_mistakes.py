@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from mistakes import expect_mistake
 from tiny_run import write_tiny_run
 
 from motet.cli.main import main
 from motet.config import load_run_config
-from motet.resilience.membership import RunRecord, as_json
+from motet.resilience.membership import RUN, RunRecord, as_json
+from motet.resilience.process_control import Children
+from motet.resilience.store.embedded import EmbeddedStore, StoreProcess
+from motet.resilience.store.store import SECRET_VARIABLE
 from motet.runtime.checkpoint.folder import changes_of_training, check_same_computation, read_manifest
 
 EXPLICIT = "parallel={planner: explicit, num_microbatches: 2, explicit: {vision: {}, audio: {}, language_model: {}}}"
@@ -28,6 +30,8 @@ SURVIVING = [
     for key in (TWO_PIPELINES, "cluster.num_devices=4", "cluster.num_nodes=4", "train.failures.tolerate=1")
     for part in ("--set", key)
 ]
+
+SECRET = "a secret of all machines"
 
 
 @pytest.fixture
@@ -75,14 +79,23 @@ def test_values(capsys: pytest.CaptureFixture[str], run_file: Path, overrides: l
 @pytest.mark.parametrize(
     ("address", "failures", "message"),
     [
-        ("nowhere", "{}", "--join: is 'nowhere'; give HOST:PORT"),
+        ("nowhere", "{}", "--join: is 'nowhere'; give HOST:PORT, or etcd://HOST:PORT,HOST:PORT,.../NAME"),
+        ("etcd://a:1", "{}", "--join: is 'etcd://a:1'; give HOST:PORT, or etcd://"),
         ("localhost:70000", "{}", "--join: is 'localhost:70000'; give HOST:PORT"),
-        ("localhost:1", "null", "--join: train.failures is null; give the run file of the training"),
-        ("localhost:1", "{}", "--join: nobody answers at localhost:1; is the training still running?"),
-        ("..:29500", "{}", "--join: nobody answers at ..:29500; is the training still running?"),
+        ("localhost:1", "null", "--join: train.failures is null; set it, give the run file of the training"),
+        ("localhost:1", "{}", "--join: localhost:1: no training answers there .*; is it still running?"),
+        ("..:29500", "{}", "--join: ..:29500: no training answers there .*; is it still running?"),
     ],
 )
-def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: str, failures: str, message: str) -> None:
+def test_joining(
+    capsys: pytest.CaptureFixture[str],
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    failures: str,
+    message: str,
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     keys = (EXPLICIT, "cluster.num_devices=3", f"train.failures={failures}")
     options = [part for key in keys for part in ("--set", key)]
     expect_mistake(capsys, ["train", run_file, "--join", address, *options], message, says_more=True)
@@ -97,9 +110,18 @@ def test_joining(capsys: pytest.CaptureFixture[str], run_file: Path, address: st
         (["--listen", "..:29500", *SURVIVING], "--listen: ..:29500 cannot be listened at .no host can have this name"),
         (["--listen", f"{'a' * 64}:1", *SURVIVING], "--listen: a*:1 cannot be listened at .no host can have this name"),
         (["--listen", "here:1", "--join", "there:1"], "--listen: does not go with --join"),
+        (["--store", "here:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME alone"),
+        (["--store", "etcd://a:1/x", "--listen", "b:1", *SURVIVING], "--store: takes etcd://HOST:PORT,.../NAME alone"),
     ],
 )
-def test_listening(capsys: pytest.CaptureFixture[str], run_file: Path, options: list[str], message: str) -> None:
+def test_listening(
+    capsys: pytest.CaptureFixture[str],
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     expect_mistake(capsys, ["train", run_file, *options], message, says_more=True)
 
 
@@ -111,13 +133,22 @@ def test_listening(capsys: pytest.CaptureFixture[str], run_file: Path, options: 
         ("cluster.num_devices=8", "cluster.num_devices: is 8 here and is 4 there"),
     ],
 )
-def test_another_run_file(capsys: pytest.CaptureFixture[str], run_file: Path, override: str, message: str) -> None:
+def test_another_run_file(
+    capsys: pytest.CaptureFixture[str],
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    override: str,
+    message: str,
+) -> None:
     """Taken in, such a node would train another model, or end the others."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     keys = SURVIVING[1::2]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    RunRecord(config=as_json(load_run_config(str(run_file), keys))).write(store)
-    arguments = ["train", run_file, "--join", f"127.0.0.1:{store.port}", *SURVIVING, "--set", override]
-    expect_mistake(capsys, arguments, message, says_more=True)
+    with StoreProcess(("127.0.0.1", 0), SECRET.encode(), 1.0) as process, Children() as children:
+        process.start(children)
+        with EmbeddedStore(process.address, SECRET.encode(), 30) as store:
+            store.create(RUN, RunRecord(config=as_json(load_run_config(str(run_file), keys))).to_json())
+        arguments = ["train", run_file, "--join", f"127.0.0.1:{process.address[1]}", *SURVIVING, "--set", override]
+        expect_mistake(capsys, arguments, message, says_more=True)
 
 
 def test_survivors_are_not_started_by_torchrun(

@@ -12,8 +12,8 @@ from motet.costs.analytic import AnalyticCosts, Speed, Speeds, analytic_table, k
 from motet.costs.communication import collective_seconds
 from motet.costs.cost_model import Load
 from motet.costs.kernels import layer_kernels
+from motet.families.module_shapes import module_workload
 from motet.models.stages.projector import build_projector
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import projector_layer
 
 TOKENS = 128

@@ -17,11 +17,11 @@ from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
 from motet.costs.iteration import IterationCosts
 from motet.costs.stage_seconds import loss_share
+from motet.families.module_shapes import module_workload
 from motet.plan import Plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.program import make_program
 from motet.schedule.routes import Cell, derive_routes
-from motet.shapes.families import as_tower, module_workload
 from motet.shapes.module_shape import contrastive_loss, with_projector
 from motet.simulator.simulate import simulate
 
@@ -86,8 +86,8 @@ def test_separate_towers_receive_half() -> None:
 
 
 WORKLOADS = {
-    "image": as_tower(with_projector(module_workload(EVERY_MODEL["clip"][0]), "linear", 32)),
-    "text": as_tower(with_projector(module_workload(EVERY_MODEL["clip_text"][0]), "linear", 32)),
+    "image": with_projector(module_workload(EVERY_MODEL["clip"][0], role="tower"), "linear", 32),
+    "text": with_projector(module_workload(EVERY_MODEL["clip_text"][0], role="tower"), "linear", 32),
     "loss": contrastive_loss([("image", "text")], 32),
 }
 BATCH = [

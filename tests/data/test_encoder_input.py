@@ -11,7 +11,8 @@ from tiny_configs import ENCODERS, VISION
 from transformers import SiglipVisionConfig, WhisperConfig
 
 from motet.data.encoder_layout import resampled_length
-from motet.data.preparation import EncoderInput, resample
+from motet.data.formats.media import resample
+from motet.data.preparation import EncoderInput
 from motet.errors import UserError
 
 
@@ -23,7 +24,7 @@ def test_the_layout_is_as_long_as_what_the_encoder_makes(family: str, size: int)
     torch.manual_seed(0)
     config, model_class = ENCODERS[family]
     model = model_class(config).eval()
-    features = fed.features(media)
+    features = fed.features([(fed.modality, item) for item in media])
     with torch.no_grad():
         if family == "qwen2_5_vl":
             output = model(features["pixel_values"], grid_thw=torch.tensor([segment.grid]))
@@ -59,7 +60,7 @@ def test_qwen2_vl_patches_are_those_of_its_processor(height: int, width: int) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_items_of_a_sample_come_together(family: str) -> None:
     fed, media = encoder_input(family), items(family, sizes_for(family)[:3])
-    (name, values), *others = fed.features(media).items()
+    (name, values), *others = fed.features([(fed.modality, item) for item in media]).items()
     assert not others
     assert name == ("input_features" if fed.modality == "audio" else "pixel_values")
     segments = [fed.segment(i, item) for i, item in enumerate(media)]

@@ -14,6 +14,7 @@ from motet.assignment.sample import IGNORED_LABEL, Segment
 from motet.data.chat import CHAT_TEMPLATE, word_level_tokenizer
 from motet.data.example import Example, Message
 from motet.data.formats.conversations import ConversationExamples
+from motet.data.formats.records import RecordReader
 from motet.data.layouts import conversation_layouts
 from motet.data.preparation import EncoderInput, Preparation
 from motet.errors import UserError
@@ -32,7 +33,7 @@ def prepare(tokenizer: Any, encoders: Mapping[str, EncoderInput], merge: str = "
 def examples(tmp_path: Path) -> ConversationExamples:
     write_media(tmp_path)
     file = write_conversations(tmp_path / "data.jsonl", [r for r in CONVERSATIONS if r["id"] != "long"])
-    return ConversationExamples(file, {"image": tmp_path, "audio": tmp_path})
+    return ConversationExamples(RecordReader(file, {"image": tmp_path, "audio": tmp_path}, ("image", "audio")))
 
 
 def preparation(vision: str = "siglip", audio: str = "whisper", merge: str = "placeholder") -> Preparation:
@@ -132,7 +133,7 @@ def test_a_placeholder_that_the_tokenizer_does_not_know_is_refused() -> None:
 
 
 def test_media_without_an_encoder_are_refused(examples: ConversationExamples) -> None:
-    with pytest.raises(UserError, match=r"data\.jsonl:2: has audio files, but the model has no encoder for them"):
+    with pytest.raises(UserError, match=r"data\.jsonl:2: audio: no encoder of the model takes it; add one"):
         prepare(TOKENIZER, {"vision": encoder_input("siglip")}).sample(examples[1])
 
 

@@ -64,7 +64,6 @@ def test_few_lines_differ() -> None:
     assert 0 < changed <= 5
 
 
-@pytest.mark.slow
 def test_both_learn_the_same() -> None:
     (alone,) = losses("clip_single_device.py", 1)
     everyone = losses("clip_distributed.py", 4)

@@ -1,10 +1,12 @@
-"""The papers' listings learn: one under torchrun, the others in processes that need not import everything first."""
+"""The papers' listings, and a loop with encoders of one's own, learn: one under torchrun, the others in processes that
+need not import everything first."""
 
 import os
 import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,7 +23,6 @@ def assert_learnt(said: str) -> None:
     assert sum(losses[-3:]) / 3 < 0.6 * losses[0], losses
 
 
-@pytest.mark.slow
 def test_a_listing_learns_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     finished = subprocess.run(
@@ -49,3 +50,21 @@ def test_listing_learns(
 
     run_distributed(work, num_processes, timeout=240)
     assert_learnt(capfd.readouterr().out)
+
+
+def test_encoders_of_ones_own_learn(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["train_own_encoders.py", str(tmp_path)])
+
+    def work(rank: int) -> None:
+        with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+            runpy.run_path(str(EXAMPLES / "train_own_encoders.py"), run_name="__main__")
+
+    run_distributed(work, 4, timeout=240)
+    said = capfd.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"^step \d+ loss (\S+) ->", said, flags=re.MULTILINE)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert "right answers 1.00" in said
+    assert (tmp_path / "exported" / "motet.json").is_file()

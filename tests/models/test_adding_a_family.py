@@ -11,15 +11,12 @@ from tiny_language_models import SIZES, TINY, tiny_language_model
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from motet.config import LanguageModelConfig
-from motet.families import classes as families
-from motet.families import language_models
+from motet.families import capabilities
+from motet.families.module_shapes import module_workload
 from motet.models.materialize import float64_throughout, materialize
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageInput
-from motet.parallel import tensor_plans as shards
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
-from motet.shapes import families as workload_families
-from motet.shapes.families import module_workload
 
 GUIDE = ROOT / "docs" / "adding-a-model-family.md"
 SETTINGS = {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}
@@ -29,17 +26,13 @@ SETTINGS = {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_inte
 def _with_the_guides_lines(monkeypatch):
     """Each line of the form `"smollm3": value,` goes into the table that the guide names before it."""
     tables = {
-        "LANGUAGE_MODELS": (language_models, language_models.LANGUAGE_MODELS),
-        "SHARDS": (shards, shards.SHARDS),
-        "DEFAULTS": (workload_families, workload_families.DEFAULTS),
-        "FAMILIES": (workload_families, workload_families.FAMILIES),
+        "SHOWN_EQUAL": (capabilities, capabilities.SHOWN_EQUAL),
     }
     found = re.findall(r"`([A-Z_]+)`(?:(?!`[A-Z_]+`).)*?\n\n +\"smollm3\": (.*?),\n\n", GUIDE.read_text(), re.DOTALL)
     assert {table for table, _ in found} == set(tables)
     for table, value in found:
         module, entries = tables[table]
         monkeypatch.setitem(entries, "smollm3", eval(value, vars(module)))
-    monkeypatch.setitem(families.MODEL_CLASSES["language_model"], "smollm3", language_models.LANGUAGE_MODELS["smollm3"])
     monkeypatch.setitem(TINY, "smollm3", (SmolLM3ForCausalLM, SmolLM3Config, SETTINGS))
 
 
@@ -54,7 +47,7 @@ def test_in_stages(packing: bool) -> None:
 
 def _loss(model, tp: TensorParallel) -> torch.Tensor:
     stage = LanguageModelStage("llm", model, (0, 6))
-    apply_tensor_parallel(stage, "smollm3", tp)
+    apply_tensor_parallel(stage, tp)
     features = [features_of(s, i) for i, s in enumerate(SAMPLES)]
     return stage(StageInput(SAMPLES, features, incoming=incoming_of(SAMPLES))).loss.detach()
 

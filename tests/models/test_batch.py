@@ -13,6 +13,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 from motet import ModalityModule, MultimodalModule
 from motet.assignment.sample import Segment
+from motet.errors import UserError
 from motet.models.batch import DictBatch, batch_from_dict
 
 LLM = "language_model"
@@ -97,6 +98,15 @@ def test_placeholders_outside_the_vocabulary() -> None:
     batch = read(model, [[5, *[-200] * 4, 6]], pixel_values=torch.randn(1, 3, 8, 8))
     assert batch.samples[0].layouts[LLM] == (own(1), Segment(4, source="vision"), own(1))
     assert batch.features(LLM, 0)["input_ids"].tolist() == [5, 0, 0, 0, 0, 6]
+
+
+@pytest.mark.parametrize("label", [40, 41, -1])
+def test_labels_outside_the_vocabulary_are_told_with_their_sample(label: int) -> None:
+    ids = torch.tensor([[5, 6, 7], [5, 6, 7]])
+    labels = torch.tensor([[5, 6, 7], [5, label, -100]])
+    pixels = torch.randn(0, 3, 8, 8)
+    with pytest.raises(UserError, match=f"labels of sample 1 has {label}, but the language model predicts .* 0 to 39"):
+        batch_from_dict(model_with(tiny_vision()), {"input_ids": ids, "labels": labels, "pixel_values": pixels})
 
 
 def test_pixtral_has_breaks_between_rows() -> None:

@@ -18,7 +18,7 @@ def compare(rank: int, sequence_parallel: bool, recompute: bool) -> None:
         module, features, samples = setup(family)
         alone, grouped = build_stages(module, CUT), build_stages(module, CUT, recompute=recompute)
         for stage in grouped:
-            apply_tensor_parallel(stage, module.module.config.model_type, tp)
+            apply_tensor_parallel(stage, tp)
         outputs = [run(stages, features, samples) for stages in (alone, grouped)]
         for output in outputs:
             project_to_loss(output).backward()

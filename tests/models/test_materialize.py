@@ -222,9 +222,9 @@ def test_what_is_wrong_with_a_part_is_said(tmp_path) -> None:
         ({"path": str(tmp_path / "of_another")}, "has no weights for model.embed_tokens.weight"),
         ({"path": str(tmp_path / "siglip")}, "'siglip_vision_model' is no language model"),
         ({"path": str(tmp_path / "llama"), "values": {"vocab_size": 41}}, r"shape \[40, 32\].*\[41, 32\]"),
-        ({"config": "NoSuchConfig"}, "transformers has no class 'NoSuchConfig'"),
-        ({"config": "LlamaModel"}, "LlamaModel is not a configuration class"),
-        ({"config": "BertConfig"}, "'bert' is no language model that motet knows"),
+        ({"config": "NoSuchConfig"}, "NoSuchConfig is not known"),
+        ({"config": "LlamaModel"}, "LlamaModel is not known"),
+        ({"config": "BertConfig"}, "bert is an encoder unless its is_decoder is true"),
         ({"config": "LlamaConfig", "values": {"hidden_size": "wide"}}, r"model\.m\.values"),
         ({"config": "LlamaConfig", "values": {"hidden_size": 30, "num_attention_heads": 4}}, r"model\.m"),
     ]:

@@ -143,6 +143,7 @@ def test_the_shapes_of_figures_8_to_10():
     assert max(reduced, key=reduced.__getitem__) == "CoCa"
 
 
+@pytest.mark.campaign
 def test_the_ranges_of_figure_7_are_met():
     speedups = {what: row for (table, what), row in rows().items() if table == "Figure 7" and row.published}
     assert len(speedups) == sum(2 - (lowest is None) for lowest, _ in PUBLISHED_SPEEDUPS.values()) == 5

@@ -111,7 +111,6 @@ def attend_with_kernels(rank: int, backend: Any, dtype: torch.dtype) -> list[tor
     return [out.detach().double(), *(leaf.grad.double() for leaf in leaves)]
 
 
-@pytest.mark.slow
 def test_the_kernels_compute_what_dense_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiles of long rows shared out, over the keys of both ranks."""
     monkeypatch.setattr(context_parallel, "MOST_TILES_OF_A_TASK", 2)

@@ -13,7 +13,8 @@ from motet.assignment.sample import Segment
 from motet.attention.masks.rules import AttentionRule
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
-from motet.families.language_models import num_language_model_layers
+from motet.families.discovery import num_causal_layers
+from motet.families.family_features import probing
 from motet.models.stages.language_model import LanguageModelStage
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_sequence import (
@@ -32,7 +33,7 @@ DOCUMENTS = (Document((Segment(5),)),)
 
 def share(tp_size: int = 1, *, size: int = 2, **values: object) -> None:
     model = tiny_llama(**values)
-    stage = LanguageModelStage("language_model", model, (0, num_language_model_layers(model)))
+    stage = LanguageModelStage("language_model", model, (0, num_causal_layers(model)))
     stage.enable_context_parallel(ContextParallel(None, 0, size, ContextOptions(method="ulysses"), tp_size=tp_size))
 
 
@@ -52,8 +53,9 @@ def test_dropout() -> None:
 class TestWhatChangesAttention:
     def test_capped_logits(self) -> None:
         model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
-        stage = LanguageModelStage("language_model", model, (0, num_language_model_layers(model)))
-        with pytest.raises(UserError, match=r"language_model has attn_logit_softcapping 50\.0.*; use cp 1"):
+        stage = LanguageModelStage("language_model", model, (0, num_causal_layers(model)))
+        refused = pytest.raises(UserError, match=r"language_model has attn_logit_softcapping 50\.0.*; use cp 1")
+        with probing(), refused:
             stage.enable_context_parallel(ContextParallel(None, 0, 2, ContextOptions()))
 
     @pytest.mark.parametrize("name", CHANGES_OF_ATTENTION)

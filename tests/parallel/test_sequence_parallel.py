@@ -54,7 +54,7 @@ def test_recomputation_knows_its_own_microbatch() -> None:
 def test_norms_see_a_share_of_the_sequence() -> None:
     def run(rank: int, sequence_parallel: bool) -> list[int]:
         model: Any = CASE.model()
-        apply_tensor_parallel(model, CASE.family, TensorParallel(None, rank, 2, sequence_parallel))
+        apply_tensor_parallel(model, TensorParallel(None, rank, 2, sequence_parallel))
         interleaved(model, CASE)
         return model.seen
 
@@ -65,10 +65,24 @@ def test_norms_see_a_share_of_the_sequence() -> None:
 def test_activation_that_lost_its_length_is_refused() -> None:
     def run(rank: int) -> None:
         model: Any = CASE.model()
-        apply_tensor_parallel(model, CASE.family, TensorParallel(None, rank, 2, True))
+        apply_tensor_parallel(model, TensorParallel(None, rank, 2, True))
         hidden = model.encoder.layers[0](random(1, 5, 32, seed=1, like=model), None)
         with pytest.raises(AssertionError, match="lost its sequence length"):
             model.encoder.layers[1](hidden * 1.0, None)
+
+    run_distributed(run, 2)
+
+
+def test_activation_that_was_written_to_is_refused() -> None:
+    """In place it keeps its length, but a share was added to it that no gradient is summed for."""
+
+    def run(rank: int) -> None:
+        model: Any = CASE.model()
+        apply_tensor_parallel(model, TensorParallel(None, rank, 2, True))
+        hidden = model.encoder.layers[0](random(1, 5, 32, seed=1, like=model), None)
+        hidden += 1.0
+        with pytest.raises(AssertionError, match="wrote into the activation between two layers"):
+            model.encoder.layers[1](hidden, None)
 
     run_distributed(run, 2)
 
@@ -78,7 +92,7 @@ def test_reentrant_checkpoints_are_refused() -> None:
 
     def run(rank: int) -> None:
         model: Any = Blocks(use_reentrant=True).double()
-        apply_tensor_parallel(model, CASE.family, TensorParallel(None, rank, 2, True))
+        apply_tensor_parallel(model, TensorParallel(None, rank, 2, True))
         hidden = random(1, 5, 32, seed=1, like=model).requires_grad_()
         with pytest.raises(AssertionError, match="lost its sequence length"):
             projected(model(hidden), model).backward()
@@ -92,7 +106,7 @@ def test_text_without_images_leaves_out_the_first_and_last_layers() -> None:
     def run(rank: int) -> None:
         case = next(case for case in CASES if case.family == "mllama_text_model")
         model: Any = case.model()
-        apply_tensor_parallel(model, case.family, TensorParallel(None, rank, 2, True))
+        apply_tensor_parallel(model, TensorParallel(None, rank, 2, True))
         lengths: list[int] = []
         model.model.norm.register_forward_hook(lambda module, args, out: lengths.append(out.shape[-2]))
         case.run(model)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from one_process import check, check_drawn
+from sampling import in_campaigns
 from scenario import FROZEN, Scenario, ScenarioBatch
 
 from motet.parallel import fully_sharded
@@ -33,10 +34,15 @@ CASES = {
     "split backward": replace(SHARDED, cp=2, llm_pp=2, schedule="zero_bubble_h1"),
     "without images": replace(SHARDED, llm="gemma3", cp=2, encoder_cp=2, items="none"),
 }
-QUICK = ("language model", "three ranks, tied, recomputed")
+USUAL = (
+    "all modules, two stages, frozen encoders",
+    "three ranks, tied, recomputed",
+    "with tensor parallelism",
+    "split backward",
+)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [*USUAL, *in_campaigns(n for n in CASES if n not in USUAL)])
 def test_equals_one_process(name: str) -> None:
     check(CASES[name])
 

@@ -71,7 +71,6 @@ def test_planners_plans_too():
         assert folded.lower_bound_s == pytest.approx(whole.lower_bound_s, rel=1e-12)
 
 
-@pytest.mark.slow
 def test_schedules_that_fill_memory_leave_room_for_messages():
     """Weight halves are put off until memory is full; what ranks send and receive must fit beside them."""
     (_, problem), *_ = problems()

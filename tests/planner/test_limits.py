@@ -57,7 +57,6 @@ def check(problem, plan, planner):
         assert all(number in problem.dp_sizes for number in replicas.values()), f"{planner}: {replicas}"
 
 
-@pytest.mark.slow
 @examples(25)
 @given(
     limits=st.fixed_dictionaries(dict.fromkeys(("vision", "audio", "language_model"), LIMITS)),

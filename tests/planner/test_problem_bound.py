@@ -13,6 +13,7 @@ from small_problem import small_problem, with_memory
 from motet.balancing.policies import ASSIGNMENTS
 from motet.costs.analytic import analytic_table
 from motet.costs.cost_model import LinkCost
+from motet.families.module_shapes import module_workload
 from motet.plan import ContextOptions, Edge
 from motet.planner.evaluate import evaluate
 from motet.planner.layout import Chunk, Layout, build_plan, layout_plan
@@ -21,7 +22,6 @@ from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.action import Compute, Kind
 from motet.schedule.generators import GENERATORS
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 from papers.entrain.problems import problem as entrain_problem
 
@@ -84,7 +84,6 @@ def every_cut(num_layers, max_stages):
 FREE = LinkCost(latency_s=0.0, bytes_per_s=1e18)
 
 
-@pytest.mark.slow
 def test_the_best_of_all_plans_is_not_faster_and_often_near():
     """Exhaustive: a language model of five layers, every cut, placement, size and schedule."""
     ratios = []
@@ -119,7 +118,6 @@ def applies(problem, layout, schedule):
     return True
 
 
-@pytest.mark.slow
 def test_no_drawn_plan_under_any_schedule_is_faster():
     num_tried = 0
     for seed in range(20):

@@ -21,7 +21,7 @@ def stats() -> DataStats:
         plan,
         global_batch_size=2,
         num_batches=1,
-        modules={name: ModuleStats(np.array(t), np.array(t), np.array(t)) for name, t in tokens.items()},
+        modules={name: ModuleStats(*[np.array(t)] * 3, np.empty(0), np.empty(0)) for name, t in tokens.items()},
         ratios={"vision": ratio},
         profiling_size=ProfilingSize(4, (1, 1), 3, 9),
         why_no_profiling_size=None,

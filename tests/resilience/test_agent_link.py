@@ -12,16 +12,15 @@ from unittest import mock
 
 from distributed import run_distributed
 
-from motet.resilience.membership import Membership, MembershipNotice
+from motet.resilience.membership import Membership, MembershipNotice, RunRecord
 from motet.resilience.process_control import STORE_AWAY, STORE_BACK, AgentLink
 
 LONG_S = 3600.0
 
 
 def notice(generation: int, *, is_urgent: bool = True) -> MembershipNotice:
-    return MembershipNotice(
-        Membership(generation=generation, nodes=(0,), num_admitted=1, plan="", is_urgent=is_urgent), 0, ("127.0.0.1", 1)
-    )
+    membership = Membership(generation=generation, nodes=(0,), num_admitted=1, plan="", is_urgent=is_urgent)
+    return MembershipNotice(membership, 0, RunRecord(config={}), "127.0.0.1")
 
 
 def with_line(test: Callable[[AgentLink, Connection], Any]) -> Any:

@@ -10,14 +10,13 @@ import time
 from collections import Counter
 
 import pytest
-from chaos import Outcome, Trial, draw_trial, note, run_trial, with_last, with_lost_store
+from chaos import Outcome, Trial, draw_trial, note, run_trial, with_last
 from sampling import in_campaigns
 from victims import PHASES
 
 NUM_TRIALS = int(os.environ.get("MOTET_CHAOS_TRIALS", "200"))
 FIRST = int(os.environ.get("MOTET_CHAOS_FIRST", "0"))
 NUM_WARNINGS = int(os.environ.get("MOTET_CHAOS_WARNINGS", "12"))
-NUM_LOST_STORES = int(os.environ.get("MOTET_CHAOS_STORES", "30"))
 SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
 
 
@@ -30,14 +29,13 @@ def run(trial: Trial) -> Outcome:
         raise
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", [*PHASES[:5:2], *in_campaigns(PHASES[1:6:2])])
 def test_one_trial_for_each_phase(phase: str) -> None:
     outcome = run(draw_trial("11", phase, "alike"))
     assert outcome.killed
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_pipelines_become_others_when_two_nodes_are_lost() -> None:
     """The second one during the recovery from the first; some pipelines have tensor parallelism, others none."""
     outcome = run(draw_trial("11", "recovery", "shards"))
@@ -45,7 +43,7 @@ def test_pipelines_become_others_when_two_nodes_are_lost() -> None:
     assert outcome.moved_bytes > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_states_that_not_all_pipelines_keep() -> None:
     outcome = run(draw_trial("11", "optimizer step", "shards", zero1=True))
     assert outcome.killed
@@ -63,25 +61,6 @@ def test_many_trials() -> None:
         killed.update(outcome.killed_in)
     print("killed in", dict(killed))
     assert all(killed[phase] >= NUM_TRIALS // 20 for phase in PHASES[:-1]), killed
-
-
-@pytest.mark.slow
-def test_a_node_and_the_store_are_lost_during_a_recovery() -> None:
-    outcome = run(with_lost_store(draw_trial("11", "recovery")))
-    assert (outcome.num_stores_lost, "recovery" in outcome.killed_in) == (1, True)
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(4 * 3600)
-def test_lost_stores() -> None:
-    """With the last node to go, or alone."""
-    print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_STORES={NUM_LOST_STORES}")
-    num_lost = 0
-    for i in range(FIRST, FIRST + NUM_LOST_STORES):
-        outcome = run(with_lost_store(draw_trial(f"store/{SEED}/{i}", PHASES[i % 6])))
-        note(outcome)
-        num_lost += outcome.num_stores_lost
-    assert num_lost >= NUM_LOST_STORES // 2  # Nobody came into the phase, or all was over before it was missed.
 
 
 @pytest.mark.campaign

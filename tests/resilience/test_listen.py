@@ -1,43 +1,21 @@
 """Nodes that come from elsewhere: one process listens, all nodes join, and the training begins when they have come."""
 
-import multiprocessing
 import os
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from interrupted_training import at, before_each_step, config_of, failures, undisturbed
-from ports import port_of_its_own
+from nodes_elsewhere import secret, train_elsewhere  # noqa: F401
 from training import plan_of
 
 from motet.addresses import interface_towards
-from motet.config import RunConfig
 from motet.errors import UserError
 from motet.resilience.launch_nodes import join_training, train_on_nodes
-from motet.resilience.store.store import StoreProcess
-
-
-def train_elsewhere(config: RunConfig) -> tuple[dict[str, Any], list[int | None]]:
-    """Every node joins a process that listens. The result, and how the nodes ended."""
-    plan, address = plan_of(config), ("127.0.0.1", port_of_its_own())
-
-    def node() -> None:
-        while True:
-            try:
-                return join_training(config, lambda: None, address, 1)
-            except UserError:  # Nobody listens, yet or at this moment.
-                continue
-
-    nodes = [multiprocessing.get_context("fork").Process(target=node) for _ in range(plan.num_ranks)]
-    for process in nodes:
-        process.start()
-    result = train_on_nodes(config, plan, None, num_nodes=plan.num_ranks, node_size=1, listen=address)
-    for process in nodes:
-        process.join()
-    return result, [process.exitcode for process in nodes]
+from motet.resilience.store.embedded import StoreProcess
+from motet.resilience.store.store import SECRET_VARIABLE
 
 
 def test_nodes_that_join_train_and_survive(tmp_path: Path) -> None:
@@ -73,6 +51,15 @@ def test_an_address_of_another_machine_is_told(tmp_path: Path, host: str) -> Non
         pytest.raises(UserError, match=f"--listen: {host}:29500 cannot be listened at .* an address of this machine"),
     ):
         train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=(host, 29500))
+
+
+def test_a_run_on_several_machines_needs_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE)
+    config, address = config_of(tmp_path), ("127.0.0.1", 0)
+    with pytest.raises(UserError, match=r"train\.failures\.secret_file: is not given and MOTET_RUN_SECRET is not set"):
+        train_on_nodes(config, plan_of(config), None, num_nodes=4, node_size=1, listen=address)
+    with pytest.raises(UserError, match=r"train\.failures\.secret_file: is not given and MOTET_RUN_SECRET is not set"):
+        join_training(config, lambda: None, address, 1)
 
 
 def test_the_interface_is_that_of_the_connection() -> None:

@@ -19,7 +19,6 @@ from motet.config import RunConfig
 from motet.planner.templates.planner import plan_with_sizes
 from motet.resilience.launch_nodes import train_on_nodes
 from motet.resilience.recover import TrainingProcess
-from motet.resilience.store.store import StoreProcess
 from motet.runtime.training.trainer import Trainer
 
 UNLIKE: Layout = "unlike"
@@ -52,7 +51,6 @@ def train_without_language_model(
     return result["losses"], failures(config)
 
 
-@pytest.mark.slow
 def test_all_go_back_where_a_layer_is_lost(tmp_path: Path) -> None:
     losses, log = train_without_language_model(tmp_path)
     assert log[-1]["done"] == (
@@ -61,27 +59,25 @@ def test_all_go_back_where_a_layer_is_lost(tmp_path: Path) -> None:
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][2:], rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_all_go_back_to_where_the_run_was_resumed(tmp_path: Path) -> None:
-    """It has saved nothing since; the checkpoint in its output folder is another run's."""
+    """It has saved nothing since."""
     earlier = unlike_config(tmp_path / "earlier", checkpoint_every=1, keep_checkpoints=STEPS, resume=None)
     plan, templates = plan_and_templates(UNLIKE, 1, (2, 3))
     train_on_nodes(earlier, plan, templates, num_nodes=5, node_size=1)
     checkpoints = Path(earlier.train.output) / "checkpoints"
-    output = Path(unlike_config(tmp_path / "run").train.output)
-    shutil.copytree(checkpoints / "step_00000002", output / "checkpoints" / "step_00000002")
     losses, log = train_without_language_model(tmp_path / "run", 0, str(checkpoints / "step_00000001"))
     assert log[-1]["done"].endswith("any more: went back from step 3 to the checkpoint of step 1")
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][1:], rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_what_was_held_before_going_back_is_not_mixed_with_the_checkpoint(tmp_path: Path) -> None:
     """Who has the encoder dies when all have loaded the checkpoint. The one of another step is still held by others."""
     begin, first = TrainingProcess._begin, once()
 
-    def begin_and_die(self: TrainingProcess, trainer: Trainer, before: Any) -> None:
-        begin(self, trainer, before)
+    def begin_and_die(self: TrainingProcess, trainer: Trainer, before: Any, *others: Any) -> None:
+        begin(self, trainer, before, *others)
         if before is not None:
             dist.barrier()
             if has(trainer, "vision") and first():
@@ -92,7 +88,7 @@ def test_what_was_held_before_going_back_is_not_mixed_with_the_checkpoint(tmp_pa
     assert losses == pytest.approx(undisturbed(1, UNLIKE)[0][2:], rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_who_no_template_takes_leaves(tmp_path: Path) -> None:
     """Of two pipelines of two nodes a node dies, and there is no template for three."""
     config = config_of(tmp_path, 1, UNLIKE)
@@ -121,24 +117,14 @@ def train_and_lose_all_agents(config: RunConfig) -> dict[str, Any]:
     return train_and(config, all_at(3, range(4), kill_node))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("resumed_step", [2, *in_campaigns([0])])
 def test_a_restart_begins_where_the_run_did(tmp_path: Path, earlier_run: Path, resumed_step: int) -> None:
-    """It has saved nothing yet; the checkpoint in its output folder is another run's, and whoever starts the run may
-    not see it: the nodes find it when they come."""
+    """It has saved nothing yet."""
     resumed = tmp_path / "start"
     shutil.copytree(earlier_run / "step_00000002", resumed)
     resume = {"train__resume": str(resumed)} if resumed_step else {}
     config = recover_config_of(tmp_path / "run", **resume)
-    start = StoreProcess.start
-
-    def start_where_nodes_see_it(*arguments: Any) -> Any:
-        there = Path(config.train.output) / "checkpoints" / "step_00000004"
-        shutil.copytree(earlier_run / "step_00000004", there, dirs_exist_ok=True)
-        return start(*arguments)
-
-    with mock.patch.object(StoreProcess, "start", start_where_nodes_see_it):
-        result = train_and_lose_all_agents(config)
+    result = train_and_lose_all_agents(config)
     assert result["losses"] == pytest.approx(alike_losses()[resumed_step:], rel=1e-12)
     end, beginning = failures(config)
     assert end["done"] == "all nodes were lost: all nodes are started anew (restart 1 of 3)"

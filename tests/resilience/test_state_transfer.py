@@ -39,7 +39,6 @@ def lose(config: RunConfig, templates: Templates, plan: Plan, rank: int) -> dict
     return failure
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [3, *in_campaigns([0])])
 def test_pipelines_become_others_and_copy_what_they_lack(tmp_path: Path, rank: int) -> None:
     """Of a pipeline of one node and one of two; the microbatches stay what they were."""
@@ -53,14 +52,12 @@ def test_pipelines_become_others_and_copy_what_they_lack(tmp_path: Path, rank: i
     assert failure["moved_bytes"] == sum(copy.num_bytes for copy in planned)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, *in_campaigns([5])])
 def test_shards_are_copied_from_stages_that_are_cut_in_another_way(tmp_path: Path, rank: int) -> None:
     """Of the whole a half, of two halves the whole, and halves from halves; within a node and between nodes."""
     lose(*unlike_on_nodes_of_three(unlike_config(tmp_path, 3), tensor_parallel_templates, (1, 2)), rank)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "rank"), [((2, 2), 1), *in_campaigns([((1, 2), 4), ((1, 2), 1)])])
 def test_stages_that_share_tokens_become_others(tmp_path: Path, sizes: tuple[int, ...], rank: int) -> None:
     """With context parallelism from without, and the other way."""
@@ -72,7 +69,6 @@ def test_stages_that_share_tokens_become_others(tmp_path: Path, sizes: tuple[int
     lose(config, templates, plan, rank)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("templates_of", "sizes", "rank"),
     [
@@ -96,7 +92,6 @@ def test_encoders_that_share_tokens_become_others(
     lose(config, templates, plan, rank)
 
 
-@pytest.mark.slow
 def test_shared_parameters_are_copied_from_those_that_keep_them(tmp_path: Path) -> None:
     config, templates, plan = unlike_on_nodes_of_three(unlike_config(tmp_path, 3), sharded_templates, (1, 2))
     assert plan.modules["language_model"].fully_sharded

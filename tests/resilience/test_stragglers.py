@@ -82,7 +82,6 @@ def test_one_slow_step_of_many_is_not_slow(plan: Plan) -> None:
     assert gathered == [1.0]
 
 
-@pytest.mark.slow
 def test_a_training_names_a_slow_rank_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,9 +20,12 @@ from motet.resilience.succession import Succession
 
 def after(*changes: Change) -> Membership:
     """Two pipelines of two nodes of one process each."""
-    plan = plan_of(config_of(Path()))
-    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_admitted=4, plan=plan.to_json())
-    return Succession(1, None)(first, changes)
+    plan = plan_of(config_of(Path())).to_json()
+    first = Membership(generation=1, nodes=(0, 1, 2, 3), num_admitted=4, plan=plan)
+    return SUCCESSION(first, changes)
+
+
+SUCCESSION = Succession(1, None, first_plan=plan_of(config_of(Path())).to_json())
 
 
 @pytest.mark.parametrize("node", range(4))
@@ -35,11 +38,38 @@ def test_whoever_is_left_out_stays_until_all_leave(node: int) -> None:
 
 
 @pytest.mark.parametrize("node", range(4))
-def test_whoever_is_left_out_by_a_loss_is_out_at_once(node: int) -> None:
-    """All are told to stop waiting."""
+def test_whoever_is_left_out_by_a_loss_waits_as_a_spare(node: int) -> None:
+    """All are told to stop waiting for it."""
     told = after(Change("lost", node, "", 0.0))
     assert told.is_urgent
     assert set(told.all_nodes) == {0, 1, 2, 3} - {node, node ^ 1}
+    assert told.waiting == (node ^ 1,)
+    assert told.note == f"1 whole pipeline; the plan has no use for node {node ^ 1}, waiting"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_two_losses_that_leave_a_holder_of_each_layer_are_survived(at_once: bool) -> None:
+    """The spare of the first loss takes the place of the second node."""
+    first, second = Change("lost", 0, "", 0.0), Change("lost", 3, "", 0.0)
+    told = after(first, second) if at_once else SUCCESSION(after(first), [second])
+    assert told.stop is None
+    assert set(told.nodes) == {1, 2}
+
+
+def test_after_a_loss_and_a_join_the_redundancy_is_that_of_the_beginning() -> None:
+    told = SUCCESSION(after(Change("lost", 0, "", 0.0)), [Change("joined", 4, "", 0.0)])
+    assert told.plan == plan_of(config_of(Path())).to_json()
+    assert sorted(told.nodes) == [1, 2, 3, 4]
+    assert told.waiting == ()
+
+
+def test_spares_that_leave_with_others_that_were_warned_stay() -> None:
+    told = after(Change("leaving", 0, "", 0.0))
+    assert (told.leaving, told.staying) == ((0, 1), (1,))
+    told = SUCCESSION(told, [Change("left", node, "", 0.0) for node in told.leaving])
+    assert (told.nodes, told.leaving, told.waiting) == ((2, 3), (), (1,))
+    told = SUCCESSION(told, [Change("joined", 4, "", 0.0)])
+    assert sorted(told.nodes) == [1, 2, 3, 4]
 
 
 def test_who_joins_takes_the_place_of_a_lost_node() -> None:
@@ -68,12 +98,19 @@ def test_nodes_that_join_wait_where_there_are_no_microbatches_for_them() -> None
     assert (told.nodes, told.waiting) == ((0, 1, 2), (3,))
 
 
-def test_survivors_that_no_template_takes_hand_over_and_leave() -> None:
+def test_survivors_that_no_template_takes_hand_over_and_wait() -> None:
     templates = draw_templates(Random(0), failures=1, min_nodes=2, max_nodes=2, devices_per_node=1)
     plan = plan_with_sizes(templates, [2, 2], 4)
     first = Membership(generation=1, nodes=(0, 1, 2, 3), num_admitted=4, plan=plan.to_json())
     told = Succession(1, templates)(first, [Change("lost", 0, "", 0.0)])
     assert (len(told.nodes), len(told.leaving), sorted(told.all_nodes)) == (2, 1, [1, 2, 3])
+    assert told.staying == told.leaving
+    [spare] = told.leaving
+    lost = Change("lost", told.nodes[0], "", 0.0)
+    assert spare in Succession(1, templates)(told, [lost]).nodes, "it has not left yet, and takes the place"
+    told = Succession(1, templates)(told, [Change("left", spare, "", 0.0)])
+    assert (told.leaving, told.staying, told.waiting) == ((), (), (spare,))
+    assert spare in Succession(1, templates)(told, [lost]).nodes
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -130,19 +167,22 @@ def play(seed: int) -> None:
 
 def check(before: Membership, changes: list[Change], now: Membership, size: int, *, has_templates: bool) -> None:
     plan = Plan.from_json(now.plan)
-    gone = {change.node for change in changes if change.kind in ("lost", "left")}
+    gone = {c.node for c in changes if c.kind == "lost" or (c.kind == "left" and c.node not in before.staying)}
     come = {change.node for change in changes if change.kind == "joined"}
     everyone = [*now.nodes, *now.leaving, *now.waiting]
     assert len(set(everyone)) == len(everyone)
     assert set(everyone) <= {*before.nodes, *before.leaving, *before.waiting, *come} - gone
     assert {*before.waiting, *come} <= {*now.nodes, *now.waiting} | gone
+    if now.saves_checkpoint:
+        assert set(before.nodes) - gone <= set(everyone), "who is healthy is kept"
     assert now.num_admitted == before.num_admitted + len(come)
     if now.saves_checkpoint:
         assert plan.num_ranks == len(now.nodes) * size
         assert sum(plan.replica_microbatches) >= len(plan.replica_microbatches)
     if not now.is_urgent or (has_templates and now.saves_checkpoint):
         # Nobody is out who has not left: whoever is of no use hands over first.
-        assert set(before.all_nodes) - gone <= set(now.all_nodes)
+        handed_over = {change.node for change in changes if change.kind == "left"}
+        assert set(before.all_nodes) - gone - handed_over <= set(now.all_nodes)
     if now.stop is None:
         warned = {change.node for change in changes if change.kind == "leaving"}
         assert not warned & set(now.nodes)

@@ -144,7 +144,6 @@ def dying_in_the_exchange(step: int, rank: int, after: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, *in_campaigns([0, 2])])
 def test_lost_while_new_parameters_are_sent(tmp_path: Path, after: int) -> None:
     """Some have got them, some have not: what they have not comes from another keeper, and no update is done twice."""
@@ -156,7 +155,6 @@ def test_lost_while_new_parameters_are_sent(tmp_path: Path, after: int) -> None:
     assert failure["done"].startswith("went on with step 4")
 
 
-@pytest.mark.slow
 def test_some_had_updated_what_they_keep_and_others_had_not(tmp_path: Path) -> None:
     """Rank 5 dies after the sum that ends step 3, ranks 0 and 2 have an error in the place of its end."""
     original = Executor.sum_over_ranks
@@ -181,7 +179,6 @@ def test_some_had_updated_what_they_keep_and_others_had_not(tmp_path: Path) -> N
     assert failure["done"].startswith("went on with step 4")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "templates_of", [sharded_templates, *in_campaigns([tensor_parallel_templates, encoder_sharing_templates])]
 )
@@ -194,7 +191,6 @@ def test_pipelines_that_are_cut_in_other_ways(tmp_path: Path, templates_of: Made
     assert result["world_size"] == 9
 
 
-@pytest.mark.slow
 def test_given_layouts_whose_modules_are_fully_sharded(tmp_path: Path) -> None:
     """Three pipelines, of which two are lost one after the other: losses and all that the last checkpoint holds are
     those of one pipeline with nothing shared."""
@@ -226,7 +222,6 @@ def test_given_layouts_whose_modules_are_fully_sharded(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, right[name], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.slow
 def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(tmp_path: Path) -> None:
     """The pipeline that is left has all parameters, and two thirds of their states."""
     config = sharing(unlike_config(tmp_path, 3, checkpoint_every=1))
@@ -240,7 +235,7 @@ def test_more_losses_at_once_than_are_tolerated_go_back_to_the_last_checkpoint(t
     assert re.fullmatch(told, done), done
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_who_stops_without_all_states_says_what_is_lost(tmp_path: Path) -> None:
     told = {"tolerate": 1, "detect_s": 10, "stop_below_guarantee": True}
     config = sharing(unlike_config(tmp_path, 3, checkpoint_every=1, failures=told))
@@ -252,7 +247,6 @@ def test_who_stops_without_all_states_says_what_is_lost(tmp_path: Path) -> None:
         train_on_nodes(config, plan, templates, num_nodes=3, node_size=2)
 
 
-@pytest.mark.slow
 def test_checkpoints_are_those_of_any_other_run(tmp_path: Path) -> None:
     """Each state is in them once; what has been written with ZeRO-1 goes on without it, and the other way round."""
     config = sharing(unlike_config(tmp_path / "sharing", 3, checkpoint_every=3, keep_checkpoints=9))
@@ -275,7 +269,6 @@ def test_checkpoints_are_those_of_any_other_run(tmp_path: Path) -> None:
     assert train_three(sharing(resumed["plain"]))["losses"] == pytest.approx(undisturbed_unlike()[3:], rel=1e-12)
 
 
-@pytest.mark.slow
 def test_who_joins_keeps_a_share(tmp_path: Path) -> None:
     """Two pipelines keep everything, a third one joins: each keeps less, and two keep each state."""
     config = sharing(unlike_config(tmp_path, 2))

@@ -2,17 +2,16 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sampling import in_campaigns
 
 import motet.runtime.launch as launching
 from motet.errors import UserError
@@ -44,21 +43,22 @@ def test_returns_what_rank_0_returns() -> None:
     assert launch(worker, 10, num_processes=3) == {"sum": 33.0, "rank": 0}
 
 
-def test_no_process_connects_before_all_are_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The store's server would hold the resolver's lock in the middle of a fork."""
-    process_group = launching._process_group
+def test_no_port_is_open_to_other_machines() -> None:
+    """Neither the launcher nor a rank listens anywhere but on loopback."""
 
-    def count_and_join(*args: Any) -> Any:
-        launcher = os.getppid()
-        shutil.copy(f"/proc/{launcher}/task/{launcher}/children", tmp_path / str(os.getpid()))
-        return process_group(*args)
+    def listening(_: int) -> list[str]:
+        dist.barrier()
+        inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in (os.getpid(), os.getppid()) for fd in _fds(pid)}
+        rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+        rows += [line.split() for line in Path("/proc/self/net/tcp6").read_text().splitlines()[1:]]
+        return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 
-    monkeypatch.setattr(launching, "_process_group", count_and_join)
-    launch(int, num_processes=6)
-    workers = {path.name for path in tmp_path.iterdir()}
-    assert len(workers) == 6
-    for path in tmp_path.iterdir():
-        assert workers <= set(path.read_text().split())
+    found = launch(listening, 0, num_processes=2)
+    assert all(address.startswith("0100007F:") for address in found), found
+
+
+def _fds(pid: int) -> list[str]:
+    return [fd for fd in os.listdir(f"/proc/{pid}/fd") if os.path.islink(f"/proc/{pid}/fd/{fd}")]
 
 
 def test_keeps_the_signal_handlers() -> None:
@@ -154,7 +154,7 @@ def test_who_was_ended_before_others_failed_is_blamed(tmp_path: Path) -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *in_campaigns([signal.SIGINT, signal.SIGTERM])])
 def test_no_process_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text(HANGING)

@@ -15,6 +15,11 @@ COMMANDS = {
     for name, arguments in json.loads(folder.read_text()).items()
 }
 COMPARED = ("iteration_time_s", "throughput_samples_per_s", "bubble_fraction", "peak_memory_bytes", "lower_bound_s")
+CORRECTED: dict[Path, dict[str, dict[str, float]]] = {
+    folder: json.loads((folder / "corrected.json").read_text()) for folder in {case[0] for case in COMMANDS}
+}
+"""Predictions that have changed since, because shapes are read from the modules now, by the name of the command."""
+MOST_CORRECTED = 0.16
 TRAINS = [case for case, arguments in COMMANDS.items() if arguments[0] == "train"]
 PREDICTS = [case for case in COMMANDS if case not in TRAINS]
 
@@ -37,13 +42,15 @@ def test_predictions_are_the_same(
 ) -> None:
     monkeypatch.chdir(folder)
     now, then = run(folder, name, capsys)
+    corrected = CORRECTED[folder].get(name, {})
     for key in COMPARED:
-        assert now[key] == pytest.approx(then[key], rel=1e-12, abs=1e-15), key
+        assert now[key] == pytest.approx(corrected.get(key, then[key]), rel=1e-12, abs=1e-15), key
+        # Shapes that were a little wrong, and tiny models in which that shows: see the changelog.
+        assert now[key] == pytest.approx(then[key], rel=MOST_CORRECTED), key
     assert now["schedule"] == then["schedule"]
     assert now["num_devices"] == then["num_devices"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "name"), TRAINS, ids=name_of)
 def test_training_goes_on_from_a_checkpoint(
     folder: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -110,6 +110,14 @@ def test_context_parallel_members_pass_on_what_their_place_holds() -> None:
     straight = Stage(layers=(0, 1), ranks=(0, 1), tp_size=1, cp_size=2)
     assert pairs(straight, shifted) == [[(0, 1), (1, 2)], [(1, 0), (2, 1)]]
     assert pairs(straight, replace(straight, layers=(1, 2))) == [[], []]
+    # Groups of unequal size: a piece from every place that the receiver does not hold itself.
+    one = Stage(layers=(1, 2), ranks=(1,), tp_size=1, cp_size=1)
+    assert pairs(straight, one) == [[(0, 1)], [(1, 0)]]
+    three = Stage(layers=(1, 2), ranks=(4, 5, 6), tp_size=1, cp_size=3)
+    assert pairs(wide, three) == [
+        [(0, 4), (2, 4), (0, 5), (2, 5), (0, 6), (2, 6)],
+        [(sender, receiver) for receiver in range(4) for sender in (4, 5, 6)],
+    ]
 
 
 def test_other_values_stay_where_they_are() -> None:

@@ -4,9 +4,8 @@ import pytest
 from tiny_configs import EVERY_MODEL, LANGUAGE_MODELS, meta_model
 
 from motet.families.encoders import ENCODER_FAMILIES
+from motet.families.module_shapes import module_workload
 from motet.models.stages.projector import build_projector
-from motet.shapes.defaults import DEFAULTS
-from motet.shapes.families import FAMILIES, as_tower, module_workload
 from motet.shapes.module_shape import contrastive_loss, projector_layer, with_feature_layer, with_projector
 
 
@@ -40,13 +39,6 @@ def test_parameters_of_each_encoder_layer(name):
     for i in range(workload.num_blocks):
         assert workload.layers[1 + i].num_parameters == count([f"{family.blocks}.{i}"])
     assert workload.layers[0].num_parameters == count(family.embed_parts)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_defaults_are_those_of_transformers(family):
-    config = next(c for c, _ in EVERY_MODEL.values() if c.model_type == family)
-    theirs = type(config)().to_dict()
-    assert {key: theirs[key] for key in DEFAULTS[family]} == dict(DEFAULTS[family])
 
 
 def test_a_bare_config_json_means_the_defaults():
@@ -89,9 +81,11 @@ def test_what_is_cut_by_tensor_parallelism():
 
 
 def test_wrong_configurations_are_refused():
-    with pytest.raises(ValueError, match="model_type 't5' is not known"):
+    with pytest.raises(ValueError, match="t5 is both encoder and decoder"):
         module_workload({"model_type": "t5"})
-    with pytest.raises(ValueError, match="hidden_size is 'wide'"):
+    with pytest.raises(ValueError, match="model_type 'tea' is not known"):
+        module_workload({"model_type": "tea"})
+    with pytest.raises(ValueError, match=r"hidden_size.* expected int.*'wide'"):
         module_workload({"model_type": "llama", "hidden_size": "wide"})
     with pytest.raises(ValueError, match="'conv' is not known"):
         projector_layer("conv", 2, 2)
@@ -102,9 +96,9 @@ def test_wrong_configurations_are_refused():
 )
 def test_a_tower_has_the_encoders_parameters_and_hands_on_one_vector_of_each_item(name):
     encoder = module_workload(EVERY_MODEL[name][0])
-    tower = as_tower(with_projector(encoder, "linear", 20))
+    tower = with_projector(module_workload(EVERY_MODEL[name][0], role="tower"), "linear", 20)
     assert tower.kind == "tower"
-    assert tower.num_parameters == with_projector(encoder, "linear", 20).num_parameters
+    assert tower.num_parameters - tower.layers[-1].num_parameters == encoder.num_parameters
     assert tower.boundary(tower.num_layers) == ("outputs", 20)
     assert tower.boundary(1) == ("tokens", 64)
     assert bool(tower.layers[-2].linears) == (name in ("siglip", "siglip_text", "bert"))

@@ -9,9 +9,8 @@ from motet.assignment.sample import Sample, Segment
 from motet.costs.cost_model import Quadratic, microbatch_load
 from motet.costs.kernels import layer_kernels, total_flops
 from motet.errors import UserError
-from motet.families.caption_decoders import decoder_family, decoder_layer_parts
-from motet.shapes.defaults import DEFAULTS
-from motet.shapes.families import decoder_workload
+from motet.families.discovery import causal_layer_parts, causal_paths
+from motet.families.module_shapes import module_workload
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30}
 CONFIGS = {
@@ -25,11 +24,11 @@ CLASSES = {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertLMHead
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_of_the_real_module(name: str) -> None:
     config = CONFIGS[name]
-    model, workload = CLASSES[config.model_type](config), decoder_workload(config.to_dict())
+    model, workload = CLASSES[config.model_type](config), module_workload(config, role="decoder")
     assert workload.num_parameters == sum(p.numel() for p in model.parameters())
     assert workload.tied == ((0, 3),)
     for layer in range(workload.num_layers):
-        parts = [model.get_submodule(path) for path in decoder_layer_parts(model, layer)]
+        parts = [model.get_submodule(path) for path in causal_layer_parts(model, layer)]
         assert workload.layers[layer].num_parameters == sum(p.numel() for part in parts for p in part.parameters())
 
 
@@ -37,8 +36,8 @@ def test_parameters_are_those_of_the_real_module(name: str) -> None:
 def test_operations_of_a_block_are_those_of_the_real_one(name: str) -> None:
     """Two captions of five tokens, each of which sees an image of seven."""
     config = CONFIGS[name]
-    model, workload = CLASSES[config.model_type](config), decoder_workload(config.to_dict())
-    block = model.get_submodule(f"{decoder_family(model).blocks}.0")
+    model, workload = CLASSES[config.model_type](config), module_workload(config, role="decoder")
+    block = model.get_submodule(f"{causal_paths(model).blocks}.0")
     hidden, states = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     with FlopCounterMode(display=False) as counter:
         block(hidden, None, encoder_hidden_states=states) if name == "bert" else block(hidden, None, None, states)
@@ -48,11 +47,6 @@ def test_operations_of_a_block_are_those_of_the_real_one(name: str) -> None:
     assert counted.seconds(load) == counter.get_total_flops()
 
 
-def test_defaults_are_those_of_transformers() -> None:
-    theirs = transformers.GPT2Config()
-    assert {key: getattr(theirs, key) for key in DEFAULTS["gpt2"]} == dict(DEFAULTS["gpt2"])
-
-
 def test_other_families_are_refused() -> None:
-    with pytest.raises(UserError, match="model_type 'llama' is no caption decoder; known are gpt2, bert"):
-        decoder_workload({"model_type": "llama"})
+    with pytest.raises(UserError, match=r"llama .*captions nothing"):
+        module_workload({"model_type": "llama"}, role="decoder")

@@ -11,10 +11,10 @@ from motet.assignment.sample import Sample, Segment
 from motet.cluster import cpu_cluster
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic
 from motet.costs.iteration import IterationCosts
+from motet.families.module_shapes import module_workload
 from motet.plan import Edge, LayerRange, ModulePlan, Plan, Replica, Stage
 from motet.schedule.action import Compute, Kind
 from motet.schedule.routes import Cell, derive_routes
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 
 VISION = with_projector(module_workload(EVERY_MODEL["siglip"][0]), "mlp", 64)

@@ -100,15 +100,6 @@ def with_last(trial: Trial, how: str) -> Trial:
     return replace(trial, kills=(*trial.kills[:-1], replace(trial.kills[-1], how=how)))
 
 
-def with_lost_store(trial: Trial) -> Trial:
-    """The store is lost with the last node, or with it alone; sometimes it is stopped."""
-    rng = Random(f"store of {trial.seed}")
-    last = trial.kills[-1]
-    how = "none" if rng.random() < 0.35 else last.how
-    last = replace(last, how=how, store="SIGSTOP" if rng.random() < 0.2 else "SIGKILL")
-    return replace(trial, kills=(*trial.kills[:-1], last))
-
-
 def _draw_nodes(rng: Random, layout: Layout, pipelines: tuple[int, ...]) -> list[int]:
     """Two that may be lost at once where two are tolerated."""
     if layout != "alike":
@@ -213,7 +204,6 @@ class Outcome:
     max_loss_error: float
     seconds: float
     """From the start of the processes to their end."""
-    num_stores_lost: int
     noticed_s: tuple[float | None, ...]
     """For each of `killed`: from the moment of the loss until an agent proposed to go on without the node; None: the
     training was over before."""
@@ -242,14 +232,12 @@ class Outcome:
                     {
                         "phase": phase,
                         "how": kill.how,
-                        "store": kill.store,
                         "node": kill.node,
                         "after_steps": kill.after_steps,
                         "noticed_s": noticed_s,
                     }
                     for (phase, kill), noticed_s in zip(self.killed, self.noticed_s, strict=True)
                 ],
-                "stores_lost": self.num_stores_lost,
                 "done": [line["done"] for line in self.log],
                 "moved_bytes": self.moved_bytes,
                 "max_loss_error": self.max_loss_error,
@@ -284,7 +272,7 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
         path = Path(folder) / FAILURES
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         assert applied_ids(Path(folder)) == ids, trial  # No sample lost or doubled, and their order.
-    log = tuple(line for line in lines if "generation" in line)
+    log = tuple(lines)
     fired = {kill: board.fired_at(i) for i, kill in enumerate(trial.kills) if board.is_fired(i)}
     assert len(result["losses"]) == len(losses), (trial, result["losses"], log)
     assert result["checkpoint"].endswith(f"step_{STEPS:08d}"), (trial, result["checkpoint"], log)
@@ -292,15 +280,12 @@ def run_trial(trial: Trial, board: Board | None = None) -> Outcome:
     error = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], losses, strict=True))
     assert error <= 1e-6, (trial, error, log)
     lost = {change["node"] for line in log for change in line["changes"] if change["kind"] == "lost"}
-    assert lost <= {kill.node for kill in fired if kill.how != "none"}, (trial, log)
-    stores = [line for line in lines if line["changes"][0]["kind"] == "store"]
-    assert len(stores) + len(log) == len(lines), (trial, lines)
-    assert len(stores) <= sum(kill.store != "" for kill in fired), (trial, lines)
+    assert lost <= {kill.node for kill in fired}, (trial, log)
     for line in log:
         assert line["done"].startswith(("went on", "nothing had been trained")), (trial, log)
     noticed_s = tuple(_noticed_s(kill, fired_at, log) for kill, fired_at in fired.items())
-    killed = tuple((kill.phase if kill.how == "none" else board.phase_of(kill), kill) for kill in fired)
-    return Outcome(trial, killed, error, seconds, len(stores), noticed_s, log)
+    killed = tuple((board.phase_of(kill), kill) for kill in fired)
+    return Outcome(trial, killed, error, seconds, noticed_s, log)
 
 
 def _noticed_s(kill: Kill, fired_at: float, log: Sequence[dict[str, Any]]) -> float | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from motet.assignment.sample import Sample, Segment
-from motet.families.caption_decoders import num_decoder_layers
+from motet.families.discovery import num_causal_layers
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.encoder import EncoderStage
@@ -83,7 +83,7 @@ class Coca(Case):
     def plan(self, model: ContrastiveModule) -> Plan:
         plan = super().plan(model)
         assert model.decoder is not None
-        num_layers = num_decoder_layers(model.decoder)
+        num_layers = num_causal_layers(model.decoder)
         cut = [i * num_layers // self.pp for i in range(self.pp + 1)]
         first = plan.num_ranks
         replicas = tuple(
@@ -139,12 +139,11 @@ class Coca(Case):
                 return model.nodes[CONTRASTIVE].make_stage((0, 1))
             if name == DECODER:
                 made: nn.Module = CaptionDecoderStage(name, model.decoder, stage.layers, recompute=self.recompute)
-                family = self.family
             else:
                 tower = model.modality_modules()[name]
-                made, family = EncoderStage(name, tower, stage.layers), tower.module.config.model_type
+                made = EncoderStage(name, tower, stage.layers)
             if tp.size > 1:
-                apply_tensor_parallel(made, family, tp)
+                apply_tensor_parallel(made, tp)
             return made.train()
 
         return Engine(plan, make, device=torch.device("cpu"), boundary_dtype=torch.float64)

@@ -204,7 +204,7 @@ class Case:
             module = model.modality_modules()[name]
             made = EncoderStage(name, module, stage.layers)
             if tp.size > 1:
-                apply_tensor_parallel(made, module.module.config.model_type, tp)
+                apply_tensor_parallel(made, tp)
             return made.train()
 
         return Engine(plan, make, device=torch.device("cpu"), boundary_dtype=getattr(torch, self.dtype))

@@ -66,13 +66,13 @@ def separate_hosts(number: int) -> Iterator[Hosts]:
     hosts.take_down()
     original = launch_nodes.run_agent
 
-    def run_agent(config, address, node, *others):  # type: ignore[no-untyped-def]
+    def run_agent(config, address, secret, node, *others):  # type: ignore[no-untyped-def]
         hosts.enter(node)
-        original(config, (SWITCH, address[1]), node, *others)
+        original(config, address, secret, node, *others)
 
     try:
         hosts.set_up()
-        with mock.patch.object(launch_nodes, "run_agent", run_agent):
+        with mock.patch.multiple(launch_nodes, run_agent=run_agent, LOOPBACK=SWITCH):
             yield hosts
     finally:
         hosts.take_down()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
 from motet.families.classes import model_class_of
-from motet.families.language_models import cross_attention_layers, is_tied, num_language_model_layers
+from motet.families.discovery import num_causal_layers
+from motet.families.language_models import cross_attention_layers, is_tied
 from motet.families.token_counts import encoder_segment
 from motet.models.materialize import read_part_config
 from motet.models.stages.encoder import num_encoder_layers
@@ -127,7 +128,7 @@ class Scenario:
         models = {name: _on_meta(config.model.encoders[name], "encoder") for name in families}
         llm = _on_meta(config.model.language_model, "language_model")
         num_layers = {name: num_encoder_layers(model, nn.Identity()) for name, model in models.items()}
-        num_layers["language_model"] = num_language_model_layers(llm)
+        num_layers["language_model"] = num_causal_layers(llm)
 
         def module(name: str) -> ModulePlan:
             is_llm = name == "language_model"

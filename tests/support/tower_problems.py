@@ -7,9 +7,9 @@ from tiny_configs import EVERY_MODEL
 from motet.assignment.sample import Sample, Segment
 from motet.cluster import DEVICES, LINKS, Cluster
 from motet.costs.analytic import analytic_table
+from motet.families.module_shapes import module_workload
 from motet.plan import Edge
 from motet.planner.problem import ModuleProblem, PlanningProblem
-from motet.shapes.families import as_tower, decoder_workload, module_workload
 from motet.shapes.module_shape import contrastive_loss, with_projector
 
 CLUSTER = Cluster(
@@ -20,6 +20,7 @@ CLUSTER = Cluster(
     between_nodes=LINKS["ethernet25"],
     nics_per_node=1,
 )
+CAPTIONS = {"hidden_size": 32, "is_decoder": True, "add_cross_attention": True}
 
 
 def tower_problem(
@@ -37,7 +38,8 @@ def tower_problem(
     families = {"image": "clip", "text": "clip_text", "caption": "siglip_text"}
     names = list(families)[:towers]
     workloads = {
-        name: as_tower(with_projector(module_workload(EVERY_MODEL[families[name]][0]), "linear", 32)) for name in names
+        name: with_projector(module_workload(EVERY_MODEL[families[name]][0], role="tower"), "linear", 32)
+        for name in names
     }
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     workloads["loss"] = contrastive_loss(pairs, 32)
@@ -45,7 +47,7 @@ def tower_problem(
     layouts["image"] = (Segment(145, num_outputs=1, grid=(12, 12)),)
     edges = [Edge(source=name, target="loss") for name in names]
     if decoder:
-        workloads["decoder"] = decoder_workload({**EVERY_MODEL["bert"][0].to_dict(), "hidden_size": 32})
+        workloads["decoder"] = module_workload({**EVERY_MODEL["bert"][0].to_dict(), **CAPTIONS}, role="decoder")
         layouts["image"] = (Segment(145, num_outputs=146, grid=(12, 12)),)
         layouts["decoder"] = (Segment(16),)
         edges.append(Edge(source="image", target="decoder", layers=workloads["decoder"].blocks))

@@ -38,7 +38,7 @@ def largest_error(
     reference, parallel = case.model(dtype), case.model(dtype)
     prepare(reference)
     prepare(parallel)
-    layout = apply_tensor_parallel(parallel, case.family, tp)
+    layout = apply_tensor_parallel(parallel, tp)
     with context():
         expected = step(reference, case)
         loss = step(parallel, case)

@@ -19,8 +19,7 @@ from motet.plan import ContextOptions, Plan, Replica, Stage
 from motet.planner.templates.pipelines import Template, Templates
 from motet.planner.templates.planner import make_templates, plan_with_sizes
 from motet.resilience.launch_nodes import run_agent, train_on_nodes
-from motet.resilience.membership import MembershipNotice
-from motet.resilience.recover import TrainingProcess
+from motet.resilience.store.embedded import StoreProcess
 from motet.resilience.succession import Succession
 from motet.runtime.training.trainer import Trainer
 from motet.runtime.training.worker import train_worker
@@ -139,14 +138,14 @@ def unlike_on_nodes_of_three(
 def train_and_join(config: RunConfig, plan: Plan, templates: Templates) -> dict[str, Any]:
     """Two nodes of two processes begin, and wait before their third step for one more that joins."""
     addresses = multiprocessing.get_context("fork").SimpleQueue()
-    original = TrainingProcess._join_world
+    original = StoreProcess.start
 
-    def join(self: TrainingProcess, call: MembershipNotice) -> None:
-        addresses.put(call.store)
-        original(self, call)
+    def start(self: StoreProcess, *args: Any) -> None:
+        original(self, *args)
+        addresses.put((self.address, self._secret))
 
     def joiner() -> None:
-        run_agent(config, addresses.get(), None, 2, Succession(2, templates))
+        run_agent(config, *addresses.get(), None, 2, Succession(2, templates))
 
     helper = multiprocessing.get_context("fork").Process(target=joiner)
     helper.start()
@@ -155,7 +154,7 @@ def train_and_join(config: RunConfig, plan: Plan, templates: Templates) -> dict[
         if trainer.engine.model.mesh.world_size == 4 and trainer.finished_steps == 2:
             wait_for_a_change(trainer)
 
-    with mock.patch.object(TrainingProcess, "_join_world", join), before_each_step(wait_for_it):
+    with mock.patch.object(StoreProcess, "start", start), before_each_step(wait_for_it):
         result = train_on_nodes(config, plan, templates, num_nodes=2, node_size=2)
     helper.join()
     return result

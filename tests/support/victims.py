@@ -10,13 +10,12 @@ import mmap
 import os
 import signal
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from motet.parallel.tensor_plans import local_ranges
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.resilience.membership import FIRST_GENERATION
 from motet.resilience.recover import TrainingProcess
-from motet.resilience.store import store
 from motet.runtime.checkpoint.checkpoint import CheckpointWriter
 from motet.runtime.executor import Executor
 from motet.runtime.gradient_reduction import GradientReducer
@@ -49,12 +47,7 @@ class Kill:
     delay_s: float
     how: str
     """process: SIGKILL; hang: SIGSTOP; agent: SIGKILL for the agent, which takes its processes along;
-    warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host; none: the store alone is
-    lost."""
-    store: Literal["", "SIGKILL", "SIGSTOP"] = ""
-    """What the process that has the store gets at the moment when that comes to the node, or a moment before."""
-    machine: Literal["", "SIGKILL", "SIGSTOP"] = ""
-    """What all processes on the store's machine get (machines.py)."""
+    warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host."""
 
 
 class Board:
@@ -80,16 +73,6 @@ class Board:
         """In which its victim was."""
         saved = kill.phase == "saving" and self._memory[2048 + kill.node]
         return "saving" if saved else self.phase(kill.node)
-
-    @property
-    def store_pid(self) -> int:
-        """Of the newest process that has the store."""
-        pid: int = self._PHASE.unpack_from(self._memory, 3840)[0]
-        return pid
-
-    def note_store(self) -> None:
-        """In that process."""
-        self._PHASE.pack_into(self._memory, 3840, os.getpid())
 
     def is_fired(self, kill: int) -> bool:
         return self._memory[1024 + kill] != 0
@@ -125,16 +108,6 @@ class Victim:
             self._entries[i] += 1
             if self._entries[i] > kill.nth:
                 self.board.fire(i)
-                if kill.store:
-                    os.kill(self.board.store_pid, signal.Signals[kill.store])
-                if kill.machine:
-                    to_machine = os.getpgid(self.board.store_pid), signal.Signals[kill.machine]
-                    if kill.how == "none":
-                        threading.Timer(kill.delay_s, os.killpg, to_machine).start()
-                    else:
-                        os.killpg(*to_machine)
-                if kill.how == "none":
-                    continue
                 if kill.how in ("agent", "warning"):
                     os.kill(os.getppid(), signal.SIGKILL if kill.how == "agent" else signal.SIGTERM)
                 elif kill.how != "cut":  # The board is watched by who cuts.
@@ -193,12 +166,6 @@ def observed(victim: Victim) -> Iterator[None]:
         written(self, *args)
         victim.save(False)
 
-    host_store = store._host_store
-
-    def host(*args: Any) -> None:
-        victim.board.note_store()
-        host_store(*args)
-
     recovered = TrainingProcess._recovered
 
     def checked(self: TrainingProcess, *args: Any) -> Trainer:
@@ -207,7 +174,6 @@ def observed(victim: Victim) -> Iterator[None]:
         return trainer
 
     with (
-        mock.patch.object(store, "_host_store", host),
         before(Executor, "doing", of_step),
         before(GradientReducer, "finish", lambda *_: "reduction"),
         before(Optimizer, "step", lambda *_: "optimizer step"),

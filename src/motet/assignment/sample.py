@@ -21,6 +21,8 @@ class Segment:
     """Encoders: tokens handed on for the item, after head and projector. None: as many as `num_tokens`."""
     grid: tuple[int, ...] = ()
     """Encoders: what the family derives positions and masks from (patch rows and columns, frames)."""
+    num_frames: int = 0
+    """Encoders: frames that are read of a video; 0: the item is none."""
 
     @property
     def outputs(self) -> int:

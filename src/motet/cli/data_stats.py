@@ -69,6 +69,11 @@ def as_json(stats: "DataStats") -> dict[str, Any]:
                 "tokens": _quantiles(module.tokens[module.tokens > 0]),
                 "own_tokens": _quantiles(module.own_tokens[module.tokens > 0]),
                 "work_s": _quantiles(module.work_s[module.tokens > 0]),
+                "videos": {
+                    "number": len(module.video_frames),
+                    "frames": _quantiles(module.video_frames),
+                    "tokens": _quantiles(module.video_tokens),
+                },
                 "share_of_work": float(module.work_s.sum()) / all_work_s,
             }
             for name, module in modules.items()
@@ -131,6 +136,14 @@ def as_text(values: Mapping[str, Any]) -> str:
             cells = "".join(f"{spread[column] * scale:>10{form}}" for column in ("mean", *QUANTILES))
             lines.append(f"{name:<20}{module['share_of_samples']:>9.1%}{cells}")
         lines.append("")
+    for name, module in values["modules"].items():
+        videos = module["videos"]
+        if videos["number"]:
+            lines.append(
+                f"{videos['number']} videos in {name}: {videos['frames']['mean']:.1f} frames and "
+                f"{videos['tokens']['mean']:.0f} tokens on average, at most {videos['frames']['max']:.0f} and "
+                f"{videos['tokens']['max']:.0f}"
+            )
     for name, ratio in values["ratios"].items():
         lines.append(f"work of {name} over the language model's: {ratio['whole']:.3g}; 5% to 95% of batches of")
         bands = [f"{size}: {band['p5']:.3g} to {band['p95']:.3g}" for size, band in ratio["by_batch_size"].items()]

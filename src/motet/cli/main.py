@@ -1,4 +1,4 @@
-"""The command line: `motet plan|simulate|profile|data-stats|train|serve-data|verify|demo`.
+"""The command line: `motet plan|simulate|profile|data-stats|train|serve-data|verify|family|families|demo`.
 
 Exit codes: 0: done; 2: the user's input is wrong (one line says what and how to correct it); 1: failed;
 130: interrupted.
@@ -15,7 +15,7 @@ from contextlib import nullcontext, redirect_stdout
 from typing import Any, NoReturn, Protocol
 
 from motet import __version__
-from motet.cli import data_stats, demo, plan, profile, serve_data, simulate, train, verify
+from motet.cli import data_stats, demo, families, family, plan, profile, serve_data, simulate, train, verify
 from motet.environment import set_environment
 from motet.errors import UserError
 
@@ -39,6 +39,8 @@ COMMANDS: Mapping[str, Command] = {
     "train": train,
     "serve-data": serve_data,
     "verify": verify,
+    "family": family,
+    "families": families,
     "demo": demo,
 }
 

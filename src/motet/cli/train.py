@@ -10,6 +10,7 @@ from motet.errors import UserError
 
 if TYPE_CHECKING:
     from motet.config import RunConfig
+    from motet.resilience.store.etcd import StoreAddress
 
 HELP = "train; alone it starts its own processes, under torchrun it joins them"
 
@@ -23,32 +24,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data servers (motet serve-data), such as grpc://host:8815; replaces data.servers",
     )
     parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="delete the checkpoints of an earlier run in train.output; sets train.overwrite",
+    )
+    parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="join a training that continues when nodes fail (train.failures) as a further node",
+        help="join a training that continues when nodes fail (train.failures) as a further node; HOST:PORT or "
+        "etcd://HOST:PORT,.../NAME, as the training has printed it",
     )
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         help="with train.failures, on several machines: start no node here, but wait at this address of this machine "
-        "until cluster.num_nodes nodes have joined by --join",
+        "until cluster.num_nodes nodes have joined by --join; or etcd://HOST:PORT,.../NAME, to wait for them in etcd",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="etcd://HOST:PORT,.../NAME",
+        help="with train.failures, on this machine: agree on who trains in etcd, under that name, and not in a process "
+        "of this machine",
     )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.data is not None:
         arguments.overrides.append(f"data.servers={json.dumps(arguments.data.split(','))}")
+    if arguments.overwrite:
+        arguments.overrides.append("train.overwrite=true")
     config = load_config(arguments)
     if arguments.join is not None and arguments.listen is not None:
         raise UserError("--listen: does not go with --join: one process listens, and each node joins it")
     if arguments.join is not None:
         join(config, arguments.join)
         return {}
-    listen = None if arguments.listen is None else _listen(config, arguments.listen)
+    listen = None if arguments.listen is None else _address(config, "listen", arguments.listen)
+    store = None if arguments.store is None else _address(config, "store", arguments.store)
+    if isinstance(store, tuple) or (store is not None and listen is not None):
+        raise UserError("--store: takes etcd://HOST:PORT,.../NAME alone; give it to --listen where nodes join")
     from motet.api import train
     from motet.report.plan_report import report_text
 
-    result = train(config, plan=arguments.plan, listen=listen)
+    result = train(config, plan=arguments.plan, listen=listen, store=store)
     if result:
         predicted, measured = result["predicted"], result["measured"]
         print(report_text(predicted))
@@ -60,13 +78,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _listen(config: "RunConfig", address: str) -> tuple[str, int]:
+def _address(config: "RunConfig", option: str, text: str) -> "StoreAddress":
+    from motet.resilience.store.etcd import EtcdAddress
+
     if config.train.failures is None:
-        raise UserError("--listen: train.failures is null; set it, or start the processes by torchrun")
-    listen = host_and_port(address)
-    if listen is None:
-        raise UserError(f"--listen: is {address!r}; give HOST:PORT, an address of this machine and a free port")
-    return listen
+        instead = "give the run file of the training" if option == "join" else "or start the processes by torchrun"
+        raise UserError(f"--{option}: train.failures is null; set it, {instead}")
+    address = EtcdAddress.parse(text) or (None if "/" in text else host_and_port(text))
+    if address is None:
+        raise UserError(f"--{option}: is {text!r}; give HOST:PORT, or etcd://HOST:PORT,HOST:PORT,.../NAME")
+    return address
 
 
 def join(config: "RunConfig", address: str) -> None:
@@ -76,11 +97,7 @@ def join(config: "RunConfig", address: str) -> None:
     from motet.api import read_problem
     from motet.resilience.succession import templates_of
 
-    store_address = host_and_port(address)
-    if store_address is None:
-        raise UserError(f"--join: is {address!r}; give HOST:PORT, as the training that is to be joined has printed it")
-    if config.train.failures is None:
-        raise UserError("--join: train.failures is null; give the run file of the training that is to be joined")
+    store_address = _address(config, "join", address)
     from motet.resilience.launch_nodes import join_training
 
     node_size = config.cluster.num_devices // config.cluster.num_nodes

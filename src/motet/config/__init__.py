@@ -4,11 +4,14 @@ from motet.config.data_section import (
     ConversationsConfig,
     DescribedConfig,
     DialADigitConfig,
+    FilesConfig,
     PairsConfig,
     PreparedDataConfig,
     SameDigitsConfig,
+    VideoConfig,
 )
 from motet.config.model_section import (
+    CompositePartConfig,
     ContrastiveConfig,
     DecoderConfig,
     EncoderConfig,
@@ -31,12 +34,14 @@ from motet.config.run_file import (
 __all__ = [
     "CatalogueConfig",
     "ClusterConfig",
+    "CompositePartConfig",
     "ContrastiveConfig",
     "ConversationsConfig",
     "DecoderConfig",
     "DescribedConfig",
     "DialADigitConfig",
     "EncoderConfig",
+    "FilesConfig",
     "GeneratorConfig",
     "LanguageModelConfig",
     "ModelConfig",
@@ -49,6 +54,7 @@ __all__ = [
     "SameDigitsConfig",
     "TowerConfig",
     "TrainConfig",
+    "VideoConfig",
     "load_catalogue",
     "load_run_config",
 ]

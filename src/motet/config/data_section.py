@@ -66,25 +66,54 @@ class DialADigitConfig(PreparedDataConfig):
         return self
 
 
-class ConversationsConfig(PreparedDataConfig):
-    """Conversations in the LLaVA form: JSON lines (or one JSON list) with image and audio files beside them, WebDataset
-    shards (`.tar`), or Parquet files."""
+class VideoConfig(Section):
+    """Which frames of a video are read. They are spread evenly from its first frame to its last."""
 
-    kind: Literal["conversations"]
+    fps: PositiveNumber | None = None
+    """Frames for each second; null: 1, unless `frames` is given."""
+    frames: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Frames of every video, in place of `fps`; a video that has fewer gives all that it has."""
+    max_frames: Annotated[int, Field(ge=1, le=100_000)] = 64
+    """Most frames of a video."""
+    max_tokens: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Most tokens that a video may take in the language model; fewer frames are read until it holds."""
+
+    @model_validator(mode="after")
+    def _has_one_rule(self) -> "VideoConfig":
+        if self.fps is not None and self.frames is not None:
+            raise ValueError("fps and frames are both given; give one of them")
+        return self
+
+
+class FilesConfig(PreparedDataConfig):
+    """Keys of the kinds of data that are read from files."""
+
     files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    """One or several files or patterns, such as `shards/*.tar`."""
+    """One or several files or, of conversations, patterns such as `shards/*.tar`."""
     eval_files: Files = ()
-    """Held-out conversations."""
+    """Held-out samples."""
     image_folder: str = "."
     """Folder to which the paths of images are relative."""
     audio_folder: str = "."
     """Folder to which the paths of clips are relative."""
     tokenizer: str | None = None
-    """Hub id or folder; null: that of the language model."""
+    """Hub id or folder; null: that of the language model, or of the text tower."""
     processors: dict[str, str] = {}
-    """By encoder, hub id or folder of its image processor or feature extractor; not given: that of the encoder."""
-    seed: CountOrNever = 0
-    """Not used: the order of the samples depends on `train.seed`."""
+    """By encoder or tower, hub id or folder of its image processor or feature extractor; not given: its own."""
+    seed: CountOrNever | None = None
+    """Seed of the samples' order; null: `train.seed`."""
+
+
+class ConversationsConfig(FilesConfig):
+    """Conversations in the forms LLaVA, ShareGPT or messages (docs/data.md): JSON lines (or one JSON list) with media
+    files beside them, WebDataset shards (`.tar`), or Parquet files."""
+
+    kind: Literal["conversations"]
+    video_folder: str = "."
+    """Folder to which the paths of videos are relative."""
+    media_folder: str = "."
+    """Folder to which the paths of media of your own modalities (`motet.register_encoder`) are relative."""
+    video: VideoConfig = VideoConfig()
 
 
 class SameDigitsConfig(PreparedDataConfig):
@@ -109,23 +138,11 @@ class SameDigitsConfig(PreparedDataConfig):
         return self
 
 
-class PairsConfig(PreparedDataConfig):
+class PairsConfig(FilesConfig):
     """Samples for towers, as JSON lines: `{"image": path, "audio": path, "text": "..."}`, one key for each tower's
     modality."""
 
     kind: Literal["pairs"]
-    files: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_or_many)]
-    """One file or several."""
-    eval_files: Files = ()
-    """Held-out samples."""
-    image_folder: str = "."
-    """Folder to which the paths of images are relative."""
-    audio_folder: str = "."
-    """Folder to which the paths of clips are relative."""
-    tokenizer: str | None = None
-    """Hub id or folder; null: that of the text tower."""
-    processors: dict[str, str] = {}
-    """By tower of images or sounds, hub id or folder of its processor; not given: that of the tower."""
 
 
 Pixels = Annotated[int, Field(ge=1, le=100_000)]

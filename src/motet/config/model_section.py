@@ -20,7 +20,7 @@ class TrainableEncoder(TrainableModule):
 
 
 class PartConfig(Section):
-    """A HuggingFace model. Exactly one of `hub`, `path` and `config` is given."""
+    """A HuggingFace model. Exactly one of `hub`, `path` and `config` is given, or an encoder's `module`."""
 
     hub: str | None = None
     """Id of a model on the hub."""
@@ -37,7 +37,7 @@ class PartConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> "PartConfig":
-        given = [key for key in ("hub", "path", "config") if getattr(self, key) is not None]
+        given = [key for key in ("hub", "path", "config", "module") if getattr(self, key, None) is not None]
         if len(given) != 1:
             raise ValueError(
                 f"{' and '.join(given)} are given; keep one of them"
@@ -50,6 +50,9 @@ class PartConfig(Section):
 
 
 class EncoderConfig(PartConfig):
+    module: str | None = None
+    """An encoder of your own: `package.module:name` of a torch module's class, or of a function that makes one from
+    `values`; `motet.register_encoder` says what it takes."""
     projector: Literal["linear", "mlp"] | None = "mlp"
     """Layers that map the encoder's width to the language model's; null: none."""
     train: TrainableEncoder = TrainableEncoder()
@@ -87,6 +90,17 @@ class TowerConfig(PartConfig):
         if self.part is not None and self.config is not None:
             raise ValueError(f"part: is {self.part}, but config names one encoder; leave it out, or give hub or path")
         return self
+
+
+class CompositePartConfig(Section):
+    """How a part of a stored model of several modalities is trained: an encoder (`vision`, `audio`) or the
+    `language_model`."""
+
+    train: TrainableEncoder = TrainableEncoder()
+    learning_rate: PositiveNumber | None = None
+    """Peak learning rate of this part; null: `train.learning_rate`."""
+    projector_learning_rate: PositiveNumber | None = None
+    """Peak learning rate of the projector of an encoder; null: `train.learning_rate`."""
 
 
 INITIAL_LOGIT_SCALE = {"softmax": math.log(1 / 0.07), "sigmoid": math.log(10.0)}
@@ -144,7 +158,34 @@ class DecoderConfig(PartConfig):
         return {**given, "values": {**values, "is_decoder": True, "add_cross_attention": True}}
 
 
+OF_SINGLE_MODULES = (
+    "encoders",
+    "language_model",
+    "generators",
+    "towers",
+    "contrastive",
+    "decoder",
+    "merge",
+    "media_attention",
+    "placeholder_tokens",
+)
+"""Keys of models whose modules are given one by one."""
+
+
 class ModelConfig(Section):
+    hub: str | None = None
+    """Id of a model of several modalities on the hub, in place of `encoders` and `language_model` (docs/composites.md).
+    Its encoders and its language model become modules, `vision`, `audio` and `language_model`."""
+    path: str | None = None
+    """The same in a local folder with config.json, safetensors and a processor."""
+    config: str | None = None
+    """Name of the configuration class of such a model, for random weights."""
+    values: dict[str, Any] = {}
+    """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
+    seed: CountOrNever = 0
+    """Seed of the random weights."""
+    parts: dict[str, CompositePartConfig] = {}
+    """How the parts of such a model are trained; those that are not named are trained whole."""
     encoders: dict[str, EncoderConfig] = {}
     """Encoders by name; the names are those of the modules everywhere."""
     language_model: LanguageModelConfig | None = None
@@ -172,8 +213,21 @@ class ModelConfig(Section):
         """Whether the value differs from the default, which may be given explicitly."""
         return bool(getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True))
 
+    @property
+    def composite(self) -> PartConfig | None:
+        """The model of several modalities; None: the modules are given one by one."""
+        if self.hub is None and self.path is None and self.config is None:
+            return None
+        return PartConfig(hub=self.hub, path=self.path, config=self.config, values=self.values, seed=self.seed)
+
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "ModelConfig":
+        sources = [key for key in ("hub", "path", "config") if self._is_given(key)]
+        if sources:
+            return self._checked_composite(sources)
+        for key in ("values", "seed", "parts"):
+            if self._is_given(key):
+                raise ValueError(f"{key}: is of a whole model; give hub, path or config too, or leave it out")
         if not self.towers:
             if self.language_model is None:
                 raise ValueError("language_model: is missing; give one, or towers for a contrastive model")
@@ -210,8 +264,20 @@ class ModelConfig(Section):
             raise ValueError("contrastive.width: is missing; give the width of the features, to which projectors bring")
         return self
 
+    def _checked_composite(self, sources: list[str]) -> "ModelConfig":
+        if len(sources) > 1:
+            raise ValueError(f"{' and '.join(sources)} are given; keep one of them")
+        for key in OF_SINGLE_MODULES:
+            if self._is_given(key):
+                raise ValueError(f"{key}: stands beside {sources[0]}, which is a whole model; leave one of them out")
+        if "model_type" in self.values:
+            raise ValueError("values.model_type: is what config, hub or path say; leave it out")
+        return self
+
     @model_validator(mode="after")
     def _is_trainable(self) -> "ModelConfig":
+        if self.composite is not None:
+            return self
         if LANGUAGE_MODEL in self.encoders:
             raise ValueError(f"encoders.{LANGUAGE_MODEL}: is the language model's name; give the encoder another one")
         for name in self.generators:

@@ -16,12 +16,22 @@ from motet.config.data_section import (
     ConversationsConfig,
     DescribedConfig,
     DialADigitConfig,
+    FilesConfig,
     PairsConfig,
     SameDigitsConfig,
 )
 from motet.config.model_section import ModelConfig
 from motet.config.parallel_section import ParallelConfig
-from motet.config.section import Count, CountOrNever, Degree, Fraction, PositiveNumber, Section
+from motet.config.section import (
+    Count,
+    CountOrNever,
+    Degree,
+    Fraction,
+    LearningRate,
+    PositiveNumber,
+    Section,
+    Share,
+)
 from motet.errors import UserError
 from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
 
@@ -112,8 +122,11 @@ class FailuresConfig(Section):
     """Nodes that may fail at once without loss of state: there is one more copy of every layer."""
     detect_s: PositiveNumber = 1.0
     """Seconds without a sign of life after which a node counts as lost."""
+    secret_file: str | None = None
+    """File with the secret that all machines of the run share; null: the environment variable MOTET_RUN_SECRET. A run
+    on one machine makes its own."""
     store_patience_s: PositiveNumber = 60.0
-    """Seconds for which a node continues without the store, which one process holds for all; then it ends."""
+    """Seconds for which a node waits for the store, in which nodes agree on who trains, to be there again."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank that computes this many times as long as ranks with the same layers is listed in the failure log. null:
     none is."""
@@ -131,11 +144,11 @@ class TrainConfig(Section):
     contrastive_batch_size: Count | None = None
     """Of towers: number of samples that are compared with each other; the loss is the mean over contrastive batches.
     null: the global batch."""
-    learning_rate: PositiveNumber = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Peak learning rate of parts that have none of their own."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay of AdamW, which does not apply to vectors."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """The betas of AdamW."""
     eps: PositiveNumber = 1e-8
     """The epsilon of AdamW."""
@@ -150,7 +163,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the computation; bfloat16 is autocast, with float32 weights."""
     seed: CountOrNever = 0
-    """Seed of dropout and of the order of the data."""
+    """Seed of dropout and of the samples' order."""
     eval_every: CountOrNever = 0
     """Steps between evaluations on held-out samples; 0: none."""
     eval_samples: Count = 256
@@ -160,7 +173,9 @@ class TrainConfig(Section):
     keep_checkpoints: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
     output: str = "runs/motet"
-    """Folder for everything that the run writes."""
+    """Folder for everything that the run writes. One run at a time may use it."""
+    overwrite: bool = False
+    """Delete the checkpoints that an earlier run left in `output`. A run that does not resume from them needs it."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or gradient that is not finite: stop the run, or skip the update."""
     step_timeout_s: PositiveNumber = 300.0
@@ -185,12 +200,19 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
 
+    @property
+    def order_seed(self) -> int:
+        """Seed of the samples' order."""
+        own = self.data.seed if isinstance(self.data, FilesConfig) else None
+        return self.train.seed if own is None else own
+
     @model_validator(mode="after")
     def _names_its_modules(self) -> "RunConfig":
-        names = self.model.module_names
+        # The parts of a whole model are known to transformers alone.
+        names = () if self.model.composite is not None else self.model.module_names
         for key in ("explicit", "recompute", "recompute_features"):
             for name in getattr(self.parallel, key):
-                if name not in names:
+                if names and name not in names:
                     raise ValueError(f"parallel.{key}: there is no module {name!r}; the model has {', '.join(names)}")
         missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]
         if missing:

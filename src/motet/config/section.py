@@ -10,6 +10,8 @@ Degree = Annotated[int, Field(ge=1, le=131_072)]
 Degrees = Annotated[tuple[Degree, ...], Field(min_length=1)]
 CountOrNever = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+LearningRate = Annotated[float, Field(gt=0, le=1000)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

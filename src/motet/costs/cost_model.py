@@ -23,7 +23,7 @@ import numpy as np
 
 from motet.assignment.sample import Sample
 from motet.errors import UserError
-from motet.families.token_counts import token_counts
+from motet.families.token_counts import has_token_counts, token_counts
 from motet.ragged_arrays import Floats
 from motet.shapes.module_shape import ModuleWorkload
 
@@ -134,10 +134,11 @@ def _sums(
     sources: Sequence[str],
     known: dict[tuple[int, ...], int],
 ) -> _Sums:
-    """Each item of an encoder, and each tile of an item, is a sequence; other modules have one sequence per sample.
-    `known`: tokens of an item by its grid, as far as they have been computed."""
+    """Each item of an encoder, and each tile of an item if the family's tiles are known, is a sequence; other modules
+    have one sequence per sample. `known`: tokens of an item by its grid, as far as they have been computed."""
     length = squared = longest = sequences = incoming = outputs = 0
     encodes_items = workload.encodes_items
+    is_whole = encodes_items and not has_token_counts(workload.config)
     for sample in samples:
         layout = sample.layouts.get(data_module, ())
         for source in sources:
@@ -153,7 +154,7 @@ def _sums(
             continue
         for segment in layout:
             outputs += segment.outputs
-            of_grid = known.get(segment.grid)
+            of_grid = segment.num_tokens if is_whole else known.get(segment.grid)
             if of_grid is None:
                 of_grid = known[segment.grid] = token_counts(workload.config, segment.grid).num_tokens
             num_tiles = max(1, segment.num_tokens // of_grid)

@@ -38,7 +38,7 @@ from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
-from motet.schedule.lower import Message
+from motet.schedule.lower import Message, is_resharded
 from motet.schedule.routes import Cell, Routes
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
@@ -182,9 +182,8 @@ class IterationCosts:
     def message_bytes(self, message: Message) -> int:
         source, target = message.source, message.target
         if source.module == target.module:
-            ends = self.routes.stage(source), self.routes.stage(target)
-            shares = _shares_carried(*ends, gradient=message.gradient)
-            return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source), shares)
+            receiver = self.routes.stage(target)
+            return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source), receiver)
         route = next(route for route in self.routes.outgoing[source] if route.target == target)
         return self._output_bytes(source.module, route.samples)
 
@@ -205,23 +204,22 @@ class IterationCosts:
             if crosses[i]:
                 sizes[:, i] = self._output_bytes(kind.module, routes.route_samples(i))
             else:
-                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], kind.stage.cp_size)
-        cp_sizes = np.array([stage.planned.cp_size for stage in routes.stages])[routes.cell_stage]
-        changes = ~crosses & (cp_sizes[routes.route_source] != cp_sizes[routes.route_target])
-        for i in np.flatnonzero(changes).tolist():
-            source, target = (
-                routes.stages[routes.cell_stage[end[i]]].planned for end in (routes.route_source, routes.route_target)
-            )
-            load = cells.loads[cells.load[routes.route_source[i]]]
-            for back in (0, 1):
-                shares = _shares_carried(source, target, gradient=bool(back))
-                sizes[back, i] = self._boundary_bytes(stages[i], load, shares)
+                target = routes.stages[routes.cell_stage[routes.route_target[i]]].planned
+                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], target)
         return sizes
 
-    def _boundary_bytes(self, kind: CellKind, load: Load, num_shares: int) -> int:
-        """A message from the stage to the next one of its module: one of so many shares of the tokens."""
-        workload, border = self.cells.workload(kind.module), kind.stage.layers[1]
-        return round(boundary_bytes(workload, border, load, self.memory, num_shares=num_shares))
+    def _boundary_bytes(self, kind: CellKind, load: Load, target: Stage) -> int:
+        """A message from the stage to the next one of its module.
+
+        Between groups of unequal size each place sends a piece to each place. Pieces are taken to be equal; of what all
+        members hold, one place in turn sends the whole."""
+        workload, source, border = self.cells.workload(kind.module), kind.stage, kind.stage.layers[1]
+        resharded = is_resharded(source, target)
+        num_shares = source.cp_size * target.cp_size if resharded else target.cp_size
+        num_bytes = boundary_bytes(workload, border, load, self.memory, num_shares=num_shares)
+        return round(
+            num_bytes / source.cp_size if resharded and workload.boundary(border)[0] != "tokens" else num_bytes
+        )
 
     def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
         """A module's output for these samples, which another module receives."""
@@ -407,10 +405,3 @@ class IterationCosts:
             for rank in stage.ranks:
                 result[rank] += num_trainable[run] * share
         return result
-
-
-def _shares_carried(source: Stage, target: Stage, *, gradient: bool) -> int:
-    """The number of shares of the tokens of which a message between stages of a module carries one.
-
-    Gradients return whole if the two stages share tokens differently."""
-    return 1 if gradient and source.cp_size != target.cp_size else target.cp_size

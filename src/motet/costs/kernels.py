@@ -138,18 +138,19 @@ class _Maker:
         if layer.part == "embed" and layer.vocabulary:
             table = self._whole("embedding", "elementwise", 2 * layer.hidden_size)
             # Its gradient only updates the table, so no collective follows.
-            return (
-                [table, *self._closing(1, direction)] if direction == "forward" else [replace(table, leaves_layer=True)]
-            )
+            if direction == "forward":
+                return [table, *linears, *self._closing(1, direction)]
+            return [replace(table, leaves_layer=True), *linears]
         if layer.attention is None:
             return [*self._norms(direction), *linears, *self._functions(direction), *self._closing(1, direction)]
-        # Queries, keys, values and output of each attention stand before the linears of the MLP.
-        norms, kernels = self._norms(direction), []
+        # The linears of each attention, its output's last, stand before those of the MLP.
+        norms, kernels, mlp = self._norms(direction), [], linears
         for i, attention in enumerate(layer.attentions):
-            *queries_keys_values, output = linears[4 * i : 4 * i + 4]
+            *queries_keys_values, output = mlp[: attention.num_linears]
+            mlp = mlp[attention.num_linears :]
             kernels += [*self._closing(1, direction), self._residual()] if i else []
             kernels += [*norms[i : i + 1], *queries_keys_values, self._attention(attention, direction), output]
-        rest, mlp = norms[len(layer.attentions) :], linears[4 * len(layer.attentions) :]
+        rest = norms[len(layer.attentions) :]
         if not mlp:
             return [*kernels, *rest, self._residual(), *self._closing(1, direction)]
         after = [*rest, *mlp[:-1], *self._functions(direction), mlp[-1]]
@@ -167,22 +168,27 @@ class _Maker:
             kind="gemm" if linear.kernel_area == 1 else "convolution",
             flops=self._terms(linear.rows, 2.0 * linear.in_features * linear.out_features * rows / shards),
             num_bytes=self._terms(
-                linear.rows, moved * self.element_bytes, constant=width_in * width_out * self.element_bytes
+                linear.rows,
+                moved * self.element_bytes,
+                constant=linear.num_copies * width_in * width_out * self.element_bytes,
             ),
             leaves_layer=direction == "input_gradient" and linear.reads_layer_input,
         )
 
     def _attention(self, attention: Attention, direction: Pass) -> KernelShape:
         times = 2 if direction == "input_gradient" else 1
-        per_pair = times * 4.0 * attention.num_heads * attention.head_dim / self.tp_size
-        size = attention.head_dim * self.element_bytes * times / self.tp_size
+        of_heads = 4.0 * attention.num_heads * attention.mean_dim
+        per_pair = times * (of_heads + attention.flops_per_pair) / self.tp_size
+        size = attention.mean_dim * self.element_bytes * times / self.tp_size
         queries, keys = 2 * attention.num_heads * size, 2 * attention.num_key_value_heads * size
         if attention.reads_encoder:
             flops = self._quadratic(per_incoming_pair=per_pair)
             num_bytes = self._quadratic(per_token=queries, per_incoming=keys)
         else:
             window = attention.window
-            flops = self._quadratic(**({"per_pair": per_pair} if window is None else {"per_token": per_pair * window}))
+            beside = times * attention.flops_per_token / self.tp_size
+            of_pairs = {"per_pair": per_pair} if window is None else {"per_token": per_pair * window}
+            flops = self._quadratic(**of_pairs).plus(self._quadratic(per_token=beside))
             num_bytes = self._quadratic(per_token=queries + keys)
         return KernelShape("attention", "attention", flops, num_bytes)
 

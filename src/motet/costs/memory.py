@@ -103,7 +103,7 @@ def cast_weight_bytes(layer: LayerShape, *, tp_size: int, options: MemoryOptions
 def _cast_bytes(linears: Iterable[Linear], layer: LayerShape, tp_size: int, options: MemoryOptions) -> int:
     if options.autocast_bytes is None or not layer.runs:
         return 0
-    elements = sum(linear.in_features * linear.out_features // (tp_size if linear.cut else 1) for linear in linears)
+    elements = sum(linear.num_weights // (tp_size if linear.cut else 1) for linear in linears)
     return elements * options.autocast_bytes
 
 
@@ -152,14 +152,15 @@ def saved_layer_bytes(
     for attention in layer.attentions:
         keys = load.incoming if attention.reads_encoder else tokens
         heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
-        computed += 2 * heads * attention.head_dim / tp_size
+        computed += 2 * heads * attention.mean_dim / tp_size
         if attention.normalizes:
             kept += heads * attention.head_dim / tp_size
             computed += weight_gradient * heads * attention.head_dim / tp_size
     if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
         last = layer.linears[-1]
-        computed += tokens * last.in_features / last.kernel_area * (3 if layer.gated else 1) / tp_size
+        width = last.rows_per_token * last.in_features / last.kernel_area
+        computed += tokens * width * (3 if layer.gated else 1) / tp_size
     own_weights = (linear for linear in layer.linears if fully_sharded or linear.kernel_area > 1)
     return (
         round(kept * options.activation_bytes + computed * options.computed_bytes)

@@ -261,19 +261,12 @@ class StageSeconds:
     def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
         """Seconds in which context-parallel ranks gather their outputs and the gradients of their inputs.
 
-        They do so if the next or the previous stage shares tokens differently, and for an encoder's head. Functions of
-        one rank's load."""
+        They do so for an encoder's head. Functions of one rank's load."""
         stage, workload = kind.stage, self.cells.workload(kind.module)
         if stage.cp_size == 1:
             return ZERO, ZERO
-        replicas = self.cells.plan.modules[kind.module].replicas
-        chain = next(replica.stages for replica in replicas if stage in replica.stages)
-        place, (first, last) = chain.index(stage), stage.layers
+        first, last = stage.layers
         whole, of_gradients = [], []
-        if place + 1 < len(chain) and chain[place + 1].cp_size != stage.cp_size:
-            whole.append(last)
-        if place > 0 and chain[place - 1].cp_size != stage.cp_size and kind.gradients[0].input_gradient:
-            of_gradients.append(first)
         for index in range(first, last):
             if workload.encodes_items and workload.layers[index].part == "head":
                 whole.append(index)

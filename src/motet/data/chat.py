@@ -36,7 +36,7 @@ SEVERAL_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 
 PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = "<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 SPECIAL_TOKENS = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END}
-OTHER_SPECIAL_TOKENS = [USER, ASSISTANT, SYSTEM, *PLACEHOLDERS.values()]
+OTHER_SPECIAL_TOKENS = [USER, ASSISTANT, SYSTEM, PLACEHOLDERS["image"], PLACEHOLDERS["audio"]]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -198,7 +198,7 @@ def plain_word_level_tokenizer(texts: Iterable[str]) -> PlainTokenizer:
 
 
 def _word_level(texts: Iterable[str]) -> Tokenizer:
-    special = [PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END, *PLACEHOLDERS.values()]
+    special = [PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END, PLACEHOLDERS["image"], PLACEHOLDERS["audio"]]
     splitter = pre_tokenizers.Sequence(
         [
             pre_tokenizers.WhitespaceSplit(),
@@ -245,7 +245,7 @@ def tokenize_conversation(tokenizer: Any, messages: Sequence[Message]) -> tuple[
     is_answer = [False] * len(ids)
     for first, last in answer_spans(tokenizer, messages, text):
         own = [t for t, (start, end) in enumerate(offsets) if first < end and start < last]
-        for t in range(own[0], _end_of_turn(tokenizer, ids, offsets, text, after=own[-1] + 1)):
+        for t in range(own[0], end_of_turn(tokenizer, ids, offsets, text, after=own[-1] + 1)):
             is_answer[t] = True
     return ids, is_answer
 
@@ -269,7 +269,7 @@ def answer_spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list
     return spans
 
 
-def _end_of_turn(tokenizer: Any, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str, after: int) -> int:
+def end_of_turn(tokenizer: Any, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str, after: int) -> int:
     """The position after the special token that ends the turn; `after` if text comes before such a token."""
     special = set(tokenizer.all_special_ids)
     for t in range(after, len(ids)):

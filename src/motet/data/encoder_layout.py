@@ -7,15 +7,26 @@ Image processors of other types must be asked for the size themselves (`motet.da
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil, gcd
 from typing import Any
 
 from motet.assignment.sample import Segment
-from motet.data.example import PLACEHOLDERS, Example, Media, Modality
+from motet.config import VideoConfig
+from motet.data.example import PLACEHOLDERS, Example, Media, Modality, VideoSize
+from motet.data.video_sampling import frame_times
 from motet.errors import UserError
-from motet.families.token_counts import FeatureSelect, Pooling, config_value, encoder_segment, grid_of, pooled
+from motet.families.token_counts import (
+    FeatureSelect,
+    Pooling,
+    config_value,
+    encoder_segment,
+    grid_of,
+    modalities_of,
+    pooled,
+    temporal_patch_size,
+)
 
 Size = tuple[int, int]
 """Of an image: (height, width) in pixels. Of a sound: (samples, Hz)."""
@@ -175,7 +186,9 @@ FIXED_SIZE_FAMILIES = ("siglip_vision_model", "clip_vision_model")
 
 @dataclass(frozen=True)
 class EncoderLayout:
-    """An encoder of images or sounds. Raises `UserError` if the feature extractor is not made for the encoder."""
+    """An encoder of images or sounds. Raises `UserError` if the feature extractor is not made for the encoder.
+
+    An encoder of images takes videos, too: as its own patches of several frames if it has such, else frame by frame."""
 
     modality: Modality
     processor: Any
@@ -184,11 +197,12 @@ class EncoderLayout:
     """The encoder's configuration: its values, or the transformers object."""
     feature_select: FeatureSelect = "patch"
     placeholder: str | None = None
-    """The tokenizer's token for its outputs; None: `<image>` or `<audio>`, as in conversations."""
+    """The tokenizer's token for its outputs, also those of videos; None: `<image>` or `<audio>`."""
     name: str = "encoder"
     """Key of the run file, for messages."""
     pooling: Pooling | None = None
     """Of encoders that pool: each example has at most one item."""
+    video: VideoConfig = field(default_factory=VideoConfig)
     _grids: dict[Size, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -214,14 +228,44 @@ class EncoderLayout:
         """Whether sizes are known without asking the processor itself."""
         return self.modality == "audio" or self._image_rule is not None
 
-    def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
-        return tuple(self.segment(i, media) for i, media in enumerate(example.media.get(self.modality, ()))), None
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """What it takes."""
+        return modalities_of(self.config)
 
-    def segment(self, item: int, media: Media) -> Segment:
+    def items(self, example: Example) -> tuple[tuple[Modality, Media], ...]:
+        """The example's media that it takes, in their order. Raises `UserError`."""
+        if self.pooling is not None:  # It has no text with placeholders.
+            return tuple((self.modality, media) for media in example.media.get(self.modality, ()))
+        return example.items(self.modalities)
+
+    def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
+        items = self.items(example)
+        return tuple(self.segment(i, media, modality) for i, (modality, media) in enumerate(items)), None
+
+    def segment(self, item: int, media: Media, modality: Modality | None = None) -> Segment:
         """The item's entry in the encoder's layout. Raises `ValueError` if the encoder cannot take it."""
-        grid = self.grid(media.size())
-        segment = encoder_segment(self.config, item=item, grid=grid, feature_select=self.feature_select)
-        return pooled(segment, self.pooling)
+        size, num_tiles = media.size(), 1
+        if modality == "video":
+            num_frames = len(self.frame_times(size))
+            grid = self.grid((size.height, size.width))
+            if temporal_patch_size(self.config) > 1:
+                grid = (ceil(num_frames / temporal_patch_size(self.config)), *grid[1:])
+            else:
+                num_tiles = num_frames
+        else:
+            num_frames, grid = 0, self.grid(size)
+        segment = encoder_segment(
+            self.config, item=item, grid=grid, feature_select=self.feature_select, num_tiles=num_tiles
+        )
+        return pooled(replace(segment, num_frames=num_frames), self.pooling)
+
+    def frame_times(self, video: VideoSize) -> tuple[float, ...]:
+        """When the frames of a video that are read are shown."""
+        grid = self.grid((video.height, video.width))
+        one = encoder_segment(self.config, item=0, grid=grid, feature_select=self.feature_select)
+        per_patch = temporal_patch_size(self.config)
+        return frame_times(video, self.video, tokens_per_patch=one.outputs, frames_per_patch=per_patch)
 
     def grid(self, size: Size) -> tuple[int, ...]:
         """The grid of an image of (height, width) pixels or a sound of (samples, Hz)."""

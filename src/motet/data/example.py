@@ -1,34 +1,51 @@
-"""Examples before any processing: messages, and the images and clips that they refer to. Imports no torch.
+"""Examples before any processing: messages, and the images, clips and videos that they refer to. Imports no torch.
 
 Media know their size without being decoded, so that every rank can compute the layouts of a whole batch while pixels
 and waveforms are decoded only for the stages that read them.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Modality = Literal["image", "audio"]
+from motet.errors import UserError
 
-PLACEHOLDERS: Mapping[Modality, str] = {"image": "<image>", "audio": "<audio>"}
-"""Markers of the positions of images and clips in the text of a conversation."""
+Modality = str
+"""A key of `PLACEHOLDERS`."""
+
+PLACEHOLDERS: dict[Modality, str] = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
+"""Markers of the positions of media in the text of a conversation."""
 
 
 class Media(Protocol):
-    """One image or one clip."""
+    """One image, one sound or one video."""
 
-    def size(self) -> tuple[int, int]:
-        """Image: (height, width) in pixels. Audio: (number of samples, sampling rate in Hz)."""
+    def size(self) -> Any:
+        """Image: (height, width) in pixels. Audio: (number of samples, sampling rate in Hz). Video: a `VideoSize`."""
 
-    def load(self) -> Any:
-        """Image: an RGB `PIL.Image.Image`. Audio: mono float32 [number of samples] in [-1, 1], at `size`'s rate."""
+    @property
+    def load(self) -> Callable[..., Any]:
+        """Image: () -> an RGB `PIL.Image.Image`. Audio: () -> mono float32 [number of samples] in [-1, 1], at `size`'s
+        rate. Video: (times in seconds, ascending) -> a list of RGB images."""
+
+
+@dataclass(frozen=True)
+class VideoSize:
+    """What a video's header says."""
+
+    height: int
+    """Pixels, as it is shown."""
+    width: int
+    num_frames: int
+    duration_s: float
 
 
 @dataclass(frozen=True)
 class Message:
     role: Literal["system", "user", "assistant"]
     content: str
-    """With one placeholder for each image or clip."""
+    """With one placeholder for each of its media."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class Example:
     messages: tuple[Message, ...]
     """The loss is on the assistant's messages."""
     media: Mapping[Modality, tuple[Media, ...]] = field(default_factory=dict)
-    """In the order of their placeholders."""
+    """Of each modality, in the order of their placeholders."""
     where: str = ""
     """File and line, for messages."""
 
@@ -46,6 +63,25 @@ class Example:
         """The first message; that of an example without a conversation."""
         return self.messages[0].content
 
+    def items(self, modalities: Sequence[Modality]) -> tuple[tuple[Modality, Media], ...]:
+        """The media of some modalities in the order of their placeholders, whichever they are of. Raises `UserError`
+        if these are not as many."""
+        order = [m for message in self.messages for m in placeholders_in(message.content) if m in modalities]
+        remaining = {modality: list(self.media.get(modality, ())) for modality in modalities}
+        for modality, media in remaining.items():
+            if order.count(modality) != len(media):
+                raise UserError(
+                    f"has {order.count(modality)} {PLACEHOLDERS[modality]} for {len(media)} {modality} files; give one "
+                    "for each"
+                )
+        return tuple((modality, remaining[modality].pop(0)) for modality in order)
+
+
+def placeholders_in(text: str) -> list[Modality]:
+    """The modalities of the placeholders in a text, in their order."""
+    modality_of = {placeholder: modality for modality, placeholder in PLACEHOLDERS.items()}
+    return [modality_of[found] for found in re.findall("|".join(map(re.escape, modality_of)), text)]
+
 
 class ExampleSource(Protocol):
     """A finite list of examples; each access gives the same example again."""
@@ -53,6 +89,10 @@ class ExampleSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """Differs between sources of different examples, as far as is known without reading all of them."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the user, such as which keys of a file are not read."""
 
     def __len__(self) -> int: ...
 

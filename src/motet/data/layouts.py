@@ -104,22 +104,16 @@ class ConversationLayout:
         return tokenize_conversation(self.tokenizer, messages)
 
     def _check_media(self, example: Example) -> None:
-        read = {encoder.modality for encoder in self.encoders.values()}
+        read = {modality for encoder in self.encoders.values() for modality in encoder.modalities}
         for modality, media in example.media.items():
             if media and modality not in read:
-                raise UserError(f"has {modality} files, but the model has no encoder for them")
-        for modality, placeholder in PLACEHOLDERS.items():
-            num_files = len(example.media.get(modality, ()))
-            num_placeholders = sum(message.content.count(placeholder) for message in example.messages)
-            if num_placeholders != num_files:
-                raise UserError(
-                    f"has {num_placeholders} {placeholder} for {num_files} {modality} files; give one for each"
-                )
+                raise UserError(f"{modality}: no encoder of the model takes it; add one that does, or leave it out")
 
     def _with_own_placeholders(self, message: Message) -> Message:
         content = message.content
         for encoder in self.encoders.values():
-            content = content.replace(PLACEHOLDERS[encoder.modality], encoder.token)
+            for modality in encoder.modalities:
+                content = content.replace(PLACEHOLDERS[modality], encoder.token)
         return Message(message.role, content)
 
     def _merge(self, ids: list[int], is_answer: list[bool], layouts: Layouts) -> ConversationText:
@@ -271,8 +265,9 @@ class SampleLayouts:
 
     @property
     def placeholder_ids(self) -> dict[str, int]:
-        """By encoder, the token id at the positions of its outputs; {} without a language model."""
-        return self.conversation.placeholder_ids if LANGUAGE_MODEL in self.modules else {}
+        """By encoder, the token id at the positions of its outputs; {} where layouts do not depend on them."""
+        layout = self.modules.get(LANGUAGE_MODEL)
+        return layout.placeholder_ids if isinstance(layout, ConversationLayout) else {}
 
     @property
     def conversation(self) -> ConversationLayout:
@@ -284,6 +279,10 @@ class SampleLayouts:
 
 class SampleSource(Protocol):
     """The metadata of samples, by index."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the user, such as which keys of a file are not read."""
 
     def __len__(self) -> int: ...
 

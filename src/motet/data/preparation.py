@@ -8,21 +8,21 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from PIL import Image
-from scipy.signal import resample_poly
 from torch import Tensor
 
 from motet.assignment.sample import Sample
+from motet.data.composite import CompositePartLayout
 from motet.data.encoder_layout import EncoderLayout, Size
-from motet.data.example import Example, ExampleSource, Media
+from motet.data.example import Example, ExampleSource, Media, Modality
+from motet.data.formats.media import resample
 from motet.data.layouts import CaptionLayout, ConversationLayout, ConversationText, SampleLayouts, TextLayout
 from motet.errors import UserError
+from motet.families.token_counts import temporal_patch_size
 from motet.plan import LANGUAGE_MODEL
 
 NUM_SAMPLES_KEPT = 65_536
@@ -35,14 +35,32 @@ class EncoderInput(EncoderLayout):
 
     `processor`: an image processor, or a feature extractor like Whisper's."""
 
-    def features(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        """The tensors of the images or clips of a sample (docs/architecture.md, "Batch")."""
+    def features(self, items: Sequence[tuple[Modality, Media]]) -> dict[str, Tensor]:
+        """The tensors of the images, videos or clips of a sample (docs/architecture.md, "Batch")."""
         if self.modality == "image":
-            return {"pixel_values": self._process_images([item.load() for item in media])["pixel_values"]}
+            return {"pixel_values": self._pixel_values(items)}
         rate = self.processor.sampling_rate
-        waves = [resample(item.load(), item.size()[1], rate) for item in media]
+        waves = [resample(item.load(), item.size()[1], rate) for _, item in items]
         outputs = self.processor(waves, sampling_rate=rate, return_tensors="pt")
         return {"input_features": outputs["input_features"]}
+
+    def _pixel_values(self, items: Sequence[tuple[Modality, Media]]) -> Tensor:
+        frames_per_patch = temporal_patch_size(self.config)
+        pictures: list[list[Image.Image]] = []
+        for modality, item in items:
+            frames = self._frames(item) if modality == "video" else [item.load()]
+            missing = -len(frames) % frames_per_patch if modality == "video" else 0
+            pictures.append([*frames, *frames[-1:] * missing])
+        if frames_per_patch == 1:
+            return self._process_images([picture for own in pictures for picture in own])["pixel_values"]
+        pieces = []
+        for (modality, _), own in zip(items, pictures, strict=True):
+            pixels = self._process_images(own)["pixel_values"]
+            pieces.append(join_frames(pixels, len(own), frames_per_patch) if modality == "video" else pixels)
+        return torch.cat(pieces)
+
+    def _frames(self, video: Any) -> list[Image.Image]:
+        return video.load(self.frame_times(video.size()))
 
     def processor_values(self) -> Mapping[str, Any]:
         return self.processor.to_dict()
@@ -63,12 +81,20 @@ class EncoderInput(EncoderLayout):
         return outputs
 
 
-def resample(wave: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
-    """float32 [samples] at another rate (Hz), by a polyphase filter."""
-    if own_rate == rate:
-        return wave
-    divisor = gcd(own_rate, rate)
-    return resample_poly(wave, rate // divisor, own_rate // divisor).astype(np.float32)
+def join_frames(pixels: Tensor, num_frames: int, frames_per_patch: int) -> Tensor:
+    """Patches of several frames out of those in which an image stands for all of them.
+
+    `pixels`: [num_frames x patches of one, channels x frames_per_patch x pixels of a patch], frame after frame."""
+    each = pixels.view(
+        num_frames // frames_per_patch,
+        frames_per_patch,
+        -1,
+        3,
+        frames_per_patch,
+        pixels.shape[1] // 3 // frames_per_patch,
+    )
+    joined = torch.stack([each[:, k, :, :, k] for k in range(frames_per_patch)], dim=3)
+    return joined.reshape(-1, pixels.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +104,11 @@ class Preparation(SampleLayouts):
     def features(self, example: Example, module: str) -> dict[str, Tensor]:
         """The tensors of one module. Raises `UserError` naming the file that cannot be decoded."""
         layout = self.modules[module]
+        if isinstance(layout, CompositePartLayout):
+            try:
+                return layout.features(example)
+            except ValueError as error:
+                raise UserError(f"{example.where or example.id}: {error}") from None
         if isinstance(layout, ConversationLayout):
             text = self._conversation_text(example)
             return {"input_ids": torch.tensor(text.input_ids), "labels": torch.tensor(text.labels)}
@@ -88,12 +119,15 @@ class Preparation(SampleLayouts):
             return {"input_ids": ids, "labels": ids}
         assert isinstance(layout, EncoderInput)
         try:
-            return layout.features(example.media[layout.modality])
+            return layout.features(layout.items(example))
         except ValueError as error:
             raise UserError(f"{example.where or example.id}: {error}") from None
 
     def prompt(self, example: Example) -> Tensor:
         """The token ids up to the beginning of the last answer, for generation; int64 [tokens]."""
+        layout = self.modules[LANGUAGE_MODEL]
+        if isinstance(layout, CompositePartLayout):
+            return torch.tensor(layout.whole.prompt(example))
         return torch.tensor(self._conversation_text(example, without_last_answer=True).input_ids)
 
     def _conversation_text(self, example: Example, *, without_last_answer: bool = False) -> ConversationText:
@@ -113,8 +147,10 @@ class Preparation(SampleLayouts):
             layout = self.modules[name]
             if isinstance(layout, ConversationLayout | TextLayout | CaptionLayout):
                 tools[name] = layout.tokenizer
-            elif isinstance(layout, EncoderLayout):
+            elif isinstance(layout, EncoderLayout) and layout.processor is not None:
                 tools[name] = layout.processor
+            elif isinstance(layout, CompositePartLayout) and name == LANGUAGE_MODEL:
+                tools[name] = layout.whole.processor
         return tools
 
     def save(self, folder: Path) -> None:
@@ -162,6 +198,10 @@ class ExampleDataset:
         tools = {name: tool_fingerprint(tool) for name, tool in self.preparation.tools.items()}
         known = {"examples": self.examples.fingerprint, **tools}
         return ", ".join(f"{name} {value}" for name, value in known.items())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.examples.notes
 
     def sample(self, index: int) -> Sample:
         if index in self._samples:

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from motet.assignment.sample import Sample
-from motet.config import ContrastiveConfig, DecoderConfig, DescribedConfig, EncoderConfig, PreparedDataConfig, RunConfig
+from motet.config import (
+    ContrastiveConfig,
+    DecoderConfig,
+    DescribedConfig,
+    EncoderConfig,
+    PartConfig,
+    PreparedDataConfig,
+    RunConfig,
+    VideoConfig,
+)
 from motet.data.encoder_layout import EncoderLayout
 from motet.data.example import ExampleSource
 from motet.data.formats.described import described_samples
@@ -44,6 +53,10 @@ class LaidOutExamples:
     def __len__(self) -> int:
         return len(self.examples)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.examples.notes
+
     def sample(self, index: int) -> Sample:
         return self.layouts.sample(self.examples[index])
 
@@ -65,6 +78,8 @@ def open_samples(config: RunConfig) -> SampleSource:
     graph = read_graph(config)
     if isinstance(config.data, DescribedConfig):
         return described_samples(config, config.data, graph)
+    if config.model.composite is not None:
+        return open_data(config).train
     try:
         tools = PlainTools(config.data, DATA_KINDS[type(config.data)].words)
         layouts = SampleLayouts(_module_layouts(config, graph, tools, EncoderLayout))
@@ -91,9 +106,26 @@ def open_preparation(config: RunConfig) -> "Preparation":
     from motet.data.preparation import EncoderInput, Preparation
 
     data, graph = data_to_prepare(config), read_graph(config)
+    if config.model.composite is not None:
+        return Preparation(_composite_layouts(config.model.composite, data))
     _check_processor_names(data, graph)
     tools = TransformersTools(data, DATA_KINDS[type(data)].words)
     return Preparation(_module_layouts(config, graph, tools, EncoderInput))
+
+
+def _composite_layouts(part: PartConfig, data: Any) -> dict[str, ModuleLayout]:
+    """Raises `UserError` naming the key that is wrong."""
+    from motet.data.composite import CompositePartLayout, CompositeProcessor, load_processor
+    from motet.families.composite_shapes import read_composite
+
+    if data.processors:
+        raise UserError(
+            f"data.processors.{next(iter(data.processors))}: the model has a processor of its own; leave it out, or "
+            "name a folder with another one as data.tokenizer"
+        )
+    parts, _ = read_composite(part)
+    whole = CompositeProcessor(load_processor(part, data.tokenizer), parts, data.video)
+    return {name: CompositePartLayout(name, whole) for name in parts.modules}
 
 
 def data_to_prepare(config: RunConfig) -> PreparedDataConfig:
@@ -143,19 +175,30 @@ def _module_layouts(
             assert node.pooling is not None
             layouts[name] = TextLayout(tools.tokenizer(node), values, node.key, node.pooling)
         else:
-            layout = encoder_class(
+            is_own = getattr(part, "module", None) is not None
+            if is_own and encoder_class is EncoderLayout:
+                raise NeedsTransformersError
+            layout = (own_encoder_class() if is_own else encoder_class)(
                 modality=modality_of(values),
-                processor=tools.processor(name, node),
+                processor=None if is_own else tools.processor(name, node),
                 config=values,
                 feature_select=part.feature_select if isinstance(part, EncoderConfig) else "patch",
                 placeholder=config.model.placeholder_tokens.get(name),
                 name=node.key,
                 pooling=node.pooling,
+                video=getattr(config.data, "video", VideoConfig()),
             )
             if encoder_class is EncoderLayout and not layout.has_rule:
                 raise NeedsTransformersError
             layouts[name] = encoders[name] = layout
     return layouts
+
+
+def own_encoder_class() -> Any:
+    """The layout of encoders of the user's own, which needs torch."""
+    from motet.data.own_encoders import OwnEncoderInput
+
+    return OwnEncoderInput
 
 
 def _check_modalities(encoders: dict[str, E]) -> None:

@@ -105,7 +105,7 @@ class TransformersTools:
         if source is None:
             raise UserError(f"{key}: is missing, and the model has random weights; give a hub id or a folder")
         try:
-            return getattr(transformers, kind).from_pretrained(source)
+            return getattr(transformers, kind).from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"{key}: {source} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
 

@@ -5,9 +5,13 @@ A family is named by the `model_type` of its configuration. Its layers are descr
 `motet.families.caption_decoders`, the cut of their linears in `motet.parallel.tensor_plans`.
 """
 
+import difflib
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 import transformers
 from transformers import PretrainedConfig
 
@@ -55,6 +59,12 @@ def transformers_class(name: str) -> Any:
 
 def config_class_named(name: str) -> type[PretrainedConfig]:
     """Raises `ValueError` unless it is the name of a configuration class."""
+    configs = [known for known in dir(transformers) if known.endswith("Config")]
+    if name not in configs and name not in _NOT_EXPORTED:
+        near = difflib.get_close_matches(name, configs, n=1)
+        raise UserError(
+            f"{name} is not known; {f'did you mean {near[0]}?' if near else 'give one, such as LlamaConfig'}"
+        )
     found = transformers_class(name)
     if not (isinstance(found, type) and issubclass(found, PretrainedConfig)):
         raise UserError(f"{name} is not a configuration class of transformers; give one, such as LlamaConfig")
@@ -67,8 +77,9 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
     Raises `ValueError` if motet knows no such family of this kind."""
     known = MODEL_CLASSES[kind]
     if model_type not in known:
+        choice = "AutoModelForCausalLM's" if kind == "language_model" else ", ".join(known)
         raise UserError(
-            f"model_type {model_type!r} is no {kind.replace('_', ' ')} that motet knows; known are {', '.join(known)}"
+            f"model_type {model_type!r} is no {kind.replace('_', ' ')} that motet knows; known are {choice}"
         )
     return transformers_class(known[model_type])
 
@@ -76,3 +87,22 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
 def part_type(model_type: str, kind: Kind) -> str:
     """The family of the encoder or language model in a model of this type: of a part, its own."""
     return PARTS_OF_COMPOSITES.get(model_type, {}).get(kind, model_type)
+
+
+def model_on_meta(model_class: Any, config: PretrainedConfig, dtype: torch.dtype, where: str) -> Any:
+    """The model without memory. `where`: its key in the run file. Raises `UserError` where it cannot be built."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), default_dtype(dtype):
+            return model_class(config)
+    except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+        raise UserError(f"{where}: {model_class.__name__} cannot be built: {' '.join(str(error).split())}") from None
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

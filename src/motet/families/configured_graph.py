@@ -7,8 +7,10 @@ torch is not imported.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from motet.config import (
+    CompositePartConfig,
     ContrastiveConfig,
     DecoderConfig,
     EncoderConfig,
@@ -19,12 +21,12 @@ from motet.config import (
     TowerConfig,
 )
 from motet.errors import UserError
-from motet.families.hf_config import read_generator, read_part_values
+from motet.families.hf_config import read_generator, shape_request
+from motet.families.module_shapes import make_shapes, shape_of
 from motet.families.token_counts import Pooling
 from motet.parallel.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange
 from motet.schedule.batch_sync import Pair, pairs_of
-from motet.shapes.families import as_tower, decoder_workload, module_workload
 from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_feature_layer, with_projector
 
 
@@ -32,7 +34,7 @@ from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_fea
 class ConfiguredModule:
     """A module of the graph."""
 
-    part: PartConfig | ContrastiveConfig
+    part: PartConfig | ContrastiveConfig | CompositePartConfig
     """Its entry in the run file."""
     key: str
     """The key of that entry, such as `model.encoders.vision`."""
@@ -56,6 +58,11 @@ class ConfiguredGraph:
         return {name: node.workload for name, node in self.modules.items()}
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the modules that plans lay out."""
+        return tuple(name for name, node in self.modules.items() if node.workload.kind != "loss")
+
+    @property
     def feature_size(self) -> int:
         """Width of the features that a contrastive loss compares."""
         return self.modules[CONTRASTIVE].workload.hidden_size
@@ -71,8 +78,25 @@ class ConfiguredGraph:
 
 def read_graph(config: RunConfig) -> ConfiguredGraph:
     """The graph of the run file's model. Raises `UserError` naming the key that is wrong."""
-    read = _contrastive_graph if config.model.towers else _language_model_graph
+    model = config.model
+    if model.composite is None:
+        make_shapes(
+            shape_request(part, key) for key, part in _parts(config).items() if getattr(part, "module", None) is None
+        )
+    read = _composite_graph if model.composite else _contrastive_graph if model.towers else _language_model_graph
     return ConfiguredGraph(*read(config))
+
+
+def _parts(config: RunConfig) -> dict[str, PartConfig]:
+    """The models of transformers in the run file, by key."""
+    model = config.model
+    found: dict[str, PartConfig] = {f"model.encoders.{name}": part for name, part in model.encoders.items()}
+    found |= {f"model.towers.{name}": part for name, part in model.towers.items()}
+    if model.decoder is not None:
+        found[f"model.{DECODER}"] = model.decoder
+    if not model.towers:
+        found[f"model.{LANGUAGE_MODEL}"] = model.causal_lm
+    return found
 
 
 def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
@@ -81,6 +105,73 @@ def read_workloads(config: RunConfig) -> dict[str, ModuleWorkload]:
 
 
 Graph = tuple[dict[str, ConfiguredModule], tuple[Edge, ...]]
+
+
+def _composite_graph(config: RunConfig) -> Graph:
+    # Only transformers knows the parts of such a model.
+    from motet.families.composite_shapes import read_composite
+
+    part = config.model.composite
+    assert part is not None
+    described, workloads = read_composite(part)
+    _check_composite(config, tuple(described.modules))
+    modules = {}
+    for name in described.modules:
+        own = config.model.parts.get(name, CompositePartConfig())
+        modules[name] = ConfiguredModule(
+            part=own,
+            key=f"model.parts.{name}",
+            workload=workloads[name],
+            trainable=_trainable_of_part(workloads[name], own),
+            loss_weight=1.0 if name == LANGUAGE_MODEL else 0.0,
+        )
+    if not any(module.trainable for module in modules.values()):
+        raise UserError("model.parts: nothing is trainable; set train.module or train.projector of a part to true")
+    edges = tuple(
+        Edge(
+            source=name,
+            target=LANGUAGE_MODEL,
+            layers=described.entry_layers if described.is_deep(name) else (0,),
+        )
+        for name in described.encoders
+    )
+    return modules, edges
+
+
+def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:
+    names = ", ".join(modules)
+    for name in config.model.parts:
+        if name not in modules:
+            raise UserError(f"model.parts.{name}: the model has no such part; give {names}")
+    if not config.model.parts.get(LANGUAGE_MODEL, CompositePartConfig()).train.projector:
+        raise UserError(f"model.parts.{LANGUAGE_MODEL}.train.projector: is of encoders; leave it out")
+    for key in ("explicit", "recompute"):
+        for name in getattr(config.parallel, key):
+            if name not in modules:
+                raise UserError(f"parallel.{key}: there is no module {name!r}; the model has {names}")
+    missing = [name for name in modules if config.parallel.explicit and name not in config.parallel.explicit]
+    if missing:
+        raise UserError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
+    if config.parallel.packing:
+        raise UserError(
+            "parallel.packing: samples of a whole model of several modalities stand in rows of their own; leave it out"
+        )
+    if config.data.kind != "conversations":
+        raise UserError(
+            f"data.kind: is {config.data.kind}, but a whole model of several modalities takes conversations, which its "
+            "processor prepares; give conversations"
+        )
+
+
+def _trainable_of_part(workload: ModuleWorkload, own: CompositePartConfig) -> tuple[LayerRange, ...]:
+    """An encoder's projector is its last layer."""
+    wanted = [
+        (own.train.projector if layer.part == "projector" else own.train.module) and layer.num_parameters > 0
+        for layer in workload.layers
+    ]
+    runs = groupby(range(len(wanted)), key=lambda layer: wanted[layer])
+    found = [list(run) for is_wanted, run in runs if is_wanted]
+    return tuple((run[0], run[-1] + 1) for run in found)
 
 
 def _language_model_graph(config: RunConfig) -> Graph:
@@ -92,8 +183,6 @@ def _language_model_graph(config: RunConfig) -> Graph:
         name: _with_projector(f"model.encoders.{name}", part, _encoder(f"model.encoders.{name}", part, width), width)
         for name, part in model.encoders.items()
     }
-    if language_model.kind != "language_model":
-        raise UserError(f"model.{LANGUAGE_MODEL}: {language_model.family} is an encoder; give a language model")
     modules[LANGUAGE_MODEL] = _whole(f"model.{LANGUAGE_MODEL}", model.causal_lm, language_model, loss_weight=1.0)
     for name, generator in model.generators.items():
         shape = read_generator(generator, name, width)
@@ -103,8 +192,6 @@ def _language_model_graph(config: RunConfig) -> Graph:
 
 def _encoder(key: str, part: EncoderConfig, width: int) -> ModuleWorkload:
     encoder = _read_shape(part, key)
-    if encoder.kind != "encoder":
-        raise UserError(f"{key}: {encoder.family} is a language model; give an encoder")
     if part.feature_layer is not None:
         try:
             encoder = with_feature_layer(encoder, part.feature_layer)
@@ -164,8 +251,6 @@ def _contrastive_graph(config: RunConfig) -> Graph:
 
 def _tower(key: str, part: TowerConfig) -> ModuleWorkload:
     encoder = _read_shape(part, key)
-    if encoder.kind != "encoder":
-        raise UserError(f"{key}: {encoder.family} is no encoder; give one of images, sounds or texts")
     if encoder.family == "siglip_vision_model" and not setting(encoder.config, "vision_use_head", True):
         raise UserError(f"{key}.values.vision_use_head: is false, so there are no features of a whole image; set it")
     return encoder
@@ -204,11 +289,7 @@ def _decoder(part: DecoderConfig, encoder: ModuleWorkload, width: int) -> Module
             "of a whole item, and the decoder reads both; give it a projection_size equal to its hidden_size"
         )
     key = f"model.{DECODER}"
-    values = dict(read_part_values(part, key))
-    try:
-        decoder = decoder_workload(values)
-    except UserError as error:
-        raise UserError(f"{key}: {str(error).removeprefix('model: ')}") from None
+    decoder = _read_shape(part, key)
     if decoder.hidden_size != width:
         raise UserError(
             f"{key}: is {decoder.hidden_size} wide, but the towers' features {width}; set "
@@ -218,11 +299,15 @@ def _decoder(part: DecoderConfig, encoder: ModuleWorkload, width: int) -> Module
 
 
 def _read_shape(part: PartConfig, key: str, *, packing: bool = False) -> ModuleWorkload:
-    values = read_part_values(part, key)
+    if getattr(part, "module", None) is not None:
+        from motet.families.own_encoders import build_on_meta, own_workload
+
+        return own_workload(build_on_meta(part.module, part.values, key))  # type: ignore[attr-defined]
     try:
-        return module_workload(values, packing=packing)
+        return shape_of(shape_request(part, key), packing=packing)
     except UserError as error:
-        raise UserError(f"{key}: {str(error).removeprefix('model: ')}") from None
+        message = str(error)
+        raise UserError(message if message.startswith(key) else f"{key}{message}") from None
 
 
 def _whole(
@@ -246,6 +331,4 @@ def _with_projector(
     ranges: tuple[LayerRange, ...] = ((0, last),) if part.train.module else ()
     if part.projector is not None and part.train.projector:
         ranges = ((0 if ranges else last, workload.num_layers),)
-    if pooling is not None:
-        workload = as_tower(workload)
     return ConfiguredModule(part=part, key=key, workload=workload, trainable=ranges, pooling=pooling)

@@ -27,6 +27,15 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from motet.errors import UserError
+from motet.families.own_encoders import (
+    OwnConfig,
+    adopt,
+    check_norms,
+    encoder_config,
+    run,
+    run_before_blocks,
+    run_behind_blocks,
+)
 from motet.shapes.module_shape import WITHOUT_INNER_FEATURES
 
 Grids = Sequence[tuple[int, ...]]
@@ -80,11 +89,14 @@ class EncoderFamily:
 def family_of(model: nn.Module) -> EncoderFamily:
     """Raises `ValueError` if the module is no encoder that motet knows, or is set up in a way that it cannot run."""
     name = type(model).__name__
+    own = adopt(model)
+    if own is not None:
+        return _own_family(own)
     config = getattr(model, "config", None)
     family = ENCODER_FAMILIES.get(getattr(config, "model_type", ""))
     if family is None or family.model_class not in (base.__name__ for base in type(model).__mro__):
         known = ", ".join(family.model_class for family in ENCODER_FAMILIES.values())
-        raise UserError(f"encoder: {name} is not known; known are {known}")
+        raise UserError(f"encoder: {name} is not known; known are {known}; make it known by motet.register_encoder")
     if getattr(config, "encoder_layerdrop", 0.0):
         raise UserError(f"encoder: {name} has encoder_layerdrop {config.encoder_layerdrop}; set it to 0")  # type: ignore[union-attr]
     if family is ENCODER_FAMILIES["pixtral"] and is_flash_attention_requested(config):
@@ -92,8 +104,41 @@ def family_of(model: nn.Module) -> EncoderFamily:
     return family
 
 
+def _own_family(config: OwnConfig) -> EncoderFamily:
+    """Of a module that is not cut: one layer that is the whole module, and a head without anything."""
+    name, blocks = config.model_type.rpartition(".")[2], config.blocks
+    if blocks is not None:
+
+        def embed(model: Any, features: Sequence[Tensor], grids: Grids) -> Tensor:
+            check_norms(model)
+            return run_before_blocks(model, [item for feature in features for item in feature], blocks)
+
+        return EncoderFamily(
+            model_class=name,
+            feature=config.encoder.feature,
+            embed_parts=blocks.before,
+            blocks=blocks.path,
+            head_parts=blocks.after,
+            num_blocks="num_blocks",
+            output_size="output_size",
+            embed=embed,
+            block_arguments=lambda model, hidden, grids: lambda index: {},
+            finish=lambda model, hidden, grids: run_behind_blocks(model, hidden, grids, blocks),
+        )
+    return EncoderFamily(
+        model_class=name,
+        feature=config.encoder.feature,
+        embed_parts=("",),
+        blocks="",
+        num_blocks="num_blocks",
+        embed=lambda model, features, grids: torch.cat(run(model, [item for feature in features for item in feature])),
+        block_arguments=lambda model, hidden, grids: lambda index: {},
+        arrangement=Arrangement.FLAT,
+    )
+
+
 def num_blocks(model: nn.Module) -> int:
-    return getattr(model.config, family_of(model).num_blocks)
+    return getattr(encoder_config(model), family_of(model).num_blocks)
 
 
 def num_running_blocks(model: nn.Module, feature_layer: int | None) -> int:
@@ -106,7 +151,7 @@ def num_running_blocks(model: nn.Module, feature_layer: int | None) -> int:
     if feature_layer is None:
         return total
     running = feature_layer if feature_layer >= 0 else feature_layer + total + 1
-    config: Any = model.config
+    config = encoder_config(model)
     if config.model_type in WITHOUT_INNER_FEATURES:
         raise UserError(f"encoder: {type(model).__name__} has no features before its head; leave feature_layer out")
     if not 0 <= running <= total:

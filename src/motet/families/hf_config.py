@@ -1,6 +1,5 @@
 """What stands in the configuration of each part of a run file's model. Pure: no transformers, no weights."""
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +8,9 @@ from typing import Any, Literal
 
 from motet.config import DecoderConfig, LanguageModelConfig, PartConfig, TowerConfig
 from motet.errors import UserError, closest
-from motet.shapes.defaults import DEFAULTS
 from motet.shapes.diffusion import DIT_DEFAULTS, GENERATORS, UNET_DEFAULTS, generator_workload
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import ModuleWorkload
+from motet.shapes.shape_card import Role, ShapeRequest
 
 # What a stored CLIPModel or SiglipModel is made of: which of its parts is which tower, and what else is trained of it.
 #
@@ -71,56 +69,24 @@ def tower_values(stored: Mapping[str, Any], part: TowerPart | None) -> dict[str,
     return {**own, "model_type": family, **({} if model_type == "siglip" else {"projection_dim": width})}
 
 
-MODEL_TYPES: Mapping[str, str] = {
-    "LlamaConfig": "llama",
-    "MistralConfig": "mistral",
-    "Qwen3Config": "qwen3",
-    "Gemma3TextConfig": "gemma3_text",
-    "Phi3Config": "phi3",
-    "MllamaTextConfig": "mllama_text_model",
-    "SiglipVisionConfig": "siglip_vision_model",
-    "CLIPVisionConfig": "clip_vision_model",
-    "Dinov2Config": "dinov2",
-    "Qwen2_5_VLVisionConfig": "qwen2_5_vl_vision",
-    "PixtralVisionConfig": "pixtral",
-    "WhisperConfig": "whisper",
-    "Qwen2AudioEncoderConfig": "qwen2_audio_encoder",
-    "CLIPTextConfig": "clip_text_model",
-    "SiglipTextConfig": "siglip_text_model",
-    "BertConfig": "bert",
-    "GPT2Config": "gpt2",
-}
-"""By transformers' configuration class, which is not asked itself because it would load torch."""
-
-NESTED_CONFIGS = ("text_config", "vision_config", "audio_config")
-"""Where a model of several parts keeps the configurations of its parts."""
-
-SAME_KEY = 0.85
-"""Likeness (`difflib`) of a key to the one that was meant; no key of transformers' own is so like another."""
-
-
-def read_part_values(part: PartConfig, where: str) -> dict[str, Any]:
-    """What its config.json holds, or would hold, with `values` laid over it."""
+def shape_request(part: PartConfig, where: str) -> ShapeRequest:
+    """What the shape of a part is read from. Raises `UserError` if it cannot be had."""
+    role: Role = "encoder"
+    if isinstance(part, LanguageModelConfig):
+        role = "language_model"
+    elif isinstance(part, TowerConfig):
+        role = "tower"
+    elif isinstance(part, DecoderConfig):
+        role = "decoder"
     if part.config is not None:
-        if part.config not in MODEL_TYPES:
-            raise UserError(f"{where}.config: {part.config} is not known; give one of {', '.join(MODEL_TYPES)}")
-        values = {"model_type": MODEL_TYPES[part.config], **part.values}
-        _check_spelling(part, str(values["model_type"]), where)
-        return values
+        return ShapeRequest(role=role, config=part.config, values=part.values)
     stored = _stored_values(part, where)
-    if isinstance(part, DecoderConfig):
-        return {**stored, **part.values}
     if isinstance(part, TowerConfig):
         try:
-            return {**tower_values(stored, part.part), **part.values}
+            stored = tower_values(stored, part.part)
         except UserError as error:
             raise UserError(f"{where}.{error}") from None
-    nested = [stored[key] for key in NESTED_CONFIGS if isinstance(stored.get(key), dict)]
-    wanted = "language_model" if isinstance(part, LanguageModelConfig) else "encoder"
-    for values in nested:
-        if values.get("model_type") in MODEL_TYPES.values() and module_workload(values).kind == wanted:
-            stored = values
-    return {**stored, **part.values}
+    return ShapeRequest(role=role, stored=stored, values=part.values)
 
 
 def _stored_values(part: PartConfig, where: str) -> dict[str, Any]:
@@ -138,16 +104,6 @@ def _stored_values(part: PartConfig, where: str) -> dict[str, Any]:
     return stored
 
 
-def _check_spelling(part: PartConfig, family: str, where: str) -> None:
-    """transformers takes any key; one that is nearly that of a size would leave the size as it is."""
-    known = (*DEFAULTS.get(family, ()), "num_key_value_heads", "head_dim")
-    for key in part.values:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=SAME_KEY)
-        # `decoder_layers` is none of `encoder_layers`.
-        if key not in known and near and near[0][0] == key[0]:
-            raise UserError(f"{where}.values.{key}: is not a known key; did you mean {near[0]!r}?")
-
-
 def _config_file(part: PartConfig, where: str) -> Path:
     if part.path is not None:
         return Path(part.path) / "config.json"
@@ -159,6 +115,19 @@ def _config_file(part: PartConfig, where: str) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{where}.hub: {part.hub} could not be had ({reason}); give a hub id or a path") from None
+
+
+def stored_folder(part: PartConfig) -> Path:
+    """The local folder of a part's weights; those on the hub are fetched. Raises `UserError`."""
+    if part.path is not None:
+        return Path(part.path)
+    assert part.hub is not None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(part.hub, allow_patterns=["*.json", "*.safetensors"]))
+    except OSError as error:
+        raise UserError(f"hub: {part.hub!r} cannot be had ({' '.join(str(error).split())}); use path") from None
 
 
 def read_generator(part: PartConfig, name: str, incoming_size: int) -> ModuleWorkload:

@@ -53,6 +53,11 @@ def token_counts(config: Config, grid: tuple[int, ...]) -> TokenCounts:
     return _COUNTERS[_model_type(config)](config, grid)
 
 
+def has_token_counts(config: Config) -> bool:
+    """Whether `token_counts` knows the family."""
+    return str(config_value(config, "model_type")) in _COUNTERS
+
+
 def grid_of(
     config: Config,
     *,
@@ -150,6 +155,14 @@ def config_value(config: Config, key: str) -> Any:
     if value is None:
         raise UserError(f"encoder configuration: {key} is missing")
     return value
+
+
+def temporal_patch_size(config: Config) -> int:
+    """Frames of a video that make up one patch; 1 for encoders of images, which take each frame as one."""
+    value = (
+        config.get("temporal_patch_size") if isinstance(config, Mapping) else getattr(config, "temporal_patch_size", 1)
+    )
+    return value or 1
 
 
 def _model_type(config: Config) -> str:
@@ -256,13 +269,33 @@ def reads_text(config: Config) -> bool:
     return _COUNTERS[_model_type(config)] is _count_text
 
 
-def modality_of(config: Config) -> Literal["image", "audio"]:
-    """What the encoder takes. Raises `UserError` for one of text."""
+def modality_of(config: Config) -> str:
+    """What the encoder takes: "image", "audio", or what an encoder of the user's own was registered with. Raises
+    `UserError` for one of text."""
+    if _model_type(config) in _OWN_MODALITIES:
+        return _OWN_MODALITIES[_model_type(config)]
     if reads_text(config):
         raise UserError(
             f"encoder: {_model_type(config)} reads text; it can be a tower, but no language model's encoder"
         )
     return "audio" if _GRID_FROM.get(_model_type(config)) == "num_mel_frames" else "image"
+
+
+def modalities_of(config: Config) -> tuple[str, ...]:
+    """The modalities of the media that the encoder takes: an encoder of images also takes the frames of videos."""
+    if isinstance(config, Mapping) and "modalities" in config:
+        return tuple(config["modalities"])
+    modality = modality_of(config)
+    is_own = _model_type(config) in _OWN_MODALITIES
+    return ("image", "video") if modality == "image" and not is_own else (modality,)
+
+
+_OWN_MODALITIES: dict[str, str] = {}
+
+
+def register_counter(model_type: str, counter: Callable[[Config, tuple[int, ...]], TokenCounts], modality: str) -> None:
+    """Makes an encoder of the user's own known, whose grids are the shapes of its items."""
+    _COUNTERS[model_type], _OWN_MODALITIES[model_type] = counter, modality
 
 
 _COUNTERS: dict[str, Callable[[Config, tuple[int, ...]], TokenCounts]] = {

@@ -4,7 +4,8 @@ A multimodal model (`batch_from_dict`) takes these keys (B samples; n items, tha
 the order of the samples):
 
 * `input_ids` [B, T]; `attention_mask` [B, T] (0 = padding, on either side); `labels` [B, T] (-100 = no loss);
-* what encoders read: `pixel_values` [n, C, H, W] (Qwen2.5-VL: [sum of patches, d]), `input_features` [n, mel, frames];
+* what encoders read: `pixel_values` [n, C, H, W] (Qwen2.5-VL: [sum of patches, d]), `input_features` [n, mel, frames],
+  [n, ...] under the name of an encoder of the user's own;
 * what determines an item's size: `image_grid_thw` [n, 3] (Qwen2.5-VL), `image_sizes` [n, 2] in pixels (Pixtral),
   `feature_attention_mask` [n, frames] (audio); without the latter two, items have no padding;
 * `num_<encoder>_items` [B]: how many items each sample has; `num_<encoder>_outputs` [n]: tokens that each item becomes,
@@ -45,6 +46,7 @@ from torch import Tensor
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.errors import UserError
 from motet.families.encoders import family_of
+from motet.families.own_encoders import own_config
 from motet.families.token_counts import LEGACY_END, encoder_segment, grid_of, pooled, reads_text
 from motet.models.graph import (
     DecoderNode,
@@ -106,7 +108,7 @@ def _feature_key(encoder: ModalityModule) -> str:
 
 def _keys_of(encoder: ModalityModule) -> tuple[str, ...]:
     """What it reads, and what tells its items' sizes."""
-    size_key = SIZE_KEY.get(encoder.module.config.model_type)
+    size_key = SIZE_KEY.get(encoder.config.model_type)
     return (_feature_key(encoder),) if size_key is None else (_feature_key(encoder), size_key)
 
 
@@ -119,7 +121,7 @@ def _tensors_of_encoders(
     known = {*TEXT_KEYS, *BY_PRODUCTS}
     for name, encoder in encoders.items():
         known |= {name, f"num_{name}_items", f"num_{name}_outputs"}
-        if batch.get(name) is not None:
+        if batch.get(name) is not None and not (name == _feature_key(encoder) and isinstance(batch[name], Tensor)):
             if not isinstance(batch[name], Mapping):
                 raise UserError(f"batch: {name} is {_described(batch[name])}; give a dict with {_feature_key(encoder)}")
             found[name] = batch[name]
@@ -141,7 +143,7 @@ def _tensors_of_encoders(
 
 def _read_items(name: str, encoder: ModalityModule, tensors: Mapping[str, Any], outputs: Any) -> Items:
     """`outputs`: how many tokens each item becomes, if that was given."""
-    key, config = _feature_key(encoder), encoder.module.config
+    key, config = _feature_key(encoder), encoder.config
     if tensors.get(key) is None:
         if tensors:
             raise UserError(f"batch: {key} of {name} is missing, but there is {', '.join(tensors)}; give both")
@@ -175,7 +177,11 @@ def _read_items(name: str, encoder: ModalityModule, tensors: Mapping[str, Any], 
 
 def _grids(name: str, encoder: ModalityModule, tensors: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """Of every item."""
-    key, config = _feature_key(encoder), encoder.module.config
+    key, config = _feature_key(encoder), encoder.config
+    if own_config(encoder.module) is not None:
+        if not isinstance(tensors[key], Tensor) or tensors[key].dim() < 2:
+            raise UserError(f"batch: {key} of {name} is {_described(tensors[key])}; give a tensor [items, ...]")
+        return [tuple(tensors[key].shape[1:])] * len(tensors[key])
     features, size_key = tensors[key], SIZE_KEY.get(config.model_type)
     num_dims = 2 if size_key == "image_grid_thw" else NUM_DIMS[key]
     if not isinstance(features, Tensor) or features.dim() != num_dims:
@@ -195,7 +201,7 @@ def _grids(name: str, encoder: ModalityModule, tensors: Mapping[str, Any]) -> li
 
 def _segment(encoder: ModalityModule, grid: tuple[int, ...], item: Mapping[str, Tensor]) -> Segment:
     """The item's entry in the encoder's layout. A `preprocess_callback` may cut it into equal tiles (AnyRes)."""
-    key, config, num_tiles = _feature_key(encoder), encoder.module.config, 1
+    key, config, num_tiles = _feature_key(encoder), encoder.config, 1
     if encoder.preprocess_callback is not None:
         with torch.no_grad():
             tiles = encoder.preprocess_callback(dict(item))[key]
@@ -284,7 +290,15 @@ def _columns_of(mask: Tensor) -> list[slice]:
 
 def _in_vocabulary(llm: LanguageModelNode, index: int, text: dict[str, Tensor]) -> dict[str, Tensor]:
     """Ids that can be looked up. A placeholder need not be in the vocabulary: what is looked up there is replaced."""
-    ids = text["input_ids"]
+    ids, labels = text["input_ids"], text["labels"]
+    # A head may have fewer rows than the table of tokens (Mllama).
+    num_predicted = min(llm.num_embeddings, llm.module.module.config.get_text_config().vocab_size)
+    wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= num_predicted))
+    if wrong.any():
+        raise UserError(
+            f"batch: labels of sample {index} has {int(labels[wrong][0])}, but the language model predicts the ids "
+            f"0 to {num_predicted - 1}; give {IGNORED_LABEL} where nothing is to be predicted"
+        )
     outside = (ids < 0) | (ids >= llm.num_embeddings)
     if not outside.any():
         return text

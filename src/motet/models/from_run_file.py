@@ -1,7 +1,7 @@
 """Makes the nodes of a run file's model: with weights in chosen layers, or whole and by plain transformers.
 
-`build_node` draws or reads the weights of the layers that a stage holds (`motet.models.materialize`). `plain_node`
-calls transformers' own constructor, for the reference of `motet verify`, which then replaces the weights.
+`build_node` draws or reads the weights of the layers that a stage holds (`motet.models.materialize`). `plain_nodes`
+calls transformers' own constructors, for the reference of `motet verify`, which then replaces the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +11,19 @@ import torch
 from torch import nn
 
 from motet.attention.masks.rules import rule_of_family
-from motet.config import ContrastiveConfig, DecoderConfig, EncoderConfig, LanguageModelConfig, RunConfig, TowerConfig
-from motet.families.classes import Kind, model_class_of
+from motet.config import (
+    CompositePartConfig,
+    ContrastiveConfig,
+    DecoderConfig,
+    EncoderConfig,
+    LanguageModelConfig,
+    RunConfig,
+    TowerConfig,
+)
+from motet.families.classes import Kind, default_dtype, model_class_of
+from motet.families.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.families.configured_graph import ConfiguredGraph, read_graph
+from motet.models.composite import CompositeNode
 from motet.models.graph import (
     DecoderNode,
     EncoderNode,
@@ -24,7 +34,7 @@ from motet.models.graph import (
     TowerNode,
 )
 from motet.models.hub.clip import initial_loss, read_projection
-from motet.models.materialize import default_dtype, layer_seed, materialize, read_part_config
+from motet.models.materialize import build_own, layer_seed, materialize, materialize_composite, read_part_config
 from motet.models.stages.encoder import num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
 
@@ -43,18 +53,53 @@ BuildModel = Callable[[Any, Kind, str], nn.Module]
 def build_node(config: RunConfig, name: str, layers: LayerRange | None, dtype: torch.dtype) -> ModuleNode:
     """One module of the run file with weights in `layers` (None: all). What is not trained is frozen."""
 
+    if config.model.composite is not None:
+        model, composite = materialize_composite(config.model.composite, name, layers=layers, dtype=dtype)
+        return _composite_nodes(config, model, composite)[name]
+
     def build(part: Any, kind: Kind, key: str) -> nn.Module:
         return materialize(part, kind, name=name, where=key, layers=layers, dtype=dtype)
 
     return _node(config, name, build, dtype, {})
 
 
-def plain_node(
+def plain_nodes(config: RunConfig, placeholder_token_ids: Mapping[str, int]) -> dict[str, ModuleNode]:
+    """The modules of the run file by transformers' own constructors, on the CPU, without dropout."""
+    dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+    if config.model.composite is None:
+        return {name: _plain_node(config, name, dtype, placeholder_token_ids) for name in read_graph(config).modules}
+    hf_config = read_composite_config(config.model.composite)
+    with default_dtype(dtype):
+        model = composite_class_of(hf_config)(hf_config)
+    remove_dropout(model)
+    return dict(_composite_nodes(config, model, find_parts(model)))
+
+
+def _composite_nodes(config: RunConfig, model: Any, composite: Composite) -> dict[str, CompositeNode]:
+    """The parts of a model of several modalities. What is not trained is frozen."""
+    nodes = {}
+    for name, described in read_graph(config).modules.items():
+        assert isinstance(described.part, CompositePartConfig)
+        nodes[name] = CompositeNode(
+            name=name,
+            loss_weight=described.loss_weight,
+            model=model,
+            composite=composite,
+            shape=described.workload,
+        )
+        for part, view in nodes[name].parts.items():
+            view.requires_grad_(getattr(described.part.train, part))
+    return nodes
+
+
+def _plain_node(
     config: RunConfig, name: str, dtype: torch.dtype, placeholder_token_ids: Mapping[str, int]
 ) -> ModuleNode:
-    """One module of the run file by transformers' own constructor, on the CPU, without dropout."""
-
     def build(part: Any, kind: Kind, key: str) -> nn.Module:
+        if getattr(part, "module", None) is not None:
+            own = build_own(part, name=name, where=key, dtype=dtype)
+            remove_dropout(own)
+            return own
         hf_config = read_part_config(part, kind, where=key)
         with default_dtype(dtype):  # Some families compute constants when they are built.
             model: nn.Module = model_class_of(hf_config.model_type, kind)(hf_config)
@@ -107,7 +152,7 @@ def _encoder_node(name: str, graph: ConfiguredGraph, build: BuildModel, dtype: t
     _set_trainable(module.module, part.train.module)
     if is_tower:
         module.pooling = described.pooling
-        read_projection(part, module.module.config.model_type, module.projector, where=described.key)
+        read_projection(part, module.config.model_type, module.projector, where=described.key)
     if module.projector is not None:
         module.projector.to(dtype)
         _set_trainable(module.projector, part.train.projector)

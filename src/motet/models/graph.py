@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,15 @@ from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
-from motet.families.caption_decoders import num_decoder_layers
+from motet.families.discovery import num_causal_layers
 from motet.families.encoders import family_of
 from motet.families.language_models import (
     cross_attention_layers,
     is_language_model,
     is_tied,
-    num_language_model_layers,
 )
+from motet.families.module_shapes import module_workload
+from motet.families.own_encoders import adopt, encoder_config, own_config, own_workload
 from motet.families.token_counts import FeatureSelect, Pooling, encoder_segment, pooled
 from motet.models.stages.caption_decoder import CaptionDecoderStage
 from motet.models.stages.contrastive import ContrastiveLoss, ContrastiveStage
@@ -40,7 +41,6 @@ from motet.models.stages.projector import PROJECTORS, build_projector, projected
 from motet.models.stages.stage import Batch, StageInput, StageOutput
 from motet.plan import Edge, LayerRange
 from motet.schedule.batch_sync import Pair
-from motet.shapes.families import as_tower, decoder_workload, module_workload
 from motet.shapes.module_shape import (
     LayerShape,
     Linear,
@@ -48,6 +48,7 @@ from motet.shapes.module_shape import (
     contrastive_loss,
     with_projector,
 )
+from motet.shapes.shape_card import Role
 
 Merge = Literal["placeholder", "prepend", "cross_attention"]
 """How encoder outputs reach the language model: in place of placeholder tokens, before the text, by cross-attention."""
@@ -64,7 +65,8 @@ class ModalityModule(nn.Module):
     """A HuggingFace module, the projector behind it and the callbacks around both.
 
     Args:
-        model: an encoder of a supported family, or a causal language model.
+        model: an encoder of a supported family or of a class of your own (`motet.register_encoder`), or a causal
+            language model.
         projector: "linear", "mlp", a module of your own, or None. A named one is built when the graph is made and the
             width of its output is known. `proj` is the papers' name for the same.
         preprocess_callback: (inputs) -> inputs, before the module.
@@ -92,6 +94,7 @@ class ModalityModule(nn.Module):
         if projector is not None and proj is not None:
             raise UserError("projector and proj are two names for the same argument; give one")
         self.module: Any = model
+        adopt(model)
         self.feature_layer = feature_layer
         self.feature_select = feature_select
         self.pooling: Pooling | None = None
@@ -107,15 +110,20 @@ class ModalityModule(nn.Module):
             part.train()
 
     @property
+    def config(self) -> Any:
+        """Of transformers; an `OwnConfig` for an encoder of the user's own."""
+        return encoder_config(self.module)
+
+    @property
     def is_language_model(self) -> bool:
-        return is_language_model(self.module)
+        return own_config(self.module) is None and is_language_model(self.module)
 
     @property
     def output_size(self) -> int:
         """Width of the module's own output, before the projector."""
         if self.is_language_model:
             return self.module.config.hidden_size
-        return getattr(self.module.config, family_of(self.module).output_size)
+        return getattr(self.config, family_of(self.module).output_size)
 
     @property
     def projected_size(self) -> int:
@@ -214,6 +222,8 @@ class ModuleNode(ABC):
 class EncoderNode(ModuleNode):
     """An encoder of images or sounds, and its projector."""
 
+    role: ClassVar[Role] = "encoder"
+
     module: ModalityModule
 
     @property
@@ -226,8 +236,8 @@ class EncoderNode(ModuleNode):
 
     @property
     def config(self) -> Any:
-        """Of transformers."""
-        return self.module.module.config
+        """Of transformers, or an `OwnConfig`."""
+        return self.module.config
 
     @property
     def num_layers(self) -> int:
@@ -238,7 +248,8 @@ class EncoderNode(ModuleNode):
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
         """A projector of the user's own is described by its linears."""
-        workload = module_workload(self.config, packing=packing)
+        own = own_config(self.module.module)
+        workload = module_workload(self.config, role=self.role, packing=packing) if own is None else own_workload(own)
         projector = self.module.projector
         if projector is not None:
             names = {projector_class: name for name, projector_class in PROJECTORS.items()}
@@ -254,7 +265,9 @@ class EncoderNode(ModuleNode):
         """One item of the encoder's native size."""
         config = self.config
         grid: tuple[int, ...] = ()
-        if config.model_type == "pixtral":
+        if own_config(self.module.module) is not None:
+            grid = config.encoder.example
+        elif config.model_type == "pixtral":
             grid = (config.image_size // config.patch_size,) * 2
         elif config.model_type == "qwen2_5_vl_vision":  # It has no native size; this is a small image.
             grid = (1, 16 * config.spatial_merge_size, 16 * config.spatial_merge_size)
@@ -265,8 +278,7 @@ class EncoderNode(ModuleNode):
 class TowerNode(EncoderNode):
     """An encoder that hands on one vector of each item, and, if a caption decoder reads it, all features behind it."""
 
-    def workload(self, *, packing: bool = False) -> ModuleWorkload:
-        return as_tower(super().workload(packing=packing))
+    role: ClassVar[Role] = "tower"
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
         (segment,) = super().typical_layout(sources)
@@ -299,7 +311,7 @@ class LanguageModelNode(ModuleNode):
 
     @property
     def num_layers(self) -> int:
-        return num_language_model_layers(self.module.module)
+        return num_causal_layers(self.module.module)
 
     @property
     def entry_layers(self) -> tuple[int, ...]:
@@ -318,7 +330,7 @@ class LanguageModelNode(ModuleNode):
         )
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
-        workload = module_workload(self.module.module.config, packing=packing)
+        workload = module_workload(self.module.module.config, role="language_model", packing=packing)
         return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(self.module.module) else ())
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
@@ -347,14 +359,13 @@ class DecoderNode(ModuleNode):
 
     @property
     def num_layers(self) -> int:
-        return num_decoder_layers(self.decoder)
+        return num_causal_layers(self.decoder)
 
     def make_stage(self, layers: LayerRange, *, packing: bool = False, recompute: bool = False) -> CaptionDecoderStage:
         return CaptionDecoderStage(self.name, self.decoder, layers, recompute=recompute)
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:
-        config: Any = self.decoder.config
-        workload = decoder_workload(config.to_dict())
+        workload = module_workload(self.decoder.config, role="decoder")
         return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(self.decoder) else ())
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:

@@ -31,12 +31,15 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from motet.config import PartConfig, TowerConfig
 from motet.errors import UserError
-from motet.families.caption_decoders import decoder_layer_parts, is_added, num_decoder_layers
-from motet.families.classes import Kind, config_class_named, model_class_of, part_type
-from motet.families.hf_config import tower_family
-from motet.families.language_models import language_model_layer_parts, num_language_model_layers
+from motet.families.caption_decoders import is_added
+from motet.families.classes import Kind, config_class_named, model_class_of, model_on_meta, part_type
+from motet.families.composite import Composite, composite_class_of, find_parts, read_composite_config
+from motet.families.discovery import causal_layer_parts, num_causal_layers
+from motet.families.hf_config import stored_folder, tower_family
+from motet.families.language_models import check_causal
+from motet.families.own_encoders import build, build_on_meta
 from motet.models.stages.encoder import encoder_layer_parts, num_encoder_layers
-from motet.plan import LayerRange
+from motet.plan import LANGUAGE_MODEL, LayerRange
 
 FLOAT32 = torch.float32
 
@@ -67,8 +70,8 @@ def float64_throughout() -> Iterator[None]:
 
 LAYERS: Mapping[Kind, tuple[Callable[[nn.Module], int], Callable[[nn.Module, int], tuple[str, ...]]]] = {
     "encoder": (lambda model: num_encoder_layers(model, None), encoder_layer_parts),
-    "language_model": (num_language_model_layers, language_model_layer_parts),
-    "decoder": (num_decoder_layers, decoder_layer_parts),
+    "language_model": (num_causal_layers, causal_layer_parts),
+    "decoder": (num_causal_layers, causal_layer_parts),
 }
 """By kind: how many layers a model has, and the paths of a layer's sub-modules."""
 
@@ -81,14 +84,19 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
 
     `where`: its key in the run file. Raises `ValueError` naming the key and what is wrong.
     """
+    if getattr(part, "module", None) is not None:
+        return build_on_meta(part.module, part.values, where)  # type: ignore[attr-defined]
     try:
         if part.config is not None:
             config = config_class_named(part.config)(**part.values)
             model_class_of(config.model_type, kind)
-            return config
-        model_type = stored_model_type(part)
-        family = tower_family(model_type, part.part) if isinstance(part, TowerConfig) else part_type(model_type, kind)
-        return model_class_of(family, kind).config_class.from_pretrained(_folder_of(part), **part.values)
+        else:
+            stored = stored_model_type(part)
+            family = tower_family(stored, part.part) if isinstance(part, TowerConfig) else part_type(stored, kind)
+            config = model_class_of(family, kind).config_class.from_pretrained(stored_folder(part), **part.values)
+        if kind == "language_model":
+            check_causal(config)
+        return config
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except FileNotFoundError as error:
@@ -100,7 +108,7 @@ def read_part_config(part: PartConfig, kind: Kind, *, where: str) -> PretrainedC
 
 def stored_model_type(part: PartConfig) -> str:
     """Of what `hub` or `path` holds, which may be a model of several parts."""
-    return str(json.loads((_folder_of(part) / "config.json").read_text()).get("model_type", ""))
+    return str(json.loads((stored_folder(part) / "config.json").read_text()).get("model_type", ""))
 
 
 def materialize(
@@ -121,37 +129,78 @@ def materialize(
 
     Raises `ValueError` if configuration or weights are missing or do not fit each other.
     """
+    if getattr(part, "module", None) is not None:
+        return build_own(part, name=name, where=where, dtype=dtype)
     config = read_part_config(part, kind, where=where)
-    model = _build_on_meta(model_class_of(config.model_type, kind), config, dtype, where)
-    num_layers = num_module_layers(model, kind)
+    model = model_on_meta(model_class_of(config.model_type, kind), config, dtype, where)
+    all_parts = [layer_parts(model, kind, layer) for layer in range(num_module_layers(model, kind))]
+    added = {n for n, _ in model.named_parameters() if kind == "decoder" and is_added(model, n)}
+    is_tied = kind != "encoder" and bool(config.tie_word_embeddings)
+    _fill(model, all_parts, layers, part, name=name, where=where, is_tied=is_tied, may_lack=added)
+    return model
+
+
+def materialize_composite(
+    part: PartConfig, module: str, *, layers: LayerRange | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Composite]:
+    """The transformers model of several modalities, on the CPU, with weights in `layers` of its part `module` and the
+    rest on the meta device; and where its parts are.
+
+    Raises `ValueError` if configuration or weights are missing or do not fit each other."""
+    config = read_composite_config(part)
+    model = model_on_meta(composite_class_of(config), config, dtype, "model")
+    composite = find_parts(model)
+    elsewhere = [path for other in composite.modules.values() if other.name != module for path in other.paths]
+    _fill(
+        model,
+        composite.modules[module].layers,
+        layers,
+        part,
+        name=module,
+        where="model",
+        is_tied=module == LANGUAGE_MODEL and composite.is_tied,
+        elsewhere=elsewhere,
+    )
+    return model, composite
+
+
+def _fill(
+    model: Any,
+    all_parts: Sequence[tuple[str, ...]],
+    layers: LayerRange | None,
+    part: PartConfig,
+    *,
+    name: str,
+    where: str,
+    is_tied: bool,
+    may_lack: Set[str] = frozenset(),
+    elsewhere: Sequence[str] = (),
+) -> None:
+    """Gives weights to the layers [first, last) of `all_parts`. `elsewhere`: paths of other modules' layers."""
+    num_layers = len(all_parts)
     first, last = (0, num_layers) if layers is None else (layers[0], min(layers[1], num_layers))
     own = set(range(first, last))
-    is_tied = kind != "encoder" and bool(config.tie_word_embeddings)
     if is_tied and num_layers - 1 in own:
         own.add(0)  # The head's weight is the embedding's.
-    parts = {layer: layer_parts(model, kind, layer) for layer in sorted(own)}
-    outside = _outside_layers(model, [path for layer in range(num_layers) for path in layer_parts(model, kind, layer)])
+    parts = {layer: all_parts[layer] for layer in sorted(own)}
+    outside = _outside_layers(model, [*(path for paths in all_parts for path in paths), *elsewhere])
     _give_memory(model, parts, outside)
     has_weights = part.config is None
-    added = (
-        {n for n, _ in model.named_parameters() if kind == "decoder" and is_added(model, n)} if has_weights else set()
-    )
     if has_weights:
         for key, parameter in model.named_parameters():
-            parameter._is_hf_initialized = key not in added
+            parameter._is_hf_initialized = key not in may_lack
     _draw(model, parts, outside, seed=part.seed, name=name)
     if is_tied and num_layers - 1 in own:
         model.tie_weights()
     if has_weights:
-        _read_weights(model, parts, _folder_of(part), where, may_lack=added)
-    return model
+        _read_weights(model, parts, stored_folder(part), where, may_lack=may_lack)
 
 
 def stored_tensor(part: PartConfig, key: str, *, where: str) -> torch.Tensor | None:
     """A tensor beside the module's own in its hub repository or folder; None if it is not there."""
     if part.config is not None:
         return None
-    for file in sorted(_folder_of(part).glob("*.safetensors")):
+    for file in sorted(stored_folder(part).glob("*.safetensors")):
         if key in _names_in(file, where):
             with safe_open(file, framework="pt") as tensors, dtypes_by_name():
                 return tensors.get_tensor(key)
@@ -168,34 +217,11 @@ def layer_parts(model: nn.Module, kind: Kind, layer: int) -> tuple[str, ...]:
     return LAYERS[kind][1](model, layer)
 
 
-def _folder_of(part: PartConfig) -> Path:
-    if part.path is not None:
-        return Path(part.path)
-    assert part.hub is not None
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(part.hub, allow_patterns=["*.json", "*.safetensors"]))
-    except OSError as error:
-        raise UserError(f"hub: {part.hub!r} cannot be had ({' '.join(str(error).split())}); use path") from None
-
-
-def _build_on_meta(model_class: Any, config: PretrainedConfig, dtype: torch.dtype, where: str) -> Any:
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), default_dtype(dtype):
-            return model_class(config)
-    except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
-        raise UserError(f"{where}: {model_class.__name__} cannot be built: {' '.join(str(error).split())}") from None
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def build_own(part: Any, *, name: str, where: str, dtype: torch.dtype) -> nn.Module:
+    """An encoder of the user's own, whole, as its constructor makes it. Arguments as those of `materialize`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(layer_seed(part.seed, name, 0))
+        return build(part.module, part.values, where).to(dtype)
 
 
 def _outside_layers(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
@@ -208,11 +234,17 @@ def _outside_layers(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
 
 
 def _give_memory(model: nn.Module, parts: Parts, outside: Sequence[nn.Module]) -> None:
+    single = dict(model.named_parameters(remove_duplicate=False))
     for path in (path for paths in parts.values() for path in paths):
-        model.get_submodule(path).to_empty(device="cpu")
+        if path in single:
+            owner, _, key = path.rpartition(".")
+            empty = torch.empty_like(single[path], device="cpu")
+            setattr(model.get_submodule(owner), key, nn.Parameter(empty))
+        else:
+            model.get_submodule(path).to_empty(device="cpu")
     for module in outside:
-        assert not any(True for _ in module.parameters(recurse=False)), type(module)
-        module.to_empty(device="cpu", recurse=False)
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
 
 
 def _draw(model: Any, parts: Parts, outside: Sequence[nn.Module], *, seed: int, name: str) -> None:
@@ -222,8 +254,16 @@ def _draw(model: Any, parts: Parts, outside: Sequence[nn.Module], *, seed: int, 
     with torch.random.fork_rng(devices=[]):
         _initialize(model, outside, seed=0)  # Nothing random is in there.
         for layer, paths in parts.items():
-            modules = [inner for path in paths for inner in model.get_submodule(path).modules()]
+            modules = [inner for path in paths for inner in _modules_at(model, path)]
             _initialize(model, modules, layer_seed(seed, name, layer))
+
+
+def _modules_at(model: nn.Module, path: str) -> list[nn.Module]:
+    """The module and those inside it; of a single parameter, its owner."""
+    owner, _, name = path.rpartition(".")
+    if name in model.get_submodule(owner)._parameters:
+        return [model.get_submodule(owner)]
+    return list(model.get_submodule(path).modules())
 
 
 def _initialize(model: Any, modules: Sequence[nn.Module], seed: int) -> None:
@@ -245,7 +285,7 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lac
     wanted = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if any(name.startswith(f"{path}.") for paths in parts.values() for path in paths)
+        if any(name == path or name.startswith(f"{path}.") for paths in parts.values() for path in paths)
     }
     stored = _stored_names(model, folder, where)
     tied = model.all_tied_weights_keys

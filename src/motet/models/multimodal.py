@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import ModelOutput
 
 from motet.attention.masks.rules import rule_named
@@ -142,15 +141,11 @@ class MultimodalModule(ModuleGraph):
         features = [batch.features(LANGUAGE_MODEL, i) for i in members]
         incoming = self.incoming(LANGUAGE_MODEL, batch, members, outputs)
         inputs = StageInput(batch.samples, features, incoming=incoming)
-        hidden, sequences, context = stage.hidden_states(inputs)
-        logits = stage.logits(hidden)
-        if sequences.packed:
-            logits = pad_sequence(logits[0].split(sequences.lengths), batch_first=True)
         num_loss_tokens = sum(sample.num_loss_tokens.get(LANGUAGE_MODEL, 0) for sample in batch.samples)
-        if not num_loss_tokens:
+        logits, loss_sum = stage.forward_whole(inputs, has_labels=num_loss_tokens > 0)
+        if loss_sum is None:
             return ModelOutput(logits=logits)
-        loss = stage.loss_sum(hidden, features, sequences, context) / num_loss_tokens
-        return ModelOutput(loss=loss, logits=logits)
+        return ModelOutput(loss=loss_sum / num_loss_tokens, logits=logits)
 
 
 def _check_merge(merge: str, language_model: ModalityModule, preprocess_callback: PreprocessCallback | None) -> None:

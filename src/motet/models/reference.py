@@ -6,6 +6,7 @@ layouts it reads `Segment.grid`, `num_tokens` and `num_outputs`, by code of its 
 in their papers, over the whole similarity matrix. So an error in the stages cannot repeat itself here.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers.masking_utils import create_bidirectional_mask
 from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.attention.masks.rules import OwnRule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
+from motet.families.own_encoders import own_config
+from motet.models.composite import CompositeNode
 from motet.models.graph import DecoderNode, EncoderNode, LanguageModelNode, LossNode, ModuleNode, TowerNode
 from motet.models.stages.stage import Batch
 
@@ -48,6 +51,8 @@ def reference_loss(
             tower = nodes[node.reads]
             assert isinstance(tower, TowerNode)
             loss = plain_caption_loss(tower.module, node.decoder, batch, reads=node.reads, name=node.name)
+        elif isinstance(node, CompositeNode) and not node.part.functions:
+            loss = plain_composite_loss(node.model, batch, list(nodes))
         else:
             continue
         total = total + node.loss_weight * loss
@@ -82,6 +87,9 @@ def _tensor(output: Any) -> Tensor:
 
 def _encode(model: Any, inputs: Mapping[str, Tensor], segments: Sequence[Segment], feature_layer: int | None) -> Tensor:
     """The features that the layout asks for, items one after the other."""
+    own = own_config(model)
+    if own is not None:
+        return torch.cat([plain_own_output(model, item) for item in inputs[own.encoder.feature]])
     family = model.config.model_type
     if family == "qwen2_5_vl_vision":
         grid_thw = torch.tensor([segment.grid for segment in segments], device=inputs["pixel_values"].device)
@@ -106,6 +114,13 @@ def _encode(model: Any, inputs: Mapping[str, Tensor], segments: Sequence[Segment
     if has_class_token and any(segment.outputs != segment.num_tokens for segment in segments):
         hidden = hidden[:, 1:]
     return hidden.flatten(0, 1)
+
+
+def plain_own_output(model: Any, item: Tensor) -> Tensor:
+    """Of an encoder of the user's own, called with one item: [tokens, width]."""
+    output = model(item[None])
+    output = getattr(output, "last_hidden_state", output)
+    return output.reshape(-1, output.shape[-1])
 
 
 def _leading(hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -250,6 +265,34 @@ def _attention_masks(
     if getattr(config, "layer_types", None):
         return {"full_attention": matrix(None), "sliding_attention": matrix(window)}
     return matrix(window)
+
+
+def plain_composite_loss(model: Any, batch: Batch, modules: Sequence[str]) -> Tensor:
+    """Mean loss over all tokens that have a label and a token before them, with its graph.
+
+    Args:
+        model: of several modalities; its own forward runs for every sample, with all that its processor returned.
+        modules: names of its parts, under which the batch has their features.
+    """
+    total: Any = 0.0
+    num_tokens = 0
+    takes = inspect.signature(model.forward).parameters
+    for i, sample in enumerate(batch.samples):
+        given: dict[str, Tensor] = {}
+        for name in modules:
+            if sample.has(name):
+                given |= batch.features(name, i)
+        labels = given.pop("labels")
+        inputs = {key: value for key, value in given.items() if key in takes}
+        for key, value in inputs.items():
+            if key == "input_ids" or key.endswith("token_type_ids"):
+                inputs[key] = value[None]
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        logits = model(**inputs, use_cache=False).logits[0]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
+        num_tokens += int((labels[1:] != IGNORED_LABEL).sum())
+    return torch.as_tensor(total) / max(1, num_tokens)
 
 
 def plain_contrastive_loss(

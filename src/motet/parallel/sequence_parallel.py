@@ -12,10 +12,12 @@ checkpointing must be the non-reentrant kind without hooks on saved tensors (off
 `AssertionError`, never a wrong result.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from motet.parallel.tensor_collectives import (
@@ -23,36 +25,140 @@ from motet.parallel.tensor_collectives import (
     copy_to_group,
     gather_sequence,
     gather_to_group,
+    reduce_from_group,
     scatter_sequence,
     sequence_shard,
 )
-from motet.parallel.tensor_plans import FamilyShards
+from motet.parallel.tensor_cuts import Region, TensorCuts
 
-_LENGTH = "whole_sequence_length"
+_LENGTH, _VERSION = "whole_sequence_length", "version_of_share"
+SEQUENCE_INPUTS = ("full_text_row_masked_out_mask",)
+"""Keyword inputs of blocks that are multiplied with the hidden states: [..., T, 1]."""
+SKIPPABLE_PARTS = ("cross_attn",)
+"""Parts that mark a block as one that a forward may leave out (cross-attention without encoder output)."""
+TOKENWISE = re.compile(r"norm|scale|dropout|identity|activation", re.IGNORECASE)
+"""Classes with parameters that treat every token alike."""
 
 
-def enter_regions(layers: Sequence[nn.Module], rules: FamilyShards, tp: TensorParallel) -> None:
-    """Makes the parallel regions of the layers take their inputs from the group, and cuts the sequence between them."""
-    running = _attach_to_layers(layers, rules, tp) if tp.sequence_parallel else None
+@dataclass
+class Partial:
+    """What does not see everything on each rank."""
 
-    def take_from_group(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for name in rules.region_inputs:
-            if kwargs.get(name) is not None:
-                kwargs[name] = copy_to_group(kwargs[name], tp)
+    parameters: list[str]
+    """Names of parameters whose gradients are partial sums; those that are cut may be among them."""
+    whole_inside: set[str] = field(default_factory=set)
+    """Row linears inside of parts that take and give whole sequences."""
+
+
+def enter_regions(module: nn.Module, cuts: TensorCuts, tp: TensorParallel, *, idle: Collection[str] = ()) -> Partial:
+    """Makes the parallel regions take their inputs from the group, and cuts the sequence between them."""
+    blocks = {path: module.get_submodule(path) for path in cuts.blocks}
+    partial = Partial([name for region in cuts.regions for name in _inside(module, region)])
+    units: list[str] = []
+    running: _Running | None = None
+    if tp.sequence_parallel:
+        for path, block in blocks.items():
+            units += _whole_units(block, path, cuts)
+        within = [f"{unit}." for unit in units]
+        partial.whole_inside = {path for path in cuts.linears if f"{path}.".startswith(tuple(within))}
+        partial.parameters += [
+            f"{path}.{name}"
+            for path, block in blocks.items()
+            for name, _ in block.named_parameters()
+            if not f"{path}.{name}".startswith(tuple(within))
+        ]
+        running = _Running()
+        lists: dict[str, list[nn.Module]] = {}
+        for path, block in blocks.items():
+            if path not in idle:
+                lists.setdefault(path.rpartition(".")[0], []).append(block)
+        for layers in lists.values():
+            _attach_to_layers(layers, running, tp)
+        for unit in units:
+            _run_whole(module.get_submodule(unit), running, tp)
+    for region in cuts.regions:
+        is_whole = any(f"{region.entries[0]}.".startswith(f"{unit}.") for unit in units)
+        for entry in region.entries:
+            take = _take_from_group(None if is_whole else running, tp)
+            module.get_submodule(entry).register_forward_pre_hook(take, with_kwargs=True)
+        if region.summed is not None:
+            module.get_submodule(region.summed).register_forward_hook(
+                lambda part, args, output: _replace_first(output, lambda y: reduce_from_group(y, tp))
+            )
+    partial.parameters = list(dict.fromkeys(partial.parameters))
+    return partial
+
+
+def _inside(module: nn.Module, region: Region) -> Iterator[str]:
+    """The parameters between a region's ends: all behind its entries, but not biases that are added to the sums, and
+    not an entry's own ones, which scale or shift its result (Inkling's `global_scale`)."""
+    for entry in region.entries:
+        for name, _ in module.get_submodule(entry).named_parameters():
+            owner = f"{entry}.{name}".rpartition(".")[0]
+            if owner != entry and owner not in region.rows:
+                yield f"{entry}.{name}"
+
+
+def _take_from_group(running: "_Running | None", tp: TensorParallel) -> Callable[..., Any]:
+    """A hook for a region's entry: gradients of what comes in are summed, whatever it is; a share of the sequence is
+    gathered."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_floating_point(value):
+            return copy_to_group(value, tp)
+        return value
+
+    def take(entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if running is None:
-            return _replace_hidden(args, kwargs, lambda hidden: copy_to_group(hidden, tp))
+            return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
         length = running.length
         assert length is not None, "the activation inside a layer lost its sequence length"
-        return _replace_hidden(args, kwargs, lambda hidden: gather_to_group(hidden, length, tp))
+        others, args = tuple(map(copied, args[1:])), args[:1]
+        kwargs = {n: value if n == "hidden_states" and not args else copied(value) for n, value in kwargs.items()}
+        args, kwargs = _replace_hidden(args, kwargs, lambda hidden: gather_to_group(hidden, length, tp))
+        return (*args, *others), kwargs
 
-    for layer in layers:
-        for path in rules.regions:
-            if has_submodule(layer, path):
-                layer.get_submodule(path).register_forward_pre_hook(take_from_group, with_kwargs=True)
+    return take
 
 
-def has_submodule(module: nn.Module, path: str) -> bool:
-    return any(name == path for name, _ in module.named_modules())
+def _whole_units(part: nn.Module, path: str, cuts: TensorCuts) -> list[str]:
+    """The parts of a block that need the whole sequence and are not regions: routers with their experts, convolutions,
+    linears that are not cut. Norms and the like compute on a share."""
+    entries = {entry for region in cuts.regions if region.summed is None for entry in region.entries}
+    rows = {row for region in cuts.regions for row in region.rows}
+    units: list[str] = []
+    for name, child in part.named_children():
+        inner = f"{path}.{name}"
+        if inner in entries or inner in rows:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            units += _whole_units(child, inner, cuts)
+        elif any(region_part.startswith(f"{inner}.") for region_part in entries | rows):
+            units += [inner] if _whole_units(child, inner, cuts) else []
+        elif not _is_tokenwise(child):
+            units.append(inner)
+    return units
+
+
+def _is_tokenwise(module: nn.Module) -> bool:
+    holders = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    return all(TOKENWISE.search(type(holder).__name__) for holder in holders)
+
+
+def _run_whole(unit: nn.Module, running: "_Running", tp: TensorParallel) -> None:
+    """Gathers the sequence before a part and cuts it after, so that all ranks compute the part alike."""
+
+    def gather(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        length = running.length
+        assert length is not None, "the activation inside a layer lost its sequence length"
+        # Contiguous: routers view it as one row of tokens.
+        return _replace_hidden(args, kwargs, lambda hidden: gather_sequence(hidden, length, tp).contiguous())
+
+    def scatter(part: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return _replace_first(output, lambda whole: scatter_sequence(whole, tp))
+
+    unit.register_forward_pre_hook(gather, with_kwargs=True)
+    unit.register_forward_hook(scatter)
 
 
 @dataclass
@@ -63,10 +169,9 @@ class _Running:
     """Length of its whole sequence; None between layers."""
 
 
-def _attach_to_layers(layers: Sequence[nn.Module], rules: FamilyShards, tp: TensorParallel) -> _Running:
+def _attach_to_layers(layers: Sequence[nn.Module], running: _Running, tp: TensorParallel) -> None:
     """Scatters before the first layer, gathers after the last."""
-    running = _Running()
-    skippable = [any(has_submodule(layer, path) for path in rules.skippable) for layer in layers]
+    skippable = [any(hasattr(layer, part) for part in SKIPPABLE_PARTS) for layer in layers]
     # A layer that may be left out cannot be relied on to gather, so those at the end scatter and gather by themselves.
     gathers = [all(skippable[index + 1 :]) for index in range(len(layers))]
     may_get_whole = [all(skippable[:index]) or any(gathers[:index]) for index in range(len(layers))]
@@ -78,13 +183,14 @@ def _attach_to_layers(layers: Sequence[nn.Module], rules: FamilyShards, tp: Tens
                 assert known is not None or may_get_whole, (
                     "the activation between two layers lost its sequence length: something else than a layer touched it"
                 )
+                assert known is None or hidden._version == getattr(hidden, _VERSION), (
+                    "something else than a layer wrote into the activation between two layers"
+                )
                 running.length = hidden.shape[-2] if known is None else known
-                shard = scatter_sequence(hidden, tp) if known is None else hidden
-                setattr(shard, _LENGTH, running.length)
-                return shard
+                return _note(scatter_sequence(hidden, tp) if known is None else hidden, running.length)
 
             args, kwargs = _replace_hidden(args, kwargs, cut)
-            for name in rules.sequence_inputs:
+            for name in SEQUENCE_INPUTS:
                 if kwargs.get(name) is not None:
                     kwargs[name] = sequence_shard(kwargs[name], tp)
             return args, kwargs
@@ -94,22 +200,27 @@ def _attach_to_layers(layers: Sequence[nn.Module], rules: FamilyShards, tp: Tens
     def read_again(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running.length = getattr(args[0] if args else kwargs.get("hidden_states"), _LENGTH, running.length)
 
-    def mark(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        setattr(output, _LENGTH, running.length)
+    def mark(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        _note(output if isinstance(output, Tensor) else output[0], running.length)
         running.length = None
 
-    def gather(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert running.length is not None
-        whole = gather_sequence(output, running.length, tp)
-        running.length = None
-        return whole
+    def gather(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        length, running.length = running.length, None
+        assert length is not None
+        return _replace_first(output, lambda hidden: gather_sequence(hidden, length, tp))
 
     for layer, gets_whole, gives_whole in zip(layers, may_get_whole, gathers, strict=True):
         layer.register_forward_pre_hook(scatter_before(gets_whole), with_kwargs=True)
         for part in layer.children():
             part.register_forward_pre_hook(read_again, with_kwargs=True)
         layer.register_forward_hook(gather if gives_whole else mark)
-    return running
+
+
+def _note(shard: Tensor, length: int | None) -> Tensor:
+    """Notes the length of the whole sequence on a share of it, and how often the share has been written to."""
+    setattr(shard, _LENGTH, length)
+    setattr(shard, _VERSION, shard._version)
+    return shard
 
 
 def _replace_hidden(
@@ -119,3 +230,8 @@ def _replace_hidden(
     if args:
         return (replace(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": replace(kwargs["hidden_states"])}
+
+
+def _replace_first(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Modules give hidden states, or a tuple that begins with them."""
+    return replace(output) if isinstance(output, Tensor) else (replace(output[0]), *output[1:])

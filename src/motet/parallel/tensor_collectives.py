@@ -66,6 +66,26 @@ def reduce_scatter_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
     return _collective(x, lambda x: reduce_scatter_sequence(x, tp), lambda grad: all_gather_sequence(grad, length, tp))
 
 
+def gather_outputs(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[..., n / tp], this rank's outputs -> [..., n], for what all ranks compute alike."""
+    return _collective(x, lambda x: _gather_last(x, tp), lambda grad: _own_last(grad, tp))
+
+
+def split_inputs(x: Tensor, tp: TensorParallel) -> Tensor:
+    """[..., n], alike on all ranks -> [..., n / tp], this rank's part. Gradients of the parts are gathered."""
+    return _collective(x, lambda x: _own_last(x, tp), lambda grad: _gather_last(grad, tp))
+
+
+def _gather_last(x: Tensor, tp: TensorParallel) -> Tensor:
+    parts = x.new_empty((tp.size, *x.shape))
+    dist.all_gather_single(parts.flatten(0, 1) if x.dim() > 1 else parts.flatten(), x.contiguous(), group=tp.group)
+    return parts.movedim(0, -2).flatten(-2)
+
+
+def _own_last(x: Tensor, tp: TensorParallel) -> Tensor:
+    return x.chunk(tp.size, -1)[tp.rank].contiguous()
+
+
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Identity; what comes back is multiplied."""
     return _collective(x, lambda x: x.view_as(x), lambda grad: grad * factor)

@@ -1,9 +1,9 @@
 """Tensor parallelism of unmodified HuggingFace modules: local shards of their linears, collectives around them.
 
-`apply_tensor_parallel` replaces the parameters that the family's rules name (`motet.parallel.tensor_plans`) by this
-rank's shards. Column linears stay what they are; row linears become `RowLinear` (`RowConv1D`); hooks at the entry of
-attention and MLP bring in the activation, once for all column linears behind it. Parameters keep their names. Losses,
-inputs and outputs of a stage are alike on all ranks of the group.
+`apply_tensor_parallel` replaces the parameters that are cut (`motet.parallel.tensor_cuts`) by this rank's shards.
+Column linears stay what they are; row linears become `RowLinear` (`RowConv1D`); hooks at the entries of regions bring
+in the activation, once for all column linears behind them. Parameters keep their names. Losses, inputs and outputs of a
+stage are alike on all ranks of the group.
 
 Limits: dropout is right only if the ranks of a group draw the same random numbers (seed them alike).
 (Shoeybi et al. 2019, "Megatron-LM", section 3.)
@@ -11,7 +11,7 @@ Limits: dropout is right only if the ranks of a group draw the same random numbe
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,23 +20,19 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
-from motet.parallel.sequence_parallel import enter_regions, has_submodule
+from motet.parallel.sequence_parallel import enter_regions
 from motet.parallel.split_backward import linear, shared_weight
 from motet.parallel.tensor_collectives import (
     TensorParallel,
+    copy_to_group,
+    gather_outputs,
     reduce_from_group,
     reduce_scatter_from_group,
     shard_parameter,
+    split_inputs,
 )
-from motet.parallel.tensor_plans import (
-    Config,
-    FamilyShards,
-    Shard,
-    check_tp,
-    family_shards,
-    layer_pattern,
-    parameter_shard,
-)
+from motet.parallel.tensor_cuts import TensorCuts, tensor_cuts
+from motet.parallel.tensor_plans import Shard, check_tp
 from motet.parallel.vocab_parallel import shard_embedding, shard_head
 
 __all__ = [
@@ -69,18 +65,18 @@ class RowLinear(nn.Linear):
     The output is [..., T, out] on every rank, or under sequence parallelism this rank's shard of the sequence.
     """
 
-    def __init__(self, shard: nn.Linear, tp: TensorParallel) -> None:
-        """`shard` holds this rank's columns of the weight, and the whole bias."""
+    def __init__(self, shard: nn.Linear, tp: TensorParallel, *, splits_input: bool = False) -> None:
+        """`shard` holds this rank's columns of the weight, and the whole bias. `splits_input`: the input is whole."""
         out_features, in_features = shard.weight.shape
         super().__init__(in_features, out_features, bias=shard.bias is not None, device="meta")
         self.weight = shard.weight
         self.bias = shard.bias
-        self.tp = tp
+        self.tp, self.splits_input = tp, splits_input
         self.train(shard.training)
 
     def forward(self, x: Tensor) -> Tensor:
         reduce = reduce_scatter_from_group if self.tp.sequence_parallel else reduce_from_group
-        y = reduce(linear(x, self.weight), self.tp)
+        y = reduce(linear(split_inputs(x, self.tp) if self.splits_input else x, self.weight), self.tp)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -101,39 +97,33 @@ class RowConv1D(Conv1D):
         return y + self.bias.to(y.dtype)
 
 
-def apply_tensor_parallel(
-    module: nn.Module, family: str, tp: TensorParallel, *, idle: Collection[str] = ()
-) -> TensorParallelLayout:
+def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collection[str] = ()) -> TensorParallelLayout:
     """Cuts the module in place and returns what was cut where.
 
     Args:
-        module: a model of the family or a stage of one (layers of other stages may be absent), its weights whole, on
+        module: a transformers model or a stage of one (layers of other stages may be absent), its weights whole, on
             any device (on meta: load the parts later, see `shard_parameter`). Parameters become new ones, with the
             same names: make optimizers after.
-        family: the `model_type` of its transformers configuration.
         idle: layers that are there but never run: none of them can gather what others have scattered.
 
-    Raises `ValueError` if heads or MLP do not divide, or if a layer has a linear that the family's rules do not name.
+    Raises `UserError` if heads or MLP do not divide, if nothing in the layers can be cut, or if the
+    model's own plan asks for what is not supported.
     """
-    rules = family_shards(family)
-    pattern = layer_pattern(family)
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if (match := pattern.fullmatch(name)) and match.group(2) is None and _linears(layer)
-    }
     if tp.size == 1:
         layout = TensorParallelLayout(tp, {}, ())
     else:
-        config = _configuration(layers.values())
-        if config is not None:
-            check_tp(family, config, tp.size)
-        shards = _replace_parameters(module, family, config, tp)
-        for layer in layers.values():
-            _adapt_layer(layer, rules, tp)
-        enter_regions([layer for name, layer in layers.items() if name not in idle], rules, tp)
-        _adapt_vocabulary(module, rules, shards, tp)
-        layout = TensorParallelLayout(tp, shards, _partial_gradients(layers, shards, rules, tp))
+        cuts = tensor_cuts(module)
+        if cuts.blocks and cuts.is_whole_model and not cuts.cuts_blocks:
+            raise UserError(
+                f"tp_size: {tp.size}, but nothing in the layers of {type(module).__name__} can be cut: transformers "
+                "has no plan for them, and their linears' names are not known (motet.parallel.tensor_cuts); use 1"
+            )
+        check_tp(cuts.must_divide, tp.size)
+        shards = _replace_parameters(module, cuts, tp)
+        partial = enter_regions(module, cuts, tp, idle=idle)
+        _adapt_linears(module, cuts, shards, partial.whole_inside, tp)
+        _adapt_vocabulary(module, cuts, shards, tp)
+        layout = TensorParallelLayout(tp, shards, tuple(n for n in partial.parameters if n not in shards))
     setattr(module, _LAYOUT, layout)
     return layout
 
@@ -174,51 +164,55 @@ def tp_reduce_gradients(module: nn.Module) -> None:
             gradient.copy_(total.view_as(gradient))
 
 
-def _linears(layer: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    return {name: linear for name, linear in layer.named_modules() if isinstance(linear, nn.Linear | Conv1D)}
-
-
-def _configuration(layers: Any) -> Config | None:
-    """The layers' configuration: any of their modules that has one; None if there are no layers."""
-    return next((part.config for layer in layers for part in layer.modules() if hasattr(part, "config")), None)
-
-
-def _replace_parameters(module: nn.Module, family: str, config: Config | None, tp: TensorParallel) -> dict[str, Shard]:
+def _replace_parameters(module: nn.Module, cuts: TensorCuts, tp: TensorParallel) -> dict[str, Shard]:
     """Puts local shards in place of the parameters that are cut. Tied parameters stay tied."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    found = [(p, cuts.shard_of(module, name, tuple(p.shape), tp.size)) for name, p in named]
+    cut = {id(parameter): (parameter, shard) for parameter, shard in found if shard is not None}
+    local = {
+        key: nn.Parameter(shard_parameter(parameter.detach(), shard, tp.rank, tp.size), parameter.requires_grad)
+        for key, (parameter, shard) in cut.items()
+    }
     shards: dict[str, Shard] = {}
-    replaced: dict[int, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        shard = parameter_shard(family, config, name, parameter.shape, tp.size)
-        if shard is None:
-            continue
-        shards[name] = shard
-        if id(parameter) not in replaced:
-            local = shard_parameter(parameter.detach(), shard, tp.rank, tp.size)
-            replaced[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, replaced[id(parameter)])
+    for name, parameter in named:
+        if id(parameter) in cut:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, local[id(parameter)])
+            shards[name] = cut[id(parameter)][1]
     return shards
 
 
-def _adapt_layer(layer: nn.Module, rules: FamilyShards, tp: TensorParallel) -> None:
-    for path, shard in _linears(layer).items():
-        if path in rules.column:
+def _adapt_linears(
+    module: nn.Module, cuts: TensorCuts, shards: Mapping[str, Shard], whole_inside: Collection[str], tp: TensorParallel
+) -> None:
+    """`whole_inside`: row linears whose output is whole on every rank under sequence parallelism too."""
+    alone = replace(tp, sequence_parallel=False)
+    for path, cut in cuts.linears.items():
+        if f"{path}.weight" not in shards:
+            continue
+        owner, _, attribute = path.rpartition(".")
+        shard: Any = module.get_submodule(path)
+        group = alone if path in whole_inside else tp
+        if cut.kind == "row":
             if isinstance(shard, Conv1D):
-                shard.nf = shard.weight.shape[1]
-                shard.register_forward_pre_hook(_contiguous)
+                row: nn.Module = RowConv1D(shard, group)
+            elif type(shard).forward is nn.Linear.forward:
+                row = RowLinear(shard, group, splits_input=cut.is_outside)
             else:
-                shard.out_features = shard.weight.shape[0]
-        elif path in rules.row:
-            owner, _, attribute = path.rpartition(".")
-            row = RowConv1D(shard, tp) if isinstance(shard, Conv1D) else RowLinear(shard, tp)
-            setattr(layer.get_submodule(owner), attribute, row)
+                raise UserError(f"tp_size: {path} is a {type(shard).__name__}, which cannot be cut by inputs; use 1")
+            setattr(module.get_submodule(owner), attribute, row)
+        elif isinstance(shard, Conv1D):
+            shard.nf = shard.weight.shape[1]
+            shard.register_forward_pre_hook(_contiguous)
         else:
-            raise UserError(
-                f"tp_size: {type(layer).__name__} has a linear {path} that no rule in "
-                "motet.parallel.tensor_plans names; use 1, or add a rule"
-            )
-    for path in rules.counts:
-        _divide_count(layer, path.split("."), tp.size)
+            shard.out_features = shard.weight.shape[0]
+        if cut.kind == "column" and cut.is_outside:
+            shard.register_forward_pre_hook(lambda module, args: (copy_to_group(args[0], tp), *args[1:]))
+            shard.register_forward_hook(lambda module, args, output: gather_outputs(output, tp))
+    for path, attribute in cuts.counts:
+        _divide_count(module.get_submodule(path), attribute.split("."), tp.size)
+    for path in cuts.divided_inputs:
+        module.get_submodule(path).register_forward_pre_hook(lambda module, args: (args[0] / tp.size, *args[1:]))
 
 
 def _contiguous(linear: nn.Module, inputs: tuple[Tensor]) -> Tensor:
@@ -226,25 +220,9 @@ def _contiguous(linear: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     return inputs[0].contiguous()
 
 
-def _partial_gradients(
-    layers: Mapping[str, nn.Module], shards: Mapping[str, Shard], rules: FamilyShards, tp: TensorParallel
-) -> tuple[str, ...]:
-    """Whole parameters that a rank applies to its own heads only, or to its own share of the sequence."""
-    return tuple(
-        f"{name}.{parameter}"
-        for name, layer in layers.items()
-        for parameter, _ in layer.named_parameters()
-        if f"{name}.{parameter}" not in shards
-        and (tp.sequence_parallel or parameter.rpartition(".")[0] in rules.local_heads)
-    )
-
-
-def _divide_count(layer: nn.Module, path: list[str], tp_size: int) -> None:
-    """Divides an attribute of a submodule; an object that is not a module (a shared configuration) is copied first."""
-    if not has_submodule(layer, path[0]):
-        return
-    owner: Any = layer.get_submodule(path[0])
-    for attribute in path[1:-1]:
+def _divide_count(owner: Any, path: list[str], tp_size: int) -> None:
+    """Divides an attribute of a module; a shared configuration on the way to it is copied first."""
+    for attribute in path[:-1]:
         setattr(owner, attribute, copy.copy(getattr(owner, attribute)))
         owner = getattr(owner, attribute)
     count = getattr(owner, path[-1])
@@ -252,10 +230,10 @@ def _divide_count(layer: nn.Module, path: list[str], tp_size: int) -> None:
     setattr(owner, path[-1], count // tp_size)
 
 
-def _adapt_vocabulary(module: nn.Module, rules: FamilyShards, shards: Mapping[str, Shard], tp: TensorParallel) -> None:
-    for name, part in module.named_modules():
-        if f"{name}.weight" in shards and name.rpartition(".")[2] in rules.vocabulary:
-            if isinstance(part, nn.Embedding):
-                shard_embedding(part, tp)
-            elif isinstance(part, nn.Linear):
-                shard_head(part, tp)
+def _adapt_vocabulary(module: nn.Module, cuts: TensorCuts, shards: Mapping[str, Shard], tp: TensorParallel) -> None:
+    for path in cuts.vocabulary:
+        part = module.get_submodule(path)
+        if f"{path}.weight" in shards and isinstance(part, nn.Embedding):
+            shard_embedding(part, tp)
+        elif f"{path}.weight" in shards and isinstance(part, nn.Linear):
+            shard_head(part, tp)

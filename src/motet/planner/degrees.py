@@ -31,8 +31,15 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
             f"parallel: {name}.pp is {degrees.pp}, but it has {workload.num_layers} layers; "
             f"give at most {workload.num_layers}"
         )
+    if workload.max_stages is not None and degrees.pp > workload.max_stages:
+        raise UserError(
+            f"parallel: {name}.pp is {degrees.pp}, but {workload.family} can be cut into {workload.max_stages} at most"
+        )
     try:
-        check_tp(workload.family, workload.config, degrees.tp)
+        if degrees.tp > 1:
+            if workload.must_divide is None:
+                raise UserError(f"tp_size: {workload.family} has no rules for tensor parallelism; use 1")
+            check_tp(workload.must_divide, degrees.tp)
     except UserError as error:
         raise UserError(f"parallel: {name}.{error}") from None
     if degrees.cp > 1:
@@ -46,7 +53,7 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
 
 def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> None:
     workload = problem.modules[name].workload
-    if workload.family in NO_CONTEXT_PARALLELISM:
+    if workload.family in NO_CONTEXT_PARALLELISM or not workload.shares_tokens:
         raise UserError(
             f"parallel: {name}.cp is {degrees.cp}, but ranks cannot share the tokens of a {workload.family}; give cp 1"
         )

@@ -67,7 +67,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
                 trainable=node.trainable,
                 loss_weight=node.loss_weight,
                 tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
-                max_stages=_max_stages(config, name),
+                max_stages=node.workload.max_stages or _max_stages(config, name),
                 cp_sizes=cp[name],
                 may_be_sharded=config.parallel.limits.fully_sharded,
                 context=_context(config, node.workload) if name == LANGUAGE_MODEL else ContextOptions(),
@@ -111,6 +111,7 @@ def _check_limited_modules(config: RunConfig, workloads: Mapping[str, ModuleWork
         if name in limited:
             workload = workloads[name]
             able = workload.kind in ("encoder", "language_model") and workload.family not in NO_CONTEXT_PARALLELISM
+            able = able and workload.shares_tokens
             if not able and own.cp not in (None, (1,)):
                 kind = workload.family if workload.kind == "encoder" else workload.kind
                 raise UserError(

@@ -39,6 +39,10 @@ class ModuleStats:
     """[samples]; without the tokens that encoders insert into the sequence."""
     work_s: Floats
     """[samples] device-seconds."""
+    video_frames: Floats
+    """[videos] frames that are read."""
+    video_tokens: Floats
+    """[videos] tokens that are handed on."""
 
     @property
     def share_of_samples(self) -> float:
@@ -115,10 +119,13 @@ def _modules(problem: PlanningProblem, plan: Plan, samples: Sequence[Sample]) ->
             continue
         stages = plan.modules[name].replicas[0].stages
         devices = np.array([stage.tp_size for stage in stages], float)
+        videos = [segment for sample in samples for segment in sample.layouts.get(name, ()) if segment.num_frames]
         stats[name] = ModuleStats(
             tokens=np.array([sample.num_tokens(name) for sample in samples], float),
             own_tokens=np.array([own_tokens(sample, name) for sample in samples], float),
             work_s=(work.forward_s + work.backward_s) @ devices,
+            video_frames=np.array([segment.num_frames for segment in videos], float),
+            video_tokens=np.array([segment.outputs for segment in videos], float),
         )
     return stats
 

@@ -7,35 +7,37 @@ out.
 |---|---|---|
 | a process died | its exit | `POLL_S` |
 | a process hangs | no sign of life, and no thread computes or is runnable | `detect_s` |
-| another machine vanished, or the link to it was cut | no heartbeat of its agent in the store | `detect_s` |
-| the store was lost, or this machine was cut off | the store does not answer | see store_failover.py |
+| another machine vanished, or the link to it was cut | no sign of life of its agent in the store | `detect_s` |
+| the store was lost | it ends the connection, or does not answer | at once, or `store_timeout_s` |
 
 It imports no torch; the store's client is passed in.
 """
 
+import contextlib
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
+from motet.addresses import address_text, host_and_port
+from motet.resilience.failure_log import Recovery, write_recovery
 from motet.resilience.membership import (
     FAILURE,
-    HEARTBEAT_S,
-    OVER,
+    RUN,
     Change,
-    Heartbeats,
     Kind,
+    MeetingPlace,
     Membership,
     MembershipNotice,
-    StoreLostError,
+    RunRecord,
+    is_over,
     key,
-    propose,
-    register,
-    registered,
-    silence_s,
-    store_timeout_s,
+    memberships_after,
+    num_registered,
+    unlogged_changes,
 )
 from motet.resilience.process_control import (
     STORE_AWAY,
@@ -47,18 +49,12 @@ from motet.resilience.process_control import (
     receive_from,
     send_to,
 )
-from motet.resilience.store.store_failover import (
-    ConnectedStore,
-    LeftBehindError,
-    Standby,
-    StoreDiscovery,
-    StoreFailover,
-    Successor,
-)
+from motet.resilience.store.store import Store, StoreAwayError
 
 POLL_S = 0.02
-SEEN_END = "seen_end"
-"""Prefix of keys that say that a node's agent knows that the training is over. Then the store may end."""
+
+Successor = Callable[[Membership, Sequence[Change]], Membership]
+"""Computes the next membership; the same one for every agent that has seen the same changes."""
 
 
 @dataclass
@@ -67,57 +63,52 @@ class NodeAgent:
 
     node: int | None
     """None: the node joins as soon as its processes are ready."""
-    store: ConnectedStore
-    """Not connected yet."""
+    store: Store
     processes: Sequence[WatchedProcess]
     successor: Successor
-    detect_s: float
+    silence_s: float
+    """Silence of a lost process."""
     store_patience_s: float
-    """How long the store may be away."""
-    tolerate: int = 1
-    """Nodes that may be lost at once."""
-    standby: Standby | None = None
-    """The process here that would keep the store if its machine is lost."""
+    """How long the store may be away while nothing is trained."""
+    output: Path
     is_warned: bool = False
     """Whether this machine is about to be taken away."""
+    known: list[Membership] = field(default_factory=list)
+    """All memberships that this agent has read, oldest first."""
     _failure: str | None = None
     """How this node was lost."""
     _was_member: bool = False
+    """Whether it is a member of the newest membership in which it has a part."""
+    _member_since: int = 0
+    """The generation since which it has been one."""
     _left_in: int = 0
     """The newest generation in which this node has sent what it held, to leave."""
     _met_in: int = 0
-    """The newest generation whose ranks have met, and so no longer need the store."""
-    _unannounced: list[Membership] = field(default_factory=list)
-    """Memberships that the processes do not know yet, as they are not certainly valid."""
-    _unsettled_since: float | None = None
-    """Since when there are such memberships."""
-    _asked_at: float = 0.0
-    """When other standbys were last asked whether others have continued."""
+    """The newest generation whose processes know where to meet."""
+    _unwritten: dict[str, str] = field(default_factory=dict)
+    """What the store has not taken yet."""
+    _away_since: float | None = None
+    """Since when the store has been away."""
+    _is_interrupted: bool = False
+    """Whether a process waits for the next membership, as this one has ended there."""
     _end_reason: str | None = None
     """Why the node's part is over."""
     _unanswered: tuple[int, list[tuple[Kind, int]]] | None = None
     """Generation and changes for which no next membership could be computed."""
-    _last_heartbeat: float = 0.0
     _last_round: float = field(default_factory=time.monotonic)
-    _failover: StoreFailover = field(init=False)
-    _heartbeats: Heartbeats = field(init=False, repr=False)
-    """Set when the node is in a membership; a signal handler's repr may be asked for before."""
 
     def __post_init__(self) -> None:
-        self._silence_s = silence_s(self.detect_s)
-        discovery = StoreDiscovery(self.standby, store_timeout_s(self.detect_s))
-        self._failover = StoreFailover(
-            self.store, self.successor, self._silence_s, self.store_patience_s, self.tolerate, discovery
-        )
+        if self.node is not None:
+            self.store.keep_alive(self.node)
 
     @property
     def membership(self) -> Membership | None:
         """The newest one that the agent has read."""
-        return self._failover.newest
+        return self.known[-1] if self.known else None
 
     def run(self) -> str | None:
         """Returns why the node was lost or the training failed; None: the training was finished, or continued without
-        this node as planned."""
+        this node as planned. Raises `StoreLostError`."""
         while not self.is_over():
             time.sleep(POLL_S)
         finish_all(self.processes)
@@ -126,17 +117,21 @@ class NodeAgent:
     def is_over(self) -> bool:
         """Does one round of the agent's work, and returns whether the node's part is over."""
         now = time.monotonic()
-        if now - self._last_round > self.detect_s / 2:  # This process was held up, and has not heard the others.
-            self._failover.wait_anew(now)
+        if now - self._last_round > self.silence_s / 2:  # This process was held up, and has not heard its processes.
             for watched in self.processes:
                 watched.last_sign = now
         self._last_round = now
         try:
-            if self._failover.away_since is not None and self._reconnect():
-                return True
+            self.store.sync()
+            for name in list(self._unwritten):
+                self.store.create(name, self._unwritten[name])
+                del self._unwritten[name]
+            if self._away_since is not None:
+                self._away_since = None
+                send_to(self.processes, STORE_BACK)
             return self._act(now)
-        except StoreLostError:
-            return self._continue_without_store()
+        except StoreAwayError:
+            return self._continue_without_store(now)
 
     def warn(self, *_: object) -> None:
         """The handler of SIGTERM."""
@@ -144,20 +139,16 @@ class NodeAgent:
 
     def _act(self, now: float) -> bool:
         """One round with a store; returns whether the node's part is over."""
-        if self.store.check([OVER]):
-            failure = self.store.get(FAILURE) if self.store.check([FAILURE]) else None
-            self._end_reason = None if failure is None else json.loads(failure)["message"]
-            self.store.set(f"{SEEN_END}/{self.node}", "")
-            return True
         is_member = self.node is not None and self._read_newer(self.node)
+        if is_over(self.store.values, self.membership):
+            failure = self.store.values.get(FAILURE)
+            self._end_reason = None if failure is None else json.loads(failure)["message"]
+            if self.node is not None:
+                self.store.create(key("seen_end", self.node), "")
+            return True
         if self._was_member and not is_member:
             # Before the processes are heard: what failed in them may have failed because they are out.
             self._end_reason = self._why_out()
-            if self._failover.may_end:
-                return True
-            finish_all(self.processes)
-            self.processes = ()
-        if self.node is not None and self._gives_up_on_quorum(self.node, now):
             return True
         self._receive()
         loss = self._own_loss(now)
@@ -166,69 +157,30 @@ class NodeAgent:
         if not is_member and (loss is not None or self.is_warned):
             self._end_reason = self._why_out()
             return True
-        if self._was_member and not is_member:
-            return False
-        silent = [] if self.node is None else self._exchange_heartbeats(self.node, now)
-        if not self._failover.is_open:
-            if not self._failover.opens(self.node, now):
-                return False
-            send_to(self.processes, STORE_BACK)
         if self.node is not None:
-            self._propose(self.node, loss, silent)
+            self._propose(self.node, loss)
         elif all(watched.is_ready for watched in self.processes):
-            self.node = register(self.store)
-            self._failover.come(self.node)
+            self.node = self.store.register()
+            self.store.keep_alive(self.node)
         return False
 
-    def _gives_up_on_quorum(self, node: int, now: float) -> bool:
-        """Whether to end here, as too few nodes are left to know that the others have not continued elsewhere."""
-        if not self._unannounced:
-            if self._unsettled_since is not None:
-                self._unsettled_since = None
-                send_to(self.processes, STORE_BACK)
-            return False
-        if self._unsettled_since is None:
-            self._unsettled_since = self._asked_at = now
-            send_to(self.processes, STORE_AWAY)
-        if now - self._asked_at > store_timeout_s(self.detect_s):
-            self._asked_at = now
-            if self._failover.others_continued(node):
-                return self._end_left_behind("the others went on without it, with another store")
-        if now - self._unsettled_since <= self.store_patience_s:
-            return False
-        return self._end_left_behind("too few nodes are left to know that the others have not gone on elsewhere")
-
-    def _continue_without_store(self) -> bool:
-        """One round without a store; returns whether it has been away for too long."""
-        now = time.monotonic()
-        if self._failover.away_since is None:
-            self._failover.lose_store(now, waited_s=now - self._last_round)
-            self._unsettled_since = None
+    def _continue_without_store(self, now: float) -> bool:
+        """One round while the store is away; returns whether to wait no longer. Training needs it only when something
+        has changed."""
+        if self._away_since is None:
+            self._away_since = now
             send_to(self.processes, STORE_AWAY)
         self._receive()
         if self._own_loss(now) is not None:
             kill_all(self.processes)
-        if self.is_warned and not self._was_member:
+        elif self._was_member and not self._is_interrupted:
+            return False
+        elif self.is_warned:
             return True
-        if not self._failover.is_given_up(now):
+        if now - self._away_since <= self.store_patience_s:
             return False
         kill_all(self.processes)
-        self._end_reason = f"the store does not answer any more (for {self.store_patience_s:g} s)"
-        return True
-
-    def _reconnect(self) -> bool:
-        """Comes (back) to the store; returns whether this node finds itself out."""
-        try:
-            self.node = self._failover.come_back(self.node)
-        except LeftBehindError as error:
-            return self._end_left_behind(str(error))
-        self._unannounced = [membership for membership in self._unannounced if membership in self._failover.known]
-        self._heartbeats = Heartbeats(self.store, self._silence_s)
-        return False
-
-    def _end_left_behind(self, why: str) -> bool:
-        kill_all(self.processes)
-        self._end_reason = f"node {self.node} was lost: {why}"
+        self._end_reason = self._failure or f"the store has not answered for {self.store_patience_s:g} s"
         return True
 
     def _why_out(self) -> str | None:
@@ -237,32 +189,33 @@ class NodeAgent:
             return f"node {self.node} was lost: {self._failure}"
         return self.membership.stop if self.membership is not None else None
 
-    def _exchange_heartbeats(self, node: int, now: float) -> list[int]:
-        """Returns the nodes whose heartbeats are missing."""
-        if now - self._last_heartbeat < HEARTBEAT_S or self.membership is None:
-            return []
-        self._last_heartbeat = now
-        self._heartbeats.send(node)
-        return self._heartbeats.missing([other for other in self.membership.all_nodes if other != node], now)
-
     def _read_newer(self, node: int) -> bool:
         """Passes new memberships on to the processes. Returns whether this node is a member of the newest."""
-        for newer in self._failover.read_newer():
+        values = self.store.values
+        for newer in memberships_after(values, self.membership.generation if self.membership is not None else 0):
+            self.known.append(newer)
+            self._is_interrupted = False
             for change in newer.changes:
                 if (change.kind, change.node) == ("lost", node):
                     self._failure = self._failure or change.how
-            self._was_member = self._was_member or node in newer.all_nodes
-            self._unannounced.append(newer)
-        self._failover.tell_read(node)
-        if self._unannounced and self._failover.may_train():
-            for membership in self._unannounced:
-                if node in membership.all_nodes:
-                    first = len(self.processes) * membership.all_nodes.index(node)
-                    for place, watched in enumerate(self.processes):
-                        watched.is_done = False
-                        send_to([watched], MembershipNotice(membership, first + place, self.store.address))
-            self._failover.called_in = self._unannounced[-1].generation
-            self._unannounced.clear()
+            is_member = node in newer.all_nodes
+            if not is_member and node not in newer.waiting:
+                continue
+            if is_member and not self._was_member:
+                self._member_since = newer.generation
+            self._was_member = is_member
+            for place, watched in enumerate(self.processes):
+                watched.is_done = False
+                rank = len(self.processes) * newer.all_nodes.index(node) + place if is_member else None
+                run = RunRecord.from_json(values[RUN])
+                send_to([watched], MembershipNotice(newer, rank, run, self.store.here, self._member_since))
+        for membership in self.known:
+            place_of = values.get(key("meeting", membership.generation))
+            if membership.generation > self._met_in and place_of is not None:
+                self._met_in = membership.generation
+                address = host_and_port(place_of)
+                assert address is not None
+                send_to(self.processes, MeetingPlace(membership.generation, address))
         return self.membership is not None and node in self.membership.all_nodes
 
     def _receive(self) -> None:
@@ -273,39 +226,51 @@ class NodeAgent:
         if word == "ready":
             watched.is_ready = True
         elif word == "failed":
-            self._failover.write(FAILURE, str(value))
+            self._write(FAILURE, str(value))
         elif word == "hung":
             self._failure = str(value)
-        elif word == "logged":
-            self._failover.write(key("logged", cast(int, value)), "")
+        elif word == "opened":
+            generation, port = cast(tuple[int, int], value)
+            self._write(key("meeting", generation), address_text((self.store.here, port)))
+        elif word == "recovered":
+            recovery = cast(Recovery, value)
+            generation = recovery.membership.generation
+            write_recovery(self.output, replace(recovery, changes=unlogged_changes(self.store.values, generation)))
+            self._write(key("logged", generation), "")
         elif word == "result":
             generation, result = cast(tuple[int, str], value)
-            self._failover.write(key("result", generation), result)
-        elif word == "met":
-            self._met_in = max(self._met_in, cast(int, value))
+            self._write(key("result", generation), result)
         elif self.membership is None or self.node is None or value != self.membership.generation:
             return
+        elif word == "interrupted":
+            self._is_interrupted = True
         elif word == "left":
             self._left_in = self.membership.generation
-            self._failover.is_out = True
-            self._failover.write(key("left", self._left_in, self.node), "")
+            self._write(key("left", self._left_in, self.node), "")
         elif word == "done":
             watched.is_done = True
             if all(other.is_done for other in self.processes):
-                self._failover.write(key("done", self.membership.generation, self.node), "")
+                self._write(key("done", self.membership.generation, self.node), "")
+
+    def _write(self, name: str, value: str) -> None:
+        """Writes it as soon as the store takes it."""
+        self._unwritten.setdefault(name, value)
+        if self._away_since is None:
+            with contextlib.suppress(StoreAwayError):
+                self.store.create(name, value)
+                del self._unwritten[name]
 
     def _own_loss(self, now: float) -> str | None:
         """Returns how this node was lost, if it was."""
-        self._failure = self._failure or find_loss(self.processes, self._silence_s, now)
-        self._failover.is_out = self._failover.is_out or self._failure is not None
+        self._failure = self._failure or find_loss(self.processes, self.silence_s, now)
         return self._failure
 
-    def _propose(self, node: int, loss: str | None, silent: Sequence[int]) -> None:
+    def _propose(self, node: int, loss: str | None) -> None:
         """Proposes the next membership if anything has changed. `loss`: how this node was lost."""
-        if self.membership is not None and (changes := self._changes(node, self.membership, loss, silent)):
+        if self.membership is not None and (changes := self._changes(node, self.membership, loss)):
             following = self._following(self.membership, changes)
             if following is not None:
-                propose(self.store, following)
+                self.store.create(key("membership", following.generation), following.to_json())
 
     def _following(self, membership: Membership, changes: Sequence[Change]) -> Membership | None:
         """Computes the next membership. A failure of the successor would end all agents equally, so it is caught: the
@@ -314,7 +279,7 @@ class NodeAgent:
         question = (membership.generation, [(change.kind, change.node) for change in changes])
         if question == self._unanswered:
             return None
-        losses = [change for change in changes if change.kind in ("lost", "left", "again")]
+        losses = [change for change in changes if change.kind in ("lost", "left")]
         failed = ""
         for some in (changes, losses) if 0 < len(losses) < len(changes) else (changes,):
             try:
@@ -336,26 +301,24 @@ class NodeAgent:
             saves_checkpoint=False,
         )
 
-    def _changes(self, node: int, membership: Membership, loss: str | None, silent: Sequence[int]) -> list[Change]:
+    def _changes(self, node: int, membership: Membership, loss: str | None) -> list[Change]:
         if node not in membership.all_nodes:
             return []
-        at = time.time()
-        changes = [
-            Change("lost", other, f"its agent was silent for {self._silence_s:g} s", at)
-            for other in silent
-            if other in membership.all_nodes  # Another agent may have taken it out a moment ago.
-        ]
+        at, values = time.time(), self.store.values
+        silent = [n for n in membership.all_nodes if n != node and key("alive", n) not in values]
+        changes = [Change("lost", n, f"its agent was silent for {self.silence_s:g} s", at) for n in silent]
         if loss is not None:
-            changes.append(Change("lost", node, loss, at, is_self_reported=True))
-        elif self._left_in == membership.generation and self.store.check(
-            [key("left", membership.generation, each) for each in membership.leaving]
+            changes.append(Change("lost", node, loss, at))
+        elif self._left_in == membership.generation and all(
+            key("left", membership.generation, each) in values for each in membership.leaving
         ):
             # All together: the next membership would wait for nodes that left before the others.
-            how = "it has handed over what it held"
-            changes += [Change("left", each, how, at, is_self_reported=True) for each in membership.leaving]
+            changes += [Change("left", each, "it has handed over what it held", at) for each in membership.leaving]
         elif self.is_warned and node in membership.nodes and membership.stop is None:
             changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
-        if self._failover.lost_in == membership.generation > self._met_in:
-            changes.append(Change("again", node, "the store was lost before all had met", at))
-        joined = range(membership.num_admitted, registered(self.store))
-        return changes + [Change("joined", other, "", at) for other in joined]
+        joined = range(membership.num_admitted, num_registered(values))
+        changes += [Change("joined", other, "", at) for other in joined if key("alive", other) in values]
+        if changes:  # A spare that has gone is no reason for another membership, but must not be used in one.
+            gone = [spare for spare in membership.waiting if key("alive", spare) not in values]
+            changes += [Change("lost", spare, f"its agent was silent for {self.silence_s:g} s", at) for spare in gone]
+        return changes

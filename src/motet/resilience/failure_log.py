@@ -1,5 +1,5 @@
 """The failure log, `failures.jsonl` in the output folder: one JSON line for each change of membership (what died or
-joined, and what was done), each end and restart of all nodes, each loss of the store, and each straggler."""
+joined, and what was done), each end and restart of all nodes, and each straggler."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ class Recovery:
     """What is logged of one recovery."""
 
     membership: Membership
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...] = ()
     """Changes since the last line of the log."""
     num_ranks: int
     steps_before: int | None
@@ -56,12 +56,6 @@ def write_recovery(output: Path, recovery: Recovery) -> None:
 def write_end(output: Path, changes: Sequence[Change], done: str) -> None:
     """Logs that all nodes have ended, or are ended. `changes`: those that are not in the log yet."""
     _append(output, {"changes": _told(changes), "done": done})
-
-
-def write_store_end(output: Path, how: str, done: str) -> None:
-    """Logs that the store was lost and another one has replaced it."""
-    lost = {"kind": "store", "node": None, "how": how, "noticed_at": time.time()}
-    _append(output, {"changes": [lost], "done": done})
 
 
 def write_straggler(output: Path, straggler: Straggler, *, node: int, step: int) -> None:

@@ -1,14 +1,15 @@
 """Starts a training that survives the loss of nodes: a store, an agent for each node, and each node's processes.
 
-On one machine, groups of processes stand for nodes. The store has a process of its own, so that no node's end takes it
-along; everything dies with the process that calls this.
+On one machine, groups of processes stand for nodes. The store has a process of its own; everything ends with the
+process that calls this.
 
     this process -- store
                  -- agent of node 0 -- processes
                  -- agent of node 1 -- processes
 
 On several machines, this process may be on one of them, or on a machine that trains nothing: it runs only the store,
-waits until all nodes have joined (`join_training`, one process per machine), and ends when the training does.
+waits until all nodes have joined (`join_training`, one process per machine), and ends when the training does. If the
+store is lost, all nodes restart from the last checkpoint as soon as there is a store again.
 """
 
 import json
@@ -19,13 +20,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, cast
 
 import torch
 
@@ -38,20 +39,22 @@ from motet.planner.templates.pipelines import Templates
 from motet.resilience.agent import NodeAgent
 from motet.resilience.failure_log import write_end
 from motet.resilience.membership import (
-    Address,
+    RUN,
     Change,
     RunRecord,
-    StoreLostError,
     as_json,
     first_difference,
+    silence_s,
     store_timeout_s,
 )
 from motet.resilience.process_control import AgentLink, Children, WatchedProcess, describe_exit
 from motet.resilience.recover import StoppedError, TooFewNodesError, TrainingProcess
-from motet.resilience.store.keeper import StandbyProcess, StoreDiesError, StoreKeeper, TrainingEnd
-from motet.resilience.store.store import StoreClient, StoreNotStartedError, StoreProcess
-from motet.resilience.store.store_failover import MOVES
+from motet.resilience.store.channel import UntrustedPeerError
+from motet.resilience.store.embedded import EmbeddedStore, StoreProcess
+from motet.resilience.store.etcd import EtcdAddress, EtcdStore, StoreAddress
+from motet.resilience.store.store import Store, StoreLostError, make_secret, read_secret
 from motet.resilience.succession import Succession
+from motet.resilience.training_end import TrainingEnd, begin_training, first_membership, watch_training
 from motet.runtime.launch import WorkerFailedError
 
 LOOPBACK = "127.0.0.1"
@@ -59,7 +62,21 @@ ERROR_KINDS = {"mistake": UserError, "too few nodes": TooFewNodesError, "stopped
 """Errors of training processes that are told apart; all others are of kind `failure`."""
 FINAL_ERRORS = {"mistake": UserError, "stopped": WorkerFailedError, "failure": WorkerFailedError}
 """What is raised for kinds after which the nodes are not restarted."""
-ELSEWHERE = "if enough nodes are left, they go on with a store on another machine"
+RETRY_S = 0.2
+"""Interval between two looks for a store that was lost."""
+
+
+def _text(address: StoreAddress) -> str:
+    return str(address) if isinstance(address, EtcdAddress) else address_text(address)
+
+
+def _client(
+    address: StoreAddress, secret: bytes, detect_s: float, *, is_new: bool = False, is_patient: bool = False
+) -> Store:
+    """A client of the store. `is_new`: a training begins there. `is_patient`: it waits longer than the others."""
+    if isinstance(address, EtcdAddress):
+        return EtcdStore(address, secret, silence_s(detect_s), is_new=is_new)
+    return EmbeddedStore(address, secret, (1 + is_patient) * store_timeout_s(detect_s))
 
 
 class NodesLostError(WorkerFailedError):
@@ -77,140 +94,118 @@ def train_on_nodes(
     *,
     num_nodes: int,
     node_size: int,
-    listen: tuple[str, int] | None = None,
+    listen: StoreAddress | None = None,
+    store: EtcdAddress | None = None,
 ) -> dict[str, Any]:
     """Trains, and returns the JSON of `motet train`.
 
-    `templates`: pipelines on other numbers of nodes; None: only as they are in the plan. `listen`: the address at which
-    nodes on other machines join; None: the nodes are processes of this machine.
+    `templates`: pipelines on other numbers of nodes; None: only as they are in the plan. `listen`: where nodes on other
+    machines join, in the embedded store or in etcd; None: the nodes are processes of this machine. `store`: for these;
+    None: the embedded one.
     Where too few nodes are left, all are restarted from the last checkpoint (`train.failures.restarts` times).
     Raises `UserError` or `WorkerFailedError` if the training could not continue."""
     failures, output = config.train.failures, Path(config.train.output)
     assert failures is not None
-    run = RunRecord(config=as_json(config))
-    with StoreProcess(listen or (LOOPBACK, 0)) as process:
+    run, first = RunRecord(config=as_json(config), plan=plan.to_json()), first_membership(num_nodes, plan.to_json())
+    secret = make_secret() if listen is None else read_secret(failures.secret_file)
+    in_etcd = listen if isinstance(listen, EtcdAddress) else store
+    embedded = listen if isinstance(listen, tuple) else (LOOPBACK, 0)
+    with nullcontext() if in_etcd else StoreProcess(embedded, secret, silence_s(failures.detect_s)) as process:
         while True:
             try:
-                with _store_keeper(config, run, plan, num_nodes, process, moves=listen is not None) as keeper:
-                    # Before anything else, while it has no threads: forked processes may inherit their locks.
-                    keeper.begin(awaits_nodes=listen is not None)
-                    host, port = keeper.process.address
-                    told = "nodes may join" if listen is None else f"waiting for {num_nodes} nodes"
-                    print(f"motet: {told}: motet train RUN.yaml --join {host}:{port}", file=sys.stderr, flush=True)
+                with ExitStack() as stack:
+                    children = stack.enter_context(Children())
+                    if process is not None:
+                        process.start(children)
+                    address = in_etcd or cast(StoreProcess, process).address
+                    client = stack.enter_context(closing(_client(address, secret, failures.detect_s, is_new=True)))
+                    begin_training(client, run, first if listen is None else None)
+                    agents: list[BaseProcess] = []
                     if listen is None:
-                        succession = Succession(node_size, templates, failures.stop_below_guarantee)
-                        keeper.agents = [
-                            keeper.children.start(run_agent, config, (host, port), node, node_size, succession)
+                        succession = Succession(node_size, templates, failures.stop_below_guarantee, run.plan)
+                        agents = [
+                            children.start(run_agent, config, address, secret, node, node_size, succession)
                             for node in range(num_nodes)
                         ]
-                    return _outcome(keeper.run(), keeper.silence_s, keeper.agents, moves=keeper.moves)
-            except NodesLostError as error:
-                most = failures.restarts
+                    else:
+                        told = f"waiting for {num_nodes} nodes: motet train RUN.yaml --join"
+                        print(f"motet: {told} {_text(address)}", file=sys.stderr, flush=True)
+                    return _outcome(watch_training(client, first, agents), failures.detect_s, agents)
+            except (NodesLostError, StoreLostError) as error:
+                changes = error.changes if isinstance(error, NodesLostError) else ()
+                # Nodes that reach each other and not etcd may still train: only those that ended here certainly do not.
+                most = 0 if isinstance(listen, EtcdAddress) else failures.restarts
                 if run.restarts == most:
                     done = f"{error}: not started anew, as train.failures.restarts is {most}"
-                    write_end(output, error.changes, done)
-                    raise
+                    write_end(output, changes, done)
+                    raise NodesLostError(str(error), changes) from None
                 run = replace(run, restarts=run.restarts + 1)
                 done = f"{error}: all nodes are started anew (restart {run.restarts} of {most})"
-                write_end(output, error.changes, done)
+                write_end(output, changes, done)
                 print(f"motet: {error}; starting anew", file=sys.stderr, flush=True)
 
 
 def join_training(
-    config: RunConfig, make_templates: Callable[[], Templates | None], store_address: tuple[str, int], node_size: int
+    config: RunConfig, make_templates: Callable[[], Templates | None], store_address: StoreAddress, node_size: int
 ) -> None:
-    """Turns this process into the agent of one more node. Templates are made if the training accepts the run file.
+    """Turns this process into the agent of one more node. Templates are made if the training accepts the run file. If
+    the store is lost, the node waits for it to be there again, and joins anew.
 
-    Raises `UserError` if no store answers, or if the run has another run file; `WorkerFailedError` if the node was
-    lost, or the training failed."""
-    failures, output = config.train.failures, Path(config.train.output)
+    Raises `UserError` if no store answers, or if the run has another run file or secret; `WorkerFailedError` if the
+    node was lost, or the training failed."""
+    failures = config.train.failures
     assert failures is not None
-    host, port = store_address
-    try:
-        with socket.create_connection(store_address, timeout=10) as connection:
-            here, interface = connection.getsockname()[0], interface_towards(connection)
-    except (OSError, UnicodeError):  # The latter where no host can have this name.
-        raise UserError(f"--join: nobody answers at {host}:{port}; is the training still running?") from None
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    moves = _check_run_file(config, store_address)
-    succession = Succession(node_size, make_templates(), failures.stop_below_guarantee)
-    with Children() as children:
-        standby = StandbyProcess(children, here, config) if moves else None
-        why = run_agent(config, store_address, None, node_size, succession, standby)
-        # If this machine has the store, it keeps it until the training is over, whatever became of its own node.
-        end = standby.wait() if standby is not None else None
-        if isinstance(end, str):
-            raise WorkerFailedError(f"the store could not be kept: {end}; {ELSEWHERE}")
-        if end is not None:
-            try:
-                result = _outcome(end, failures.store_patience_s, moves=True)
-            except NodesLostError as error:
-                told = f"{error}: not started anew, as the machine is lost that would"
-                write_end(output, error.changes, told)
-                raise
-            saved = "it wrote no checkpoint"
-            if result["checkpoint"]:
-                saved = f"its last checkpoint is {result['checkpoint']}"
-            told = f"the training is over, after {len(result['losses'])} steps; {saved}"
-            print(f"motet: {told}", file=sys.stderr, flush=True)
+    secret = read_secret(failures.secret_file)
+    run = _check_run_file(config, store_address, secret)
+    succession = Succession(node_size, make_templates(), failures.stop_below_guarantee, run.plan)
+    while True:
+        try:
+            why = run_agent(config, store_address, secret, None, node_size, succession)
+            break
+        except StoreLostError as error:
+            print(f"motet: {error}; waiting for it to be there again", file=sys.stderr, flush=True)
+            _wait_for_store(config, store_address, secret, failures.store_patience_s)
     if why:
         raise WorkerFailedError(why)
 
 
-def _check_run_file(config: RunConfig, store_address: Address) -> bool:
-    """Returns whether the training's store may move to another machine. Raises `UserError` unless the run file is that
-    of the training."""
+def _check_run_file(config: RunConfig, address: StoreAddress, secret: bytes) -> RunRecord:
+    """Returns the run. Raises `UserError` unless the run file is that of the training."""
     assert config.train.failures is not None
-    address = address_text(store_address)
-    patience_s = 2 * store_timeout_s(config.train.failures.detect_s)
-    mistake = f"--join: what answers at {address} is no training that a node can join"
-
-    def end() -> NoReturn:
-        print(f"motet: error: {mistake}: it is silent for {patience_s:g} s", file=sys.stderr, flush=True)
-        os._exit(2)  # As for a `UserError`, which nobody would see: the store's client retries again and again.
-
-    with StoreClient(store_address, patience_s, on_late=end) as store:
-        try:
-            store.connect()
-            run, moves = RunRecord.read(store), store.check([MOVES])
-        except (StoreLostError, ValueError, TypeError):
-            raise UserError(mistake) from None
+    where = f"--join: {_text(address)}"
+    try:
+        server = address.servers[0] if isinstance(address, EtcdAddress) else address
+        with socket.create_connection(server, timeout=10) as connection:
+            if (interface := interface_towards(connection)) is not None:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        with closing(_client(address, secret, config.train.failures.detect_s)) as store:
+            store.sync()
+            run = RunRecord.from_json(store.values[RUN])
+    except UntrustedPeerError as error:
+        raise UserError(f"{where}: {error}") from None
+    except (OSError, UnicodeError, StoreLostError, KeyError) as error:
+        raise UserError(f"{where}: no training answers there ({error}); is it still running?") from None
     if difference := first_difference(config, run):
-        raise UserError(f"{difference}, in the training at {address}; give the run file of that training")
-    return moves
+        raise UserError(f"{difference}, in the training at {_text(address)}; give its run file")
+    return run
 
 
-@contextmanager
-def _store_keeper(
-    config: RunConfig, run: RunRecord, plan: Plan, num_nodes: int, process: StoreProcess, *, moves: bool
-) -> Iterator[StoreKeeper]:
-    """`moves`: nodes are on other machines, and continue if this one is lost."""
-    failures = config.train.failures
-    assert failures is not None
-    with Children() as children:
-        keeper = StoreKeeper(
-            process=process,
-            children=children,
-            run_record=run,
-            plan=plan.to_json(),
-            num_nodes=num_nodes,
-            detect_s=failures.detect_s,
-            # An agent may have just begun to wait for an answer when it is out of patience.
-            silence_s=failures.store_patience_s + 4 * store_timeout_s(failures.detect_s),
-            output=Path(config.train.output),
-            tolerate=failures.tolerate,
-            moves=moves,
-        )
+def _wait_for_store(config: RunConfig, address: StoreAddress, secret: bytes, patience_s: float) -> None:
+    """Raises `WorkerFailedError` if there is no store of the same run file within that time."""
+    deadline = time.monotonic() + patience_s
+    while True:
         try:
-            yield keeper
-        except (StoreNotStartedError, StoreDiesError) as error:
-            if moves and keeper.has_begun:
-                raise WorkerFailedError(f"{error}; {ELSEWHERE}") from None
-            raise NodesLostError(str(error)) from None
+            _check_run_file(config, address, secret)
+            return
+        except UserError as error:
+            if time.monotonic() > deadline:
+                raise WorkerFailedError(
+                    f"the store was lost, and not there again in {patience_s:g} s: {error}"
+                ) from None
+            time.sleep(RETRY_S)
 
 
-def _outcome(end: TrainingEnd, silence_s: float, agents: Sequence[BaseProcess] = (), *, moves: bool) -> dict[str, Any]:
+def _outcome(end: TrainingEnd, detect_s: float, agents: Sequence[BaseProcess] = ()) -> dict[str, Any]:
     """Returns the training's result, or raises the error with which it ended."""
     if end.failure is not None:
         failure = json.loads(end.failure)
@@ -220,32 +215,28 @@ def _outcome(end: TrainingEnd, silence_s: float, agents: Sequence[BaseProcess] =
     if end.result is not None:
         result: dict[str, Any] = json.loads(end.result)
         return result
-    if moves and not (end.is_settled and end.last.stop):
-        # A restart might train a second time beside nodes that continue elsewhere.
-        raise WorkerFailedError(f"no node has given a sign of life for {silence_s:g} s; {ELSEWHERE}")
     # No agent was left to report these nodes as lost.
     how = {
         node: f"its agent {describe_exit(agent.exitcode)}"
         for node, agent in enumerate(agents)
         if agent.exitcode is not None
     }
-    silent = f"its agent was silent for {silence_s:g} s"
+    silent = f"its agent was silent for {silence_s(detect_s):g} s"
     lost = [Change("lost", node, how.get(node, silent), time.time()) for node in end.last.all_nodes]
     raise NodesLostError(end.last.stop or "all nodes were lost", (*end.unlogged, *lost))
 
 
 def run_agent(
     config: RunConfig,
-    store_address: Address,
+    store_address: StoreAddress,
+    secret: bytes,
     node: int | None,
     node_size: int,
     succession: Succession,
-    standby: StandbyProcess | None = None,
 ) -> str | None:
-    """Runs a node's agent in this process. `node`: its number; None: it joins a training that is under way. `standby`:
-    given where the store may move to this machine.
+    """Runs a node's agent in this process. `node`: its number; None: it joins a training that is under way.
 
-    Returns why the node's part is over, if the node was lost or the training failed."""
+    Returns why the node's part is over, if the node was lost or the training failed. Raises `StoreLostError`."""
     failures = config.train.failures
     assert failures is not None
     with Children() as children:
@@ -256,16 +247,16 @@ def run_agent(
             process = children.start(_run_process, config, place, node_size, theirs, agent_ends)
             theirs.close()
             processes.append(WatchedProcess(process, mine))
-        with StoreClient(store_address, 2 * store_timeout_s(failures.detect_s)) as store:
+        # An agent waits longer than the process that watches the store, which restarts everything.
+        with closing(_client(store_address, secret, failures.detect_s, is_patient=True)) as store:
             agent = NodeAgent(
                 node,
                 store,
                 processes,
                 succession,
-                failures.detect_s,
+                silence_s(failures.detect_s),
                 failures.store_patience_s,
-                tolerate=failures.tolerate,
-                standby=standby,
+                Path(config.train.output),
             )
             signal.signal(signal.SIGTERM, agent.warn)
             return agent.run()

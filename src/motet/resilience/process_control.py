@@ -27,8 +27,9 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
+from motet.addresses import Address
 from motet.resilience.interruptible_wait import Connections, InterruptibleWaits
-from motet.resilience.membership import MembershipNotice
+from motet.resilience.membership import MeetingPlace, MembershipNotice
 
 PR_SET_PDEATHSIG = 1
 FINISH_S = 5.0
@@ -179,6 +180,8 @@ class AgentLink:
         self._changed = threading.Condition()
         self._notices: tuple[MembershipNotice, ...] = ()
         """The newest urgent notice, if any, and all after it."""
+        self._meeting: MeetingPlace | None = None
+        """The newest one."""
         self._newest_urgent = 0
         """Generation of the newest urgent membership."""
         self._urgent_since = 0.0
@@ -223,6 +226,18 @@ class AgentLink:
                     break
             return None if self._is_finished else self._next()
 
+    def wait_for_meeting(self, timeout_s: float) -> Address:
+        """Waits for the place where the ranks of this membership meet. Raises `ConnectionError` if none is known in
+        time, or if the membership is over before."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_obsolete or self._has_meeting(), timeout_s)
+            if self.is_obsolete or self._meeting is None or not self._has_meeting():
+                raise ConnectionError("the ranks of this membership do not meet")
+            return self._meeting.address
+
+    def _has_meeting(self) -> bool:
+        return self._meeting is not None and self._meeting.generation == self._generation
+
     @property
     def is_obsolete(self) -> bool:
         """Whether the membership under which this process works is over, as something has died."""
@@ -264,6 +279,9 @@ class AgentLink:
             if message in (STORE_AWAY, STORE_BACK):
                 self._store_is_away = message == STORE_AWAY
                 self._num_returns += message == STORE_BACK
+                return
+            if isinstance(message, MeetingPlace):
+                self._meeting = message
                 return
             assert isinstance(message, MembershipNotice)
             notice = replace(message, heard_at=time.monotonic())

@@ -16,13 +16,13 @@ import contextlib
 import gc
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,18 +32,13 @@ from motet.config import RunConfig
 from motet.data.service.opening import open_producers
 from motet.errors import UserError
 from motet.plan import Plan
-from motet.resilience.failure_log import Recovery, write_recovery, write_straggler
+from motet.resilience.failure_log import Recovery, write_straggler
 from motet.resilience.interruptible_wait import release_in_background
-from motet.resilience.membership import (
-    Address,
-    Membership,
-    MembershipNotice,
-    RunRecord,
-    store_timeout_s,
-    unlogged_changes,
-)
+from motet.resilience.membership import FIRST_GENERATION, Membership, MembershipNotice, RunRecord, store_timeout_s
 from motet.resilience.process_control import AgentLink
 from motet.resilience.state_transfer import (
+    Item,
+    ItemDescription,
     LocalState,
     RankContents,
     agree_on_state_owners,
@@ -55,28 +50,20 @@ from motet.resilience.state_transfer import (
     tensors_of,
     transfer_state,
 )
-from motet.resilience.store.store import is_listening
 from motet.resilience.stragglers import StragglerWatch
-from motet.runtime.agreement import on_first_rank
+from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest
-from motet.runtime.checkpoint.folder import Stamp, stamps, write_atomically
 from motet.runtime.deadline import StepOverrunError
 from motet.runtime.training.trainer import NonFiniteError, Trainer, TrainingSummary
 from motet.runtime.training.worker import checkpoint_to_resume, make_trainer, resume_message, training_result
-
-T = TypeVar("T")
-
-EARLIER = "earlier_checkpoints.json"
 
 PATIENCE_S = 5.0
 """Time from a broken connection to the membership that explains it, beside an agent's wait for the store's answer."""
 LEAVING_S = 60.0
 """Time to leave an obsolete membership, beside that of a step: the process may be loading a checkpoint."""
 CONNECT_S = 5.0
-"""Time for the store to accept a client."""
-RETRY_S = 0.05
-"""Interval between two looks for the store."""
+"""Time for the ranks' meeting place to accept a rank."""
 RENDEZVOUS_S = 120.0
 """Time for other ranks to come to a new membership. If one dies instead, the next membership ends the wait."""
 
@@ -99,6 +86,8 @@ class _Report:
     settled_steps: int = -1
     is_saving: bool = False
     gradients_are_complete: bool = False
+    was_out: bool = False
+    """It had no part in a membership since then, so others may have gone on without it."""
 
 
 class TrainingProcess:
@@ -113,6 +102,7 @@ class TrainingProcess:
         self._trainers: list[Trainer] = []
         """All that hold useful state; the last one trains. Others are kept until it has all it needs."""
         self._restored_in = 0
+        self._member_since = 0
         self._device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         self._producers = open_producers(config)
 
@@ -130,6 +120,9 @@ class TrainingProcess:
         while notice is not None:
             membership = notice.membership
             self._link.begin(membership.generation, self._num_ranks(membership), LEAVING_S + self._step_timeout_s)
+            if notice.rank is None:
+                notice = self._link.wait_for_next(None)
+                continue
             try:
                 self._train_under(notice, notice.heard_at if membership.is_urgent else time.monotonic())
                 notice = self._link.wait_for_next(None)
@@ -140,6 +133,7 @@ class TrainingProcess:
                 time.sleep(RENDEZVOUS_S)  # The agent ends this node.
                 raise
             except (Exception, CheckpointException) as error:
+                self._link.send("interrupted", membership.generation)
                 notice = self._link.wait_for_next(PATIENCE_S + 3 * store_timeout_s(self._failures.detect_s))
                 if notice is None and not self._link.is_finished:
                     raise
@@ -149,10 +143,11 @@ class TrainingProcess:
     def _train_under(self, notice: MembershipNotice, started: float) -> None:
         """Recovers and trains under one membership, until something changes."""
         membership = notice.membership
+        assert notice.rank is not None
         if membership.stop is not None and not membership.saves_checkpoint:
             raise TooFewNodesError(membership.stop)
         self._join_world(notice)
-        trainer = self._recovered(membership, started)
+        trainer = self._recovered(notice, started)
         if membership.leaving:
             # What leaving nodes held has been copied: their processes end, and others continue without them.
             if notice.rank >= len(membership.nodes) * self._node_size:
@@ -194,50 +189,52 @@ class TrainingProcess:
         trainer.after_step = after_step
 
     def _join_world(self, notice: MembershipNotice) -> None:
-        store = self._store = self._connected_store(notice.store)
-        self._run_record = RunRecord.read(store)
+        assert notice.rank is not None
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(notice.membership.rendezvous_prefix, store),
+            store=self._meeting_place(notice),
             rank=notice.rank,
             world_size=self._num_ranks(notice.membership),
             # Long enough to notice here that a rank hangs under the previous membership, and was taken out.
             timeout=timedelta(seconds=RENDEZVOUS_S + self._step_timeout_s),
         )
 
-    def _connected_store(self, address: Address) -> dist.TCPStore:
-        """Waits for the store, unless the membership becomes obsolete: the next store may be elsewhere."""
-        deadline = time.monotonic() + RENDEZVOUS_S
-        while time.monotonic() < deadline and not self._link.is_obsolete:
-            if is_listening(address):
-                # If it ends at this moment, torch's client waits twice this time, and nothing interrupts that.
-                with contextlib.suppress(dist.DistError):
-                    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=CONNECT_S))
-                    store.set_timeout(timedelta(seconds=RENDEZVOUS_S))
-                    return store
-            time.sleep(RETRY_S)
-        raise ConnectionError("there is no store any more")
+    def _meeting_place(self, notice: MembershipNotice) -> dist.TCPStore:
+        """Opens the store through which the ranks of a membership find each other, or connects to it. It is with rank
+        0: if that is lost, the membership is over. torch's stores know no secrets; it listens at one address alone."""
+        if notice.rank == 0:
+            with socket.create_server((notice.host, 0)) as server:
+                port = server.getsockname()[1]
+                store = dist.TCPStore(
+                    notice.host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(server.fileno())
+                )
+            self._link.send("opened", (notice.membership.generation, port))
+        else:
+            address = self._link.wait_for_meeting(RENDEZVOUS_S)
+            # If rank 0 ends at this moment, torch's client waits twice this time, and nothing interrupts that.
+            store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+        store.set_timeout(timedelta(seconds=RENDEZVOUS_S))
+        return store
 
     def _num_ranks(self, membership: Membership) -> int:
         return len(membership.all_nodes) * self._node_size
 
-    def _recovered(self, membership: Membership, started: float) -> Trainer:
+    def _recovered(self, notice: MembershipNotice, started: float) -> Trainer:
         """Makes a trainer for the membership's plan, with all that it needs, at the same step on every rank;
         collective."""
-        reports = self._of_newest_restore(_exchange(self._report()))
+        membership, run = notice.membership, notice.run
+        was_out = self._member_since != notice.member_since
+        reports = self._useful(gather_values(_Report, replace(self._report(), was_out=was_out)))
+        self._member_since = notice.member_since
         summary = self._agree(reports)
         plan = Plan.from_json(membership.plan)
         engine = build_engine(self._config, plan, self._device, num_spare_ranks=dist.get_world_size() - plan.num_ranks)
         new = make_trainer(self._config, engine, self._producers)
         local = LocalState(engine.model, new.optimizer)
-        changes = unlogged_changes(self._store, membership.generation) if dist.get_rank() == 0 else ()
         # Only once all ranks are at the same step: descriptions contain the number of updates.
-        described = _exchange((describe(self._states()), local.describe(), parameter_groups(local)))
-        # All ranks have made all groups: only the next membership needs the store.
-        self._link.send("met", membership.generation)
-        held = [of_rank[0] for of_rank in described]
-        needed: Sequence[RankContents] = [of_rank[1] for of_rank in described]
-        groups = [of_rank[2] for of_rank in described]
+        held: Sequence[RankContents] = _exchange_contents(describe(self._states()))
+        needed: Sequence[RankContents] = _exchange_contents(local.describe())
+        groups = gather_values(dict[str, tuple[int, ...]], dict(parameter_groups(local)))
         if self._config.parallel.zero1:
             could_hold, size = needed, self._node_size
             number = self._failures.tolerate + 1
@@ -246,7 +243,7 @@ class TrainingProcess:
             needed = needed_contents(could_hold, owners)
         transfer = plan_transfer(held, needed, devices_per_node=self._node_size)
         if summary is None or transfer.missing:
-            self._begin(new, summary)
+            self._begin(new, summary, membership.generation, run)
             self._trainers, self._restored_in = [], membership.generation
         else:
             transfer_state(transfer, tensors_of(self._states()), local)
@@ -260,17 +257,15 @@ class TrainingProcess:
         if dist.get_rank() == 0:
             what = Recovery(
                 membership=membership,
-                changes=changes,
                 num_ranks=plan.num_ranks,
                 steps_before=None if summary is None else summary.steps,
                 steps=new.finished_steps,
                 moved_bytes=transfer.moved_bytes,
                 missing=transfer.missing_descriptions,
-                restarts=self._run_record.restarts,
+                restarts=run.restarts,
                 seconds=time.monotonic() - started,
             )
-            write_recovery(self._output, what)
-            self._link.send("logged", membership.generation)
+            self._link.send("recovered", what)
         return new
 
     def _states(self) -> list[LocalState]:
@@ -288,13 +283,17 @@ class TrainingProcess:
             oldest.engine.gradients_are_complete,
         )
 
-    def _of_newest_restore(self, reports: Sequence[_Report]) -> list[_Report]:
-        """Treats ranks that have not yet returned to the newest checkpoint as new processes, as their state is of
-        another step: a failure may have come when only some ranks had returned to it."""
-        newest = max(report.restored_in for report in reports)
-        if self._restored_in < newest:
-            self._trainers, self._restored_in = [], newest
-        return [report if report.restored_in == newest else _Report() for report in reports]
+    def _useful(self, reports: Sequence[_Report]) -> list[_Report]:
+        """Treats ranks whose state is of another step as new processes: those that have not yet returned to the newest
+        checkpoint, as a failure may have come when only some ranks had returned to it, and spares without which others
+        have gone on."""
+        restored_in = max(report.restored_in for report in reports)
+        steps = [(not r.was_out, r.finished_steps) for r in reports if r.restored_in == restored_in]
+        newest = max(((is_in, step) for is_in, step in steps if step >= 0), default=(True, -1))[1]
+        useful = [r.restored_in == restored_in and (not r.was_out or r.finished_steps in (-1, newest)) for r in reports]
+        if not useful[dist.get_rank()]:
+            self._trainers, self._restored_in = [], restored_in
+        return [report if is_so else _Report() for report, is_so in zip(reports, useful, strict=True)]
 
     def _agree(self, reports: Sequence[_Report]) -> TrainingSummary | None:
         """Brings all ranks that had trained to the same step; collective. Returns its summary; None if none had
@@ -305,11 +304,10 @@ class TrainingProcess:
         behind = [report for report in reports if 0 <= report.finished_steps < newest]
         assert all(r.finished_steps == newest - 1 and r.gradients_are_complete for r in behind), reports
         source = next(rank for rank, report in enumerate(reports) if report.finished_steps == newest)
-        told: list[TrainingSummary | None] = [None]
+        told: TrainingSummary | None = None
         if dist.get_rank() == source:
-            told = [replace(self._trainers[0].summary, checkpoint=self._trainers[0].last_checkpoint)]
-        dist.broadcast_object_list(told, src=source)
-        summary = told[0]
+            told = replace(self._trainers[0].summary, checkpoint=self._trainers[0].last_checkpoint)
+        summary = gather_values(TrainingSummary | None, told)[source]
         assert summary is not None
         if self._trainers and self._trainers[0].finished_steps < newest:
             assert summary.last is not None
@@ -317,12 +315,12 @@ class TrainingProcess:
         settled = min(report.settled_steps for report in reports if report.finished_steps >= 0)
         return replace(summary, settled_steps=settled, save_again=any(report.is_saving for report in reports))
 
-    def _begin(self, trainer: Trainer, before: TrainingSummary | None) -> None:
+    def _begin(self, trainer: Trainer, before: TrainingSummary | None, generation: int, run: RunRecord) -> None:
         """Starts from this run's last checkpoint, else from where the run file says, or from the beginning; collective.
-        `before`: the progress of this run, if any."""
-        run = self._run_record
-        earlier = on_first_rank(lambda: earlier_checkpoints(trainer.output, run.name))
-        found = None if earlier is None else read_latest(trainer.output / "checkpoints", besides=earlier)
+        `before`: the progress of this run, if any. Checkpoints in the output folder are this run's
+        (`motet.runtime.training.output_folder`)."""
+        is_first_start = generation == FIRST_GENERATION and run.restarts == 0
+        found = None if is_first_start else read_latest(trainer.output / "checkpoints")
         if found is None:
             found = checkpoint_to_resume(run.resume, trainer.output)
         is_expected = run.resume is not None or run.restarts > 0 or before is not None
@@ -332,27 +330,8 @@ class TrainingProcess:
             trainer.resume(*found)
 
 
-def earlier_checkpoints(output: Path, run: str) -> tuple[Stamp, ...] | None:
-    """Returns the checkpoints in the output folder that an earlier run wrote, as the folder may be reused.
-
-    None: the run begins now, and has written none; those that exist are recorded in `earlier_checkpoints.json`. Rank 0
-    does this, as the machine that starts the run may not see the folder."""
-    path = output / EARLIER
-    try:
-        known = json.loads(path.read_text())
-        if known["run"] == run:
-            return tuple((name, written_ns) for name, written_ns in known["checkpoints"])
-    except (FileNotFoundError, ValueError):  # A truncated file is another run's: this run's file is written atomically.
-        pass
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"run": run, "checkpoints": stamps(output / "checkpoints")}))
-    return None
-
-
-def _exchange(mine: T) -> list[T]:
-    everyone: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return [cast(T, one) for one in everyone]
+def _exchange_contents(mine: RankContents) -> list[RankContents]:
+    return [dict(items) for items in gather_values(list[tuple[Item, ItemDescription]], list(mine.items()))]
 
 
 def leave_world() -> None:

@@ -50,6 +50,8 @@ class Succession:
     """None: spares take the places of lost nodes; pipelines that still lack a node are dropped, and all others stay as
     they are."""
     stops_below_guarantee: bool = False
+    first_plan: str | None = None
+    """JSON of the plan to return to without templates, when there are nodes for pipelines that were dropped."""
 
     def __call__(self, membership: Membership, changes: Sequence[Change]) -> Membership:
         """Nodes that were lost or have left are out; nodes about to leave stay to send what they hold; nodes that
@@ -58,16 +60,21 @@ class Succession:
         Where all remaining nodes are about to leave, they save what they hold, and training stops. A training that is
         to stop does so, whatever happens before.
         Where nothing was lost, only nodes that have left are out, as other ranks may still wait for the rest."""
-        gone = {change.node for change in changes if change.kind in ("lost", "left")}
+        gone = {
+            change.node
+            for change in changes
+            if change.kind == "lost" or (change.kind == "left" and change.node not in membership.staying)
+        }
         going = [change.node for change in changes if change.kind == "leaving" and change.node not in gone]
         joined = [change.node for change in changes if change.kind == "joined"]
-        candidates = [node for node in (*membership.waiting, *joined) if node not in gone]
+        out = {*gone, *going}
+        candidates = [node for node in (*membership.staying, *membership.waiting, *joined) if node not in out]
         plan = Plan.from_json(membership.plan)
         lost = [place for place, node in enumerate(membership.nodes) if node in gone]
         leaving = [place for place, node in enumerate(membership.nodes) if node in going]
         next_plan = self._next_plan(plan, lost, leaving, len(candidates))
         order = [*membership.nodes, *candidates]
-        warned = [node for node in (*membership.leaving, *going) if node not in gone]
+        warned = [node for node in (*membership.leaving, *going) if node not in {*gone, *candidates}]
         if next_plan.plan is None and warned:
             back = [node for node in warned if node not in membership.nodes]
             last = self._next_plan(plan, lost, (), len(back))
@@ -76,20 +83,33 @@ class Succession:
                 stop = f"without the nodes that leave ({listed}) no pipeline is whole"
                 next_plan, order = replace(last, note="", stop=stop), [*membership.nodes, *back]
         nodes = tuple(order[place] for place in next_plan.places)
-        is_urgent = any(change.kind in ("lost", "again") for change in changes)
-        if next_plan.plan is not None and not (is_urgent and self.templates is None):
-            # Nodes without a place in the plan stay as long: others may still wait for them, or need what they hold.
-            warned += [node for node in membership.nodes if node not in (*nodes, *gone, *warned)]
+        is_urgent = any(change.kind == "lost" for change in changes)
+        # Nodes without a place in the plan become spares. Others may still wait for them, or need what they hold, but
+        # where pipelines are left out and all are told to stop.
+        have_left = {change.node for change in changes if change.kind == "left"}
+        unplaced = [
+            node
+            for node in (*membership.nodes, *membership.staying)
+            if node not in {*nodes, *gone, *warned, *have_left} and next_plan.plan is not None
+        ]
+        staying = unplaced if next_plan.needs_unplaced or not is_urgent else []
+        warned += staying
+        waiting = tuple(node for node in (*candidates, *unplaced) if node not in {*nodes, *warned})
+        spares = sorted({*waiting, *staying})
+        note = next_plan.note
+        if spares and next_plan.plan is not None:
+            note += f"; the plan has no use for node{'s' * (len(spares) > 1)} {', '.join(map(str, spares))}, waiting"
         return Membership(
             generation=membership.generation + 1,
             nodes=nodes,
             leaving=tuple(node for node in warned if node not in nodes),
-            waiting=tuple(node for node in candidates if node not in nodes),
+            waiting=tuple(dict.fromkeys(waiting)),
+            staying=tuple(node for node in staying if node not in nodes),
             num_admitted=max(membership.num_admitted, *(node + 1 for node in joined), 0),
             plan=(next_plan.plan or plan).to_json(),
             changes=tuple(changes),
             is_urgent=is_urgent,
-            note=next_plan.note,
+            note=note,
             stop=next_plan.stop or membership.stop,
             saves_checkpoint=next_plan.plan is not None,
         )
@@ -100,13 +120,18 @@ class Succession:
         if not out and not num_candidates:
             return _NextPlan(plan, range(num_nodes), note="nothing changes")
         if self.templates is None:
-            instead = dict(zip(out, range(num_nodes, num_nodes + num_candidates), strict=False))
-            kept = _drop_broken_pipelines(plan, [place for place in out if place not in instead], self.node_size)
+            pipelines = nodes_of_pipelines(plan, self.node_size)
+            instead, lacking = _fill_places(pipelines, out, range(num_nodes, num_nodes + num_candidates))
+            kept = _drop_broken_pipelines(plan, lacking, self.node_size)
             if kept is None:
-                return _NextPlan(None, (), stop="no pipeline is left that is whole")
+                return _NextPlan(None, (), stop="too few nodes are left for a whole pipeline")
             whole, places = kept
-            note = f"{len(next(iter(whole.modules.values())).replicas)} whole pipelines are left"
-            return _NextPlan(whole, [instead.get(place, place) for place in places], note=note)
+            used = [instead.get(place, place) for place in places]
+            unused = [num_nodes + i for i in range(num_candidates) if num_nodes + i not in used]
+            whole, used = self._with_dropped_pipelines(whole, used, unused)
+            is_intact = any(not set(nodes) & {*lacking, *instead} for nodes in pipelines)
+            note = f"{num_pipelines(whole)} whole pipeline{'s' * (num_pipelines(whole) > 1)}"
+            return _NextPlan(whole, used, note=note, needs_unplaced=not is_intact)
         found, too_few = reconfigure_below(plan, self.templates, lost=lost, leaving=leaving, num_joined=num_candidates)
         if found.plan is None:
             return _NextPlan(None, (), stop=too_few)
@@ -117,6 +142,34 @@ class Succession:
         stop = too_few if self.stops_below_guarantee else None
         return _NextPlan(found.plan, (*surviving, *joined), note=note, stop=stop)
 
+    def _with_dropped_pipelines(self, plan: Plan, places: list[int], unused: Sequence[int]) -> tuple[Plan, list[int]]:
+        """Returns the plan with as many pipelines of the first plan as there are nodes for, and the places of nodes."""
+        first = plan if self.first_plan is None else Plan.from_json(self.first_plan)
+        for number in range(num_pipelines(first), num_pipelines(plan), -1):
+            larger = _first_pipelines(first, number, self.node_size)
+            num_more = larger.num_ranks // self.node_size - len(places)
+            if num_more <= len(unused) and _first_pipelines(larger, num_pipelines(plan), self.node_size) == plan:
+                return larger, [*places, *unused[:num_more]]
+        return plan, places
+
+
+def num_pipelines(plan: Plan) -> int:
+    return min(len(module.replicas) for module in plan.modules.values())
+
+
+def _first_pipelines(plan: Plan, number: int, node_size: int) -> Plan:
+    """Returns the plan with its first pipelines alone; as it is where these are not on its first nodes."""
+    ranks = {
+        rank
+        for module in plan.modules.values()
+        for replica in module.replicas[number:]
+        for stage in replica.stages
+        for rank in stage.ranks
+    }
+    lost = sorted({rank // node_size for rank in ranks})
+    kept = _drop_broken_pipelines(plan, lost, node_size)
+    return plan if kept is None or kept[1] != list(range(len(kept[1]))) else kept[0]
+
 
 @dataclass(frozen=True)
 class _NextPlan:
@@ -125,6 +178,29 @@ class _NextPlan:
     """Places of the nodes that the plan uses, in order; places after the present nodes' are those of candidates."""
     note: str = ""
     stop: str | None = None
+    needs_unplaced: bool = True
+    """Whether nodes without a place may hold what no other node holds."""
+
+
+def _fill_places(
+    pipelines: Sequence[Sequence[int]], out: Sequence[int], candidates: Sequence[int]
+) -> tuple[dict[int, int], list[int]]:
+    """Returns which place's node takes which place instead of one that is out, and the places that stay empty.
+
+    Pipelines that lack the fewest nodes are completed first: by candidates, then by those that lack the most."""
+    empty, instead, spare = set(out), dict[int, int](), list(candidates)
+    broken = sorted((nodes for nodes in pipelines if empty & {*nodes}), key=lambda nodes: len(empty & {*nodes}))
+    while broken:
+        first, *others = broken
+        needed = [place for place in first if place in empty]
+        given = [*spare, *(place for nodes in reversed(others) for place in nodes if place not in empty)][: len(needed)]
+        if len(given) < len(needed):
+            break
+        instead.update(zip(needed, given, strict=True))
+        spare = [place for place in spare if place not in given]
+        empty = (empty - {*needed}) | {place for place in given if place not in candidates}
+        broken = others
+    return instead, sorted(empty)
 
 
 def _drop_broken_pipelines(plan: Plan, lost_places: Sequence[int], node_size: int) -> tuple[Plan, list[int]] | None:
@@ -133,7 +209,7 @@ def _drop_broken_pipelines(plan: Plan, lost_places: Sequence[int], node_size: in
     lost = {place * node_size + i for place in lost_places for i in range(node_size)}
     whole = [
         r
-        for r in range(min(len(module.replicas) for module in plan.modules.values()))
+        for r in range(num_pipelines(plan))
         if not any(rank in lost for m in plan.modules.values() for s in m.replicas[r].stages for rank in s.ranks)
     ]
     if not whole:

@@ -7,7 +7,8 @@ from typing import cast
 
 import torch
 
-from motet.config import EncoderConfig, RunConfig, TowerConfig
+from motet.config import CompositePartConfig, EncoderConfig, RunConfig, TowerConfig
+from motet.errors import UserError
 from motet.families.configured_graph import read_graph
 from motet.models.from_run_file import build_node
 from motet.models.graph import ModuleNode
@@ -68,7 +69,12 @@ def make_stage(
     """A run of a node's layers, cut for this rank's tensor-parallel group."""
     stage = node.make_stage(layers, packing=packing, recompute=recompute)
     if tp.size > 1 and node.family is not None:
-        apply_tensor_parallel(stage, node.family, tp, idle=getattr(stage, "idle_blocks", ()))
+        if getattr(stage, "exchanges_heads", False):
+            raise UserError(
+                f"parallel: stages of {node.name} read keys and values of stages before them, of which each "
+                "tensor-parallel rank holds its own heads only; use tp 1 or one stage"
+            )
+        apply_tensor_parallel(stage, tp, idle=getattr(stage, "idle_blocks", ()))
     return cast(StageModule, stage.to(device))
 
 
@@ -104,7 +110,7 @@ def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
     for name, module in read_graph(config).modules.items():
         part = module.part
         rates[f"{name}.module"] = part.learning_rate or train.learning_rate
-        if isinstance(part, EncoderConfig | TowerConfig):
+        if isinstance(part, EncoderConfig | TowerConfig | CompositePartConfig):
             rates[f"{name}.projector"] = part.projector_learning_rate or train.learning_rate
     return Optimizer(
         model.parameters,

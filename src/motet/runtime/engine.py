@@ -20,7 +20,7 @@ from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
 from motet.parallel.mesh import build_mesh
 from motet.plan import Plan
-from motet.runtime.agreement import is_same_on_all_ranks
+from motet.runtime.agreement import gather_values, is_same_on_all_ranks
 from motet.runtime.deadline import StepFailedError
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, StageMaker
@@ -232,9 +232,7 @@ class Engine:
     def timeline(self) -> Timeline:
         """The measured timeline of the last iteration, of all ranks. Collective."""
         mine = (socket.gethostname(), self.executor.started_s, self.executor.spans)
-        everyone: list[tuple[str, float, list[Span]] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        known = [entry for entry in everyone if entry is not None]
+        known = gather_values(tuple[str, float, list[Span]], mine)
         # The monotonic clock is one per machine: between machines, iterations are taken to begin together.
         one_clock = len({host for host, _, _ in known}) == 1
         origin = min(start for _, start, _ in known)

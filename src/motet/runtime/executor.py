@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from motet.attention.masks.distribution import member_of
 from motet.models.stages.stage import Batch
+from motet.parallel.context_rows import Piece
 from motet.parallel.mesh import Mesh
 from motet.plan import Stage
 from motet.runtime.deadline import Deadline, StepFailedError, StepOverrunError, StepTimeoutError
@@ -151,31 +151,49 @@ class Executor:
         return self._overlapping.get(stage, ()) if is_final else ()
 
     def _take(self, route: Route, kind: type[Activation] | type[Gradient]) -> torch.Tensor:
-        value = kind(route.source, route.target)
-        message = self._mailbox.awaited(value)
-        if message is None:
-            here = self._mailbox.take(value)
-            return self._for_rank(here, route, self.mesh.rank) if kind is Activation else here
-        with self.measured(str(message), "wait"):
-            return self._mailbox.take(value)
+        """What a route, or the way back on it, brings to this rank."""
+        value, gradient, rank = kind(route.source, route.target), kind is Gradient, self.mesh.rank
+        runner = self.runners[(route.source if gradient else route.target)[:3]]
+        messages = self._mailbox.awaited(value)
+        received: list[torch.Tensor] = []
+        if messages:
+            with self.measured(str(messages[0]), "wait"):
+                received = self._mailbox.take(value)
+        if not runner.rows.is_resharded(route):
+            if received:
+                return received[0]
+            return _rows_of_piece(self._mailbox.use(value), runner.rows.piece(route, rank, rank, gradient=gradient))
+        # The pieces of all places of the sending group, this rank's own among them.
+        shape = runner.output_shape(route) if gradient else runner.input_shape(route)
+        result = torch.zeros(shape, dtype=runner.boundary_dtype, device=self.device)
+        pieces = [(message.sender, tensor) for message, tensor in zip(messages, received, strict=True)]
+        if rank in self._routes.stage(route.target if gradient else route.source).ranks:
+            own = runner.rows.piece(route, rank, rank, gradient=gradient)
+            pieces.append((rank, _rows_of_piece(self._mailbox.use(value), own)))
+        for sender, tensor in pieces:
+            piece = runner.rows.piece(route, sender, rank, gradient=gradient)
+            if piece is None:
+                result += tensor
+            else:
+                result.index_add_(-2, torch.from_numpy(piece.kept).to(self.device), tensor)
+        return result
 
     def _exchange(self, message: Message) -> None:
         route = next(r for r in self._routes.outgoing[message.source] if r.target == message.target)
-        if message.sender == self.mesh.rank:
-            tensor = self._mailbox.use(message.value)
-            if not message.gradient:
-                tensor = self._for_rank(tensor, route, message.receiver)
-            self._mailbox.send(message, tensor, answered=route.carries_gradient and not message.gradient)
+        is_sent = message.sender == self.mesh.rank
+        here = self.runners[(message.source if is_sent != message.gradient else message.target)[:3]]
+        piece = here.rows.piece(route, message.sender, message.receiver, gradient=message.gradient)
+        if is_sent:
+            tensor = _rows_of_piece(self._mailbox.use(message.value), piece)
+            if tensor.numel() or not here.rows.is_resharded(route):
+                self._mailbox.send(message, tensor, answered=route.carries_gradient and not message.gradient)
             return
-        here = self.runners[(message.source if message.gradient else message.target)[:3]]
         shape = here.output_shape(route) if message.gradient else here.input_shape(route)
+        if here.rows.is_resharded(route) and piece is not None:
+            shape = (*shape[:-2], len(piece.kept), shape[-1])
+            if not len(piece.kept):  # Groups of unequal size that hold nothing alike exchange nothing.
+                return
         self._mailbox.receive(message, shape, here.boundary_dtype, self.device)
-
-    def _for_rank(self, output: torch.Tensor, route: Route, rank: int) -> torch.Tensor:
-        """The rows of a route's tensor that a rank gets: a context-parallel rank gets its own tokens only."""
-        return self.runners[route.source[:3]].rows.for_member(
-            output, route, member_of(self._routes.stage(route.target), rank)
-        )
 
     def _seed_dropout(self, cell: Cell) -> None:
         """Seeds torch with a digest of seed and cell, so that all ranks of a stage, and resumed runs, draw alike."""
@@ -237,6 +255,11 @@ class Executor:
 
     def _stage(self, cell: Cell) -> Stage:
         return self.runners[cell[:3]].stage
+
+
+def _rows_of_piece(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:
+    """[..., rows, width]: those of the piece."""
+    return tensor if piece is None else tensor.index_select(-2, torch.from_numpy(piece.sent).to(tensor.device))
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from motet.costs.communication import BUCKET_BYTES
 from motet.parallel.mesh import Mesh, ReduceGroup, ReduceGroups
 from motet.parallel.tensor_collectives import TensorParallel, gather_full, shard_parameter
 from motet.parallel.tensor_plans import Shard, local_ranges
+from motet.runtime.agreement import gather_values
 from motet.runtime.deadline import Deadline
 from motet.schedule.action import Reduce
 
@@ -236,11 +237,9 @@ class HeldParameter:
 
 def evenly_cut(mine: Mapping[Key, HeldParameter], mesh: Mesh) -> dict[Key, Shard]:
     """Collective: the parameters that all groups with several ranks cut alike, and how."""
-    everyone: list[Mapping[Key, HeldParameter] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     held: dict[Key, list[HeldParameter]] = {}
-    for of_rank in everyone:
-        for key, parameter in (of_rank or {}).items():
+    for of_rank in gather_values(list[tuple[Key, HeldParameter]], list(mine.items())):
+        for key, parameter in of_rank:
             held.setdefault(key, []).append(parameter)
     result = {}
     for key, holders in held.items():

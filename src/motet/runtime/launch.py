@@ -26,9 +26,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from motet.cluster import available_cores
 from motet.errors import UserError
@@ -38,6 +36,8 @@ Device = Literal["cpu", "cuda"]
 Worker = Callable[..., Any]
 """A function that runs on every rank, inside the process group. Its return value on rank 0 is the result."""
 
+POLL_S = 0.05
+"""Interval between two looks whether processes have ended."""
 SHUTDOWN_TIMEOUT_S = 5
 """Seconds after which a process that does not end is killed."""
 
@@ -102,13 +102,13 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
         return result if int(os.environ["RANK"]) == 0 else None
     with tempfile.TemporaryDirectory(prefix="motet-") as name, _signal_handlers_restored():
         folder = Path(name)
-        config = _launch_config(num_processes, device)
+        (folder / "logs").mkdir()
         _silence_torchelastic()
         try:
             with _FirstDeaths(folder) as deaths:
-                elastic_launch(config, _work)(folder, worker, args, device, timeout_s)
-        except ChildFailedError:
-            raise _explain(folder, deaths) from None
+                has_succeeded = _start_all(folder, worker, args, num_processes, device, timeout_s)
+            if not has_succeeded:
+                raise _explain(folder, deaths)
         except SignalException as interruption:
             _show_cursor()
             if interruption.sigval == signal.SIGINT:
@@ -117,22 +117,35 @@ def launch(worker: Worker, *args: Any, num_processes: int, device: Device = "cpu
         return pickle.loads((folder / "result").read_bytes())
 
 
-def _launch_config(num_processes: int, device: Device) -> LaunchConfig:
+def _start_all(
+    folder: Path, worker: Worker, args: tuple[Any, ...], num_processes: int, device: Device, timeout_s: float
+) -> bool:
+    """Runs the worker on all ranks; whether all have succeeded. They meet through a file: no port is opened for it."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id="motet",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    ranks, size = range(num_processes), str(num_processes)
+    processes = start_processes(
+        name="motet",
+        entrypoint=_work,
+        args=dict.fromkeys(ranks, (folder, worker, args, device, timeout_s)),
+        envs={
+            rank: {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            for rank in ranks
+        },
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         start_method="spawn" if device == "cuda" else "fork",
-        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
     )
+    end_signal = signal.SIGTERM
+    try:
+        ended = processes.wait(period=POLL_S)
+        return ended is not None and not ended.is_failed()
+    except SignalException as interruption:
+        end_signal = interruption.sigval
+        raise
+    finally:
+        processes.close(end_signal, SHUTDOWN_TIMEOUT_S)
 
 
 def _silence_torchelastic() -> None:
@@ -149,9 +162,8 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
         signal.signal(number, signal.SIG_DFL)
     rank = int(os.environ["RANK"])
     write_atomically(folder / f"pid_{os.getpid()}", str(rank))
-    _wait_until_all_are_started(folder)
     try:
-        with _process_group(device, timeout_s):
+        with _process_group(device, timeout_s, folder / "rendezvous"):
             result = worker(*args)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
@@ -167,24 +179,21 @@ def _work(folder: Path, worker: Worker, args: tuple[Any, ...], device: Device, t
         raise SystemExit(2 if failure.is_user_error else 1) from None
 
 
-def _wait_until_all_are_started(folder: Path) -> None:
-    """No process may connect to the store of the launching process while that still forks others.
-
-    Its server names whoever connects and holds the resolver's lock meanwhile (getnameinfo); a process forked in that
-    moment inherits the lock for good, and hangs as soon as it connects itself.
-    """
-    while len(list(folder.glob("pid_*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
-        time.sleep(0.001)
-
-
 @contextmanager
-def _process_group(device: Device, timeout_s: float) -> Iterator[None]:
-    """The process group that the environment describes."""
+def _process_group(device: Device, timeout_s: float, rendezvous: Path | None = None) -> Iterator[None]:
+    """The process group that the environment describes. `rendezvous`: the file through which ranks meet; None: where
+    torchrun says."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     torch.set_num_threads(max(1, available_cores() // local_size))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=None if rendezvous is None else f"file://{rendezvous}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )
     yield
     # A rank that leaves while others still talk to it makes gloo abort them.
     dist.barrier()

@@ -17,8 +17,8 @@ from motet.assignment.sample import Sample
 from motet.runtime.deadline import Deadline
 from motet.schedule.action import Compute, Kind
 from motet.schedule.dependencies import Activation, Gradient
-from motet.schedule.lower import Message, Program, Step
-from motet.schedule.routes import Cell
+from motet.schedule.lower import Message, Program, Step, is_resharded
+from motet.schedule.routes import Cell, Routes
 
 Carried = Activation | Gradient
 """A value that goes between stages."""
@@ -54,7 +54,7 @@ def local_program(program: Program, rank: int) -> LocalProgram:
         if not isinstance(step, Compute):
             continue
         for value in program.dependencies.reads_on(step, rank):
-            if isinstance(value, Carried) and value not in received:
+            if isinstance(value, Carried) and (value not in received or _has_own_piece(routes, value, rank)):
                 uses[value] += 1
         if step.kind is not Kind.FORWARD and step.cell in routes.with_weight_gradient:
             final_backwards[step.cell[:3]] = step
@@ -63,6 +63,15 @@ def local_program(program: Program, rank: int) -> LocalProgram:
     mine = set(messages)
     tags = {step: tag for tag, step in enumerate(program.steps) if isinstance(step, Message) and step in mine}
     return LocalProgram(rank, steps, tags, uses, final_backwards, frozenset(split))
+
+
+def _has_own_piece(routes: Routes, value: Carried, rank: int) -> bool:
+    """Whether the value is resharded and this rank makes a piece of what it reads."""
+    if value.source.module != value.target.module:
+        return False
+    source, target = routes.stage(value.source), routes.stage(value.target)
+    makers = target if isinstance(value, Gradient) else source
+    return is_resharded(source, target) and rank in makers.ranks
 
 
 def rows_of(wanted: Sequence[int], present: Sequence[int], samples: Sequence[Sample], module: str) -> Tensor | None:
@@ -112,7 +121,7 @@ class Mailbox:
         self._rank, self._tags, self._deadline = program.rank, program.tags, deadline
         self._uses = dict(program.uses)
         self._here: dict[Carried, Tensor] = {}
-        self._receives: dict[Carried, _Transfer] = {}
+        self._receives: dict[Carried, list[_Transfer]] = {}
         self._answered: dict[Cell, list[_Transfer]] = {}
         """Sends by the cell that made them."""
         self._unanswered: deque[_Transfer] = deque()
@@ -126,18 +135,16 @@ class Mailbox:
         if self.is_needed(value):
             self._here[value] = tensor
 
-    def awaited(self, value: Carried) -> Message | None:
-        """The message that brings a value from another rank, unless it has been taken."""
-        receive = self._receives.get(value)
-        return receive.message if receive else None
+    def awaited(self, value: Carried) -> list[Message]:
+        """The messages that bring a value, or pieces of it, from other ranks, unless they have been taken."""
+        return [receive.message for receive in self._receives.get(value, ())]
 
-    def take(self, value: Carried) -> Tensor:
-        """The value, when it is there."""
-        if value not in self._receives:
-            return self.use(value)
-        receive = self._receives.pop(value)
-        self._wait(receive)
-        return receive.buffer
+    def take(self, value: Carried) -> list[Tensor]:
+        """What these messages bring, when all of it is there."""
+        receives = self._receives.pop(value, [])
+        for receive in receives:
+            self._wait(receive)
+        return [receive.buffer for receive in receives]
 
     def use(self, value: Carried) -> Tensor:
         """A value that was made here, for one of those that need it."""
@@ -160,7 +167,7 @@ class Mailbox:
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(buffer, message.sender, tag=self._tags[message])
         assert work is not None
-        self._receives[message.value] = _Transfer(buffer, work, message)
+        self._receives.setdefault(message.value, []).append(_Transfer(buffer, work, message))
 
     def release(self, cell: Cell) -> None:
         """Called after a cell's backward: what it sent forward has been answered, so it has arrived."""

@@ -19,10 +19,12 @@ Every process builds the same model and calls `execute` with the same global bat
 
     optimizer = torch.optim.AdamW(parallel.parameters())
     for batch in dataloader:
-        loss = parallel.execute(batch).loss
+        loss = parallel(**batch).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    trained = parallel.whole_model()  # On rank 0.
+    parallel.save_checkpoint("checkpoint", optimizer)  # `load_checkpoint` reads it under any plan.
+    parallel.save_pretrained("exported")  # `whole_model` and `state_dict` have the same in memory, on rank 0.
 
 Limits: the norm of `parameters()` is this rank's share, so clip with `clip_gradients`. With dropout in tensor-parallel
 groups, seed their ranks alike.
@@ -31,14 +33,16 @@ groups, seed their ranks alike.
 import copy
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, cast, get_args
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample
@@ -48,6 +52,8 @@ from motet.errors import UserError
 from motet.models.contrastive import ContrastiveModule
 from motet.models.graph import ModuleGraph
 from motet.models.hub.clip import from_transformers, to_transformers
+from motet.models.hub.export import export_module, graph_tensors
+from motet.models.hub.generation import Prompt, generate_answers
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.contrastive import ContrastiveStage
 from motet.models.stages.stage import Batch, StageModule
@@ -56,12 +62,29 @@ from motet.plan import CONTRASTIVE, LANGUAGE_MODEL, ContextOptions, ModulePlan, 
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.layout import Placement, build_plan
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
+from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.assembly import make_stage
+from motet.runtime.checkpoint.checkpoint import (
+    fill,
+    read_training_state,
+    stored_optimizer_shapes,
+    tensors_to_save,
+    write_checkpoint,
+)
+from motet.runtime.checkpoint.folder import TrainingState
+from motet.runtime.checkpoint.torch_optimizer import TorchOptimizerStates
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_weights
 from motet.schedule.generators import GENERATORS
 
 FIVE_MINUTES = timedelta(minutes=5)
+
+
+class LoadedKeys(NamedTuple):
+    """As torch's `load_state_dict` returns them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 class ParallelModule(nn.Module):
@@ -112,6 +135,9 @@ class ParallelModule(nn.Module):
         for part in model.parts().values():
             if part not in held:
                 part.to("meta")
+        if not self._engine.model.trainable():
+            # Optimizers of torch refuse an empty list.
+            self.nothing_to_train = nn.Parameter(torch.empty(0, device=self.device))
 
     def _make_stage(self, name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
         owner = module_plan.data_module(name)
@@ -128,6 +154,25 @@ class ParallelModule(nn.Module):
         )
         cast(nn.Module, made).train(model.training)
         return made
+
+    def forward(self, **batch: Any) -> ModelOutput:
+        """The loss of a global batch, as `execute` takes it. Collective.
+
+        In training mode its gradients are computed at once, and `loss.backward()` adds them to the `.grad` of this
+        rank's parameters, times what comes before; it is not collective. In evaluation mode, or without gradients, it
+        is `eval_loss`."""
+        if not (self.training and torch.is_grad_enabled()):
+            return ModelOutput(loss=self.eval_loss(batch))
+        trainable = self._engine.model.trainable()
+        earlier = [parameter.grad for parameter in trainable]
+        try:
+            self._engine.model.zero_gradients()
+            loss = self.execute(batch).loss
+            gradients = [(parameter, parameter.grad) for parameter in trainable if parameter.grad is not None]
+        finally:
+            for parameter, gradient in zip(trainable, earlier, strict=True):
+                parameter.grad = gradient
+        return ModelOutput(loss=_GivenGradients.apply(torch.zeros((), requires_grad=True), loss, gradients))
 
     def execute(self, batch: Mapping[str, Any]) -> ModelOutput:
         """Forward and backward of one global batch. Collective: every rank passes the same batch.
@@ -189,6 +234,98 @@ class ParallelModule(nn.Module):
                 memo[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
         return copy.deepcopy(model, memo)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """That of the whole model, as it was given, on the CPU of rank 0; {} on other ranks. Collective."""
+        whole = self.whole_model()
+        return {} if whole is None else whole.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
+        """Takes rank 0's `state_dict` of the whole model; what other ranks give is not read. Collective.
+
+        Raises `UserError` on every rank if names or shapes are not the model's. Returns missing and unexpected
+        keys, which are empty if `strict`."""
+        whole = self.whole_model()
+        tensors: dict[str, Tensor] = {}
+
+        def load() -> LoadedKeys:
+            assert whole is not None
+            try:
+                keys = whole.load_state_dict(state_dict, strict=strict, assign=assign)
+            except RuntimeError as error:
+                raise UserError(f"state_dict: {' '.join(str(error).split())}") from None
+            tensors.update(graph_tensors(self._as_graph(whole)))
+            return LoadedKeys(*keys)
+
+        keys = on_first_rank(LoadedKeys, load)
+        kind = dict[str, tuple[tuple[int, ...], str]]
+        shapes = on_first_rank(kind, lambda: {n: (tuple(t.shape), str(t.dtype)) for n, t in tensors.items()})
+        with torch.no_grad():
+            for name, (shape, dtype) in shapes.items():
+                full = (
+                    tensors[name]
+                    if name in tensors
+                    else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                )
+                full = full.to(self.device).contiguous()
+                dist.broadcast(full, src=0)
+                for p in self._engine.model.parameters:
+                    if p.name == name and p.is_kept:
+                        p.parameter.copy_(p.cut(full))
+        return keys
+
+    def save_pretrained(self, folder: str | Path, processors: Mapping[str, Any] | None = None) -> None:
+        """Writes the whole model for `from_pretrained` of transformers, on rank 0. Collective.
+
+        Args:
+            folder: replaced if it is an earlier export.
+            processors: by module: its tokenizer, image processor or feature extractor, which are saved beside it.
+        """
+        whole = self.whole_model()
+
+        def save() -> None:
+            if isinstance(whole, MultimodalModule):
+                export_module(whole, folder, processors=processors)
+            elif isinstance(whole, PreTrainedModel):
+                whole.save_pretrained(folder)
+                for processor in (processors or {}).values():
+                    processor.save_pretrained(folder)
+            else:
+                raise UserError(
+                    f"save_pretrained: transformers has no model of a {type(whole).__name__}; take whole_model() and "
+                    "save its parts"
+                )
+
+        on_first_rank(None, save)
+
+    def save_checkpoint(
+        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, *, step: int = 0, keep: int = 2
+    ) -> Path:
+        """Writes a checkpoint into `folder`, as `motet train` does. Collective. Returns its own folder, `step_...`.
+
+        Args:
+            optimizer: of this rank's parameters; its states are saved, too.
+            step: finished steps, by which checkpoints are named; older ones than the last `keep` are deleted."""
+        self._engine.model.after_update()
+        states = TorchOptimizerStates(optimizer, self._engine.model.parameters)
+        tensors = {name: tensor.detach().cpu() for name, tensor in tensors_to_save(self._engine.model, states)}
+        return write_checkpoint(Path(folder), tensors, TrainingState(step, {}, self.plan.to_json()), keep=keep)
+
+    def load_checkpoint(self, checkpoint: str | Path, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Takes weights, and states of the optimizer, from a checkpoint of this model under any plan, be it from
+        `save_checkpoint` or from `motet train`. Collective. Returns its number of finished steps.
+
+        Raises `UserError` on every rank if it is damaged or of another model."""
+        state = read_training_state(Path(checkpoint))
+        states = TorchOptimizerStates(optimizer, self._engine.model.parameters)
+        stored = on_first_rank(dict[str, tuple[int, ...]], lambda: stored_optimizer_shapes(Path(checkpoint)))
+        on_every_rank(None, lambda: states.make_states(stored))
+        fill(Path(checkpoint), self._engine.model, states)
+        return state.step
+
+    def _as_graph(self, whole: nn.Module) -> ModuleGraph:
+        """What `whole_model` returned, as the graph of modules that it was made of."""
+        return cast(ModuleGraph, whole)
+
     def _read(self, batch: Mapping[str, Any]) -> Batch:
         """Collective. Raises `UserError` on every rank for a batch that is not as it must be."""
         (model,) = self._model
@@ -202,6 +339,23 @@ class ParallelModule(nn.Module):
 
     def _check_trains(self, batch: Batch) -> None:
         """Raises `UserError` for a batch from which nothing can be learned."""
+
+
+class _GivenGradients(torch.autograd.Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> Tensor:
+        """`anchor`: requires a gradient, as the parameters do."""
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[None, None, None]:
+        for parameter, gradient in ctx.gradients:
+            scaled = gradient * factor.to(gradient)
+            parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
+        return None, None, None
 
 
 @dataclass(frozen=True)
@@ -308,6 +462,35 @@ class MultimodalParallelModule(ParallelModule):
         super().__init__(model, plan, packing=packing, device=device, timeout=timeout)
         self.global_batch_size = num_microbatches * microbatch_size * len(plan.modules[LANGUAGE_MODEL].replicas)
 
+    def generate(
+        self, batch: Mapping[str, Any], *, max_new_tokens: int, eos_token_id: int | None = None
+    ) -> list[list[int]]:
+        """Answers to the prompts of a batch, greedily, with the weights that the model has now. Collective.
+
+        The whole model is gathered on rank 0, where transformers' `generate` runs. Returns, on every rank, the token
+        ids of each answer.
+
+        Args:
+            batch: as `execute` takes it, of any size; labels are not read.
+            eos_token_id: ends an answer; None: what the model's generation configuration says, if anything.
+        """
+        whole = self.whole_model()
+
+        def answer() -> list[list[int]]:
+            assert isinstance(whole, MultimodalModule)
+            read = whole.read_batch({key: value for key, value in batch.items() if key != "labels"})
+            prompts = [
+                Prompt(
+                    read.features(LANGUAGE_MODEL, i)["input_ids"],
+                    {name: sample.layouts.get(name, ()) for name in whole.encoders},
+                    {name: read.features(name, i) for name in whole.encoders if sample.has(name)},
+                )
+                for i, sample in enumerate(read.samples)
+            ]
+            return generate_answers(whole, prompts, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
+
+        return on_first_rank(list[list[int]], answer)
+
     def _check_size(self, batch: Mapping[str, Any], read: Batch) -> None:
         if batch.get("labels") is None:
             raise UserError("batch: labels is missing; give the labels of input_ids, -100 where there is no loss")
@@ -411,6 +594,9 @@ class ContrastiveParallelModule(ParallelModule):
         """As `ParallelModule.whole_model`, and as it was given: a CLIPModel came in, one comes out."""
         whole = super().whole_model()
         return whole if self._is_contrastive or whole is None else to_transformers(cast(ContrastiveModule, whole))
+
+    def _as_graph(self, whole: nn.Module) -> ModuleGraph:
+        return super()._as_graph(whole) if self._is_contrastive else from_transformers(whole)
 
     def _check_trains(self, batch: Batch) -> None:
         num_batches = self.plan.num_microbatches_of(CONTRASTIVE)

@@ -126,7 +126,7 @@ def check_memory(forecast_bytes: Sequence[int], device: torch.device, limit_byte
         return
     rank = dist.get_rank()
     available = device_memory_bytes(device) if limit_bytes is None else limit_bytes
-    on_every_rank(lambda: _check_memory_of(rank, forecast_bytes[rank], available))
+    on_every_rank(None, lambda: _check_memory_of(rank, forecast_bytes[rank], available))
 
 
 def _check_memory_of(rank: int, needed: int, available: float) -> None:

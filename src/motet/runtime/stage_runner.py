@@ -30,9 +30,6 @@ class Saved:
     """The roots of the backward. Where the backward runs the forward again, dropped when the routes have taken it."""
     split: SplitBackward | None
     """None: the backward is whole."""
-    gathered: Tensor | None = None
-    """The rows of the whole context-parallel group, where the next stage's group has another size; until the routes
-    have taken them."""
 
 
 class StageRunner:
@@ -117,16 +114,16 @@ class StageRunner:
             assert self._cp is not None
             return (len(held[self._cp.rank]), self.module.hidden_size)
         source = self._data_module_of(route.source.module)
-        return (sum(sample.num_outputs(source) for sample in samples), self.module.hidden_size)
+        # Outputs that enter at several layers come side by side.
+        incoming_size = getattr(self.module, "incoming_size", lambda source: self.module.hidden_size)
+        return (sum(sample.num_outputs(source) for sample in samples), incoming_size(source))
 
     def output_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route takes from this stage."""
         samples = [self._batch.samples[i] for i in route.samples]
         if route.target.module != self.name:
             return (sum(sample.num_outputs(self.data_module) for sample in samples), self.module.output_size)
-        shape = self.module.output_shape(samples)
-        num_rows = self.rows.num_sent(route)
-        return shape if num_rows is None else (*shape[:-2], num_rows, shape[-1])
+        return self.module.output_shape(samples)
 
     def forward(self, cell: Cell, inputs: Mapping[Route, Tensor], *, is_split: bool = False) -> None:
         """Keeps the output for `output` and `backward`.
@@ -147,13 +144,8 @@ class StageRunner:
         if self._loss_weight:
             assert output.loss is not None, f"{self.name} has a loss weight, but its last stage computes no loss"
             self.loss_sum += output.loss.detach()
-        outgoing = self._routes.outgoing[cell]
-        if keeps_graph or outgoing:
-            saved = self._saved[cell] = Saved(leaves, output, split)
-            for route in outgoing:
-                if self.rows.changes_size(route):  # Such a route leads to the next stage; there is no other.
-                    assert output.hidden is not None
-                    saved.gathered = self.rows.gather_output(route, output.hidden.detach())
+        if keeps_graph or self._routes.outgoing[cell]:
+            self._saved[cell] = Saved(leaves, output, split)
 
     def _stage_input(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> StageInput:
         members = self._routes.samples(cell)
@@ -192,8 +184,7 @@ class StageRunner:
 
     def output(self, route: Route) -> Tensor:
         """The rows of `route.source`'s output that the route carries, without graph."""
-        saved = self._saved[route.source]
-        made = saved.output.hidden if saved.gathered is None else saved.gathered
+        made = self._saved[route.source].output.hidden
         assert made is not None
         output = made.detach().to(self.boundary_dtype)
         rows = self._carried_rows(route)
@@ -207,7 +198,6 @@ class StageRunner:
         if cell not in self._routes.with_backward:
             self._saved.pop(cell, None)
             return
-        self._saved[cell].gathered = None
         if self.runs_again(cell):
             self._saved[cell].output = StageOutput()
 
@@ -250,7 +240,7 @@ class StageRunner:
     def _output_gradient(self, output: Tensor, gradients: Mapping[Route, Tensor]) -> Tensor:
         total: Tensor | None = None
         for route, gradient in gradients.items():
-            gradient = self.rows.own_gradient(route, gradient.to(output.dtype), output)
+            gradient = gradient.to(output.dtype)
             rows = self._carried_rows(route)
             if rows is not None:
                 gradient = torch.zeros_like(output).index_add_(0, rows.to(output.device), gradient)

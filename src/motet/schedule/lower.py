@@ -232,16 +232,24 @@ def _member_pairs(source: Stage, target: Stage, *, gradient: bool, same_module: 
     one of them, else the one at its own place in the group, modulo the group's size. Forwards the consumers choose
     among the producers, backwards the producers choose among the consumers.
 
-    Between stages of one module whose context-parallel groups have one size, each member receives from one of the same
-    place, which holds the same tokens. What enters another module, or a stage whose group has another size, is whole on
-    every sender (`motet.parallel.context_rows`).
+    Between stages of one module, members of context-parallel groups hold shares of the tokens. In groups of one size
+    the members of one place hold the same share. Groups of unequal size are resharded: each receiver gets a piece from
+    every place of the sending group but those that it holds itself (`motet.parallel.context_rows` derives their rows).
+    What enters another module is whole on every sender.
     """
     begin, end = (target, source) if gradient else (source, target)
-    if same_module and source.cp_size == target.cp_size > 1:
-        pairs = [
-            (begin.ranks[i // end.tp_size * begin.tp_size + i % end.tp_size % begin.tp_size], receiver)
+    if same_module and max(begin.cp_size, end.cp_size) > 1:
+        places = range(begin.cp_size)
+        return [
+            (begin.ranks[place * begin.tp_size + i % end.tp_size % begin.tp_size], receiver)
             for i, receiver in enumerate(end.ranks)
+            for place in (places if is_resharded(source, target) else [i // end.tp_size])
+            if receiver not in begin.ranks[place * begin.tp_size : (place + 1) * begin.tp_size]
         ]
-        return [(sender, receiver) for sender, receiver in pairs if sender != receiver]
     senders = begin.ranks
     return [(senders[i % len(senders)], receiver) for i, receiver in enumerate(end.ranks) if receiver not in senders]
+
+
+def is_resharded(source: Stage, target: Stage) -> bool:
+    """Whether two stages of one module, one after the other, share the tokens of a sequence differently."""
+    return source.cp_size != target.cp_size

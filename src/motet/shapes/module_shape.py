@@ -1,12 +1,11 @@
-"""The shape of a model without torch: which linears, attention and parameters each layer has, from its configuration.
+"""The shape of a module without torch: which linears, attention and parameters each layer has.
 
-`module_workload` reads a transformers configuration (the object, its dict, or a local config.json as it stands on disk,
-with default values left out) of one of the families in `motet.shapes.families`; `projector_layer` describes what
+Shapes come from modules themselves (`motet.families.module_shapes`); `projector_layer` describes what
 `motet.models.stages.projector` builds. Costs and memory derive everything from these shapes. Layers are numbered as
 docs/architecture.md says.
 
-Limits: what is neither a linear (a convolution over patches or mel frames counts as one) nor attention has parameters
-and saved activations, but no FLOPs: norms, activation functions and rotary positions are memory traffic.
+Limits: what is neither a product of matrices (a convolution over patches or mel frames counts as one) nor attention has
+parameters and saved activations, but no FLOPs: norms, activation functions and rotary positions are memory traffic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,10 +45,16 @@ class Linear:
     rows: Rows = "tokens"
     kernel_area: int = 1
     """Pixels under a convolution's kernel, each counted in `in_features`. It reads each pixel once."""
+    num_copies: int = 1
+    """Weights of equal size (experts), of which each row meets one; `rows_per_token` of them for a token."""
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_copies * self.in_features * self.out_features
 
     @property
     def num_parameters(self) -> int:
-        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+        return self.num_weights + (self.out_features if self.bias else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,19 @@ class Attention:
     reads_encoder: bool = False
     normalizes: bool = False
     """Queries and keys pass a norm."""
+    num_linears: int = 4
+    """Number of the layer's linears that belong to the attention; the last of them follows it."""
+    value_dim: int | None = None
+    """Width of a head's values; None: `head_dim`."""
+    flops_per_pair: float = 0.0
+    """Beside those of the heads."""
+    flops_per_token: float = 0.0
+    """Beside those of pairs (recurrent and linear attention, which has a `window` of 0)."""
+
+    @property
+    def mean_dim(self) -> float:
+        """Mean of the widths of keys and values."""
+        return (self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,7 @@ class LayerShape:
 
     def num_parameters_per_rank(self, tp_size: int) -> int:
         """On each rank of a tensor-parallel group. Column-cut biases are cut too; counted whole here, they are few."""
-        sharded = sum(linear.in_features * linear.out_features for linear in self.linears if linear.cut)
+        sharded = sum(linear.num_weights for linear in self.linears if linear.cut)
         if self.vocabulary % tp_size == 0:
             sharded += self.vocabulary * self.hidden_size
         return self.num_parameters - sharded + sharded // tp_size
@@ -128,6 +146,12 @@ class ModuleWorkload:
     arrangement: Arrangement = "separate"
     tied: tuple[tuple[int, int], ...] = ()
     """Pairs of layers that share a parameter. It is counted in both layers."""
+    must_divide: Mapping[str, int] | None = None
+    """What the tensor-parallel size must divide, by its name in the configuration; None: linears cannot be cut."""
+    max_stages: int | None = None
+    """Into how many stages it can be cut; None: into as many as it has layers."""
+    shares_tokens: bool = True
+    """Whether ranks can share its tokens (context parallelism)."""
 
     @property
     def num_layers(self) -> int:

@@ -21,13 +21,10 @@ class Case(NamedTuple):
     max_tiles: int | None
 
 
-SAMPLE = [("identity", 1, None), ("reversed", 4, None), ("lpt", 1, 2)]
-CASES = [
-    pytest.param(Case(kind, *rest), marks=[] if rest in SAMPLE else [pytest.mark.campaign])
-    for kind, *rest in itertools.product(MASKS, ["identity", "reversed", "lpt"], [1, 4], [None, 2])
-    for rest in [tuple(rest)]
-]
-"""All of them in `make campaigns`, three of each kind of mask in `make test`."""
+ALL = list(itertools.starmap(Case, itertools.product(MASKS, ["identity", "reversed", "lpt"], [1, 4], [None, 2])))
+IN_TURN = itertools.cycle([("identity", 1, None), ("reversed", 4, None), ("lpt", 1, 2)])
+USUAL = [Case(kind, *rest) for kind, rest in zip(MASKS, IN_TURN, strict=False)]
+"""One case of each kind of mask for `make test`."""
 
 
 def tensors(shape: tuple[int, int, int, int], kv_heads: int, seed: int = 0) -> list[Tensor]:
@@ -61,7 +58,11 @@ def check(
     assert not ours[0].grad.transpose(1, 2)[torch.from_numpy(sees_nothing)].any()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in USUAL else [pytest.mark.campaign]) for case in ALL],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_equals_float64(case: Case) -> None:
     mask = MASKS[case.kind].padded(192)
     blocks = order_of_blocks(case.order, mask)

@@ -5,11 +5,9 @@ import os
 import subprocess
 import sys
 
-import pytest
 from checkout import ROOT
 
 
-@pytest.mark.slow
 def test_for_hopper() -> None:
     sizes = ["--capabilities", "90", "--dtypes", "bf16", "--dims", "24", "--block", "32"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

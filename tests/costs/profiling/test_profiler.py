@@ -22,11 +22,11 @@ from motet.costs.profiling import links as profiler_links
 from motet.costs.profiling import profiler
 from motet.costs.profiling.links import NUM_PARAMETER_TENSORS, measure_links, measure_optimizer
 from motet.costs.profiling.profiler import ProfiledModule, ProfileOptions, profile, runs_to_measure
+from motet.families.module_shapes import module_workload
 from motet.models.stages.encoder import EncoderStage
 from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.projector import build_projector
 from motet.models.stages.stage import StageInput
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 
 TEXT = LlamaConfig(

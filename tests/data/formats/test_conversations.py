@@ -1,14 +1,16 @@
 """Reading the LLaVA form: what is read, and one clear line for whatever is wrong."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conversation_files import CONVERSATIONS, write_conversations, write_media
 
-from motet.data.example import Modality
+from motet.data.example import PLACEHOLDERS
 from motet.data.formats.conversations import ConversationExamples
+from motet.data.formats.records import RecordReader
 from motet.data.formats.registry import open_conversations
 from motet.errors import UserError
 
@@ -16,9 +18,9 @@ QUESTION = {"from": "human", "value": "What?"}
 ANSWER = {"from": "gpt", "value": "That."}
 
 
-def read(folder: Path, *records: Any) -> ConversationExamples:
-    folders: dict[Modality, Path] = {"image": folder, "audio": folder}
-    return ConversationExamples(write_conversations(folder / "data.jsonl", records), folders)
+def read(folder: Path, *records: Any, modalities: Sequence[str] = ("image", "audio")) -> ConversationExamples:
+    file = write_conversations(folder / "data.jsonl", records)
+    return ConversationExamples(RecordReader(file, dict.fromkeys(PLACEHOLDERS, folder), modalities))
 
 
 def test_records_become_examples(tmp_path: Path) -> None:
@@ -30,7 +32,7 @@ def test_records_become_examples(tmp_path: Path) -> None:
     assert [image.size() for image in both.media["image"]] == [(70, 30), (40, 90)]
     assert [clip.size() for clip in both.media["audio"]] == [(15_000, 16_000), (3_001, 8_000)]
     assert both.where.endswith("data.jsonl:2")
-    assert examples[2].media == {"image": (), "audio": ()}
+    assert not any(examples[2].media.values())
 
 
 def test_a_json_list_and_several_files_are_read_alike(tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_a_record_without_id_is_named_by_its_place(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "no mapping": (["x"], "is not a mapping; give one with the keys id, image, audio, conversations"),
+    "no mapping": (["x"], "is not a mapping; give one with the keys id, conversations or messages, image, ..."),
     "no conversation": ({"id": "a"}, "conversations: is missing or empty"),
     "empty conversation": ({"conversations": []}, "conversations: is missing or empty"),
     "unknown role": (
@@ -56,7 +58,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         r"conversations\[0\].from: is 'robot'; give one of human",
     ),
     "no role": ({"conversations": [{"value": "x"}, ANSWER]}, r"conversations\[0\].from: is None"),
-    "no text": ({"conversations": [QUESTION, {"from": "gpt"}]}, r"conversations\[1\]: has no text"),
+    "no text": ({"conversations": [QUESTION, {"from": "gpt"}]}, r"conversations\[1\].value: is None; give a text"),
     "answer missing": ({"conversations": [QUESTION]}, "conversations: has no answer at its end"),
     "question last": ({"conversations": [QUESTION, ANSWER, QUESTION]}, "conversations: has no answer at its end"),
     "answer empty": (
@@ -75,11 +77,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "more placeholders than images": (
         {"image": "wide.png", "conversations": [{"from": "human", "value": "<image><image>"}, ANSWER]},
-        "conversations: hold 2 <image>, but image names 1 files; give one placeholder for each file",
+        "image: names 1 files, but the turns hold 2 <image>; give one placeholder for each file",
     ),
     "fewer placeholders than clips": (
         {"audio": ["long.wav"], "conversations": [QUESTION, ANSWER]},
-        "conversations: hold 0 <audio>, but audio names 1 files",
+        "audio: names 1 files, but the turns hold 0 <audio>",
     ),
     "missing image": (
         {"image": "none.png", "conversations": [{"from": "human", "value": "<image>"}, ANSWER]},
@@ -110,14 +112,14 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     """Editors on Windows write one."""
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"conversations": [QUESTION, ANSWER]}), encoding="utf-8-sig")
-    assert len(ConversationExamples(file, {"image": tmp_path, "audio": tmp_path})) == 1
+    assert len(ConversationExamples(RecordReader(file, {}, ()))) == 1
 
 
 def test_a_line_that_is_not_json(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"conversations": [QUESTION, ANSWER]}) + '\n\n{"id": \n')
     with pytest.raises(UserError, match=r"data\.jsonl:3: is not JSON"):
-        ConversationExamples(file, {"image": tmp_path, "audio": tmp_path})
+        ConversationExamples(RecordReader(file, {}, ()))
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_shards_that_are_wrong(folder: Path) -> None:
     expect(r"nothing-\*.tar: no file is of this pattern", folder / "nothing-*.tar")
     expect("empty.tar: no conversation in it", write_shard(folder / "empty.tar", folder, []))
     broken = {**records[0], "conversations": records[2]["conversations"]}
-    told = "broken.tar: data/one-image: conversations: hold 0 <image>, but image names 1 files"
+    told = "broken.tar: data/one-image: image: names 1 files, but the turns hold 0 <image>"
     expect(told, write_shard(folder / "broken.tar", folder, [records[2], broken]), 1)
     with tarfile.open(folder / "bare.tar", "w") as tar:
         tar.add(folder / "wide.png", "7.png")
@@ -154,7 +154,7 @@ def test_parquet_files_that_are_wrong(folder: Path) -> None:
     (folder / "text.parquet").write_text("no parquet")
     expect("text.parquet: cannot be read as Parquet", folder / "text.parquet")
     pq.write_table(pa.table({"text": ["a"]}), folder / "other.parquet")
-    expect("other.parquet: has no column conversations; it has text", folder / "other.parquet")
+    expect("other.parquet: has no column conversations or messages; it has text", folder / "other.parquet")
     damaged = write_parquet(folder / "damaged.parquet", folder, list(CONVERSATIONS), rows_per_group=1)
     first = pq.ParquetFile(damaged).metadata.row_group(0).column(0).data_page_offset
     content = damaged.read_bytes()
@@ -163,4 +163,25 @@ def test_parquet_files_that_are_wrong(folder: Path) -> None:
     assert open_conversations([str(damaged)], {})[1].id == CONVERSATIONS[1]["id"]
     turns = [[{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A cat."}]]
     pq.write_table(pa.table({"conversations": turns, "image": ["cat.jpg"]}), folder / "paths.parquet")
-    expect("paths.parquet: row 0: image: holds no bytes; store the files themselves", folder / "paths.parquet", 0)
+    expect("paths.parquet: row 0: image: cat.jpg: there is no such file", folder / "paths.parquet", 0)
+
+
+def test_media_that_no_module_takes_and_keys_that_are_not_read(folder: Path) -> None:
+    records = [{**CONVERSATIONS[0], "id": "a"}]
+    shard = open_conversations([str(write_shard(folder / "a.tar", folder, records))], {}, ("audio",))
+    with pytest.raises(UserError, match=r"a\.tar: data/a: image: no module of the model takes it"):
+        shard[0]
+    parquet = open_conversations([str(write_parquet(folder / "a.parquet", folder, records))], {}, ("audio",))
+    with pytest.raises(UserError, match=r"a\.parquet: row 0: image: no module of the model takes it"):
+        parquet[0]
+    rows = [{"conversations": CONVERSATIONS[2]["conversations"], "source": "web", "score": 1}]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "b.parquet")
+    (note,) = open_conversations([str(folder / "b.parquet")], {}).notes
+    assert note.endswith("b.parquet: keys that are not read: source, score (first at its header)")
+    with tarfile.open(folder / "b.tar", "w") as tar:
+        for name, content in (("7.json", json.dumps({**CONVERSATIONS[2], "tag": 1})), ("7.txt", "?"), ("8.cls", "?")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content.encode()))
+    (note,) = open_conversations([str(folder / "b.tar")], {}).notes
+    assert note.endswith("b.tar: keys that are not read: *.txt, tag (first at " + str(folder / "b.tar") + ": 7)")

@@ -237,7 +237,6 @@ def told_of(counts: Counter[tuple[str, str]]) -> str:
     return ", ".join(f"{victim} {phase}: {number}" for (victim, phase), number in sorted(counts.items()))
 
 
-@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Chaos(7, tmp_path, monkeypatch).run(draws_of(7, 6))
     assert sum(counts.values()) == 6

@@ -1,10 +1,12 @@
 """transformers' own LLaVA and the `MultimodalModule` are the same function, both ways and through a folder."""
 
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from sampling import in_campaigns
 from tiny_encoders import ENCODERS
 from tiny_language_models import SIZES, TINY
 from tiny_multimodal import IMAGE_ID, tiny_multimodal
@@ -99,16 +101,20 @@ def test_a_named_projector_where_it_is_the_same_function() -> None:
     assert type(relu) is not MlpProjector
 
 
-@pytest.mark.parametrize("language_model", LANGUAGE_MODELS)
+VISIONS = [
+    ("clip", {"feature_layer": -2}),
+    ("clip", {"feature_select": "full"}),
+    ("siglip", {"feature_layer": -1}),
+    ("pixtral", {}),
+    ("dinov2", {"feature_layer": 3}),
+]
+PAIRS = [(*vision, model) for model in LANGUAGE_MODELS for vision in VISIONS]
+USUAL = [(*vision, model) for vision, model in zip(cycle(VISIONS), LANGUAGE_MODELS, strict=False)]
+"""Every language model and every encoder once, for `make test`."""
+
+
 @pytest.mark.parametrize(
-    ("vision", "options"),
-    [
-        ("clip", {"feature_layer": -2}),
-        ("clip", {"feature_select": "full"}),
-        ("siglip", {"feature_layer": -1}),
-        ("pixtral", {}),
-        ("dinov2", {"feature_layer": 3}),
-    ],
+    ("vision", "options", "language_model"), [*USUAL, *in_campaigns(pair for pair in PAIRS if pair not in USUAL)]
 )
 def test_a_multimodal_module_becomes_llava(vision: str, options: dict, language_model: str, tmp_path: Path) -> None:
     export_module(tiny_multimodal(vision=vision, language_model=language_model, **options), tmp_path / "parts")

@@ -180,7 +180,7 @@ def test_last_hidden_states_of_every_token_are_handed_on_beside_the_loss(packing
         entering = incoming_of(SAMPLES)
         starts = {source: sum(s.num_outputs(source) for s in SAMPLES[:i]) for source in entering}
         own = {s: rows[starts[s] : starts[s] + sample.num_outputs(s)] for s, rows in entering.items()}
-        alone.append(stage.hidden_states(StageInput([sample], [features[i]], incoming=own))[0][0])
+        alone.append(stage(StageInput([sample], [features[i]], incoming=own, hands_on=True)).hidden)
     torch.testing.assert_close(hidden, torch.cat(alone), rtol=1e-12, atol=1e-12)
     without, same_loss = stage(StageInput(SAMPLES, features, incoming=incoming))
     assert without is None

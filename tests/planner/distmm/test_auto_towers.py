@@ -39,7 +39,7 @@ def every(problem: PlanningProblem) -> Iterator[Evaluation]:
     "problem",
     [
         tower_problem(num_devices=2, num_samples=16),
-        pytest.param(tower_problem(num_devices=3, num_samples=16, batch=8), marks=pytest.mark.slow),
+        tower_problem(num_devices=3, num_samples=16, batch=8),
         tower_problem(num_devices=2, num_samples=64, memory_bytes=20e6),
     ],
     ids=["two devices", "two batches", "little memory"],

@@ -10,13 +10,13 @@ from template_problems import chains_of, on_nodes, shared, with_tp
 from motet.assignment.sample import Sample, Segment
 from motet.costs.analytic import analytic_table
 from motet.errors import UserError
+from motet.families.module_shapes import module_workload
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import PlanningProblem
 from motet.planner.reconfiguration.reconfigure import reconfigure
 from motet.planner.registry import PLANNERS, make_plan
 from motet.planner.templates.pipelines import combinations, nodes_of_pipelines
 from motet.planner.templates.planner import check_coverage, make_templates, oobleck, plan_with_sizes
-from motet.shapes.families import module_workload
 from motet.shapes.module_shape import with_projector
 
 

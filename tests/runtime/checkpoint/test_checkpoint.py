@@ -22,7 +22,7 @@ from motet.errors import UserError
 from motet.plan import Plan, Replica, Stage
 from motet.runtime.checkpoint import folder as checkpoint_folder
 from motet.runtime.checkpoint.checkpoint import load_checkpoint, read_latest, read_training_state
-from motet.runtime.checkpoint.folder import complete_checkpoints
+from motet.runtime.checkpoint.folder import find_checkpoints
 
 PP2: Layout = {"language_model": {"pp": 2}}
 TP2: Layout = {"language_model": {"tp": 2}}
@@ -101,6 +101,7 @@ def test_resumes_the_latest_checkpoint_or_begins(tmp_path: Path, capfd: pytest.C
     said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("step ")]
     assert said == [
         "no checkpoint yet: beginning with step 1",
+        f"checkpoints in {tmp_path}/checkpoints: step_00000002, step_00000003",
         f"going on from {tmp_path}/checkpoints/step_00000003",
     ]
 
@@ -184,7 +185,7 @@ def test_a_crash_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: py
     # Once the new name is there, the new checkpoint is the good one.
     assert run_distributed(go_on, 2) == [2 if crash == "before latest is moved" else 1] * 2
     assert not list(tmp_path.glob("*.tmp"))
-    assert (tmp_path / "latest").resolve() == complete_checkpoints(tmp_path)[-1]
+    assert (tmp_path / "latest").resolve() == find_checkpoints(tmp_path)[-1]
 
 
 def test_a_crash_while_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +279,10 @@ def test_latest_passes_over_what_is_damaged(tmp_path: Path, capfd: pytest.Captur
     expected = ("step_00000002", f"train.resume: of the 3 checkpoints in {tmp_path} none is whole; start anew")
     assert run_distributed(work, 2) == [expected] * 2
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 4, "rank 0 alone speaks: once in the first search, three times in the second"
-    assert "step_00000003" in said[0]
-    assert said[0].endswith("has changed since it was written; trying the checkpoint before it")
+    assert len(said) == 6, "rank 0 alone speaks: twice in the first search, four times in the second"
+    assert said[0] == f"checkpoints in {tmp_path}: step_00000001, step_00000002, step_00000003"
+    assert "step_00000003" in said[1]
+    assert said[1].endswith("has changed since it was written; trying the checkpoint before it")
 
 
 def test_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -367,18 +369,19 @@ def test_keeps_the_last_ones_and_the_best(tmp_path: Path) -> None:
             toy.step()
             toy.save(tmp_path, is_best=step in (1, 2))
             seen.append(names())
-        # A run that begins anew in the same folder writes smaller steps; they are the last ones all the same.
-        fresh = Toy(toy_plan())
-        fresh.step()
-        fresh.save(tmp_path)
+        # A training that had to go back: later steps were damaged, and are not its own to count or delete.
+        back = Toy(toy_plan())
+        for _ in range(3):
+            back.step()
+        back.save(tmp_path, keep=1)
         return [*seen, names()]
 
-    (*seen, anew), _ = run_distributed(work, 2)
+    (*seen, gone_back), _ = run_distributed(work, 2)
     kept = [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
     assert seen == [[f"step_{step:08d}" for step in steps] for steps in kept]
-    assert anew == ["step_00000001", "step_00000002", "step_00000005"]
+    assert gone_back == [f"step_{step:08d}" for step in (2, 3, 4, 5)]
     assert (tmp_path / "best").resolve().name == "step_00000002"
-    assert (tmp_path / "latest").resolve().name == "step_00000001"
+    assert (tmp_path / "latest").resolve().name == "step_00000003"
 
 
 def test_a_link_can_be_resumed(tmp_path: Path) -> None:

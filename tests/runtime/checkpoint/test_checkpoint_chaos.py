@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from sampling import in_campaigns
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from toy_model import initial_weight
 from toy_training import Toy, toy_plan
@@ -26,7 +27,7 @@ from waiting import wait_until
 
 from motet.errors import UserError
 from motet.runtime.checkpoint.checkpoint import CheckpointWriter, load_checkpoint, read_latest
-from motet.runtime.checkpoint.folder import TrainingState, check_files, complete_checkpoints, read_manifest
+from motet.runtime.checkpoint.folder import TrainingState, check_files, find_checkpoints, read_manifest
 
 PHASES = ("starting", "resuming", "training", "copying", "waiting for the writing", "ended")
 FORK = multiprocessing.get_context("fork")
@@ -117,15 +118,13 @@ def last_completed(folder: Path) -> int:
     return max((int(line.removeprefix("step_")) for line in log.read_text().split()), default=0) if log.exists() else 0
 
 
-@pytest.mark.parametrize(
-    "num_kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.campaign)]
-)
+@pytest.mark.parametrize("num_kills", [6, *in_campaigns([100])])
 def test_killed_at_random_moments_of_saving_and_resuming(tmp_path: Path, num_kills: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(num_kills):
         phase = kill_at_random(tmp_path, tmp_path / f"rendezvous_{seed}", seed)
         counts[phase] += 1
-        whole = complete_checkpoints(tmp_path / "checkpoints") if (tmp_path / "checkpoints").exists() else []
+        whole = find_checkpoints(tmp_path / "checkpoints")
         newest = max((assert_is_of_its_step(checkpoint) for checkpoint in whole), default=0)
         assert newest >= last_completed(tmp_path), f"seed {seed}: a completed checkpoint was lost in {phase}"
     print(f"{num_kills} kills, last step {newest}, by phase: {dict(counts)}")
@@ -166,7 +165,7 @@ def test_damaged_at_random_places(tmp_path: Path, num_damages: int) -> None:
             if rank == 0:
                 shutil.copytree(tmp_path / "whole", folder, symlinks=True)
                 what = damage_at_random(folder / "step_00000002", random.Random(seed))
-                os.utime(folder / "step_00000001" / "checkpoint.json", (1, 1))
+                os.utime(folder / "step_00000002", (1, 1))
             dist.barrier()
             found, state = read_latest(folder)
             assert state == read_manifest(tmp_path / "whole" / found.name).state, f"seed {seed}: {what}"

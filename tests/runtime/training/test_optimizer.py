@@ -10,6 +10,7 @@ import torch
 from distributed import run_distributed
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling import in_campaigns
 from toy_model import ToyBatch, toy_stage_maker
 from training import Layout, run_config, stored_tensors, train
 
@@ -100,7 +101,9 @@ class InFloat64:
         return {key: value.double() if value.is_floating_point() else value for key, value in values.items()}
 
 
-@pytest.mark.parametrize(("layout", "zero1"), [({}, False), (TP2_DP2, True), (PP2_DP2, True)])
+@pytest.mark.parametrize(
+    ("layout", "zero1"), [*in_campaigns([({}, False)]), (TP2_DP2, True), *in_campaigns([(PP2_DP2, True)])]
+)
 def test_three_steps_equal_plain_torch(tmp_path: Path, layout: Layout, zero1: bool) -> None:
     """Frozen parts, a tied embedding, learning rates by part, no decay of vectors, clipping by the whole norm."""
     config = run_config(tmp_path, layout, parallel__zero1=zero1, **OVERRIDES)
@@ -118,7 +121,7 @@ def test_three_steps_equal_plain_torch(tmp_path: Path, layout: Layout, zero1: bo
     assert with_state == {name for name, parameter in parameters.items() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *in_campaigns(["float32"])])
 def test_zero1_equals_unsharded_to_the_bit(tmp_path: Path, dtype: str) -> None:
     overrides = {**OVERRIDES, "train__dtype": dtype}
     plain, sharded = (

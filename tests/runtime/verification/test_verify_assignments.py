@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 from one_process import check_together
+from sampling import in_campaigns
 from scenario import FROZEN, Scenario
 
 from motet.balancing.policies import ASSIGNMENTS
@@ -88,20 +89,25 @@ def no_media(scenario: Scenario) -> bool:
     return scenario.items == "none" or (few and scenario.items != "mixed")
 
 
-@pytest.mark.slow
-def test_every_assignment_equals_one_process() -> None:
-    check_together(ALONE)
+def diagonal(scenarios: list[Scenario], number: int) -> list[Scenario]:
+    """One of three parts of a table with three columns: an entry of each row, from columns in turn."""
+    return [scenario for i, scenario in enumerate(scenarios) if (i + i // 3) % 3 == number]
 
 
-@pytest.mark.slow
-def test_units_of_unequal_data_parallelism_equal_one_process() -> None:
-    check_together(UNITS)
+@pytest.mark.parametrize("number", [0, *in_campaigns([1, 2])])
+def test_every_assignment_equals_one_process(number: int) -> None:
+    """Schedules take turns."""
+    check_together(diagonal(ALONE, number))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, *in_campaigns([1, 2])])
+def test_units_of_unequal_data_parallelism_equal_one_process(number: int) -> None:
+    check_together(diagonal(UNITS, number))
+
+
 def test_some_drawn_combinations_equal_one_process() -> None:
     print(f"MOTET_FUZZ_SEED={SEED}")
-    check_together([drawn(i, SEED) for i in range(8)])
+    check_together([drawn(i, SEED) for i in range(4)])
 
 
 @pytest.mark.campaign

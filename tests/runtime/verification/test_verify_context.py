@@ -125,14 +125,27 @@ members hold none."""
 EVERY = [*SCENARIOS, *UNLIKE_STAGES, *RULES, *OWN_MASKS, *ENCODERS, *UNLIKE_ENCODERS]
 
 
-@pytest.mark.parametrize("num_ranks", sorted({scenario.num_ranks for scenario in EVERY}))
+SIZES = sorted({scenario.num_ranks for scenario in EVERY})
+LARGEST = 5
+"""Ranks of the largest scenarios that `make test` runs. They have every mechanism but tensor parallelism beside context
+parallelism, which test_verify_fully_sharded.py and test_verify_unlike.py have."""
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [*(n for n in SIZES if n <= LARGEST), *in_campaigns(n for n in SIZES if n > LARGEST)]
+)
 def test_equals_one_process(num_ranks: int) -> None:
     """All scenarios of a size share a start of processes."""
     check_together([replace(scenario, dtype="float64") for scenario in EVERY if scenario.num_ranks == num_ranks])
 
 
 @pytest.mark.parametrize(
-    "options", [{"cp": 2}, {"cp": 2, "cp_method": "ulysses"}, {"media_attention": "own_item"}, {"encoder_cp": 2}]
+    "options",
+    [
+        {"cp": 2},
+        {"encoder_cp": 2},
+        *in_campaigns([{"cp": 2, "cp_method": "ulysses"}, {"media_attention": "own_item"}]),
+    ],
 )
 def test_bfloat16(options: dict) -> None:
     check_together([Scenario(placement="colocated", dtype="bfloat16", **options)])
@@ -158,7 +171,7 @@ def verify_and_count(scenario: Scenario) -> tuple[Comparison | None, dict[str, l
         return verify(scenario), held
 
 
-@pytest.mark.parametrize("scenario", NO_TOKENS, ids=["all_gather", "ulysses"])
+@pytest.mark.parametrize("scenario", [NO_TOKENS[0], *in_campaigns([NO_TOKENS[1]])], ids=["all_gather", "ulysses"])
 def test_ranks_without_tokens(scenario: Scenario) -> None:
     results = run_distributed(lambda rank: verify_and_count(scenario), scenario.num_ranks)
     assert results[0][0].passed, results[0][0].failures

@@ -212,7 +212,22 @@ def outcome(scenario: Scenario) -> Any:
     return run_distributed(lambda rank: verify(scenario), scenario.num_ranks)[0]
 
 
-@pytest.mark.parametrize("planted", BUGS, ids=lambda planted: planted.name)
+USUAL = (
+    "rows of a route in the wrong order",
+    "gradients of one microbatch lost on the way",
+    "a replica without images skips its share of the reduction",
+    "positions go on from sample to sample",
+    "norms of shares of the sequence are summed on one rank only",
+    "a weight half is lost",
+)
+"""Bugs that `make test` plants: one of routes, messages, reductions, packing, sequence parallelism and schedules."""
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [*(bug for bug in BUGS if bug.name in USUAL), *in_campaigns(bug for bug in BUGS if bug.name not in USUAL)],
+    ids=lambda planted: planted.name,
+)
 def test_a_planted_bug_is_seen(planted: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.plant(monkeypatch)
     comparison = outcome(planted.scenario)
@@ -222,17 +237,16 @@ def test_a_planted_bug_is_seen(planted: Bug, monkeypatch: pytest.MonkeyPatch) ->
 
 
 ROUNDED = [(bug, "bfloat16" if bug.seen_in_bfloat16 else "float32") for bug in BUGS]
-ROUNDED = [*ROUNDED[::4], *in_campaigns(each for i, each in enumerate(ROUNDED) if i % 4)]
+ROUNDED = [ROUNDED[0], *in_campaigns(ROUNDED[1:])]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("planted", "dtype"), ROUNDED, ids=lambda value: getattr(value, "name", value))
 def test_a_planted_bug_is_larger_than_rounding(planted: Bug, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.plant(monkeypatch)
     assert not outcome(replace(planted.scenario, dtype=dtype)).passed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", *in_campaigns(["float32"])])
+@pytest.mark.campaign
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_without_a_bug_they_pass(dtype: str) -> None:
     check_together([replace(scenario, dtype=dtype) for scenario in (CHAIN, REPLICAS, GROUPS, SHARES, PACKED)])

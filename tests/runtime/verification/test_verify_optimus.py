@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from distributed import run_distributed
+from sampling import in_campaigns
 from tiny_run import write_tiny_run
 
 from motet.api import read_problem
@@ -41,8 +42,10 @@ def run_of(folder: Path, llm: LlmLayout) -> RunConfig:
     return load_run_config(path, [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+USUAL = ("V 2, one encoder pipeline over both groups", "V 2, TP 2 with sequence parallelism, encoders without")
+
+
+@pytest.mark.parametrize("name", [*USUAL, *in_campaigns(name for name in LAYOUTS if name not in USUAL)])
 def test_plans_of_optimus_equal_one_process(name: str, tmp_path: Path) -> None:
     llm, encoder = LAYOUTS[name]
     config = run_of(tmp_path, llm)

@@ -77,9 +77,19 @@ def test_families_take_turns() -> None:
     assert {(scenario.vision, scenario.audio) for scenario in everyone} == {(v, a) for v in VISION for a in AUDIO}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", *in_campaigns(["float32"])])
-@pytest.mark.parametrize("num_ranks", sorted({scenario.num_ranks for scenario in scenarios()}))
+SIZES = sorted({scenario.num_ranks for scenario in scenarios()})
+USUAL = (4, 5)
+"""Sizes whose scenarios `make test` runs: about a sixth of all."""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [
+        *((size, "float64") for size in USUAL),
+        *in_campaigns((size, "float64") for size in SIZES if size not in USUAL),
+        *in_campaigns((size, "float32") for size in SIZES),
+    ],
+)
 def test_layouts_equal_one_process(num_ranks: int, dtype: str) -> None:
     """All scenarios of a size share a start of processes."""
     check_together([replace(scenario, dtype=dtype) for scenario in scenarios() if scenario.num_ranks == num_ranks])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from one_process import check_together
+from sampling import in_campaigns
 from scenario import Scenario, ScenarioBatch
 from split_backwards import split_at_random
 
@@ -54,14 +55,11 @@ def test_every_schedule_is_another_one_on_its_plan() -> None:
     assert {name for name, found in kinds.items() if Kind.WEIGHT in found} == {n for n in kinds if "zero_bubble" in n}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "first", "step"),
     [
         ("float64", 0, 1),
-        ("bfloat16", 1, 2),
-        pytest.param("float32", 0, 1, marks=pytest.mark.campaign),
-        pytest.param("bfloat16", 0, 1, marks=pytest.mark.campaign),
+        *in_campaigns([("float32", 0, 1), ("bfloat16", 0, 1)]),
     ],
 )
 def test_every_schedule_equals_one_process(dtype: str, first: int, step: int) -> None:
@@ -70,8 +68,7 @@ def test_every_schedule_equals_one_process(dtype: str, first: int, step: int) ->
     check_together([replace(scenario, dtype=dtype) for scenario in scenarios[first::step]])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", *in_campaigns(["bfloat16"])])
 def test_halves_equal_one_process(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most backwards are cut in two, with their weight halves anywhere after."""
     cut = {name: split_at_random(generator, name) for name, generator in GENERATORS.items()}

@@ -134,25 +134,18 @@ CASES = {
     "zero bubble": Unlike(pipelines=TWO_BESIDE_ONE, counts=(2, 2), schedule="zero_bubble_h1"),
     "tied embeddings": Unlike(pipelines=TWO_BESIDE_ONE, counts=(2, 1), llm="llama-tied"),
 }
-RARE = (
-    "frozen language model",
-    "no images and sounds",
-    "tp 2 beside tp 1, frozen",
-    "tp 2, 1 and cp 2",
-    "cp 2 beside cp 1, frozen",
-    "cp 2 beside cp 1, no images and sounds",
-    "cp 1, 2 in one pipeline beside cp 3, frozen",
-    "cp 2 of encoders beside cp 1, frozen",
-    "tied embeddings",
+USUAL = (
+    "some without",
+    "tp 2 beside tp 1",
+    "sequence parallel",
+    "cp 2, 1 in one pipeline beside cp 1 with tp 2",
+    "cp 2, 1 of encoders in one pipeline beside cp 1 with tp 2",
+    "zero bubble",
 )
-"""Combinations of what other cases have; `make campaigns` runs them."""
-QUICK = ("3 + 2 + 2 stages", "tp 2 beside tp 1")
+"""Cases of `make test`; the others combine what these have."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in QUICK + RARE), *in_campaigns(RARE)],
-)
+@pytest.mark.parametrize("name", [*USUAL, *in_campaigns(name for name in CASES if name not in USUAL)])
 def test_pipelines_that_do_not_look_alike(name: str) -> None:
     check(CASES[name], tolerance=1e-5)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_process import check, check_drawn
+from sampling import in_campaigns
 from scenario import ScenarioBatch
 from test_verify_unlike import THREE_TWO_TWO, TWO_BESIDE_ONE, Unlike, pipelines
 from test_verify_unlike import draw as draw_unlike
@@ -142,10 +143,10 @@ CASES = {
         fully_sharded=True,
     ),
 }
-QUICK = "tp 2 beside tp 1, frozen, some without"
+USUAL = ("tp 2 beside tp 1, frozen, some without", "one keeper, tied embeddings", "shared parameters")
 
 
-@pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [*USUAL, *in_campaigns(n for n in CASES if n not in USUAL)])
 def test_updates_and_gradients_are_those_of_plain_torch(name: str) -> None:
     check_updates(CASES[name])
 
@@ -154,11 +155,6 @@ def draw(rng: Random) -> Kept:
     unlike = draw_unlike(rng)
     drawn = {field.name: getattr(unlike, field.name) for field in fields(unlike)}
     return Kept(**drawn, number=rng.choice([1, 1, 2, 2, 3]))
-
-
-def test_a_few_drawn_ones() -> None:
-    print(f"MOTET_ZERO1_SEED={SEED}")
-    check_drawn(draw, check_updates, SEED, 1)
 
 
 @pytest.mark.campaign

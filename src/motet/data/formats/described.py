@@ -24,6 +24,7 @@ class DescribedSamples:
     layouts: Mapping[str, tuple[Segment, ...]]
     num_loss_tokens: Mapping[str, int]
     num_samples: int
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.num_samples

@@ -1,19 +1,25 @@
 """Images and sounds in files. Sizes are read from the headers; files are decoded on `load`. Imports no torch.
 
-Images: what Pillow reads. Sounds: what libsndfile reads (WAV, FLAC, Ogg, MP3); several channels are averaged.
+Images: what Pillow reads. Sounds: what libsndfile reads (WAV, FLAC, Ogg, MP3); several channels are averaged. Videos:
+`motet.data.formats.video`.
 """
 
+import io
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
 import soundfile
 from PIL import Image
+from scipy.signal import resample_poly
 
-from motet.data.example import Modality
+from motet.data.example import PLACEHOLDERS, Media, Modality
+from motet.data.formats.video import VideoFile
 from motet.errors import UserError
 
 
@@ -23,8 +29,18 @@ class StoredFile(Protocol):
     def open(self) -> BinaryIO: ...
 
 
-def media_of(modality: Modality, path: "Path | StoredFile") -> "ImageFile | SoundFile":
-    return ImageFile(path) if modality == "image" else SoundFile(path)
+@dataclass(frozen=True)
+class InMemory:
+    """The content of a file, with a name for messages."""
+
+    name: str
+    content: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.content)
 
 
 def _to_read(path: Path | StoredFile) -> Path | BinaryIO:
@@ -99,3 +115,37 @@ class SoundFile:
     def _check_presence(self) -> None:
         if isinstance(self.path, Path) and not self.path.is_file():
             raise UserError(f"{self.path}: there is no such file; give the path of a sound")
+
+
+def resample(wave: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
+    """float32 [samples] at another rate (Hz), by a polyphase filter."""
+    if own_rate == rate:
+        return wave
+    divisor = gcd(own_rate, rate)
+    return resample_poly(wave, rate // divisor, own_rate // divisor).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class MediaKind:
+    """Files of one modality."""
+
+    open: Callable[[Path | StoredFile], Media]
+    suffixes: tuple[str, ...]
+    """Of members of WebDataset shards."""
+
+
+MEDIA_KINDS: dict[Modality, MediaKind] = {
+    "image": MediaKind(ImageFile, ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")),
+    "audio": MediaKind(SoundFile, ("wav", "flac", "ogg", "mp3")),
+    "video": MediaKind(VideoFile, ("mp4", "m4v", "mov", "webm", "mkv", "avi")),
+}
+"""By modality."""
+
+
+def register_modality(
+    modality: Modality, open_file: Callable[[Path | StoredFile], Media], suffixes: tuple[str, ...]
+) -> None:
+    """Adds a modality, or replaces one that was added. Records name its files under its name, or it with an s, and mark
+    their places by `<name>`."""
+    PLACEHOLDERS[modality] = f"<{modality}>"
+    MEDIA_KINDS[modality] = MediaKind(open_file, suffixes)

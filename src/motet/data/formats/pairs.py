@@ -8,14 +8,13 @@ that the sample has no such item. Records are checked when the file is opened, a
 """
 
 import hashlib
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from motet.data.example import Example, Media, Message, Modality
-from motet.data.formats.conversations import is_text, read_records
-from motet.data.formats.media import ImageFile, SoundFile
+from motet.data.example import PLACEHOLDERS, Example, Message, Modality
+from motet.data.formats.conversations import read_records
+from motet.data.formats.records import RecordReader, is_text
 from motet.errors import UserError
 
 
@@ -23,16 +22,20 @@ class PairExamples:
     """The records of some files, in their order."""
 
     def __init__(
-        self, files: Sequence[str | Path], folders: dict[Modality, Path], pairs: Sequence[tuple[str, str]]
+        self, files: Sequence[str | Path], folders: Mapping[Modality, Path], pairs: Sequence[tuple[str, str]]
     ) -> None:
         """`folders`: folders to which the paths of media are relative. `pairs`: the modalities ("image", "audio",
         "text") that are compared. Raises `UserError` naming file and line."""
+        kinds = list(dict.fromkeys(kind for pair in pairs for kind in pair))
+        readers = [RecordReader(Path(file), folders, [kind for kind in kinds if kind != "text"]) for file in files]
         self._examples = [
-            _example(record, where, folders, pairs) for file in files for where, record in read_records(Path(file))
+            _example(record, where, reader, kinds, pairs)
+            for reader in readers
+            for where, record in read_records(reader.file)
         ]
         if not self._examples:
             raise UserError(f"{', '.join(str(file) for file in files)}: no sample in it; give at least one")
-
+        self.notes = tuple(note for reader in readers for note in reader.notes)
         contents = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
         self.fingerprint = hashlib.sha256("".join(contents).encode()).hexdigest()[:16]
 
@@ -43,11 +46,17 @@ class PairExamples:
         return self._examples[index]
 
 
-def _example(record: Any, where: str, folders: dict[Modality, Path], pairs: Sequence[tuple[str, str]]) -> Example:
-    kinds = list(dict.fromkeys(kind for pair in pairs for kind in pair))
+def _example(
+    record: Any, where: str, reader: RecordReader, kinds: Sequence[str], pairs: Sequence[tuple[str, str]]
+) -> Example:
     if not isinstance(record, dict):
         raise UserError(f"{where}: is not a mapping; give one with the keys {', '.join(kinds)}")
-    given = [kind for kind in kinds if record.get(kind) is not None]
+    present = [key for key, value in record.items() if value is not None]
+    for key in present:
+        if key in PLACEHOLDERS and key not in kinds:
+            raise UserError(f"{where}: {key}: no tower of the model takes it; add one that does, or leave the key out")
+    reader.skip(where, present, {"id", *kinds})
+    given = [kind for kind in kinds if kind in present]
     for kind in given:
         if not isinstance(record[kind], str) or not record[kind].strip():
             raise UserError(f"{where}: {kind}: is {record[kind]!r}; give a {'text' if kind == 'text' else 'path'}")
@@ -56,12 +65,9 @@ def _example(record: Any, where: str, folders: dict[Modality, Path], pairs: Sequ
         raise UserError(f"{where}: has {' and '.join(given) or 'nothing'} to be compared; give {needed}")
     if "text" in given and not is_text(record["text"]):
         raise UserError(f"{where}: text: holds half of a character (a surrogate by itself); mend the text")
-    media: dict[Modality, tuple[Media, ...]] = {}
-    for modality, folder in folders.items():
-        if modality in given:
-            path = folder / record[modality]
-            if not os.path.isfile(path):
-                raise UserError(f"{where}: {modality}: {path}: there is no such file")
-            media[modality] = (ImageFile(path) if modality == "image" else SoundFile(path),)
+    try:
+        media = {kind: (reader.open(kind, record[kind], kind, where),) for kind in given if kind != "text"}
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     messages = (Message("user", record["text"].strip()),) if "text" in given else ()
     return Example(id=str(record.get("id", where)), messages=messages, media=media, where=where)

@@ -1,51 +1,35 @@
 """Conversations in Parquet files, as HF `datasets` writes them. Imports no torch.
 
-A file has a column `conversations`, and columns `image` and `audio` of bytes, of {"bytes", "path"}, or of lists of
-these. A row group is read when one of its rows is needed, and a few are kept in memory: small ones (some MB) suit
+A row is a record (`motet.data.formats.records`) whose media are bytes, `{"bytes", "path"}`, or lists of these. A row
+group is read when one of its rows is needed, and a few are kept in memory: small ones (some MB) suit
 random order best. Nothing is unpickled.
 """
 
 import hashlib
-import io
 import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from motet.data.example import PLACEHOLDERS, Example, Media, Modality
-from motet.data.formats.conversations import make_example
-from motet.data.formats.media import media_of
+from motet.data.example import PLACEHOLDERS, Example
+from motet.data.formats.records import TURNS, RecordReader
 from motet.errors import UserError
+
+COLUMNS = ("id", "system", *TURNS, *(f"{modality}{s}" for modality in PLACEHOLDERS for s in ("", "s")))
+"""Columns that are read."""
 
 ROW_GROUPS_KEPT = 4
 """Row groups of one file that each process keeps in memory."""
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """The content of a file, with a name for messages."""
-
-    name: str
-    content: bytes
-
-    def __str__(self) -> str:
-        return self.name
-
-    def open(self) -> BinaryIO:
-        return io.BytesIO(self.content)
-
-
 class ParquetExamples:
     """The rows of a Parquet file, in their order."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, reader: RecordReader) -> None:
         """Raises `UserError` if it is no Parquet file of conversations, or pyarrow is not installed."""
-        self._file = file
+        self._reader, self._file = reader, reader.file
         self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
         """Tables by process and row group; forked workers read their own."""
         self._lock = threading.Lock()
@@ -53,10 +37,12 @@ class ParquetExamples:
         try:
             columns = metadata.schema.to_arrow_schema().names
         except UnicodeDecodeError as error:
-            raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
-        if "conversations" not in columns:
-            raise UserError(f"{file}: has no column conversations; it has {', '.join(columns)}")
-        self._columns = [name for name in ("id", "conversations", "image", "audio") if name in columns]
+            raise UserError(f"{self._file}: cannot be read as Parquet ({error})") from None
+        if not any(name in columns for name in TURNS):
+            raise UserError(f"{self._file}: has no column {' or '.join(TURNS)}; it has {', '.join(columns)}")
+        self._columns = [name for name in columns if name in COLUMNS]
+        reader.skip("its header", columns, COLUMNS)
+        self.notes = reader.notes
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._first_rows = [0, *accumulate(group.num_rows for group in groups)]
         described = [(group.num_rows, group.total_byte_size) for group in groups]
@@ -80,8 +66,7 @@ class ParquetExamples:
 
     def __getitem__(self, index: int) -> Example:
         where = f"{self._file}: row {index}"
-        row = self._row(index, where)
-        return make_example(row, where, lambda _: {m: _row_media(row, m, where) for m in PLACEHOLDERS}, where)
+        return self._reader.example(self._row(index, where), where)
 
     def _row(self, index: int, where: str) -> dict[str, Any]:
         from pyarrow import ArrowException
@@ -104,13 +89,3 @@ class ParquetExamples:
                 while len(self._tables) > ROW_GROUPS_KEPT:
                     self._tables.popitem(last=False)
         return table
-
-
-def _row_media(row: Mapping[str, Any], modality: Modality, where: str) -> tuple[Media, ...]:
-    given = row.get(modality)
-    items = [] if given is None else given if isinstance(given, list) else [given]
-    contents = [item.get("bytes") if isinstance(item, dict) else item for item in items]
-    files = [InMemory(f"{where}, {modality} {i}", c) for i, c in enumerate(contents) if isinstance(c, bytes)]
-    if len(files) < len(contents):
-        raise UserError(f"{modality}: holds no bytes; store the files themselves, not their paths")
-    return tuple(media_of(modality, file) for file in files)

@@ -6,31 +6,36 @@ that section to examples, an entry in `DATA_KINDS` and a test. Torch is not impo
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from glob import glob, has_magic
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from motet.config import ConversationsConfig, DialADigitConfig, PairsConfig, PreparedDataConfig, SameDigitsConfig
-from motet.data.example import Example, ExampleSource, Modality
+from motet.config import (
+    ConversationsConfig,
+    DialADigitConfig,
+    FilesConfig,
+    PairsConfig,
+    PreparedDataConfig,
+    SameDigitsConfig,
+)
+from motet.data.example import PLACEHOLDERS, Example, ExampleSource, Modality
 from motet.data.formats.conversations import ConversationExamples
 from motet.data.formats.pairs import PairExamples
 from motet.data.formats.parquet import ParquetExamples
+from motet.data.formats.records import RecordReader
 from motet.data.formats.webdataset import ShardExamples
 from motet.data.tasks.dial_a_digit import QUESTIONS, DialADigit, DialADigitExamples, TaskExamples
 from motet.data.tasks.same_digits import NAMES, SameDigits, SameDigitsExamples
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph
-from motet.families.token_counts import modality_of, reads_text
+from motet.families.token_counts import modalities_of, modality_of, reads_text
 
-Folders = Mapping[Modality, Path]
-"""By modality, what the paths of media are relative to."""
-
-FILE_FORMATS: Mapping[str, Callable[[Path, Folders], ExampleSource]] = {
-    ".tar": lambda file, _: ShardExamples(file),
-    ".parquet": lambda file, _: ParquetExamples(file),
+FILE_FORMATS: Mapping[str, Callable[[RecordReader], ExampleSource]] = {
+    ".tar": ShardExamples,
+    ".parquet": ParquetExamples,
 }
 """Formats of files of conversations by suffix; files of other suffixes are JSON lines or one JSON list."""
 
@@ -63,8 +68,9 @@ def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[
 
 def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
     folders = _folders(data)
-    train = open_conversations(data.files, folders)
-    return Examples(train, open_conversations(data.eval_files, folders) if data.eval_files else None)
+    taken = [m for node in graph.of_kind("encoder").values() for m in modalities_of(node.workload.config)]
+    train = open_conversations(data.files, folders, taken)
+    return Examples(train, open_conversations(data.eval_files, folders, taken) if data.eval_files else None)
 
 
 def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
@@ -78,8 +84,10 @@ def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
     return Examples(train, PairExamples(data.eval_files, _folders(data), pairs) if data.eval_files else None)
 
 
-def _folders(data: ConversationsConfig | PairsConfig) -> dict[Modality, Path]:
-    return {"image": Path(data.image_folder), "audio": Path(data.audio_folder)}
+def _folders(data: FilesConfig) -> dict[Modality, Path]:
+    """By modality, what the paths of media are relative to."""
+    own = getattr(data, "media_folder", ".")
+    return {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
 
 
 DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {
@@ -91,12 +99,17 @@ DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {
 """By section of the run file, the kinds of data that can be trained on."""
 
 
-def open_conversations(files: Sequence[str], folders: Folders) -> ExampleSource:
+def open_conversations(
+    files: Sequence[str], folders: Mapping[Modality, Path], modalities: Collection[Modality] = tuple(PLACEHOLDERS)
+) -> ExampleSource:
     """Opens files of conversations. Raises `UserError` naming the file that is wrong.
 
-    `files`: paths, or patterns such as `shards/*.tar`, whose matches are sorted by name."""
+    Args:
+        files: paths, or patterns such as `shards/*.tar`, whose matches are sorted by name.
+        folders: by modality, what the paths of media are relative to.
+        modalities: what the model's modules take; media of others are errors."""
     parts = [
-        FILE_FORMATS.get(Path(path).suffix, ConversationExamples)(Path(path), folders)
+        FILE_FORMATS.get(Path(path).suffix, ConversationExamples)(RecordReader(Path(path), folders, modalities))
         for file in files
         for path in _matches(file)
     ]
@@ -121,6 +134,7 @@ class JoinedExamples:
         self._parts = parts
         self._firsts = [0, *accumulate(len(part) for part in parts)]
         self.fingerprint = "-".join(part.fingerprint for part in parts)
+        self.notes = tuple(note for part in parts for note in part.notes)
 
     def __len__(self) -> int:
         return self._firsts[-1]

@@ -1,7 +1,8 @@
 """Conversations in WebDataset shards. Imports no torch.
 
 A shard is a tar file in which the members of a sample are adjacent and have the same name up to the first dot: `7.json`
-with the conversation, and its media in the order of their placeholders (`7.0.jpg`, `7.1.jpg`). The offsets of members
+with the record (`motet.data.formats.records`), and its media in the order of their placeholders (`7.0.jpg`, `7.1.jpg`).
+Keys and members that are not read are those of the first sample. The offsets of members
 are read when the shard is opened, their contents when they are needed. Nothing is unpickled.
 
 Limits: local files only; compressed shards are refused, since they have no offsets.
@@ -12,21 +13,15 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from motet.data.example import Example, Modality
-from motet.data.formats.conversations import make_example
-from motet.data.formats.media import media_of
+from motet.data.example import Example
+from motet.data.formats.media import MEDIA_KINDS
+from motet.data.formats.records import RecordReader
 from motet.errors import UserError
-
-SUFFIXES: Mapping[Modality, tuple[str, ...]] = {
-    "image": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"),
-    "audio": ("wav", "flac", "ogg", "mp3"),
-}
-"""Suffixes of members, by modality."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +52,9 @@ class Member:
 class ShardExamples:
     """The samples of a WebDataset shard, in its order."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, reader: RecordReader) -> None:
         """Raises `UserError` if the file is not a shard. Samples are checked when they are accessed."""
+        self._reader, file = reader, reader.file
         self._members: list[list[Member]] = []
         last = None
         try:
@@ -77,6 +73,13 @@ class ShardExamples:
         digest = hashlib.sha256(repr([(m.name, m.num_bytes) for own in self._members for m in own]).encode())
         self.fingerprint = digest.hexdigest()[:16]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self._members:
+            with suppress(UserError):  # It is raised when the sample's turn comes.
+                _ = self[0]
+        return self._reader.notes
+
     def __len__(self) -> int:
         return len(self._members)
 
@@ -92,10 +95,15 @@ class ShardExamples:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{texts[0]}: is not JSON: {error}") from None
         media = {
-            modality: tuple(media_of(modality, member) for member in members if _suffix(member.name) in suffixes)
-            for modality, suffixes in SUFFIXES.items()
+            modality: tuple(kind.open(member) for member in members if _suffix(member.name) in kind.suffixes)
+            for modality, kind in MEDIA_KINDS.items()
         }
-        return make_example(record, where, lambda _: media, key)
+        for modality, files in media.items():
+            if files and modality not in self._reader.modalities:
+                raise UserError(f"{where}: {modality}: no module of the model takes it; add one, or leave it out")
+        known = {"json", *(suffix for kind in MEDIA_KINDS.values() for suffix in kind.suffixes)}
+        self._reader.skip(where, {_suffix(member.name) for member in members}, known, "*.")
+        return self._reader.example(record, where, stored=media, name=key)
 
 
 def _key(name: str) -> str:

@@ -4,9 +4,10 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,12 +20,13 @@ from motet.data.run_file import data_to_prepare, open_data
 from motet.data.service.tickets import Producer, Split, data_facts, read_token
 from motet.data.service.workers import LocalProducer, Preparer, Workers
 from motet.errors import UserError
+from motet.families.configured_graph import read_graph
 
 if TYPE_CHECKING:
     from motet.data.service.client import Connection
     from motet.data.service.server import DataServer
 
-LIBRARIES = ("numpy", "pillow", "scipy", "soundfile", "tokenizers")
+LIBRARIES = ("av", "numpy", "pillow", "scipy", "soundfile", "tokenizers")
 """Libraries that decode, resize and tokenize. All servers must have the same versions; training needs none of them."""
 
 
@@ -81,9 +83,9 @@ def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, by
     token = read_token(data.token_file)
     workers, sizes = _open_workers(config, data)
     contents: dict[str, Any] = {split: dataset.fingerprint for split, dataset in workers.preparer.datasets.items()}
-    contents["libraries"] = {name: version(name) for name in LIBRARIES}
+    contents["libraries"] = _library_versions()
     facts = {"data": data_facts(config), "contents": contents, "sizes": sizes, "software": _software()}
-    modules = set(config.model.module_names)
+    modules = set(read_graph(config).names)
     try:
         return server.DataServer(
             workers, facts, agreed_digest(facts), sizes, modules, token, host=host, port=port, tls=tls
@@ -91,6 +93,15 @@ def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, by
     except UserError:
         workers.close()
         raise
+
+
+def _library_versions() -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _software() -> dict[str, str]:

@@ -146,7 +146,7 @@ def _sample_to_json(sample: Sample) -> dict[str, Any]:
     return {
         "id": sample.id,
         "layouts": {
-            module: [[s.num_tokens, s.source, s.item, s.num_outputs, list(s.grid)] for s in segments]
+            module: [[s.num_tokens, s.source, s.item, s.num_outputs, list(s.grid), s.num_frames] for s in segments]
             for module, segments in sample.layouts.items()
         },
         "num_loss_tokens": dict(sample.num_loss_tokens),
@@ -158,8 +158,8 @@ def _sample_from_json(values: dict[str, Any]) -> Sample:
         id=values["id"],
         layouts={
             module: tuple(
-                Segment(num_tokens, source, item, num_outputs, tuple(grid))
-                for num_tokens, source, item, num_outputs, grid in segments
+                Segment(num_tokens, source, item, num_outputs, tuple(grid), num_frames)
+                for num_tokens, source, item, num_outputs, grid, num_frames in segments
             )
             for module, segments in values["layouts"].items()
         },

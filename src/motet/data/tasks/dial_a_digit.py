@@ -145,6 +145,10 @@ class TaskExamples:
     def fingerprint(self) -> str:
         return repr(self)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def __len__(self) -> int:
         return self.num_examples
 

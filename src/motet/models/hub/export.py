@@ -37,6 +37,7 @@ from motet.config import ModelConfig
 from motet.errors import UserError
 from motet.families.classes import Kind, model_class_of
 from motet.families.encoders import ENCODER_FAMILIES
+from motet.families.own_encoders import OwnConfig
 from motet.families.token_counts import FeatureSelect
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.graph import Merge, ModalityModule, ModuleGraph
@@ -89,7 +90,8 @@ def export_readme(manifest: Manifest, *, has_tokenizer: bool) -> str:
 def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
     encoders, language_model = manifest["encoders"], manifest["language_model"]
     has_projector = any(encoder["projector"] in _PROJECTORS for encoder in encoders.values())
-    classes = {(part["imported_from"], part["model_class"]) for part in (*encoders.values(), language_model)}
+    modules = (*encoders.values(), language_model)
+    classes = {(part["imported_from"], part["model_class"]) for part in modules if not part.get("is_own")}
     lines = ["from collections import OrderedDict", ""] if has_projector else []
     lines += ["from safetensors.torch import load_file", "from torch import nn"] if has_projector else []
     lines += ["from transformers import AutoTokenizer"] if has_tokenizer else []
@@ -97,12 +99,16 @@ def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
     lines += ["", f'language_model = {language_model["model_class"]}.from_pretrained("language_model")']
     lines += ['tokenizer = AutoTokenizer.from_pretrained("language_model")'] if has_tokenizer else []
     for name, encoder in encoders.items():
-        lines.append(f'{name} = {encoder["model_class"]}.from_pretrained("{name}")')
+        if encoder.get("is_own"):
+            made = f"{encoder['imported_from']}.{encoder['model_class']}"
+            lines.append(f'{name} = ...  # A {made} of your own; its weights: load_file("{name}/model.safetensors")')
+        else:
+            lines.append(f'{name} = {encoder["model_class"]}.from_pretrained("{name}")')
         if encoder["projector"] in _PROJECTORS:
             in_features, out_features = encoder["projector_sizes"]
             layers = _PROJECTORS[encoder["projector"]].format(in_features=in_features, out_features=out_features)
             lines += [
-                f"{name}_projector = nn.Sequential({layers}).to({name}.dtype)",
+                f"{name}_projector = nn.Sequential({layers}).to(next({name}.parameters()).dtype)",
                 f'{name}_projector.load_state_dict(load_file("{name}_projector/model.safetensors"))',
             ]
     return lines
@@ -129,10 +135,11 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, kw_only=True)
 class PartDescription:
-    """A module of transformers and its projector, without weights."""
+    """A module of transformers or an encoder of the user's own, and its projector, without weights."""
 
     kind: Kind
-    config: PretrainedConfig
+    config: Any
+    """Of transformers, or an `OwnConfig`."""
     projector: str | None = None
     """Its name, None, or `OWN_PROJECTOR`."""
     projector_sizes: tuple[int, int] = (0, 0)
@@ -230,7 +237,7 @@ def describe_module(model: MultimodalModule) -> ModelDescription:
     parts = {
         name: PartDescription(
             kind="encoder",
-            config=encoder.module.config,
+            config=encoder.config,
             projector=None if encoder.projector is None else kind_of.get(type(encoder.projector), OWN_PROJECTOR),
             projector_sizes=(encoder.output_size, language_model.hidden_size),
             feature_select=encoder.feature_select,
@@ -243,7 +250,9 @@ def describe_module(model: MultimodalModule) -> ModelDescription:
     return ModelDescription(parts=parts, merge=model.merge, media_attention=model.media_attention)
 
 
-def _output_size(config: PretrainedConfig) -> int:
+def _output_size(config: PretrainedConfig | OwnConfig) -> int:
+    if isinstance(config, OwnConfig):
+        return config.output_size
     size: int = getattr(config, ENCODER_FAMILIES[config.model_type].output_size)
     return size
 
@@ -286,9 +295,13 @@ def export_parts(
 
     def write(partial: Path) -> None:
         for name, part in description.parts.items():
-            where, model_class = f"{name}.module", model_class_of(part.config.model_type, part.kind)
+            where = f"{name}.module"
             own = tensors_under(tensors, where)
-            save_part(partial / name, model_class, part.config, own, where=where, max_shard_size=max_shard_size)
+            if isinstance(part.config, OwnConfig):
+                _save_own_module(partial / name, part.config, own, where)
+            else:
+                model_class = model_class_of(part.config.model_type, part.kind)
+                save_part(partial / name, model_class, part.config, own, where=where, max_shard_size=max_shard_size)
             if part.projector is not None:
                 _save_projector(partial / f"{name}_projector", name, part, tensors)
             if name in processors:
@@ -335,10 +348,15 @@ def generation_config(tokenizer: Any) -> GenerationConfig:
     return GenerationConfig(**ids)
 
 
-def load_export(folder: str | Path, *, projectors: Mapping[str, nn.Module] | None = None) -> MultimodalModule:
+def load_export(
+    folder: str | Path,
+    *,
+    projectors: Mapping[str, nn.Module] | None = None,
+    encoders: Mapping[str, nn.Module] | None = None,
+) -> MultimodalModule:
     """The exported model, in evaluation mode, every part by its own `from_pretrained`.
 
-    `projectors`: by encoder, those of the user's own, whose weights are then filled in.
+    `projectors`, `encoders`: by encoder, those of the user's own, whose weights are then filled in.
 
     Raises `UserError` naming the file that is missing, damaged or of another model.
     """
@@ -350,21 +368,33 @@ def load_export(folder: str | Path, *, projectors: Mapping[str, nn.Module] | Non
             "attention does not have; its parts load one by one, and motet train and verify take its run file"
         )
     language_model = load_part(folder / LANGUAGE_MODEL, "language_model")
-    encoders, placeholders = {}, {}
+    made, placeholders = {}, {}
     for name, entry in manifest["encoders"].items():
         projector = (
             _load_projector(folder / f"{name}_projector", name, projectors or {}) if entry["projector"] else None
         )
-        encoders[name] = ModalityModule(
-            load_part(folder / name, "encoder"),
+        made[name] = ModalityModule(
+            _load_own_module(folder / name, name, encoders or {})
+            if entry.get("is_own")
+            else load_part(folder / name, "encoder"),
             projector,
             feature_layer=entry["feature_layer"],
             feature_select=entry["feature_select"],
         )
         if entry["placeholder_token_id"] is not None:
             placeholders[name] = entry["placeholder_token_id"]
-    model = MultimodalModule(encoders, language_model, merge=manifest["merge"], placeholder_token_ids=placeholders)
+    model = MultimodalModule(made, language_model, merge=manifest["merge"], placeholder_token_ids=placeholders)
     return model.eval()
+
+
+def _load_own_module(folder: Path, name: str, given: Mapping[str, nn.Module]) -> nn.Module:
+    if name not in given:
+        raise UserError(f"{folder}: is an encoder of your own; make it and give it as encoders={{{name!r}: ...}}")
+    try:
+        given[name].load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(f"{folder}: cannot be loaded ({' '.join(str(error).split())})") from None
+    return given[name]
 
 
 def load_part(folder: Path, kind: Kind) -> Any:
@@ -401,6 +431,13 @@ def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], p
     for name in processors:
         if name not in description.parts:
             raise UserError(f"export: processors has {name!r}, but the modules are {', '.join(description.parts)}")
+
+
+def _save_own_module(folder: Path, config: OwnConfig, tensors: Mapping[str, Tensor], where: str) -> None:
+    check_tensors(dict(config.shape_of.named_parameters()), tensors, where=where)
+    folder.mkdir()
+    write_json(folder / "config.json", config.to_dict())
+    save_tensors(folder / "model.safetensors", tensors)
 
 
 def _save_projector(folder: Path, name: str, part: PartDescription, tensors: Mapping[str, Tensor]) -> None:
@@ -461,7 +498,10 @@ def _manifest(description: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _class_entry(config: PretrainedConfig, kind: Kind) -> dict[str, str]:
+def _class_entry(config: PretrainedConfig | OwnConfig, kind: Kind) -> dict[str, Any]:
+    if isinstance(config, OwnConfig):
+        module, _, name = config.model_type.rpartition(".")
+        return {"model_class": name, "imported_from": module, "is_own": True}
     model_class = model_class_of(config.model_type, kind)
     return {"model_class": model_class.__name__, "imported_from": model_class.__module__}
 

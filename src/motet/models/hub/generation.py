@@ -135,7 +135,8 @@ def _encoder_outputs(model: MultimodalModule, prompts: Sequence[Prompt]) -> list
     for name, encoder in model.modality_modules(encoders_only=True).items():
         key = family_of(encoder.module).feature
         members = [i for i, prompt in enumerate(prompts) if prompt.segments.get(name)]
-        device, dtype = encoder.module.device, encoder.module.dtype
+        weight = next(encoder.module.parameters())
+        device, dtype = weight.device, weight.dtype
         values = {i: prompts[i].features[name][key].to(device, dtype) for i in members}
         for together in _batchable(encoder, values):
             segments = [segment for i in together for segment in prompts[i].segments[name]]

@@ -125,6 +125,11 @@ def from_llava(source: str | Path | LlavaForConditionalGeneration, *, name: str 
         source = load_model(Path(source), _llava_class)
     model: Any = source
     config = model.config
+    if config.model_type != LlavaConfig.model_type:
+        raise UserError(
+            f"llava: {type(model).__name__} is a {config.model_type}, not a LLaVA; a run file takes it whole, as "
+            "model.path"
+        )
     layer = config.vision_feature_layer
     if isinstance(layer, (list, tuple)):
         if len(layer) != 1:

@@ -12,17 +12,14 @@ Limits: samples stand in rows of their own (no packing, no context parallelism);
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import Sample
-from motet.families.caption_decoders import decoder_family
-from motet.models.stages.causal import CausalStage, all_tokens, labels_of, layout_of, token_ids
+from motet.models.stages.causal import CausalStage, all_tokens, labelled, labels_of, layout_of, token_ids
 from motet.models.stages.stage import StageInput, StageOutput
-from motet.plan import LayerRange
 
 
 class CaptionDecoderStage(CausalStage):
@@ -35,24 +32,6 @@ class CaptionDecoderStage(CausalStage):
         recompute: whether blocks are run again in the backward pass instead of keeping what is inside them.
     """
 
-    def __init__(self, name: str, model: Any, layers: LayerRange, *, recompute: bool = False) -> None:
-        self._family = decoder_family(model)
-        super().__init__(name, model, layers, self._family)
-        if layers != (0, self.num_layers):
-            self._keep_own_layers()
-        if recompute:
-            self.recompute_blocks()
-
-    def _keep_own_layers(self) -> None:
-        blocks = list(self.module.get_submodule(self._family.blocks).children())
-        self.module.set_submodule(self._family.blocks, nn.ModuleList(blocks[block] for block in self.own_blocks))
-        if not self.is_first:
-            for path, stand_in in self._family.after_embedding.items():
-                self.module.set_submodule(path, stand_in())
-        if not self.is_last:
-            for path in self._family.head_parts:
-                self.module.set_submodule(path, nn.Identity())
-
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         return (*layout_of(samples, self.name, packed=False).shape, self.hidden_size)
 
@@ -62,44 +41,44 @@ class CaptionDecoderStage(CausalStage):
         """[rows, columns, hidden_size]; of the last stage, the sum of the losses of all tokens with a label.
 
         `inputs.incoming`: the image tower's outputs, where the stage has a block."""
-        hidden = inputs.hidden
+        hidden, features = inputs.hidden, inputs.features
         sequences = layout_of(inputs.samples, self.name, packed=False)
         if hidden is None:
-            hidden = self.embed_tokens(token_ids(inputs.features, sequences))
+            ids = token_ids(features, sequences)
+        else:
+            ids = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
         mask = sequences.attention_mask()
-        output: Tensor = self.module.get_submodule(self._family.base)(
-            inputs_embeds=hidden,
-            attention_mask=None if mask is None else mask.to(hidden.device),
-            position_ids=sequences.position_ids().to(hidden.device),
-            use_cache=False,
-            **self._encoder_states(inputs.incoming, inputs.samples, hidden),
-        ).last_hidden_state
-        if not self.is_last:
-            return StageOutput(output)
-        loss = self.labelled_loss_sum(output, labels_of(inputs.features), sequences.places())
-        return StageOutput(all_tokens(output, sequences) if inputs.hands_on else None, loss)
+        rows, labels = labelled(labels_of(features), sequences.places()) if self.is_last else (None, None)
+        states, logits = self.run_layers(
+            ids,
+            hidden,
+            rows=rows,
+            options={
+                "attention_mask": None if mask is None else mask.to(ids.device),
+                "position_ids": sequences.position_ids().to(ids.device),
+                **self._encoder_states(inputs.incoming, inputs.samples),
+            },
+        )
+        if logits is None or labels is None:
+            return StageOutput(states)
+        return StageOutput(all_tokens(states, sequences) if inputs.hands_on else None, self.loss_sum(logits, labels))
 
-    def _encoder_states(
-        self, incoming: Mapping[str, Tensor], samples: Sequence[Sample], hidden: Tensor
-    ) -> dict[str, Tensor]:
+    def _encoder_states(self, incoming: Mapping[str, Tensor], samples: Sequence[Sample]) -> dict[str, Tensor]:
         """The features of each sample's image or text, a row for each sample, without the pooled vector."""
         if not incoming:
             return {}
         ((source, tokens),) = incoming.items()
+        dtype = next(self.parameters()).dtype
         counts = [sample.num_outputs(source) for sample in samples]
-        rows = [own[1:].to(hidden.dtype) for own in tokens.split(counts)]
+        rows = [own[1:].to(dtype) for own in tokens.split(counts)]
         states = {"encoder_hidden_states": pad_sequence(rows, batch_first=True)}
         seen = [_seen(sample, source, count - 1) for sample, count in zip(samples, counts, strict=True)]
         num_columns = max(counts) - 1
         if any(own != (0, num_columns) for own in seen):
             first, end = torch.tensor(seen).T[:, :, None]
             column = torch.arange(num_columns)
-            states["encoder_attention_mask"] = ((first <= column) & (column < end)).long().to(hidden.device)
+            states["encoder_attention_mask"] = ((first <= column) & (column < end)).long().to(tokens.device)
         return states
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.module.get_submodule(self._family.logits)(hidden)
-        return logits
 
 
 def _seen(sample: Sample, source: str, num_features: int) -> tuple[int, int]:

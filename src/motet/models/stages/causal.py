@@ -1,12 +1,12 @@
 """What every causal model has as a pipeline stage: embed | n blocks | head (docs/architecture.md).
 
-Which layers are kept, what parameters are called in the whole model, how token ids are laid out and losses summed up. A
-language model (`motet.models.stages.language_model`) and a caption decoder (`motet.models.stages.caption_decoder`) add
-their own forward.
+The whole model's own forward runs, with stand-ins for the layers of other stages (`motet.models.stages.stand_ins`).
+What a language model (`motet.models.stages.language_model`) and a caption decoder
+(`motet.models.stages.caption_decoder`) give it besides token ids is their own.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
-from motet.families.language_models import CausalPaths, is_tied, next_labels, num_causal_layers
+from motet.errors import UserError
+from motet.families.discovery import causal_paths, num_causal_layers
+from motet.families.language_models import is_tied, next_labels
 from motet.models.stages.stage import keep_frozen_in_eval_mode
+from motet.models.stages.stand_ins import Handover, LeftForward, put_stand_ins
 from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
 from motet.plan import LayerRange
 
@@ -90,20 +93,30 @@ def all_tokens(hidden: Tensor, sequences: SequenceLayout) -> Tensor:
     return hidden.flatten(0, 1).index_select(0, sequences.places().to(hidden.device))
 
 
-class CausalStage(nn.Module, ABC):
-    """Layers [first, last) of a causal model. Takes over `model`; the subclass drops what is not its own."""
+class CausalStage(nn.Module):
+    """Layers [first, last) of a causal model. Takes over `model`: layers of other stages lose their weights."""
 
-    def __init__(self, name: str, model: Any, layers: LayerRange, paths: CausalPaths) -> None:
+    def __init__(self, name: str, model: Any, layers: LayerRange, *, recompute: bool = False) -> None:
         super().__init__()
-        self.name, self.layers, self.module, self.paths = name, layers, model, paths
-        self.num_layers = num_causal_layers(model, paths)
+        self.name, self.layers, self.module, self.paths = name, layers, model, causal_paths(model)
+        self.num_layers = num_causal_layers(model)
         """Of the whole model."""
         assert 0 <= layers[0] < layers[1] <= self.num_layers, layers
         self.is_first, self.is_last = layers[0] == 0, layers[1] == self.num_layers
         self.needs_features = self.is_first or self.is_last
         self.is_tied = is_tied(model)
-        self.hidden_size = self.output_size = int(model.config.hidden_size)
+        self.hidden_size = self.output_size = int(model.config.get_text_config().hidden_size)
         self.own_blocks = range(max(layers[0], 1) - 1, min(layers[1], self.num_layers - 1) - 1)
+        self._handover: Handover | None = None
+        if layers != (0, self.num_layers):
+            self._handover = put_stand_ins(
+                model, self.paths, self.own_blocks, is_first=self.is_first, is_last=self.is_last
+            )
+        self._takes = set(inspect.signature(model.forward).parameters)
+        if "kwargs" in self._takes:
+            self._takes |= set(inspect.signature(model.get_submodule(self.paths.base).forward).parameters)
+        if recompute:
+            self.recompute_blocks()
 
     def recompute_blocks(self) -> None:
         """From now on blocks are run again in the backward pass instead of keeping what is inside them."""
@@ -122,11 +135,7 @@ class CausalStage(nn.Module, ABC):
         """The parameter's name in the whole module; of a tied head, the embedding's."""
         if self.is_tied and local_name == f"module.{self.paths.output}.weight":
             return f"module.{self.paths.words}.weight"
-        blocks = f"module.{self.paths.blocks}."
-        if not local_name.startswith(blocks):
-            return local_name
-        block, _, rest = local_name.removeprefix(blocks).partition(".")
-        return f"{blocks}{int(block) + self.own_blocks.start}.{rest}"
+        return local_name
 
     def layers_of(self, local_name: str) -> tuple[int, ...]:
         """The layer that the parameter belongs to, or the two that share it."""
@@ -142,27 +151,79 @@ class CausalStage(nn.Module, ABC):
     def after_update(self) -> None:
         """No parameter has a limit."""
 
-    def embed_tokens(self, ids: Tensor) -> Tensor:
-        """[rows, columns] -> [rows, columns, hidden_size]; on the first stage."""
-        embedded: Tensor = self.module.get_submodule(self.paths.words)(ids)
-        return embedded
+    def width(self, layer: int) -> int:
+        """Of what enters a layer: hidden states, and what else blocks read."""
+        return self.hidden_size if self._handover is None else self._handover.forms.width(layer - 1)
 
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] -> [..., vocabulary], of this rank's share of the vocabulary; on the last stage."""
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether blocks of one stage read what heads of another's have made: keys and values (Gemma 4)."""
+        if self._handover is None:
+            return False
+        forms, own = self._handover.forms, self.own_blocks
+        crossing = {*forms.crossing(own.start), *forms.crossing(own.stop)}
+        return any(forms.values[i].origin >= 0 and len(forms.values[i].form.others) > 1 for i in crossing)
 
-    def labelled_loss_sum(self, hidden: Tensor, labels: Tensor, places: Tensor) -> Tensor:
-        """The sum of the losses of all tokens with a label.
+    def run_layers(
+        self,
+        ids: Tensor,
+        hidden: Tensor | None,
+        *,
+        enter: Callable[[Tensor], Tensor] | None = None,
+        rows: Tensor | None = None,
+        options: Mapping[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the model's forward from the stage's first layer to its last.
 
         Args:
-            hidden: [rows, columns, hidden_size].
-            labels: [T], what each token is to predict.
-            places: [T], where each token stands in the flattened [rows * columns].
+            ids: [rows, columns]; read by the first stage.
+            hidden: what the stage before handed on.
+            enter: from embedded tokens to what is to stand in their place.
+            rows: indices into the flattened [rows * columns], of the logits that are wanted on the last stage; None:
+                all.
+            options: of the model's forward; those that it does not know are left out.
+
+        Returns:
+            The hidden states that the next stage reads, or those that enter the last linear, and the logits of
+            `rows` [number of rows, vocabulary].
         """
-        counted = labels != IGNORED_LABEL
-        rows = hidden.flatten(0, 1).index_select(0, places.to(hidden.device)[counted])
-        vocabulary = vocabulary_group(self.module.get_submodule(self.paths.output))
-        return cross_entropy_sum(self.logits(rows), labels[counted], vocabulary)
+        if self._handover is not None:
+            self._handover.begin(hidden)
+        states: list[Tensor] = []
+
+        def keep_rows(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            states.append(args[0])
+            if args[0].shape[:2] != ids.shape:
+                raise UserError(
+                    f"{type(self.module).__name__}: its head does not read one row for each token; give another model"
+                )
+            return args if rows is None else (args[0].flatten(0, 1).index_select(0, rows)[None],)
+
+        hooks: list[Any] = []
+        if self.is_first and enter is not None:
+            words = self.module.get_submodule(self.paths.words)
+            hooks.append(words.register_forward_hook(lambda module, args, embedded: enter(embedded)))
+        if self.is_last:
+            head = self.module.get_submodule(self.paths.output)
+            hooks.append(head.register_forward_pre_hook(keep_rows, prepend=True))
+        known = {"use_cache": False, **options}
+        known = {key: value for key, value in known.items() if key in self._takes or key == "context"}
+        try:
+            logits = self.module(input_ids=ids, **known).logits
+        except LeftForward as left:
+            return left.packed, None
+        finally:
+            if self._handover is not None:
+                self._handover.begin(None)
+            for hook in hooks:
+                hook.remove()
+        assert self.is_last
+        assert len(states) == 1, "the head ran more than once"
+        return states[0], logits.flatten(0, 1)
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of all tokens with a label. `labels`: what each row of `logits` is to predict."""
+        return cross_entropy_sum(logits, labels, vocabulary_group(self.module.get_submodule(self.paths.output)))
 
 
 def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayout) -> Tensor:
@@ -175,3 +236,14 @@ def token_ids(features: Sequence[Mapping[str, Tensor]], sequences: SequenceLayou
 def labels_of(features: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """[sum of T]: each token predicts the next of its own sample."""
     return torch.cat([next_labels(f["labels"]) for f in features])
+
+
+def labelled(labels: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the tokens with a label: where they stand in the flattened [rows * columns], and the labels.
+
+    Args:
+        labels: [T], what each token is to predict.
+        places: [T], where each token stands.
+    """
+    counted = labels != IGNORED_LABEL
+    return places.to(labels.device)[counted], labels[counted]

@@ -29,9 +29,11 @@ from motet.attention.masks.distribution import FULL, Rows, tokens_of_members
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
 from motet.families.encoders import Arrangement, EncoderFamily, Grids, family_of, num_blocks, num_running_blocks
+from motet.families.own_encoders import emptied, encoder_config, own_config
 from motet.families.token_counts import Selection, selection_of
 from motet.models.stages.projector import PROJECTORS, projected_size
 from motet.models.stages.stage import StageInput, StageOutput, keep_frozen_in_eval_mode
+from motet.models.stages.stand_ins import StandIn
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_sequence import (
     ITEM_ATTENTION,
@@ -58,7 +60,7 @@ def encoder_layer_parts(module: nn.Module, layer: int) -> tuple[str, ...]:
     if 1 <= layer < head_layer:
         return (f"{family.blocks}.{layer - 1}",)
     parts = {0: family.embed_parts, head_layer: family.head_parts}.get(layer, ())
-    present = {name for name, _ in module.named_modules()}
+    present = {name for name, _ in module.named_modules()}  # "" is the module itself.
     return tuple(part for part in parts if part in present)
 
 
@@ -82,7 +84,7 @@ class EncoderStage(nn.Module):
         self.layers = layers
         self.recompute = recompute
         self.family: EncoderFamily = family_of(modality_module.module)
-        self.config = modality_module.module.config
+        self.config = encoder_config(modality_module.module)
         num_layers = num_encoder_layers(modality_module.module, modality_module.projector)
         assert 0 <= layers[0] < layers[1] <= num_layers, layers
         self._head_layer = num_blocks(modality_module.module) + 1
@@ -105,7 +107,13 @@ class EncoderStage(nn.Module):
         for layer in range(num_layers):
             if not self.holds(layer):
                 for part in encoder_layer_parts(modality_module.module, layer):
-                    modality_module.module.set_submodule(part, nn.Identity())
+                    if part and layer == 0 and own_config(modality_module.module) is not None:
+                        module = modality_module.module
+                        module.set_submodule(part, StandIn(module.get_submodule(part)))
+                    elif part:
+                        modality_module.module.set_submodule(part, nn.Identity())
+                    else:
+                        modality_module.module = emptied(modality_module.module)
         self.module = modality_module.module
         self.hidden_size = self._widths[layers[0]]
         self.output_size = self._widths[layers[1]]
@@ -182,7 +190,7 @@ class EncoderStage(nn.Module):
         if where == "projector":
             return (self._head_layer + 1,)
         for layer in range(*self.layers):
-            if any(path.startswith(f"{part}.") for part in encoder_layer_parts(self.module, layer)):
+            if any(not part or path.startswith(f"{part}.") for part in encoder_layer_parts(self.module, layer)):
                 return (layer,)
         raise AssertionError(f"{local_name} belongs to none of the layers {self.layers}")
 

@@ -1,7 +1,6 @@
 """A run of a language model's layers as a pipeline stage: embed | n blocks | head (docs/architecture.md).
 
-The HuggingFace base model's own forward runs, with only the stage's blocks in its list of layers, so masks, rotary
-positions and sliding windows are transformers' own. Between stages travels [rows, columns, hidden_size] (see
+Any causal model of transformers (`motet.families.discovery`). Between stages travels [rows, columns, hidden_size] (see
 `motet.models.stages.causal.SequenceLayout`).
 
 Cross-attention (Mllama): every token of a sample sees all encoder outputs of that sample and of no other. A row of
@@ -9,26 +8,24 @@ zeros is put before them: tokens of samples without an image see only it, and it
 have no bias, so those samples pass the layer as they would alone.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from motet.assignment.sample import IGNORED_LABEL, Sample
 from motet.attention.masks.distribution import Rows, rule_of_text, tokens_of_members
 from motet.attention.masks.token_layout import Document
 from motet.errors import UserError
-from motet.families.language_models import (
-    LANGUAGE_MODEL_PATHS,
-    base_model,
-    cross_attention_layers,
-)
+from motet.families.family_features import check_feature
+from motet.families.language_models import cross_attention_layers
 from motet.models.stages.causal import (
     CausalStage,
     SequenceLayout,
     all_tokens,
+    labelled,
     labels_of,
     layout_of,
     merge,
@@ -80,7 +77,9 @@ class LanguageModelStage(CausalStage):
         media_attention: str = "causal",
         preprocess_callback: PreprocessCallback | None = None,
     ) -> None:
-        super().__init__(name, model, layers, LANGUAGE_MODEL_PATHS)
+        super().__init__(name, model, layers, recompute=recompute)
+        if packing:
+            check_feature(model.config, "packing", "leave packing false")
         self.packing = packing
         self._preprocess = preprocess_callback
         self.cross_attends = bool(cross_attention_layers(model))
@@ -88,32 +87,9 @@ class LanguageModelStage(CausalStage):
         self._windows = {self._rules[block].window for block in self.own_blocks}
         """Of the blocks that the stage holds."""
         self._context: ContextParallel | None = None
-        if layers != (0, self.num_layers):
-            self._keep_own_layers()
-        if recompute:
-            self.recompute_blocks()
         if media_attention != "causal":
             alone = ContextOptions(media_attention=media_attention)
             self.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=alone))
-
-    def _keep_own_layers(self) -> None:
-        base, blocks = base_model(self.module), self.own_blocks
-        config = copy.deepcopy(base.config)
-        config.num_hidden_layers = len(blocks)
-        config.use_cache = False
-        if getattr(config, "layer_types", None):
-            config.layer_types = [base.config.layer_types[block] for block in blocks]
-        if self.cross_attends:
-            base.cross_attention_layers = [
-                block - blocks.start for block in base.config.cross_attention_layers if block in blocks
-            ]
-        base.config = config
-        base.layers = nn.ModuleList([base.layers[block] for block in blocks])
-        if not self.is_last:
-            base.norm = nn.Identity()
-            self.module.lm_head = nn.Identity()
-        if not self.is_first:
-            base.embed_tokens = nn.Identity()
 
     def enable_context_parallel(self, cp: ContextParallel) -> None:
         """From now on this rank holds its share of every sequence only; samples are packed, and see each other as the
@@ -131,17 +107,31 @@ class LanguageModelStage(CausalStage):
                 f"parallel: {self.name} has a preprocess_callback, which needs whole samples; use cp 1, or merge by "
                 "placeholder or prepend"
             )
+        method = "ulysses" if cp.options.method == "ulysses" else "context_parallel"
+        check_feature(config, method, "use cp 1 and media_attention causal")
+        for part in self.module.modules():
+            kinds = getattr(part, "rope_type", None)
+            changing = {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds])
+            if changing and cp.size > 1:
+                raise UserError(
+                    f"parallel: {self.name} has {changing.pop()} rotary positions, whose frequencies follow from the "
+                    "whole sequence; no rank of a context-parallel group sees it, so use cp 1"
+                )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
         self._context, self.packing = cp, True
         set_attention(self.module, ATTENTION)
 
     def input_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
-        if self._context is not None:
-            return (1, num_rows(self._documents(samples), self._rules, self._context), self.hidden_size)
-        return (*layout_of(samples, self.name, packed=self.packing).shape, self.hidden_size)
+        return (*self._rows_and_columns(samples), self.width(self.layers[0]))
 
-    output_shape = input_shape
+    def output_shape(self, samples: Sequence[Sample]) -> tuple[int, ...]:
+        return (*self._rows_and_columns(samples), self.width(self.layers[1]))
+
+    def _rows_and_columns(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        if self._context is not None:
+            return 1, num_rows(self._documents(samples), self._rules, self._context)
+        return layout_of(samples, self.name, packed=self.packing).shape
 
     def prepare(self, samples: Sequence[Sample]) -> ContextSequence:
         """Derives what the attention of a coming microbatch needs, where it is ours; to be held as long as it is."""
@@ -170,86 +160,100 @@ class LanguageModelStage(CausalStage):
     def forward(self, inputs: StageInput) -> StageOutput:
         """The hidden states [rows, columns, hidden_size]; on the last stage the sum of the token losses and, for other
         modules that read them, the hidden states of all tokens [sum of tokens, hidden_size], sample after sample."""
-        hidden, sequences, context = self.hidden_states(inputs)
-        if not self.is_last:
-            return StageOutput(hidden)
-        loss = self.loss_sum(hidden, inputs.features, sequences, context)
-        return StageOutput(self._all_tokens(hidden, sequences, context) if inputs.hands_on else None, loss)
+        sequences, context = self._sequences(inputs)
+        rows, labels = self._labelled(inputs.features, sequences, context) if self.is_last else (None, None)
+        states, logits = self._run(inputs, sequences, context, rows)
+        if logits is None or labels is None:
+            return StageOutput(states)
+        loss = self.loss_sum(logits, labels)
+        if self._context is not None and self._context.size > 1:
+            loss = reduce_from_group(loss, self._context.as_group())
+        return StageOutput(self._all_tokens(states, sequences, context) if inputs.hands_on else None, loss)
 
-    def _all_tokens(self, hidden: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
-        if context is None or self._context is None or self._context.size == 1:
-            return all_tokens(hidden, sequences)
-        # Each member of the context-parallel group hands on all tokens, and gradients of the members are added up.
-        return scale_gradient(context.gather(hidden[0]), 1 / self._context.size)
+    def forward_whole(self, inputs: StageInput, *, has_labels: bool) -> tuple[Tensor, Tensor | None]:
+        """Of a stage that is the whole model: the logits of all tokens [samples, longest sequence, vocabulary], padded
+        on the right, and the sum of the token losses."""
+        sequences, context = self._sequences(inputs)
+        _, logits = self._run(inputs, sequences, context, None)
+        assert logits is not None
+        loss = None
+        if has_labels:
+            rows, labels = self._labelled(inputs.features, sequences, context)
+            loss = self.loss_sum(logits.index_select(0, rows), labels)
+        if sequences.packed:
+            return pad_sequence(logits.split(sequences.lengths), batch_first=True), loss
+        return logits.unflatten(0, sequences.shape), loss
 
-    def hidden_states(self, inputs: StageInput) -> tuple[Tensor, SequenceLayout, ContextSequence | None]:
-        """[rows, columns, hidden_size] after the stage's blocks and, on the last stage, the last norm; how the
-        microbatch's sequences lie in it, and with attention of our own which tokens this rank holds: [1, held,
-        hidden_size] then."""
-        hidden, incoming, samples = inputs.hidden, inputs.incoming, inputs.samples
-        sequences = layout_of(samples, self.name, packed=self.packing)
-        context = None
-        if self._context is not None:
-            device = inputs.features[0]["input_ids"].device if hidden is None else hidden.device
-            context = self._share(samples, device)
-        if hidden is None:
-            hidden = self._embed(incoming, inputs.features, samples, sequences, context)
-        device = hidden.device
-        if context is not None:
-            num_calls = context.num_calls
-            output: Tensor = base_model(self.module)(
-                inputs_embeds=hidden,
-                position_ids=sequences.position_ids().to(device)[:, context.tokens],
-                use_cache=False,
-                context=context,
-            ).last_hidden_state
-            assert context.num_calls - num_calls == len(base_model(self.module).layers)
-            return output, sequences, context
-        mask = sequences.attention_mask()
-        output = base_model(self.module)(
-            inputs_embeds=hidden,
-            attention_mask=None if mask is None else mask.to(device),
-            position_ids=sequences.position_ids().to(device),
-            use_cache=False,
-            **(self._cross_attention(incoming, samples, sequences, hidden) if self.cross_attends else {}),
-        ).last_hidden_state
-        return output, sequences, None
+    def _sequences(self, inputs: StageInput) -> tuple[SequenceLayout, ContextSequence | None]:
+        sequences = layout_of(inputs.samples, self.name, packed=self.packing)
+        return sequences, None if self._context is None else self._share(inputs.samples, inputs.device)
 
-    def _embed(
+    def _run(
+        self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        device = inputs.device
+        positions = sequences.position_ids().to(device)
+        options: dict[str, Any]
+        if context is None:
+            mask = sequences.attention_mask()
+            options = {"attention_mask": None if mask is None else mask.to(device)}
+            if self.packing:  # Else the model's own, which need not begin at 0 (RoBERTa).
+                options["position_ids"] = positions
+        else:
+            options = {"context": context, "position_ids": positions[:, context.tokens]}
+        if self.cross_attends:
+            options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
+        num_calls = 0 if context is None else context.num_calls
+        made = self.run_layers(
+            self._token_ids(inputs, sequences, context),
+            inputs.hidden,
+            enter=lambda embedded: self._enter(embedded, inputs, sequences, context),
+            rows=rows,
+            options=options,
+        )
+        assert context is None or context.num_calls - num_calls == len(self.own_blocks)
+        return made
+
+    def _token_ids(self, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
+        if inputs.hidden is not None:
+            return torch.zeros(inputs.hidden.shape[:-1], dtype=torch.long, device=inputs.hidden.device)
+        if context is None:
+            return token_ids(inputs.features, sequences)
+        return torch.cat([f["input_ids"] for f in inputs.features])[context.tokens][None]
+
+    def _labelled(
         self,
-        incoming: Mapping[str, Tensor],
         features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
         sequences: SequenceLayout,
         context: ContextSequence | None,
-    ) -> Tensor:
-        """[rows, columns, H]: own tokens embedded, encoder outputs merged where the layouts have them."""
-        if context is not None:
-            return self._embed_held(incoming, features, samples, sequences, context)
-        embedded = self.embed_tokens(token_ids(features, sequences))
-        if self._preprocess is not None:
-            merged = self._merged_by_callback(embedded, incoming, features, samples, sequences)
-            return merge(embedded, merged, sequences.places())
-        for source, tokens in incoming.items():
-            at = places_of_outputs(samples, self.name, source, sequences)
-            if len(at):
-                embedded = merge(embedded, tokens, at)
-        return embedded
+    ) -> tuple[Tensor, Tensor]:
+        """Of the tokens with a label; each token predicts the next of its own sample."""
+        labels = labels_of(features)
+        if context is None:
+            return labelled(labels, sequences.places())
+        labels = labels[context.tokens].masked_fill(~context.held, IGNORED_LABEL)
+        return labelled(labels, torch.arange(len(labels)))
 
-    def _embed_held(
-        self,
-        incoming: Mapping[str, Tensor],
-        features: Sequence[Mapping[str, Tensor]],
-        samples: Sequence[Sample],
-        sequences: SequenceLayout,
-        context: ContextSequence,
+    def _all_tokens(self, states: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
+        if context is None or self._context is None or self._context.size == 1:
+            return all_tokens(states, sequences)
+        # Each member of the context-parallel group hands on all tokens, and gradients of the members are added up.
+        return scale_gradient(context.gather(states[0]), 1 / self._context.size)
+
+    def _enter(
+        self, embedded: Tensor, inputs: StageInput, sequences: SequenceLayout, context: ContextSequence | None
     ) -> Tensor:
-        """[1, held, H]. Of encoder outputs, those that this rank holds have come in."""
-        ids = torch.cat([f["input_ids"] for f in features])
-        embedded = self.embed_tokens(ids[context.tokens][None])
-        for source, tokens in incoming.items():
-            at = context.own(places_of_outputs(samples, self.name, source, sequences))
-            embedded = merge(embedded, tokens, at)
+        """Embedded tokens [rows, columns, H], with encoder outputs where the layouts have them. Of shared tokens, those
+        that this rank holds have come in."""
+        if self._preprocess is not None:
+            merged = self._merged_by_callback(embedded, inputs.incoming, inputs.features, inputs.samples, sequences)
+            return merge(embedded, merged, sequences.places())
+        for source, tokens in inputs.incoming.items():
+            at = places_of_outputs(inputs.samples, self.name, source, sequences)
+            if context is not None:
+                at = context.own(at)
+            if len(at) or context is not None:
+                embedded = merge(embedded, tokens, at)
         return embedded
 
     def _merged_by_callback(
@@ -280,51 +284,30 @@ class LanguageModelStage(CausalStage):
         return torch.cat(merged)
 
     def _cross_attention(
-        self, incoming: Mapping[str, Tensor], samples: Sequence[Sample], sequences: SequenceLayout, hidden: Tensor
+        self, incoming: Mapping[str, Tensor], samples: Sequence[Sample], sequences: SequenceLayout, device: torch.device
     ) -> dict[str, Any]:
         """Keys and values: a row of zeros, then every sample's encoder outputs (padded: a row per sample)."""
         sources = [source for source in incoming if not self._is_merged(source, samples)]
         if not sources:
             return {}
-        owners = torch.cat([_owners(samples, source) for source in sources]).to(hidden.device)
-        tokens = torch.cat([incoming[source] for source in sources]).to(hidden.dtype)
-        owner_of_row = sequences.sample_of_token().to(hidden.device)
+        owners = torch.cat([_owners(samples, source) for source in sources]).to(device)
+        dtype = next(self.parameters()).dtype
+        tokens = torch.cat([incoming[source] for source in sources]).to(dtype)
+        owner_of_row = sequences.sample_of_token().to(device)
         states = torch.cat([tokens.new_zeros(1, tokens.shape[1]), tokens])[None].expand(sequences.shape[0], -1, -1)
         sees = owner_of_row[:, :, None] == owners[None, None, :]
         has_image = sees.any(-1, keepdim=True)
         visible = torch.cat([~has_image, sees], dim=-1)[:, None]
-        lowest = torch.finfo(hidden.dtype).min
+        lowest = torch.finfo(dtype).min
         return {
             "cross_attention_states": states,
-            "cross_attention_mask": torch.zeros_like(visible, dtype=hidden.dtype).masked_fill(~visible, lowest),
-            "full_text_row_masked_out_mask": has_image[:, None].to(hidden.dtype),
+            "cross_attention_mask": torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, lowest),
+            "full_text_row_masked_out_mask": has_image[:, None].to(dtype),
         }
 
     def _is_merged(self, source: str, samples: Sequence[Sample]) -> bool:
         """Whether the source's outputs stand in the sequence itself."""
         return any(segment.source == source for sample in samples for segment in sample.layouts[self.name])
-
-    def loss_sum(
-        self,
-        hidden: Tensor,
-        features: Sequence[Mapping[str, Tensor]],
-        sequences: SequenceLayout,
-        context: ContextSequence | None = None,
-    ) -> Tensor:
-        """The sum of the losses of all tokens with a label; each token predicts the next of its own sample."""
-        labels, places = labels_of(features), sequences.places()
-        if context is not None:
-            labels = labels[context.tokens].masked_fill(~context.held, IGNORED_LABEL)
-            places = torch.arange(hidden.shape[1])
-        loss = self.labelled_loss_sum(hidden, labels, places)
-        if self._context is None or self._context.size == 1:
-            return loss
-        return reduce_from_group(loss, self._context.as_group())
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.module.lm_head(hidden)
-        cap = getattr(self.module.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _owners(samples: Sequence[Sample], source: str) -> Tensor:

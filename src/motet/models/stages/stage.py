@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from motet.assignment.sample import Sample
@@ -37,6 +38,11 @@ class StageInput:
     """Whether other modules read the hidden states of a last stage that computes a loss too."""
     shares: Shares | None = None
     """For a contrastive loss: which rank holds which rows of the contrastive batch."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of a language model's or caption decoder's input are."""
+        return self.features[0]["input_ids"].device if self.hidden is None else self.hidden.device
 
 
 class StageOutput(NamedTuple):

@@ -11,10 +11,10 @@ system.
 import math
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from motet.errors import UserError
 from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
-from motet.runtime.checkpoint.folder import Manifest, Stamp, TrainingState
-from motet.runtime.local_model import LocalModel
+from motet.runtime.checkpoint.folder import Manifest, TrainingState
+from motet.runtime.local_model import LocalModel, LocalParameter
 from motet.runtime.training.optimizer import Optimizer
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of whole tensors, by name."""
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
+
+
+class OptimizerStates(Protocol):
+    """The tensors of an optimizer."""
+
+    def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
+        """Those that this rank holds, by parameter."""
+
+    def writes_state(self, p: LocalParameter) -> bool:
+        """Whether this rank writes them into checkpoints."""
 
 
 def checkpoint_bytes(model: LocalModel) -> int:
@@ -42,7 +55,7 @@ def checkpoint_bytes(model: LocalModel) -> int:
         for p in model.parameters
         if p.is_written
     )
-    return sum(on_every_rank(lambda: mine))
+    return sum(on_every_rank(int, lambda: mine))
 
 
 def write_checkpoint(
@@ -54,20 +67,22 @@ def write_checkpoint(
     is_best: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Collective over `group`. Returns the new checkpoint; all but the last `keep` and the best are deleted when it is
-    complete. `tensors`: what this rank writes of it.
+    """Collective over `group`. Returns the new checkpoint; when it is complete, those before it are deleted but for
+    the last `keep` and the best. `tensors`: what this rank writes of it.
 
     Raises `UserError` on all ranks if it cannot be written; then no trace of it is left."""
     final = folder / f"step_{state.step:08d}"
     partial: Path | None = None
     try:
-        partial = on_first_rank(lambda: checkpoint_folder.begin(final), group)
+        partial = on_first_rank(Path, lambda: checkpoint_folder.begin(final), group)
         _write(partial, tensors, group)
         manifest = Manifest(state, _describe_files(partial, group))
-        on_first_rank(lambda: checkpoint_folder.complete(partial, final, manifest, is_best=is_best, keep=keep), group)
+        on_first_rank(
+            None, lambda: checkpoint_folder.complete(partial, final, manifest, is_best=is_best, keep=keep), group
+        )
     except OSError as error:
         if partial is not None:
-            on_first_rank(lambda: checkpoint_folder.abandon(partial), group)
+            on_first_rank(None, lambda: checkpoint_folder.abandon(partial), group)
         raise UserError(
             f"train.output: the checkpoint {final} cannot be written ({error.strerror or error}); make room or choose "
             "another folder, and go on with train.resume: latest"
@@ -86,8 +101,9 @@ def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | 
 
 def _describe_files(folder: Path, group: dist.ProcessGroup | None) -> dict[str, checkpoint_folder.FileRecord]:
     """Every rank reads its share."""
-    names = on_first_rank(lambda: sorted(path.name for path in folder.iterdir()), group)
-    shares = on_every_rank(lambda: checkpoint_folder.describe_files(folder, _share(names, group)), group)
+    names = on_first_rank(list[str], lambda: sorted(path.name for path in folder.iterdir()), group)
+    kind = dict[str, checkpoint_folder.FileRecord]
+    shares = on_every_rank(kind, lambda: checkpoint_folder.describe_files(folder, _share(names, group)), group)
     return {name: record for share in shares for name, record in share.items()}
 
 
@@ -99,27 +115,32 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     """Collective: checks the manifest, and every shard's size and checksum, each rank its share of them.
 
     Raises `UserError` on all ranks, naming the file that is missing, cut short or changed."""
-    manifest = on_first_rank(lambda: checkpoint_folder.read_manifest(checkpoint))
-    on_every_rank(lambda: checkpoint_folder.check_files(checkpoint, _share(manifest.files.items())))
+    manifest = on_first_rank(Manifest, lambda: checkpoint_folder.read_manifest(checkpoint))
+    on_every_rank(None, lambda: checkpoint_folder.check_files(checkpoint, _share(manifest.files.items())))
     return manifest.state
 
 
-def read_latest(folder: Path, besides: Collection[Stamp] = ()) -> tuple[Path, TrainingState] | None:
-    """Collective: the newest checkpoint that is whole; None if there are no checkpoints. `besides`: that are not to be
-    looked at.
+def read_latest(folder: Path) -> tuple[Path, TrainingState] | None:
+    """Collective: the whole checkpoint of the highest step; None if there are no checkpoints.
 
-    Rank 0 says on stderr which damaged ones were passed over. Raises `UserError` if all are."""
-    checkpoints = on_first_rank(lambda: checkpoint_folder.complete_checkpoints(folder, besides))
+    Rank 0 says on stderr which checkpoints there are and which were passed over, and why. Raises `UserError` if all
+    are damaged."""
+    checkpoints = on_first_rank(list[Path], lambda: checkpoint_folder.find_checkpoints(folder))
+    if checkpoints:
+        _tell(f"checkpoints in {folder}: {', '.join(path.name for path in checkpoints)}")
     for checkpoint in reversed(checkpoints):
         try:
             return checkpoint, read_training_state(checkpoint)
         except UserError as error:
-            damage = str(error).partition(";")[0]
-            if dist.get_rank() == 0:
-                print(f"{damage}; trying the checkpoint before it", file=sys.stderr, flush=True)
+            _tell(f"{str(error).partition(';')[0]}; trying the checkpoint before it")
     if checkpoints:
         raise UserError(f"train.resume: of the {len(checkpoints)} checkpoints in {folder} none is whole; start anew")
     return None
+
+
+def _tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -> None:
@@ -127,6 +148,11 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
 
     Raises `UserError` on all ranks if the checkpoint is of another model."""
     optimizer.initialize_states()
+    fill(checkpoint, model, optimizer)
+
+
+def fill(checkpoint: Path, model: LocalModel, optimizer: OptimizerStates) -> None:
+    """`load_checkpoint` into states that are there. Collective."""
     wanted = dict(_tensors_to_load(model, optimizer))
     _check_model(checkpoint, wanted)
     dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
@@ -141,7 +167,7 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
                 value.copy_(full if value.dim() == 0 else p.cut(full))
 
 
-def tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def tensors_to_save(model: LocalModel, optimizer: OptimizerStates) -> Iterator[tuple[str, Tensor]]:
     """The gathers are collective over tensor-parallel groups, so every member makes them, in the same order."""
     states = optimizer.states()
     for p in model.parameters:
@@ -156,7 +182,7 @@ def tensors_to_save(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[s
                 yield f"{OPTIMIZER}{key}/{p.name}", full
 
 
-def _tensors_to_load(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _tensors_to_load(model: LocalModel, optimizer: OptimizerStates) -> Iterator[tuple[str, Tensor]]:
     states = optimizer.states()
     for p in model.parameters:
         if not p.is_kept:
@@ -169,9 +195,10 @@ def _tensors_to_load(model: LocalModel, optimizer: Optimizer) -> Iterator[tuple[
 
 def _check_model(checkpoint: Path, wanted: dict[str, Tensor]) -> None:
     """What all ranks together want must be what the checkpoint holds, in the same shapes."""
-    stored = on_first_rank(lambda: _stored_shapes(checkpoint))
-    on_every_rank(lambda: _check_shapes(checkpoint, stored, {name: tuple(t.shape) for name, t in wanted.items()}))
-    names = on_every_rank(lambda: [name for name in wanted if name.startswith(MODEL)])
+    stored = on_first_rank(Shapes, lambda: _stored_shapes(checkpoint))
+    shapes = {name: tuple(t.shape) for name, t in wanted.items()}
+    on_every_rank(None, lambda: _check_shapes(checkpoint, stored, shapes))
+    names = on_every_rank(list[str], lambda: [name for name in wanted if name.startswith(MODEL)])
     unwanted = {name for name in stored if name.startswith(MODEL)}.difference(*names)
     if unwanted:
         raise UserError(
@@ -180,12 +207,21 @@ def _check_model(checkpoint: Path, wanted: dict[str, Tensor]) -> None:
         )
 
 
-def _stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+def stored_optimizer_shapes(checkpoint: Path) -> Shapes:
+    """The shapes of the optimizer's states in a checkpoint, by `<state>/<parameter>`."""
+    return {
+        name.removeprefix(OPTIMIZER): shape
+        for name, shape in _stored_shapes(checkpoint).items()
+        if name.startswith(OPTIMIZER)
+    }
+
+
+def _stored_shapes(checkpoint: Path) -> Shapes:
     metadata = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
     return {name: tuple(tensor.size) for name, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
-def _check_shapes(checkpoint: Path, stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(checkpoint: Path, stored: Shapes, wanted: Shapes) -> None:
     for name, shape in wanted.items():
         if name in stored and stored[name] == shape:
             continue
@@ -284,6 +320,9 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
+        if isinstance(failure, UserError):
+            there = self.last if self.last is not None and self.last.exists() else "none"
+            raise UserError(f"{failure}; last complete checkpoint: {there}") from failure
         if failure is not None:
             raise failure
         return self.last

@@ -6,21 +6,23 @@
         latest, best        symbolic links to a checkpoint
 
 A checkpoint is complete when its folder has lost `.tmp`. What is replaced is moved aside first, so a crash at any
-moment leaves the last good one. Checkpoints are in the order in which they were written (an output folder may be used
-by a run that begins anew).
+moment leaves the last good one. Checkpoints are ordered by the step in their names, never by the times of their files.
+What is damaged or has no `checkpoint.json` is neither counted among those that are kept nor deleted.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from motet.config import PartConfig, RunConfig
 from motet.errors import UserError
+from motet.families.composite import read_composite_config
 from motet.families.configured_graph import read_graph
 from motet.models.from_run_file import KIND_OF, media_attention_of
 from motet.models.materialize import read_part_config
@@ -41,8 +43,7 @@ def write_atomically(path: Path, text: str) -> None:
 MANIFEST = "checkpoint.json"
 PARTIAL = ".tmp"
 REPLACED = ".old"
-Stamp = tuple[str, int]
-"""A checkpoint's name, and when it was written (mtime, ns): another one that takes its name has another."""
+_NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,16 @@ def begin(final: Path) -> Path:
 
 
 def complete(partial: Path, final: Path, manifest: Manifest, *, is_best: bool, keep: int) -> None:
-    """Makes what was written into `partial` the checkpoint `final`, and deletes all but the last `keep` and the best.
+    """Makes what was written into `partial` the checkpoint `final`, and deletes the ones before it, but for the last
+    `keep` (itself included) and the best. Later steps were there when this training began, damaged, and stay.
 
     Whatever other partial checkpoint is in the folder was left by a crash, and is deleted too."""
     _write_to_disk(partial / MANIFEST, manifest.to_json())
     _flush(partial)
-    if final.exists():
-        replaced = final.with_name(final.name + REPLACED)
+    replaced = final.with_name(final.name + REPLACED)
+    if _looks_whole(replaced):  # Left by a crash; what has the name may be damaged.
+        delete_checkpoints([final] if final.exists() else [])
+    elif final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     partial.rename(final)
@@ -109,7 +113,7 @@ def complete(partial: Path, final: Path, manifest: Manifest, *, is_best: bool, k
     _link(final.parent / "latest", final.name)
     if is_best:
         _link(final.parent / "best", final.name)
-    _delete_old(final.parent, keep)
+    _delete_before(final, keep)
 
 
 def abandon(partial: Path) -> None:
@@ -117,44 +121,57 @@ def abandon(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _delete_old(folder: Path, keep: int) -> None:
+def _delete_before(newest: Path, keep: int) -> None:
+    folder, last_step = newest.parent, step_of(newest)
     best = (folder / "best").resolve()
-    checkpoints = complete_checkpoints(folder)
-    superseded = [path for path in checkpoints if path.name.endswith(REPLACED)]
-    surplus = [path for path in checkpoints if path not in superseded][:-keep]
-    _delete_partial(folder)
-    for path in [*superseded, *(path for path in surplus if path.resolve() != best)]:
-        path.rename(path.with_name(path.name + PARTIAL))  # Half deleted, it must not look like a checkpoint.
-    _delete_partial(folder)
-
-
-def _delete_partial(folder: Path) -> None:
+    earlier = [path for path in find_checkpoints(folder) if step_of(path) <= last_step]
+    whole = [path for path in earlier if _looks_whole(path)]
+    superseded = [path for path in whole if path.name.endswith(REPLACED) and path.with_suffix("") in whole]
+    surplus = [path for path in whole if path not in superseded][:-keep]
+    delete_checkpoints([*superseded, *(path for path in surplus if path.resolve() != best)])
     for path in folder.glob(f"step_*{PARTIAL}"):
         shutil.rmtree(path)
 
 
-def complete_checkpoints(folder: Path, besides: Collection[Stamp] = ()) -> list[Path]:
-    """Oldest first, without those in `besides`."""
-    return [path for stamp, path in _complete(folder) if stamp not in besides]
+def _looks_whole(checkpoint: Path) -> bool:
+    """Whether the manifest is whole and the files have their sizes. Contents are not read."""
+    try:
+        records = read_manifest(checkpoint).files.items()
+        return all((checkpoint / name).stat().st_size == record.num_bytes for name, record in records)
+    except (UserError, OSError):
+        return False
 
 
-def stamps(folder: Path) -> tuple[Stamp, ...]:
-    """Of the complete checkpoints."""
-    return tuple(stamp for stamp, _ in _complete(folder))
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints that are not being written or deleted, by step, smallest first; they may be damaged."""
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    # One that is about to be replaced comes before the one that replaces it.
+    return sorted(found, key=lambda path: (step_of(path), not path.name.endswith(REPLACED)))
 
 
-def _complete(folder: Path) -> list[tuple[Stamp, Path]]:
-    """Oldest first."""
-    manifests = [path / MANIFEST for path in folder.glob("step_*") if not path.name.endswith(PARTIAL)]
-    written = sorted((path.stat().st_mtime_ns, path.parent.name, path.parent) for path in manifests if path.is_file())
-    # One that is about to be replaced is still the same.
-    return [((name.removesuffix(REPLACED), written_ns), path) for written_ns, name, path in written]
+def step_of(checkpoint: Path) -> int:
+    """Returns the step in the name of a checkpoint that `find_checkpoints` lists."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
+def delete_checkpoints(checkpoints: Iterable[Path]) -> None:
+    """Deletes them such that a crash leaves none that is half deleted and looks whole."""
+    for path in checkpoints:
+        partial = path.with_name(path.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        path.rename(partial)
+        shutil.rmtree(partial)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises `UserError` if it is missing or damaged."""
+    """Raises `UserError` if it is missing or damaged, or if it is of another step than the folder's name says."""
     try:
-        return Manifest.from_json((checkpoint / MANIFEST).read_text())
+        manifest = Manifest.from_json((checkpoint / MANIFEST).read_text())
+        if _NAME.fullmatch(checkpoint.name) and manifest.state.step != step_of(checkpoint):
+            raise ValueError(f"it is of step {manifest.state.step}")
+        return manifest
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"train.resume: {checkpoint} is not a checkpoint: {MANIFEST} is missing; give another, or latest"
@@ -262,6 +279,8 @@ TRAINING = frozenset({"train", "loss_weight", "max_logit_scale", "placeholder_to
 def computation_of(config: RunConfig) -> dict[str, Any]:
     """All that is compared, in JSON's types. Raises `UserError` if a part's configuration cannot be read."""
     found = dict(_flat("model", config.model.model_dump(mode="json")))
+    if config.model.composite is not None:
+        found.update(_flat("model.values", read_composite_config(config.model.composite).to_dict()))
     for name, module in read_graph(config).modules.items():
         if type(module.part) not in KIND_OF:
             continue

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +63,23 @@ class Progress:
             self._live.stop()
 
 
+class OutputError(OSError):
+    """A file of the output folder cannot be written; the text says which and why."""
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written ({error.strerror})") from error
+
+
+def append_line(path: Path, line: str) -> None:
+    with _writing(path), path.open("a") as file:
+        file.write(line + "\n")
+
+
 class Sink(Protocol):
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -73,11 +92,16 @@ class JsonLines:
 
     def __init__(self, path: Path, *, keep_until_step: int) -> None:
         keep_lines(path, until_step=keep_until_step)
-        self._file = path.open("a", buffering=1)
+        self._path = path
+        with _writing(path):
+            self._file = path.open("a", buffering=1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        with _writing(self._path):
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise OutputError(f"{self._path} was deleted by another process")
 
     def close(self) -> None:
         self._file.close()
@@ -86,8 +110,9 @@ class JsonLines:
 def keep_lines(path: Path, *, until_step: int) -> None:
     """Drops the lines of later steps from a file of JSON lines, if there is one."""
     if path.is_file():
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= until_step]
-        write_atomically(path, "".join(f"{line}\n" for line in lines))
+        with _writing(path):
+            lines = [line for line in path.read_text().splitlines() if _step_of(line) <= until_step]
+            write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 
 def _step_of(line: str) -> float:

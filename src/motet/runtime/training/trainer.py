@@ -8,7 +8,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from motet.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoint_byt
 from motet.runtime.checkpoint.folder import TrainingState, check_free_space, check_same_computation
 from motet.runtime.deadline import StepFailedError, interrupted_after
 from motet.runtime.engine import Engine, IterationResult
-from motet.runtime.training.metrics import Progress, Sink, keep_lines, open_sinks
+from motet.runtime.training.metrics import OutputError, Progress, Sink, append_line, keep_lines, open_sinks
 from motet.runtime.training.optimizer import Optimizer
 from motet.timeline import Timeline
 
@@ -132,7 +131,8 @@ class Trainer:
                 f"train.steps: is {self.settings.steps}, but {checkpoint} has finished {state.step} steps; give more"
             )
         check_same_computation(checkpoint, state.model, self.computation)
-        self.loader.load_state(state.data)
+        if state.data:  # A loop of the user's own has none (`ParallelModule.save_checkpoint`).
+            self.loader.load_state(state.data)
         load_checkpoint(checkpoint, self.engine.model, self.optimizer)
         self.summary.steps = self.summary.settled_steps = state.step
         self.summary.data = state.data
@@ -166,11 +166,11 @@ class Trainer:
     def train(self) -> TrainingSummary:
         """Runs the remaining steps, or those until a pause."""
         self._make_output()
-        self._sinks = self._open_sinks()
         self.is_paused = False
         executor, timeout_s = self.engine.executor, self.settings.step_timeout_s
         progress = Progress(self.settings.steps, self.finished_steps, visible=self.is_first)
         try:
+            self._sinks = self._open_sinks()
             if self.summary.settled_steps < self.finished_steps:  # A failure came between a step and what follows it.
                 self._evaluate_and_save(progress)
             elif self.summary.save_again:
@@ -205,11 +205,21 @@ class Trainer:
         except NonFiniteError:
             self._checkpoints.finish()
             raise
+        except OutputError as error:
+            with contextlib.suppress(UserError):
+                self._checkpoints.finish()
+            last = self.last_checkpoint
+            saved = "no checkpoint was saved" if last is None or not last.exists() else f"the last checkpoint is {last}"
+            raise UserError(
+                f"train.output: {error} after step {self.finished_steps}; {saved}; make room or choose another "
+                "folder, and go on with train.resume"
+            ) from error
         finally:
             progress.close()
             self.loader.close()
             for sink in self._sinks:
-                sink.close()
+                with contextlib.suppress(OSError):  # What a full disk did not take.
+                    sink.close()
         return self.summary
 
     def step(self, batch: Batch) -> IterationResult:
@@ -258,24 +268,30 @@ class Trainer:
         if batch.skipped:
             self.summary.skipped_samples += batch.skipped
             line = json.dumps({"step": self.finished_steps + 1, "skipped": batch.skipped})
-            on_first_rank(lambda: _append_line(self.output / SKIPPED_SAMPLES, line))
+            self._append(SKIPPED_SAMPLES, line)
 
     def _report_non_finite(self, batch: Batch, result: IterationResult) -> None:
         """Writes the batch's sample ids down; raises unless such steps are to be skipped. Collective."""
         step = self.finished_steps + 1
-        path = self.output / NON_FINITE
         what = {
             "step": step,
             "loss": repr(result.loss),
             "gradient_norm": repr(result.gradient_norm),
             "samples": [sample.id for sample in batch.samples],
         }
-        on_first_rank(lambda: _append_line(path, json.dumps(what)))
+        self._append(NON_FINITE, json.dumps(what))
         if self.settings.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step}: loss {result.loss}, gradient norm {result.gradient_norm}; the batch's "
-                f"sample ids are in {path}; train.on_nonfinite: skip would leave such steps out"
+                f"sample ids are in {self.output / NON_FINITE}; train.on_nonfinite: skip would leave such steps out"
             )
+
+    def _append(self, name: str, line: str) -> None:
+        """Appends a line to a file of the output folder. Collective."""
+        try:
+            on_first_rank(None, lambda: append_line(self.output / name, line))
+        except OSError as error:
+            raise OutputError(str(error)) from error
 
     def _evaluate_and_save(self, progress: Progress) -> None:
         if self.held_out is not None and self._is_due(self.settings.eval_every):
@@ -325,17 +341,11 @@ class Trainer:
             keeps_best = self.held_out is not None and self.settings.eval_every > 0
             num_checkpoints = self.settings.keep_checkpoints + 1 + keeps_best
             num_bytes = num_checkpoints * checkpoint_bytes(self.engine.model)
-        on_first_rank(lambda: _make_folder(self.output, num_bytes))
+        on_first_rank(None, lambda: _make_folder(self.output, num_bytes))
 
     def _open_sinks(self) -> list[Sink]:
         if not self.is_first:
             return []
-        if not self.finished_steps and (self.output / "checkpoints").exists():
-            print(
-                f"{self.output} has checkpoints of an earlier run, which this one will replace "
-                "(train.resume: latest goes on from them)",
-                file=sys.stderr,
-            )
         for name in (NON_FINITE, SKIPPED_SAMPLES):
             keep_lines(self.output / name, until_step=self.finished_steps)
         return open_sinks(self.settings.metrics, self.output, keep_until_step=self.finished_steps)
@@ -347,11 +357,6 @@ class Trainer:
 
 def _is_finite(result: IterationResult) -> bool:
     return math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
-
-
-def _append_line(path: Path, line: str) -> None:
-    with path.open("a") as file:
-        file.write(line + "\n")
 
 
 def _make_folder(folder: Path, num_bytes: int) -> None:

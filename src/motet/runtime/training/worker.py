@@ -18,6 +18,7 @@ from motet.data.run_file import data_to_prepare
 from motet.data.service.opening import Producers, open_producers
 from motet.errors import UserError
 from motet.plan import Plan
+from motet.runtime.agreement import gather_values
 from motet.runtime.assembly import build_engine, build_optimizer, pick_device
 from motet.runtime.checkpoint.checkpoint import read_latest, read_training_state
 from motet.runtime.checkpoint.folder import TrainingState, changes_of_training, computation_of
@@ -67,7 +68,7 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
     loader = Loader(
         producers.train,
         train.global_batch_size,
-        seed=train.seed,
+        seed=config.order_seed,
         wanted=engine.wanted,
         batches_ahead=data_to_prepare(config).batches_ahead,
     )
@@ -91,10 +92,8 @@ def make_trainer(config: RunConfig, engine: Engine, producers: Producers) -> Tra
 
 def _data_report(summary: TrainingSummary, producers: Producers) -> dict[str, Any]:
     """The key `data` of `motet train --json`. Collective."""
-    received: list[dict[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(received, dict(producers.train.received_bytes))
-    failures: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(failures, producers.num_failures())
+    received = gather_values(dict[str, int], dict(producers.train.received_bytes))
+    failures = gather_values(int, producers.num_failures())
     return {
         "wait_fraction": 1 - sum(summary.iteration_s) / max(sum(summary.step_s), 1e-9),
         "received_bytes": received,
@@ -126,6 +125,8 @@ def resume_message(resumed: tuple[Path, TrainingState] | None, trainer: Trainer)
         text += ", which was written under another plan"
     for change in changes_of_training(state.model, trainer.computation):
         text += f"; {change}"
+    if not state.data:
+        text += "; it does not say which data were seen, so they begin anew"
     if trainer.loader.has_changed_since(state.data):
         text += "; the data or what prepares them have changed since, so samples may come again or not at all"
     return text
@@ -135,8 +136,7 @@ def training_result(
     config: RunConfig, summary: TrainingSummary, producers: Producers, device: torch.device
 ) -> dict[str, Any]:
     """The result of a training, as `motet train --json` prints it. Collective."""
-    peaks: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, peak_memory_bytes(device))
+    peaks = gather_values(int, peak_memory_bytes(device))
     iteration_s = settled_median(summary.iteration_s)
     return {
         "steps": summary.steps,

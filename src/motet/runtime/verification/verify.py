@@ -24,13 +24,14 @@ from motet.config import RunConfig
 from motet.data.loader import Loader
 from motet.data.run_file import open_data
 from motet.data.service.tickets import InProcess
-from motet.families.configured_graph import read_graph
-from motet.models.from_run_file import plain_node, remove_dropout
+from motet.models.composite import CompositeNode
+from motet.models.from_run_file import plain_nodes, remove_dropout
 from motet.models.graph import ModuleNode
 from motet.models.materialize import float64_throughout
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
 from motet.plan import Plan
+from motet.runtime.agreement import communication_device, gather_values
 from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_engine, pick_device
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
@@ -66,26 +67,27 @@ def collect_weights(model: LocalModel) -> Versions | None:
 
 def collect_versions(mine: list[tuple[str, Tensor]], missing: set[str]) -> Versions | None:
     """Equal tensors travel once, from the lowest rank that holds them."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, device = dist.get_rank(), communication_device()
     tensors = {(name, _digest(tensor)): tensor for name, tensor in mine}
-    keys: list[list[tuple[str, str]]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(keys, list(tensors))
-    held_below = {key for held in keys[:rank] for key in held}
-    sent = {key: tensor.cpu() for key, tensor in tensors.items() if key not in held_below}
-    everyone: list[tuple[dict[tuple[str, str], Tensor], set[str]] | None] | None = None
-    if rank == 0:
-        everyone = [None] * world_size
-    dist.gather_object((sent, missing), everyone)
-    if everyone is None:
-        return None
+    described = [(name, digest, str(t.dtype), tuple(t.shape)) for (name, digest), t in tensors.items()]
+    everyone = gather_values(list[tuple[str, str, str, tuple[int, ...]]], described)
+    without = {name for names in gather_values(list[str], sorted(missing)) for name in names}
     versions: Versions = {}
-    for received, _ in filter(None, everyone):
-        for (name, _), tensor in received.items():
-            versions.setdefault(name, []).append(tensor)
-    for _, without in filter(None, everyone):
-        for name in without:
-            versions[name] = []
-    return versions
+    seen: set[tuple[str, str]] = set()
+    for source, of_rank in enumerate(everyone):
+        for name, digest, dtype, shape in of_rank:
+            if (name, digest) in seen:
+                continue
+            seen.add((name, digest))
+            if source == rank == 0:
+                versions.setdefault(name, []).append(tensors[name, digest].cpu())
+            elif rank == 0:
+                received = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+                dist.recv(received, source)
+                versions.setdefault(name, []).append(received.cpu())
+            elif source == rank:
+                dist.send(tensors[name, digest].detach().contiguous(), 0)
+    return versions | {name: [] for name in without} if rank == 0 else None
 
 
 def _digest(tensor: Tensor) -> str:
@@ -161,6 +163,9 @@ def run_references(
         return References(plain, plain)
     for module in modules.values():
         module.double()
+    for node in nodes.values():
+        if isinstance(node, CompositeNode):
+            node.double()  # Its parts are views of the parameters; the model has buffers besides.
     with float64_throughout():
         return References(plain, run(held.double(), nullcontext()))
 
@@ -225,7 +230,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
         device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
         data = open_data(config)
         engine = build_engine(config, plan, device)
-        loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.train.seed, batches_ahead=0)
+        loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
         for stage in engine.model.modules():
             remove_dropout(stage)
         comparison = verify_batch(
@@ -237,12 +242,6 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
             autocast=autocast_for(config, torch.device("cpu")),
         )
     return comparison.to_json() if comparison is not None else {}
-
-
-def plain_nodes(config: RunConfig, placeholder_token_ids: Mapping[str, int]) -> dict[str, ModuleNode]:
-    """The modules of the run file by transformers' own constructors, on the CPU, without dropout."""
-    dtype = PARAMETER_DTYPES[config.train.dtype]
-    return {name: plain_node(config, name, dtype, placeholder_token_ids) for name in read_graph(config).modules}
 
 
 class _InDtype:

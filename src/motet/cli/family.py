@@ -1,0 +1,34 @@
+"""`motet family check`: probes which features a model family works with."""
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from motet.errors import UserError
+
+HELP = "find out which features a model works with: each is run on a tiny model and compared with one process"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"], help="check: probe the model's family")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or a model_type of transformers")
+    parser.add_argument("--again", action="store_true", help="probe even if there is a result")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.overrides:
+        raise UserError("--set: motet family reads no run file; leave it out")
+    from motet.families.capabilities import FEATURES
+    from motet.runtime.verification.family_probe import capabilities_of, config_of
+
+    found = capabilities_of(config_of(arguments.model), again=arguments.again)
+    print(f"{found.model_class} ({found.model_type}), probed {found.date} with {_versions(found.versions)}")
+    width = max(map(len, FEATURES))
+    for feature, description in FEATURES.items():
+        reason = found.reasons.get(feature)
+        print(f"  {feature:{width}}  {'equal' if reason is None else 'refused'}: {reason or description}")
+    return asdict(found)
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -1,0 +1,135 @@
+"""Capabilities: which features a model family is known to work with, because a probe showed equality with one process.
+
+A probe (`motet.runtime.verification.family_probe`) runs a tiny model of the family under each feature and compares loss
+and every gradient with plain transformers. Its result is a JSON file, kept in the user's cache folder under a digest of
+the tiny configuration and of the versions that were probed; results for common families come with the package. Reading
+them needs no torch, and nothing in them is executed.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from motet.errors import UserError
+from motet.strict_parsing import parse_strictly
+
+CACHE = "MOTET_CACHE"
+"""Environment variable: the cache folder, instead of `motet` in XDG_CACHE_HOME or ~/.cache."""
+
+KNOWN = Path(__file__).with_name("known_capabilities.json")
+"""Results that come with the package, by digest; `benchmarks/families.py` writes it."""
+
+FEATURES: Mapping[str, str] = {
+    "padding": "samples of unequal lengths in one microbatch, padded",
+    "pipeline": "three pipeline stages",
+    "recompute": "blocks run again in the backward pass",
+    "split_backward": "backward passes in two halves (zero-bubble schedules)",
+    "packing": "samples of a microbatch in one row",
+    "context_parallel": "context parallelism by all-gather",
+    "ulysses": "context parallelism by trading tokens for heads",
+    "tensor_parallel": "tensor parallelism",
+    "sequence_parallel": "tensor parallelism with shared norms and residuals",
+}
+"""By name: what the probe runs."""
+
+
+SHOWN_EQUAL: dict[str, frozenset[str]] = {
+    **{family: frozenset(FEATURES) for family in ("llama", "qwen3", "mistral", "gemma3_text", "phi3")},
+    "mllama_text_model": frozenset(FEATURES) - {"context_parallel", "ulysses"},
+}
+"""By `model_type`: features with which the project's tests show families equal, whatever their flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The result of probing one family."""
+
+    format: Literal[1] = 1
+    model_type: str
+    model_class: str
+    reasons: dict[str, str | None]
+    """By feature: None where gradients were equal; else why the feature is refused."""
+    versions: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+    """The day of the probe, as in 2026-11-23."""
+
+    def require(self, needed: Mapping[str, str], where: str) -> None:
+        """Raises `UserError` if a feature is refused. `needed`: features, and what to set instead of each."""
+        for feature, instead in needed.items():
+            reason = self.reasons.get(feature, "it has not been probed")
+            if reason is not None:
+                raise UserError(
+                    f"{where}: {FEATURES[feature]} is not supported for {self.model_type}: {reason}; {instead}"
+                )
+
+
+def cache_folder() -> Path:
+    """Where motet keeps what it has found out about models."""
+    if folder := os.environ.get(CACHE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet"
+
+
+def probed_versions() -> dict[str, str]:
+    """The versions on which the result of a probe depends."""
+    return {name: version(name) for name in ("transformers", "torch")}
+
+
+def digest_of(tiny_config: Mapping[str, Any]) -> str:
+    """Names the result for a tiny configuration under these versions."""
+    text = json.dumps([Capabilities.format, tiny_config, probed_versions()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_capabilities(digest: str) -> Capabilities | None:
+    """The result of an earlier probe, from the cache or from the package; None: there is none."""
+    for text in _texts(digest):
+        try:
+            return parse_strictly(Capabilities, text, what=f"capabilities {digest}")
+        except UserError:
+            continue
+    return None
+
+
+def _texts(digest: str) -> Iterator[str]:
+    with suppress(OSError, UnicodeDecodeError):
+        yield (cache_folder() / "families" / f"{digest}.json").read_text()
+    if (known := _known().get(digest)) is not None:
+        yield json.dumps(known)
+
+
+@cache
+def _known() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(KNOWN.read_text())
+    return found
+
+
+def known_capabilities() -> list[Capabilities]:
+    """All results for these versions, those in the cache first, without doubles."""
+    folder = cache_folder() / "families"
+    digests = [*(sorted(path.stem for path in folder.glob("*.json")) if folder.is_dir() else ()), *_known()]
+    found = [read_capabilities(digest) for digest in dict.fromkeys(digests)]
+    return sorted(
+        (each for each in found if each is not None and each.versions == probed_versions()),
+        key=lambda each: each.model_type,
+    )
+
+
+def write_capabilities(digest: str, capabilities: Capabilities) -> None:
+    """Writes the result into the cache in one step. A folder that cannot be written is left alone."""
+    folder = cache_folder() / "families"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
+            file.write(json.dumps(asdict(capabilities), indent=1))
+        os.replace(file.name, folder / f"{digest}.json")
+    except OSError:
+        return

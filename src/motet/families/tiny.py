@@ -1,0 +1,157 @@
+"""Tiny versions of a transformers configuration, for probes and tests: everything of the family, nothing of its size.
+
+The user's own configuration keeps its flags, activations, norms and kinds of layers. Sizes become small, lists of one
+entry a layer keep each kind of layer, thresholds (attention windows, lengths at which rotary positions scale) become
+shorter than the probe's samples, and multipliers leave the value 1, at which a forgotten one would go unnoticed.
+"""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+NUM_LAYERS = 4
+WIDTH, NUM_HEADS, HEAD_DIM = 64, 4, 16
+WINDOW, THRESHOLD, MOST_POSITIONS = 8, 16, 64
+
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"(num_|n_)?((hidden|decoder|encoder|num_decoder|num_encoder)_)?(layers?|blocks)", NUM_LAYERS),
+    (r"num_(hidden|decoder|encoder)_layers|n_layers?|num_layers|depth", NUM_LAYERS),
+    (r"hidden_size|lru_width|n_embd|d_model|dim|embedding_(size|dim)|emb_dim|dim_model|attention_hidden_size", WIDTH),
+    (r"(dense_|shared_)?intermediate_size(_mlp)?|(decoder_|encoder_)?ffn_dim|n_inner|d_ff|dim_ff", 96),
+    (r"ffn_hidden_size|feed_?forward_(size|dim)|block_ff_dim", 96),
+    (r"moe_\w*intermediate_size|shared_expert_intermediate_size|(expert_)?ffn_hidden_size|share_expert_dim", 32),
+    (r"(num_|n_)((attention|decoder_attention|encoder_attention|mamba)_)?heads?", NUM_HEADS),
+    (r"(de|en)coder_attention_heads|mamba_(n|num)_heads|linear_num_value_heads", NUM_HEADS),
+    (r"linear_num_key_heads|num_query_groups|n_mamba_heads", 2),
+    (r"\w*head_dim|kv_channels|linear_(key|value)_head_dim|kv_lora_rank|v_head_dim", HEAD_DIM),
+    (r"q_lora_rank|mamba_d_head|mamba_head_dim", 32),
+    (r"qk_(rope|nope)_head_dim|rotary_dim|(ssm_)?state_size|mamba_d_state|mamba_dt_rank|index_topk|index_head_dim", 8),
+    (r"(mamba_)?chunk_size|hidden_size_per_layer_input|laurel_rank", 8),
+    (r"index_n_heads|num_kv_shared_layers", 2),
+    (r"n_groups?|topk_group|n_shared_experts|num_shared_experts|first_k_dense_replace|mamba_n_groups", 1),
+    (r"(n_routed|num|num_local|moe_num|n)_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_topk|top_k_experts|moe_k", 2),
+    (r"\w*vocab_size\w*", 128),
+    (r"max_(decoder_)?position_embeddings|n_positions|n_ctx|max_(target|source)_positions", MOST_POSITIONS),
+    (r"context_length|max_seq_len|seq_length", MOST_POSITIONS),
+    (r"original_max_position_embeddings", THRESHOLD),
+    (r"sliding_window|attention_window_size|attention_chunk_size", WINDOW),
+)
+"""Names of settings, and their tiny values. The first pattern that is the whole name counts."""
+KEY_VALUE_HEADS = re.compile(r"(swa_)?num_(key_value|kv|global_key_value)_heads")
+MULTIPLIERS: Mapping[str, float] = {
+    "embedding_multiplier": 1.7,
+    "scale_emb": 1.7,
+    "logits_scaling": 1.3,
+    "residual_multiplier": 0.9,
+    "lm_head_multiplier": 1.2,
+    "logit_scale": 0.8,
+}
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+WITHOUT_DEFAULT: Mapping[str, int] = {"head_dim": HEAD_DIM, "num_experts_per_tok": 2}
+"""Settings that some classes leave to each checkpoint."""
+SPECIAL_TOKENS: Mapping[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DROPOUT = re.compile(r"\w*(dropout|pdrop|layerdrop)(_prob)?")
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The tiny configuration, of the same class. Configurations that differ in size only have the same one."""
+    tiny = type(config)(**_shrunk(config))
+    for part in _parts(tiny):
+        # Kernels for experts do not compute in float64.
+        part._experts_implementation = "eager"
+    return tiny
+
+
+def perturb(model: nn.Module, scale: float = 0.05) -> None:
+    """Adds noise to every parameter: norms' weights of one and biases of zero would hide wrong gradients."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise.to(parameter.dtype), alpha=scale)
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}]
+    return [config, *(part for each in inner if isinstance(each, PretrainedConfig) for part in _parts(each))]
+
+
+def _shrunk(config: PretrainedConfig) -> dict[str, Any]:
+    values = {
+        key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")
+    }
+    chosen = _chosen_layers(values)
+    result = {key: _tiny_value(values, key, value, chosen) for key, value in values.items()}
+    for name in getattr(config, "sub_configs", None) or {}:
+        part = getattr(config, name, None)
+        if isinstance(part, PretrainedConfig):
+            result[name] = tiny_config(part).to_dict()
+    if isinstance(values.get("expand") or values.get("mamba_expand"), int | float):
+        # The heads of a state-space layer fill its inner width.
+        inner = int((values.get("expand") or values["mamba_expand"]) * WIDTH)
+        sizes = {"mamba_d_head": inner // NUM_HEADS, "mamba_head_dim": inner // NUM_HEADS, "mamba_d_ssm": inner}
+        if "expand" in values:
+            sizes["head_dim"] = inner // NUM_HEADS
+        result |= {key: size for key, size in sizes.items() if isinstance(values.get(key), int)}
+    return result
+
+
+def _chosen_layers(values: Mapping[str, Any]) -> list[int]:
+    """Indices of the layers that the tiny model has: the first ones if these have every kind, else one of each kind in
+    turn. Empty if the configuration does not count layers."""
+    num_layers = next((values[key] for key in LAYER_COUNTS if isinstance(values.get(key), int)), 0)
+    lists = [v for v in values.values() if isinstance(v, list | tuple) and num_layers and len(v) == num_layers]
+    of_layer = values.get("per_layer_config") or {}
+    kinds = [str(([each[i] for each in lists], of_layer.get(i, of_layer.get(str(i))))) for i in range(num_layers)]
+    one_of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    first = list(range(min(NUM_LAYERS, num_layers)))
+    chosen = first if {kinds[i] for i in first} == set(kinds) else one_of_each
+    return (chosen * NUM_LAYERS)[:NUM_LAYERS]
+
+
+def _tiny_value(values: Mapping[str, Any], key: str, value: Any, chosen: Sequence[int]) -> Any:
+    if value is None and key in WITHOUT_DEFAULT:
+        return WITHOUT_DEFAULT[key]
+    if isinstance(value, bool) or value is None:
+        return value
+    if KEY_VALUE_HEADS.fullmatch(key) and isinstance(value, int):
+        return NUM_HEADS if value == values.get("num_attention_heads") else min(value, 2)
+    if key in SPECIAL_TOKENS and isinstance(value, int):
+        return SPECIAL_TOKENS[key]
+    if key in MULTIPLIERS and isinstance(value, int | float):
+        return MULTIPLIERS[key]
+    if DROPOUT.fullmatch(key) and isinstance(value, int | float):
+        return type(value)(0)
+    if isinstance(value, int):
+        return next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), value)
+    if isinstance(value, list | tuple) and any(values.get(count) == len(value) for count in LAYER_COUNTS):
+        return type(value)(_tiny_value(values, key, value[i], ()) for i in chosen)
+    if isinstance(value, Mapping) and key == "per_layer_config":
+        of_layer = {place: value.get(i, value.get(str(i))) for place, i in enumerate(chosen)}
+        return {
+            place: {k: _tiny_value(values, k, v, ()) for k, v in each.items()}
+            for place, each in of_layer.items()
+            if each is not None
+        }
+    if isinstance(value, Mapping) and key.startswith("rope"):
+        return _tiny_rope(value)
+    return copy.deepcopy(value)
+
+
+def _tiny_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Factors of one entry a frequency are cut to a tiny head's; thresholds become small."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            result[key] = _tiny_rope(value)
+        elif isinstance(value, list | tuple):
+            result[key] = list(value[: HEAD_DIM // 2]) if "factor" in key else [2, 3, 3] if "section" in key else value
+        else:
+            result[key] = THRESHOLD if key == "original_max_position_embeddings" else value
+    return result

@@ -1,0 +1,175 @@
+"""Runs a whole causal model's own forward on a stage that holds a part of its layers.
+
+Modules of other stages stay where they are as stand-ins without parameters, so nothing is renumbered or renamed, and
+masks, positions, multipliers and configuration are the whole model's. Blocks before the stage return what came from the
+stage before; behind the stage's last block the forward is left. Parts of the embedding that are held elsewhere give
+zeros of the right shape, which nobody reads.
+"""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.errors import UserError
+from motet.families.block_values import BlockValues, arguments, block_values, hidden_key, put_at, value_at
+from motet.families.discovery import CausalPaths, causal_layer_parts, num_causal_layers
+from motet.families.meta_run import run_for_shapes
+
+
+class LeftForward(Exception):
+    """Not an error: the forward has come to the end of the stage. The message is what the next stage receives."""
+
+    def __init__(self, packed: Tensor) -> None:
+        self.packed = packed
+
+
+@dataclass
+class Handover:
+    """What crosses the borders of a stage in the forward that runs."""
+
+    own: range
+    """The stage's blocks."""
+    forms: BlockValues
+    received: Tensor | None = None
+    """Hidden states from the stage before; None: they have been put in, or there are none."""
+    is_passed_on: bool = False
+    """Whether a stand-in has returned them, so that they come to the stage's blocks by themselves, with what the model
+    adds between blocks (deepstack)."""
+    hidden: Tensor | None = None
+    """What the stage's last block returned."""
+    values: dict[int, Tensor] = field(default_factory=dict)
+    """Those that are known, by their index in `forms`."""
+
+    def begin(self, packed: Tensor | None) -> None:
+        self.received, self.hidden, self.values, self.is_passed_on = None, None, {}, False
+        if packed is not None:
+            self.received, self.values = self.forms.unpack(self.own.start, packed)
+
+    def read(self, block: int, found: MutableMapping[Any, Any]) -> None:
+        """Puts known values into a block's arguments, and takes from them those that are not known yet."""
+        for index, value in enumerate(self.forms.values):
+            path = value.readers.get(block)
+            if path is None or value.origin >= self.own.stop:
+                continue
+            if index in self.values:
+                put_at(found, path, self.values[index])
+            else:
+                self.values[index] = value_at(found, path)
+
+    def leave_if_complete(self, fallback: Tensor | None = None) -> None:
+        """Leaves the forward if all is known that the next stage reads. `fallback`: the hidden states where the model
+        skipped the stage's blocks."""
+        hidden = fallback if self.hidden is None else self.hidden
+        if hidden is not None and all(i in self.values for i in self.forms.crossing(self.own.stop)):
+            raise LeftForward(self.forms.pack(self.own.stop, hidden, self.values))
+
+
+class StandIn(nn.Module):
+    """In the place of a module that another stage holds."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # Outside of what nn.Module knows, so that nothing finds parameters in it.
+        self.__dict__["original"] = original.to("meta")
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model asks its layers (`attention_type`, `layer_idx`)."""
+        if name in ("_parameters", "_buffers", "_modules", "original"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["original"], name)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return run_for_shapes(self.__dict__["original"], args, kwargs)
+
+
+class BlockStandIn(StandIn):
+    """In the place of a block."""
+
+    def __init__(self, original: nn.Module, block: int, handover: Handover) -> None:
+        super().__init__(original)
+        self.__dict__.update(block=block, handover=handover)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        handover: Handover = self.__dict__["handover"]
+        found = arguments(args, kwargs)
+        hidden = found[hidden_key(found)]
+        if self.block >= handover.own.stop:
+            handover.read(self.block, found)
+            handover.leave_if_complete(hidden)
+        else:
+            hidden, handover.is_passed_on = handover.received, True
+        num_returned = handover.forms.num_returned.get(self.block, 0)
+        return (hidden, *[None] * (num_returned - 1)) if num_returned else hidden
+
+
+class Behind(StandIn):
+    """In the place of the head. Reached where the model skipped all blocks behind the stage."""
+
+    def __init__(self, original: nn.Module, handover: Handover) -> None:
+        super().__init__(original)
+        self.__dict__["handover"] = handover
+
+    def forward(self, hidden: Tensor) -> Any:
+        self.__dict__["handover"].leave_if_complete(hidden)
+        raise AssertionError("the blocks behind the stage did not get what they read")
+
+
+def put_stand_ins(model: Any, paths: CausalPaths, own: range, *, is_first: bool, is_last: bool) -> Handover:
+    """Leaves of the model the blocks `own`, and embedding and head where the stage is the first or the last.
+
+    Raises `UserError` for a model that cannot be cut."""
+    _check_sharing(model)
+    handover = Handover(own, block_values(model))
+    blocks: Any = model.get_submodule(paths.blocks)
+    for index, block in enumerate(blocks):
+        if index in own:
+            _enter_and_leave(block, index, handover, leaves=not is_last and index == own.stop - 1)
+        else:
+            blocks[index] = BlockStandIn(block, index, handover)
+    for path in () if is_first else paths.embed_parts:
+        model.set_submodule(path, StandIn(model.get_submodule(path)))
+    for path in () if is_last else paths.head_parts:
+        model.set_submodule(path, Behind(model.get_submodule(path), handover))
+    return handover
+
+
+def _check_sharing(model: Any) -> None:
+    """Only embedding and head may share a parameter, the words' table."""
+    first: dict[int, int] = {}
+    words = id(model.get_input_embeddings().weight)
+    for layer in range(num_causal_layers(model)):
+        for path in causal_layer_parts(model, layer):
+            for name, parameter in model.get_submodule(path).named_parameters():
+                before = first.setdefault(id(parameter), layer)
+                if before != layer and id(parameter) != words:
+                    raise UserError(
+                        f"{type(model).__name__}: layers {before} and {layer} share the parameter {path}.{name}, which "
+                        "several stages do not support; use one stage"
+                    )
+
+
+def _enter_and_leave(block: nn.Module, index: int, handover: Handover, *, leaves: bool) -> None:
+    """Puts in what was received, where no block before the stage's own was called, and leaves the forward behind the
+    last one. Around the block's whole call: hooks and recomputation are inside."""
+    block_class: Any = type(block)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = arguments(args, kwargs)
+        if handover.received is not None:
+            if not handover.is_passed_on:
+                found[hidden_key(found)] = handover.received
+            handover.received = None
+        handover.read(index, found)
+        args = tuple(found.pop(place) for place in range(len(args)))
+        output = block_class.__call__(self, *args, **found)
+        if leaves:
+            handover.hidden = output if isinstance(output, Tensor) else output[0]
+            handover.leave_if_complete()
+        return output
+
+    names = {"__call__": call, "__module__": block_class.__module__}
+    block.__class__ = type(block_class.__name__, (block_class,), names)

@@ -1,0 +1,72 @@
+"""Packages that processors of some models need, and that are installed with motet's extra `multimodal` alone.
+
+torchvision's wheels on the package index are built for CUDA. Beside a torch for CPUs their operators cannot be loaded,
+and then neither torchvision nor transformers can be imported, though processors need none of those operators. So their
+names are declared before torchvision is imported by whom it may be (`declare_operators_for_cpu`).
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from motet.errors import UserError
+
+EXTRA = "multimodal"
+PACKAGES = {
+    "torchvision": "torchvision",
+    "av": "av",
+    "num2words": "num2words",
+    "mistral_common": "mistral-common",
+    "timm": "timm",
+}
+"""By the name under which it is imported, its name on the package index."""
+
+OPERATORS = ("nms", "qnms")
+"""Those that torchvision describes when it is imported, whether or not it could load them."""
+
+
+def missing_package(error: Exception) -> UserError | None:
+    """What to tell a user whose processor needs one of `PACKAGES`; None: the error is about something else."""
+    text = str(error)
+    for module, package in PACKAGES.items():
+        if (module in text or package in text) and find_spec(module) is None:
+            return UserError(f"needs the package {package}; install it with: pip install 'motet[{EXTRA}]'")
+    return None
+
+
+class _Declaring(MetaPathFinder):
+    """Declares the operators when torchvision is about to be imported, and finds nothing itself."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            found = PathFinder.find_spec(fullname)
+            if found is not None and found.origin is not None:
+                _declare(Path(found.origin).with_name("version.py"))
+        return None
+
+
+def declare_operators_for_cpu() -> None:
+    """From now on torchvision can be imported beside a torch for CPUs. Imports nothing itself."""
+    if "torchvision" not in sys.modules:
+        sys.meta_path.insert(0, _Declaring())
+
+
+def _declare(version: Path) -> None:
+    import torch
+
+    if torch.version.cuda is None and version.is_file() and "+cu" in version.read_text(encoding="utf-8"):
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in OPERATORS:
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _DECLARED.append(library)
+
+
+_DECLARED: list[object] = []
+"""Operators exist as long as the library that declared them."""

@@ -1,0 +1,87 @@
+"""Begins a training in its store, and sees how it ends."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+
+from motet.resilience.membership import (
+    FAILURE,
+    FIRST_GENERATION,
+    RUN,
+    Change,
+    Membership,
+    RunRecord,
+    is_over,
+    key,
+    memberships_after,
+    num_registered,
+    unlogged_changes,
+)
+from motet.resilience.process_control import FINISH_S
+from motet.resilience.store.store import Store, StoreAwayError
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class TrainingEnd:
+    """How a training ended. Without a result or a failure, all nodes were lost."""
+
+    result: str | None
+    """JSON from rank 0."""
+    failure: str | None
+    """JSON of kind and message."""
+    last: Membership
+    unlogged: tuple[Change, ...]
+    """Changes that the failure log does not have."""
+
+
+def begin_training(store: Store, run: RunRecord, first: Membership | None) -> None:
+    """Writes the run into its store. `first`: if the nodes are known, which then have a while to come."""
+    if first is not None:
+        for node in first.nodes:
+            store.register(node)
+        store.create(key("membership", FIRST_GENERATION), first.to_json())
+    store.create(RUN, run.to_json())  # Last: nobody looks for anything else before this is there.
+
+
+def first_membership(num_nodes: int, plan: str) -> Membership:
+    return Membership(generation=FIRST_GENERATION, nodes=tuple(range(num_nodes)), num_admitted=num_nodes, plan=plan)
+
+
+def watch_training(store: Store, first: Membership, agents: Sequence[BaseProcess] = ()) -> TrainingEnd:
+    """Returns when the training is over and its nodes know it, or when all nodes are lost. It begins under the `first`
+    membership when so many nodes have come. `agents`: those that are children of this process."""
+    known: list[Membership] = []
+    end, deadline = None, 0.0
+    while True:
+        try:
+            store.sync()
+            if not known and num_registered(store.values) >= len(first.nodes):
+                store.create(key("membership", FIRST_GENERATION), first.to_json())
+            known += memberships_after(store.values, len(known))
+            newest = known[-1] if known else None
+            if newest is None:
+                continue
+            if end is None and is_over(store.values, newest):
+                result = store.values.get(key("result", newest.generation))
+                end = _end(store, newest, result, store.values.get(FAILURE))
+                deadline = time.monotonic() + FINISH_S + 1.0
+            if end is None and not any(key("alive", node) in store.values for node in newest.all_nodes):
+                return _end(store, newest, None, None)
+            if end is not None:
+                all_know = all(
+                    key("seen_end", node) in store.values or key("alive", node) not in store.values
+                    for node in (*newest.all_nodes, *newest.waiting)
+                )
+                if (all_know and not any(agent.is_alive() for agent in agents)) or time.monotonic() > deadline:
+                    return end
+        except StoreAwayError:
+            pass
+        finally:
+            time.sleep(POLL_S)
+
+
+def _end(store: Store, last: Membership, result: str | None, failure: str | None) -> TrainingEnd:
+    return TrainingEnd(None if failure else result, failure, last, unlogged_changes(store.values, last.generation))

@@ -1,0 +1,135 @@
+"""The shape card: what planning needs of a module, as a JSON file that is read without torch.
+
+Cards are made once for a configuration, by `motet.families.shape_walker`, and kept in the user's cache folder. Their
+names are digests of what was asked and of the versions of what answered, so that a card is never out of date. Nothing
+in a card is executed.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from motet.errors import UserError
+from motet.plan import ModuleKind
+from motet.shapes.module_shape import Arrangement, LayerShape, ModuleWorkload
+from motet.strict_parsing import parse_strictly
+
+CACHE = "MOTET_CACHE"
+"""Environment variable: the folder for cards, instead of `motet` in XDG_CACHE_HOME or ~/.cache."""
+
+Role = Literal["language_model", "encoder", "tower", "decoder"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeRequest:
+    """Which module's shape is asked for."""
+
+    role: Role | None
+    """None: a language model, or an encoder, whichever its family is."""
+    config: str | None = None
+    """Name of a configuration class of transformers."""
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    """Instead of it: what stands in a config.json, of this module or of one with several parts."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the class, or values that replace stored ones of this part."""
+
+    @cached_property
+    def digest(self) -> str:
+        asked = {
+            **asdict(self),
+            "format": ShapeCard.format,
+            "versions": [_version(name) for name in ("transformers", "torch")],
+        }
+        text = json.dumps([asked, _walker_digest()], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeCard:
+    """A `ModuleWorkload`, with each distinct layer written once."""
+
+    format: Literal[1] = 1
+    kind: ModuleKind
+    family: str
+    config: dict[str, Any]
+    hidden_size: int
+    output_size: int
+    arrangement: Arrangement
+    tied: tuple[tuple[int, int], ...]
+    must_divide: dict[str, int] | None
+    max_stages: int | None = None
+    shares_tokens: bool = True
+    shapes: tuple[LayerShape, ...]
+    order: tuple[int, ...]
+    """For each layer, the index of its shape."""
+
+    @staticmethod
+    def of(workload: ModuleWorkload) -> "ShapeCard":
+        shapes = tuple(dict.fromkeys(workload.layers))
+        index = {shape: i for i, shape in enumerate(shapes)}
+        same = {each.name: getattr(workload, each.name) for each in fields(workload) if each.name != "layers"}
+        same["config"] = json.loads(json.dumps(dict(workload.config), default=str))
+        return ShapeCard(shapes=shapes, order=tuple(index[layer] for layer in workload.layers), **same)
+
+    @property
+    def workload(self) -> ModuleWorkload:
+        names = {each.name for each in fields(ModuleWorkload)} - {"layers"}
+        return ModuleWorkload(
+            layers=tuple(self.shapes[i] for i in self.order), **{name: getattr(self, name) for name in names}
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def cards_folder() -> Path:
+    if folder := os.environ.get(CACHE):
+        return Path(folder) / "shapes"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet" / "shapes"
+
+
+def read_card(request: ShapeRequest) -> ShapeCard | None:
+    """The card of a module; None if there is none that can be read."""
+    path = cards_folder() / f"{request.digest}.json"
+    try:
+        return parse_strictly(ShapeCard, path.read_text(), what=str(path))
+    except (OSError, UnicodeDecodeError, UserError):
+        return None
+
+
+def write_card(request: ShapeRequest, card: ShapeCard) -> None:
+    """Writes a card in one step, so that nobody reads half of one. A folder that cannot be written is left alone."""
+    folder = cards_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
+            file.write(card.to_json())
+        os.replace(file.name, folder / f"{request.digest}.json")
+    except OSError:
+        return
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _walker_digest() -> str:
+    """Of the files that make cards, so that an edited one makes others."""
+    rooms = Path(__file__).parent.parent
+    files = [
+        *(rooms / "families").glob("*.py"),
+        *(rooms / "shapes").glob("*.py"),
+        rooms / "parallel" / "tensor_cuts.py",
+    ]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()

@@ -1,0 +1,66 @@
+"""Whole models of several modalities: trained, exported, and asked by plain transformers."""
+
+import json
+
+import pytest
+import soundfile
+import torch
+from composite_run import composite_run
+from PIL import Image
+from tiny_composites import COMPOSITES
+from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+from motet.api import train
+from motet.config import RunConfig
+from motet.data.composite import turn_parts
+
+
+@torch.no_grad()
+def answer(model, processor, record, folder):
+    """To the first turn, by transformers alone."""
+    question = record["conversations"][0]["value"]
+    turn = {"role": "user", "content": turn_parts(question)}
+    media = {}
+    if record.get("image"):
+        media["images"] = [Image.open(folder / file) for file in record["image"]]
+    if record.get("audio"):
+        media |= {
+            "audio": [soundfile.read(folder / file, dtype="float32")[0] for file in record["audio"]],
+            "sampling_rate": 16000,
+        }
+    text = processor.apply_chat_template([turn], add_generation_prompt=True)
+    inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **media)
+    end = processor.tokenizer.eos_token_id
+    made = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0)
+    return processor.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def train_and_ask(name, folder, steps):
+    """The losses, and how many of the answers that were learned the exported model gives."""
+    train_keys = {"steps": steps, "dtype": "float32", "learning_rate": 1e-2, "checkpoint_every": steps}
+    values = composite_run(folder, name, pp=2, output=str(folder / "out"), **train_keys)
+    result = train(RunConfig.model_validate_json(json.dumps(values)))
+    before, after = (AutoModelForMultimodalLM.from_pretrained(path) for path in (folder / "model", result["export"]))
+    assert type(before) is type(after)
+    assert list(before.state_dict()) == list(after.state_dict())
+    processor = AutoProcessor.from_pretrained(result["export"])
+    records = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    given = [answer(after.eval(), processor, record, folder) for record in records]
+    learned = [record["conversations"][1]["value"] for record in records]
+    return result["losses"], sum(a == b for a, b in zip(given, learned, strict=True)), len(records)
+
+
+def test_a_trained_model_answers_from_its_export(tmp_path):
+    losses, right, number = train_and_ask("qwen3_vl", tmp_path, 100)
+
+    assert losses[-1] < losses[0] / 10
+    assert right >= number / 2
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_each_learns_its_samples_by_heart(name, tmp_path):
+    losses, right, number = train_and_ask(name, tmp_path, 250)
+
+    assert losses[-1] < 0.05
+    assert right == number

@@ -1,0 +1,80 @@
+"""Conversations as the processors of models of several modalities prepare them."""
+
+import json
+
+import pytest
+import torch
+from composite_run import composite_run, write_conversations
+from tiny_composites import COMPOSITES
+
+from motet.assignment.sample import IGNORED_LABEL
+from motet.config import RunConfig
+from motet.data.run_file import open_data, open_samples
+from motet.errors import UserError
+from motet.plan import LANGUAGE_MODEL
+
+
+def run_config(folder, name, **data):
+    values = composite_run(folder, name)
+    values["data"] |= data
+    return RunConfig.model_validate_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_answers_have_labels_and_placeholders_are_as_many_as_layouts_say(name, tmp_path):
+    data = open_data(run_config(tmp_path, name))
+    tokenizer = data.preparation.tools[LANGUAGE_MODEL].tokenizer
+    functions = {m: p.functions for m, p in data.preparation.modules[LANGUAGE_MODEL].whole.composite.encoders.items()}
+
+    for index in range(4):
+        sample, text = data.train.sample(index), data.train.features(index, LANGUAGE_MODEL)
+        ids, labels = text["input_ids"], text["labels"]
+        assert sample.num_tokens(LANGUAGE_MODEL) == len(ids) == len(labels)
+        answer = tokenizer.decode(labels[labels != IGNORED_LABEL])
+        assert answer == f"It is {index * 37 % 10}.<eos>"
+        assert sample.num_loss_tokens[LANGUAGE_MODEL] == int((labels != IGNORED_LABEL).sum())
+        for module, own in functions.items():
+            tokens = torch.tensor([function.token_id for function in own])
+            assert sample.num_outputs(module) == int(torch.isin(ids, tokens).sum())
+            assert [segment.item for segment in sample.layouts.get(module, ())] == list(
+                range(len(sample.layouts.get(module, ())))
+            )
+            placed = [s for s in sample.layouts[LANGUAGE_MODEL] if s.source == module]
+            assert sum(segment.num_tokens for segment in placed) == sample.num_outputs(module)
+            if sample.has(module):
+                assert any(value.is_floating_point() for value in data.train.features(index, module).values())
+
+
+def test_metadata_alone_are_those_of_the_data(tmp_path):
+    config = run_config(tmp_path, "llava_onevision")
+
+    samples, data = open_samples(config), open_data(config).train
+
+    assert [samples.sample(i).layouts for i in range(8)] == [data.sample(i).layouts for i in range(8)]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_audio"])
+def test_media_that_the_model_does_not_take_are_refused(name, tmp_path):
+    write_conversations(tmp_path, "llava_onevision" if name == "qwen2_audio" else "qwen2_audio")
+    config = run_config(tmp_path, name)
+
+    with pytest.raises(UserError, match=r"data.jsonl:1: .*(image|audio)"):
+        open_data(config).train.sample(0)
+
+
+def test_processors_of_other_modules_are_refused(tmp_path):
+    config = run_config(tmp_path, "gemma3", processors={"vision": "somewhere"})
+
+    with pytest.raises(UserError, match=r"data\.processors.vision: the model has a processor of its own"):
+        open_data(config)
+
+
+def test_a_folder_without_processor_is_told(tmp_path):
+    config = run_config(tmp_path, "gemma3")
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    for file in (tmp_path / "model").glob("*processor*"):
+        file.unlink()
+
+    with pytest.raises(UserError, match=r"model: the processor in .* cannot be loaded"):
+        open_data(config)

@@ -1,0 +1,96 @@
+"""A sample of transformers' causal models, chosen for what their forwards do: in three stages as in one process."""
+
+import copy
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from motet.errors import UserError
+from motet.families.discovery import num_causal_layers
+from motet.families.tiny import perturb, tiny_config
+from motet.models.materialize import float64_throughout
+from motet.models.stage_chain import largest_difference, run_chain, run_whole, text_samples
+from motet.models.stages.language_model import LanguageModelStage
+from motet.parallel.context_attention import ContextParallel
+from motet.plan import ContextOptions
+
+SAMPLE = {
+    "granite": "multiplies embeddings, residuals and logits",
+    "cohere2": "scales logits, alternating windows",
+    "qwen2": "biases of queries and keys",
+    "gemma2": "caps on logits and scores",
+    "gemma3_text": "two kinds of rotary positions",
+    "olmo2": "norms behind the blocks' parts",
+    "starcoder2": "LayerNorm with biases, MLP without gate",
+    "nanochat": "norms without weights, a cap",
+    "glm4": "partial rotary positions",
+    "minicpm3": "latent attention, scaled residuals",
+    "gpt2": "learned positions, Conv1D",
+    "opt": "positions that begin at 2",
+    "bloom": "ALiBi, tuples",
+    "gptj": "attention beside the MLP, tuples",
+    "falcon": "tuples, parallel attention",
+    "gpt_neox": "one linear for queries, keys and values",
+    "codegen": "rotated pairs, tuples",
+    "mpt": "ALiBi of its own",
+    "bart": "a decoder of an encoder-decoder",
+    "roberta": "positions counted from the padding",
+    "qwen3_moe": "experts",
+    "mamba": "states instead of attention",
+    "bamba": "states and attention in turn",
+    "gemma4_text": "embeddings of each layer, shared keys and values",
+    "gemma3n_text": "four copies of hidden states",
+}
+EXTRA = {"roberta": {"is_decoder": True}, "bamba": {"attn_layer_indices": [1, 3]}}
+
+
+def tiny_model(model_type: str) -> torch.nn.Module:
+    config = tiny_config(CONFIG_MAPPING[model_type](**EXTRA.get(model_type, {})))
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    perturb(model)
+    return model
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_three_stages_equal_the_plain_model(model_type: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 100, (length,), generator=generator) for length in (9, 14)]
+    features = [{"input_ids": own, "labels": own} for own in ids]
+    with float64_throughout():
+        model = tiny_model(model_type)
+        num_layers = num_causal_layers(model)
+        bounds = [(0, 2), (2, num_layers - 2), (num_layers - 2, num_layers)]
+        stages = [LanguageModelStage("language_model", copy.deepcopy(model), layers) for layers in bounds]
+        ours = run_chain(stages, text_samples(ids), features)
+        assert largest_difference(ours, run_whole(model, features)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("zamba2", "share the parameter"),
+        ("glm_moe_dsa", "cannot be handed on token by token"),
+        ("xlm", "spread over the lists"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(model_type: str, reason: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[model_type]()))
+    with pytest.raises(UserError, match=reason):
+        LanguageModelStage("language_model", model, (0, 2))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_of_the_whole_sequence_need_all_of_it(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = tiny_config(CONFIG_MAPPING["llama"]())
+    config.rope_parameters = rope
+    stage = LanguageModelStage("language_model", AutoModelForCausalLM.from_config(config), (0, 6))
+    stage.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=ContextOptions()))
+    with pytest.raises(UserError, match=f"has {rope_type} rotary positions"):
+        stage.enable_context_parallel(ContextParallel(group=None, rank=0, size=2, options=ContextOptions()))

@@ -1,0 +1,182 @@
+"""Strangers at the store: they read nothing, join nothing and end nothing."""
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from waiting import wait_until
+
+from motet.addresses import Address
+from motet.resilience.store import channel as channel_module
+from motet.resilience.store import embedded
+from motet.resilience.store.channel import Channel, MalformedMessageError, UntrustedPeerError, open_channel
+from motet.resilience.store.embedded import EmbeddedStore, StoreContents, StoreServer
+from motet.resilience.store.store import StoreLostError
+
+SECRET = b"a secret of this run"
+SILENCE_S = 1e6
+
+
+@pytest.fixture
+def contents() -> StoreContents:
+    return StoreContents(SILENCE_S)
+
+
+@pytest.fixture
+def address(contents: StoreContents) -> Iterator[Address]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=StoreServer(listener, SECRET, contents).run, daemon=True).start()
+        yield listener.getsockname()
+
+
+def received(connection: socket.socket) -> bytes:
+    """All until the server hangs up."""
+    connection.settimeout(30)
+    content = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            content += part
+    return content
+
+
+def trained_on(address: Address, store: EmbeddedStore) -> None:
+    """The run goes on as if nobody had come."""
+    store.sync()
+    assert store.values["run"] == "its run file"
+    with EmbeddedStore(address, SECRET, 30) as another:
+        another.sync()
+        assert another.values == store.values
+
+
+REQUEST = b'{"op": "sync", "since": 0, "alive": null}'
+STRANGERS = {
+    "an HTTP client": b"GET / HTTP/1.1\r\nHost: store\r\n\r\n" + bytes(64),
+    "a client of torch's store": struct.pack("=bI", 0, 0x3C85F7CE) + bytes(64),
+    "random bytes": os.urandom(200),
+    "a request without a proof": struct.pack("!I", len(REQUEST)) + REQUEST + bytes(64),
+    "a huge length": b"\xff" * 100,
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_reads_nothing(address: Address, said: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    with EmbeddedStore(address, SECRET, 30) as store:
+        store.create("run", "its run file")
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(said)
+            heard = received(stranger)
+            port = stranger.getsockname()[1]
+        assert len(heard) == 40
+        assert heard.startswith(b"motet-1\n")
+        trained_on(address, store)
+    told = f"motet: store: refused 127.0.0.1:{port}: it does not know the secret of this run"
+    assert told in capfd.readouterr().err
+
+
+def test_a_wrong_secret_is_refused_in_one_line(address: Address, capfd: pytest.CaptureFixture[str]) -> None:
+    with EmbeddedStore(address, SECRET, 30) as store:
+        store.create("run", "its run file")
+        with pytest.raises(UntrustedPeerError, match="do both have the same secret"):
+            EmbeddedStore(address, b"another secret...", 30)
+        trained_on(address, store)
+    assert capfd.readouterr().err.count("refused") == 1
+
+
+def test_a_stranger_that_says_nothing_is_not_waited_for(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "HANDSHAKE_S", 0.1)
+    with socket.create_connection(address) as stranger:
+        assert len(received(stranger)) == 40
+
+
+def test_strangers_do_not_keep_nodes_out_for_long(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "HANDSHAKE_S", 0.2)
+    strangers = [socket.create_connection(address) for _ in range(2 * embedded.MAX_STRANGERS)]
+
+    def comes() -> bool:
+        with suppress(StoreLostError, UntrustedPeerError), EmbeddedStore(address, SECRET, 30) as store:
+            store.sync()
+            return True
+        return False
+
+    wait_until(comes)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
+    def pretend(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"motet-1\n" + bytes(32))
+            connection.recv(64)
+            connection.sendall(bytes(32))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pretend, args=(listener,), daemon=True).start()
+        with pytest.raises(UntrustedPeerError, match="does not know the secret"):
+            open_channel(listener.getsockname(), SECRET, 30)
+
+
+MALFORMED = (
+    [],
+    {},
+    {"op": "sync"},
+    {"op": "sync", "since": -1, "alive": None},
+    {"op": "sync", "since": "0", "alive": None},
+    {"op": "create", "key": "", "value": "x"},
+    {"op": "create", "key": "k" * 201, "value": "x"},
+    {"op": "create", "key": "k", "value": 7},
+    {"op": "register", "node": -1},
+    {"op": "register", "node": 10**9},
+    {"op": "eval", "value": "import os"},
+    json.loads("[" * 200 + "]" * 200),
+)
+
+
+@pytest.mark.parametrize("message", MALFORMED, ids=[json.dumps(message)[:40] for message in MALFORMED])
+def test_a_malformed_message_ends_its_own_connection(
+    address: Address, message: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with EmbeddedStore(address, SECRET, 30) as store:
+        store.create("run", "its run file")
+        rogue = open_channel(address, SECRET, 30)
+        rogue.send(message)
+        with pytest.raises(ConnectionError):
+            rogue.receive(30)
+        trained_on(address, store)
+    assert "motet: store: ended the connection of 127.0.0.1:" in capfd.readouterr().err
+
+
+def channel_pair() -> tuple[Channel, Channel, socket.socket, socket.socket]:
+    here, there = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    return Channel(here, b"one", b"two"), Channel(there, b"two", b"one"), here, there
+
+
+def test_a_message_that_was_changed_or_repeated_is_not_taken() -> None:
+    ours, theirs, here, there = channel_pair()
+    ours.send({"step": 1})
+    recorded = there.recv(10_000, socket.MSG_PEEK)
+    assert theirs.receive(30) == {"step": 1}
+    here.sendall(recorded)
+    with pytest.raises(MalformedMessageError, match="HMAC is wrong"):
+        theirs.receive(30)
+    here.close()
+    there.close()
+
+
+def test_a_message_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, here, there = channel_pair()
+    monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 1000)
+    ours.send("x" * 2000)
+    with pytest.raises(MalformedMessageError, match="a message of 2002 bytes; at most 1000 are read"):
+        theirs.receive(30)
+    here.close()
+    there.close()

@@ -1,0 +1,92 @@
+"""Nodes that a loss leaves without a place wait as spares, and take the next place."""
+
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from interrupted_training import (
+    at,
+    before_each_step,
+    config_of,
+    die,
+    failures,
+    once,
+    train_and,
+    undisturbed,
+    wait_for_a_change,
+)
+from ledger import applied_ids, recorded
+from training import plan_of
+
+from motet.resilience.launch_nodes import run_agent, train_on_nodes
+from motet.resilience.membership import MembershipNotice
+from motet.resilience.recover import TrainingProcess
+from motet.resilience.store.embedded import StoreProcess
+from motet.resilience.succession import Succession
+from motet.runtime.training.trainer import Trainer
+
+STEPS = set(range(1, len(undisturbed()) + 1))
+
+
+def kinds(log: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(change["kind"], change["node"]) for line in log for change in line["changes"]]
+
+
+def test_two_losses_within_one_recovery(tmp_path: Path) -> None:
+    """One of each of two pipelines: each layer is left on one node, and training goes on without a restart."""
+    config = config_of(tmp_path / "run", train__failures={"tolerate": 1, "detect_s": 10, "restarts": 0})
+    join_world, first = TrainingProcess._join_world, once()
+
+    def join_and_die(self: TrainingProcess, notice: MembershipNotice) -> None:
+        node = notice.membership.all_nodes[notice.rank or 0]
+        if notice.membership.generation == 2 and node == 3 and first():
+            die()
+        join_world(self, notice)
+
+    with recorded(tmp_path), mock.patch.object(TrainingProcess, "_join_world", join_and_die):
+        result = train_and(config, at(2, 0, die))
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+    assert applied_ids(tmp_path).keys() == STEPS
+    log = failures(config)
+    assert [change for change in kinds(log) if change[0] == "lost"] == [("lost", 0), ("lost", 3)]
+    assert log[-1]["done"].startswith("went on with step 3")
+
+
+def test_a_survivor_takes_a_place_when_another_node_joins(tmp_path: Path) -> None:
+    """After the loss and the join there are as many pipelines as in the beginning."""
+    config, plan = config_of(tmp_path), plan_of(config_of(tmp_path))
+    fork = multiprocessing.get_context("fork")
+    addresses, is_small = fork.SimpleQueue(), fork.Event()
+    start = StoreProcess.start
+
+    def started(self: StoreProcess, *args: Any) -> None:
+        start(self, *args)
+        addresses.put((self.address, self._secret))
+
+    def joiner() -> None:
+        is_small.wait()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        run_agent(config, *addresses.get(), None, 1, Succession(1, None, first_plan=plan.to_json()))
+
+    helper = fork.Process(target=joiner)
+    helper.start()
+    act = at(2, 3, die)
+
+    def lose_and_wait(trainer: Trainer) -> None:
+        act(trainer)
+        if trainer.engine.model.mesh.world_size == 2 and trainer.finished_steps == 3:
+            is_small.set()
+            wait_for_a_change(trainer)
+
+    with mock.patch.object(StoreProcess, "start", started), before_each_step(lose_and_wait):
+        result = train_on_nodes(config, plan, None, num_nodes=4, node_size=1)
+    helper.join()
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+    assert result["world_size"] == 4
+    lost, joined = failures(config)
+    assert lost["done"] == "went on with step 3: 1 whole pipeline; the plan has no use for node 2, waiting"
+    assert joined["done"] == "went on with step 5: 2 whole pipelines"
+    assert sorted(joined["nodes"]) == [0, 1, 2, 4]

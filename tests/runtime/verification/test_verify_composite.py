@@ -1,0 +1,89 @@
+"""Models of several modalities over processes, against the model's own forward in one."""
+
+import json
+
+import pytest
+from composite_run import composite_config, composite_run
+from tiny_composites import COMPOSITES
+
+from motet.api import make_plan, verify
+from motet.config import RunConfig
+from motet.errors import UserError
+
+FROZEN = {"vision": {"train": {"module": False}}}
+CASES = {
+    # Further outputs enter between the first blocks, on both stages; the tower is frozen, its projector is not.
+    "qwen3_vl": {"pp": 2, "parts": FROZEN},
+    # Embedding and head are tied and cut over ranks.
+    "gemma3": {"pp": 2, "tp": 2},
+}
+
+
+def check(name, folder, **options):
+    found = verify(composite_config(folder, name, **options))
+
+    assert found["max_grad_rel_err"] < 1e-9
+    assert found["loss_rel_err"] < 1e-9
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_process(name, tmp_path):
+    found = check(name, tmp_path, **CASES[name])
+
+    assert found["num_parameters_compared"] > 40
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_all_of_them_over_stages_and_tensor_parallel_ranks(name, tmp_path):
+    check(name, tmp_path, pp=2, tp=2)
+
+
+REFUSED = {
+    "parallel.packing": ({"parallel": {"packing": True}}, r"parallel\.packing: samples of a whole model"),
+    "an encoder in stages": (
+        {"parallel": {"explicit": {"vision": {"pp": 2}, "language_model": {}}}, "cluster": {"num_devices": 3}},
+        r"vision\.pp is 2, but gemma3\.vision can be cut into 1",
+    ),
+    "context parallelism": (
+        {"parallel": {"explicit": {"vision": {}, "language_model": {"cp": 2}}}, "cluster": {"num_devices": 3}},
+        "ranks cannot share the tokens",
+    ),
+    "an encoder over tensor-parallel ranks": (
+        {"parallel": {"explicit": {"vision": {"tp": 2}, "language_model": {}}}, "cluster": {"num_devices": 3}},
+        r"gemma3\.vision has no rules for tensor parallelism",
+    ),
+    "a part that is not there": ({"model": {"parts": {"audio": {}}}}, r"model\.parts\.audio: the model has no such"),
+    "encoders beside it": ({"model": {"merge": "prepend"}}, "merge: stands beside path"),
+    "nothing to train": (
+        {
+            "model": {
+                "parts": {
+                    "vision": {"train": {"module": False, "projector": False}},
+                    "language_model": {"train": {"module": False}},
+                }
+            }
+        },
+        r"model\.parts: nothing is trainable",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_in_one_line(case, tmp_path):
+    changes, message = REFUSED[case]
+    values = composite_run(tmp_path, "gemma3")
+    for section, keys in changes.items():
+        values[section] |= keys
+
+    with pytest.raises(ValueError, match=message):
+        make_plan(RunConfig.model_validate_json(json.dumps(values)))
+
+
+def test_a_model_of_text_alone_is_no_whole_model(tmp_path):
+    values = composite_run(tmp_path, "gemma3")
+    values["model"] = {"config": "LlamaConfig", "values": {"hidden_size": 16, "num_attention_heads": 2}}
+
+    with pytest.raises(UserError, match="llama is no model of text and other modalities"):
+        make_plan(RunConfig.model_validate_json(json.dumps(values)))

@@ -1,0 +1,64 @@
+"""Nothing that comes from another machine is unpickled, as that runs whatever its sender wants."""
+
+import ast
+from collections.abc import Iterator
+
+from checkout import ROOT
+
+SOURCE = ROOT / "src" / "motet"
+
+ALLOWED = {
+    "runtime/launch.py": "the result of this process's own child, in a folder of its own",
+    "data/service/workers.py": "answers of this process's own children, in shared memory",
+    "models/materialize.py": "a tensor of this process itself, so that torch makes its tables",
+    "resilience/process_control.py": "the pipe between an agent and its own children",
+}
+"""What hands something to or from processes that this one has started."""
+
+MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+COLLECTIVES = {
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+
+
+def unpickling(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names) if MODULES & {alias.name for alias in names}:
+                yield f"{node.lineno}: imports pickle or the like"
+            case ast.ImportFrom(module=str(module)) if module in MODULES:
+                yield f"{node.lineno}: imports from {module}"
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name in COLLECTIVES:
+                yield f"{node.lineno}: {name}"
+            case ast.Call(func=ast.Attribute(attr="load", value=ast.Name(id="torch"))):
+                yield f"{node.lineno}: torch.load"
+            case ast.Call(func=ast.Attribute(attr="recv"), args=[], keywords=[]):
+                yield f"{node.lineno}: receives an object from a connection"
+
+
+def test_nothing_from_another_machine_is_unpickled() -> None:
+    found = {
+        path.relative_to(SOURCE).as_posix(): lines
+        for path in sorted(SOURCE.rglob("*.py"))
+        if (lines := list(unpickling(ast.parse(path.read_text()))))
+    }
+    assert {name: lines for name, lines in found.items() if name not in ALLOWED} == {}
+    assert found.keys() == ALLOWED.keys(), "the list is no longer than it has to be"
+
+
+def test_each_form_is_found() -> None:
+    forms = (
+        "import pickle",
+        "from pickle import loads",
+        "dist.all_gather_object(a, b)",
+        "broadcast_object_list(a)",
+        "torch.load(path)",
+        "pipe.recv()",
+    )
+    assert all(len(list(unpickling(ast.parse(form)))) == 1 for form in forms)
+    assert not list(unpickling(ast.parse("connection.recv(4096)")))
