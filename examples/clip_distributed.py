@@ -1,10 +1,9 @@
 """CLIP on four processes: torchrun --nproc-per-node=4 examples/clip_distributed.py"""
 
 import torch
+from motet import ContrastiveParallelModule, TowerSpec
 from torch.utils.data import DataLoader
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
-
-from motet import ContrastiveParallelModule, TowerSpec
 
 torch.manual_seed(0)
 small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -4,10 +4,6 @@ torchrun --nproc-per-node=6 examples/listing_cornstarch_1.py
 """
 
 import torch
-from tiny_task import IMAGE_SIZE, MEL_BINS, MEL_FRAMES, VOCABULARY, make_dataloader
-from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel, WhisperConfig
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
 from motet import (
     ModalityModule,
     MultimodalModule,
@@ -15,6 +11,10 @@ from motet import (
     MultimodalParallelSpec,
     ParallelSpec,
 )
+from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel, WhisperConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from tiny_task import IMAGE_SIZE, MEL_BINS, MEL_FRAMES, VOCABULARY, make_dataloader
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ are put before the text.
 from typing import Any
 
 import torch
-from tiny_task import IMAGE_SIZE, VOCABULARY, make_dataloader
+from motet import ModalityModule, MultimodalModule, MultimodalParallelSpec, ParallelSpec
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
-from motet import ModalityModule, MultimodalModule, MultimodalParallelSpec, ParallelSpec
+from tiny_task import IMAGE_SIZE, VOCABULARY, make_dataloader
 
 BLOCK_SIZE = IMAGE_SIZE // 2
 

@@ -4,11 +4,11 @@ torchrun --nproc-per-node=3 examples/listing_thesis_b1.py
 """
 
 import torch
-from tiny_task import IMAGE_SIZE, MEL_BINS, MEL_FRAMES, VOCABULARY, make_dataloader
+from motet import EncoderModule, MultimodalModule, MultimodalParallelModule, ParallelSpec
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from motet import EncoderModule, MultimodalModule, MultimodalParallelModule, ParallelSpec
+from tiny_task import IMAGE_SIZE, MEL_BINS, MEL_FRAMES, VOCABULARY, make_dataloader
 
 
 def main() -> None:

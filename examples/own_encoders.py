@@ -1,11 +1,10 @@
 """Two encoders that motet does not have, as anyone would write them: of point clouds, and of raw sound."""
 
+import motet
 import numpy as np
 import torch
-from torch import Tensor, nn
-
-import motet
 from motet.data.example import Media
+from torch import Tensor, nn
 
 
 @motet.register_encoder(modality="points", example=(64, 3))

@@ -12,14 +12,13 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers.utils.logging import disable_progress_bar
-
 from motet.assignment.sample import Sample
 from motet.config import load_run_config
 from motet.data.preparation import Dataset
 from motet.data.run_file import open_data
 from motet.models.hub.export import load_towers
+from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
 RUN_FILE = Path(__file__).with_suffix(".yaml")
 CANDIDATES = 64

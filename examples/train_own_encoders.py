@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from own_encoders import PointNet, SoundNet
+from motet import ModalityModule, MultimodalModule, MultimodalParallelSpec, ParallelSpec
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from motet import ModalityModule, MultimodalModule, MultimodalParallelSpec, ParallelSpec
+from own_encoders import PointNet, SoundNet
 
 POINTS, SOUND, QUESTION, AXIS, TONE = 30, 31, [1, 2, 3], 10, 20
 """Token ids."""

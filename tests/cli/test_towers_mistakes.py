@@ -16,7 +16,7 @@ def run_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.towers.image.config=LlamaConfig", "model.towers.image: llama is no encoder"),
+        ("model.towers.image.config=LlamaConfig", "model.towers.image: llama is a language model; give an encoder"),
         ("model.towers.image.values.vision_use_head=false", "vision_use_head: is false, so there are no features"),
         ("model.towers.image.projector=null", "projector: is null, but the tower's width is 16 and that .* 8"),
         ("model.towers.image.projector=conv", 'projector: is "conv"; give one of projection, linear, mlp'),
