@@ -1,5 +1,10 @@
-"""How far are predicted steps from published ones? All rows of `papers.throughput`, under the costs of this commit."""
+"""How far are predicted steps from published ones? All rows of `papers.throughput`, under the costs of this commit.
 
+`--fit` fits the constants anew and prints them; what it finds belongs into `src/motet/cluster/catalogue.yaml` and
+`src/motet/costs/software.yaml`. `--held-out` adds cross-validation: by group (source, model, device) and by source.
+"""
+
+import argparse
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,11 +15,16 @@ from statistics import mean, median
 
 from benchmarks.reporting import Report
 from motet.errors import UserError
+from papers.throughput.calibration import CONSTANTS, cross_validate, fit, linearize, released
 from papers.throughput.prediction import Prediction, predict
 from papers.throughput.published import Measurement, measurements
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit the constants first")
+    parser.add_argument("--held-out", action="store_true", help="cross-validate")
+    arguments = parser.parse_args()
     report = Report("published-throughput", "Predicted steps against 203 published rows")
     predicted: list[Prediction] = []
     lines, without = [], []
@@ -42,9 +52,48 @@ def main() -> None:
         ("source and device", "number", "median of the size", "90th percentile", "mean"),
         [_summary(*each) for each in _by_source(predicted)],
     )
+    if arguments.fit or arguments.held_out:
+        _validate(report, arguments.fit)
     report.table(("row", "software", "measured s", "predicted s", "error"), lines)
     report.table(("row without a prediction", "why"), without)
     report.write()
+
+
+def _validate(report: Report, fits: bool) -> None:
+    rows = [row for row in measurements() if row.counts and (row.kind == "text" or row.unet)]
+    before = released()
+    constants = fit(rows, before) if fits else before
+    report.add(
+        "Constants. Fitted to the text rows that count, and that of convolutions to Stable Diffusion's; "
+        "cross-validation fits them anew without the rows that it judges."
+    )
+    report.table(
+        ("constant", "prior", "fitted", "released", "rows", "source of the prior"),
+        [
+            (
+                constant.name,
+                f"{constant.prior:g}",
+                f"{constants[constant.name]:.3f}",
+                f"{before[constant.name]:.3f}",
+                sum(constant.applies(row) for row in rows),
+                constant.prior_source,
+            )
+            for constant in CONSTANTS
+        ],
+    )
+    linear = linearize(rows, constants)
+    for what, key in (("group (source, model, device)", lambda row: row.group), ("source", lambda row: row.source)):
+        held_out = [each.prediction for each in cross_validate(linear, key)]
+        report.add(f"Held out by {what}:")
+        report.table(
+            ("rows", "number", "median of the size", "90th percentile", "mean", "within 20%"),
+            [
+                (*_summary(*each), f"{mean(abs(prediction.error) <= 0.2 for prediction in each[1]):.1%}")
+                for each in [*_by_kind(held_out), *_by_source(held_out)]
+            ],
+        )
+        worst = sorted(held_out, key=lambda each: -abs(each.error))[:12]
+        report.table(("worst held-out row", "error"), [(each.row.id, f"{each.error:+.1%}") for each in worst])
 
 
 def _predicted(row: Measurement) -> Prediction:

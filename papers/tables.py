@@ -1,12 +1,15 @@
 """A published table beside our numbers: what `python -m papers NAME` prints.
 
-Every row says on what our number was calibrated, and whether the published value was held out of that calibration. Only
-held-out rows count in a table's error.
+Every row says on what our number was calibrated, and has one of three labels: the published value was fitted to; a
+reading of the paper or an assumption was chosen with knowledge of it; or it was held out, that is, looked at for no
+constant, reading or assumption. Only held-out rows count in a table's error.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+Label = Literal["fitted", "reading chosen with knowledge of it", "held out"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,19 @@ class Row:
     calibrated_on: str
     """What was fitted to published numbers, and on which; "nothing" if nothing was."""
     held_out: bool
-    """Whether `published` had no part in the calibration."""
+    """Whether `published` was looked at for no constant, reading or assumption of ours."""
     assumptions: str
+    informed: bool = False
+    """A reading or an assumption was chosen after ours had been held against the published number."""
+
+    def __post_init__(self) -> None:
+        assert not (self.held_out and self.informed), self.what
+
+    @property
+    def label(self) -> Label:
+        if self.held_out:
+            return "held out"
+        return "reading chosen with knowledge of it" if self.informed else "fitted"
 
     @property
     def ratio(self) -> float | None:
@@ -37,6 +51,11 @@ class Table:
     notes: str = ""
     """What the paper leaves out or contradicts, and what of its shape holds."""
 
+    def informed(self) -> "Table":
+        """The table with a reading or an assumption that was chosen with knowledge of the rows that are not fitted."""
+        rows = (replace(row, held_out=False, informed=True) if row.held_out else row for row in self.rows)
+        return replace(self, rows=tuple(rows))
+
     @property
     def max_rel_err(self) -> float | None:
         """The largest |ours / published - 1| among held-out rows; None if there are none."""
@@ -50,7 +69,7 @@ def as_json(paper: str, tables: Sequence[Table]) -> dict[str, Any]:
         "tables": [
             {
                 "table": table.table,
-                "rows": [{**asdict(row), "ratio": row.ratio} for row in table.rows],
+                "rows": [{**asdict(row), "ratio": row.ratio, "label": row.label} for row in table.rows],
                 "max_rel_err": table.max_rel_err,
                 "notes": table.notes,
             }
@@ -71,12 +90,19 @@ def as_text(values: Mapping[str, Any]) -> str:
 
 
 def _aligned(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells = [("", "published", "ours", "ours/published", "held out", "calibrated on", "assumptions")]
+    cells = [("", "published", "ours", "ours/published", "label", "calibrated on", "assumptions")]
     for row in rows:
         published, ratio = ("-" if row[key] is None else f"{row[key]:.4g}" for key in ("published", "ratio"))
-        held_out = "yes" if row["held_out"] else "no"
         cells.append(
-            (row["what"], published, f"{row['ours']:.4g}", ratio, held_out, row["calibrated_on"], row["assumptions"])
+            (
+                row["what"],
+                published,
+                f"{row['ours']:.4g}",
+                ratio,
+                row["label"],
+                row["calibrated_on"],
+                row["assumptions"],
+            )
         )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from motet.cluster import DEVICES, LINKS
+from motet.cluster import CATALOGUE, DEVICES, LINKS
 
 DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 DEVICES_HEADING, LINKS_HEADING = "## Devices\n", "## Links\n"
@@ -17,18 +17,23 @@ def describe(page: str) -> str:
 
 def _devices() -> list[str]:
     peaks_of = (f"{name} TFLOP/s" for name in DTYPES)
-    lines = _header(("device", *peaks_of, "memory GB", "GB/s", "usual link", "source"))
+    shares = ("matrix products", "attention by kernel", "efficiencies from")
+    lines = _header(("device", *peaks_of, "memory GB", "GB/s", "usual link", *shares, "source"))
     for device in DEVICES.values():
         peaks = (f"{device.peak_flops[d] / 1e12:g}" if d in device.peak_flops else "" for d in DTYPES)
         memory = (f"{device.memory_bytes / 1e9:.3g}", f"{device.memory_bytes_per_s / 1e9:g}")
-        lines.append(_row((f"`{device.name}`", *peaks, *memory, f"`{device.within_node}`", device.source)))
+        attention = ", ".join(f"{kernel} {share:.0%}" for kernel, share in device.attention_efficiency.items())
+        reached = (f"{device.efficiency:.0%}", attention, device.efficiency_source)
+        lines.append(_row((f"`{device.name}`", *peaks, *memory, f"`{device.within_node}`", *reached, device.source)))
     return lines
 
 
 def _links() -> list[str]:
-    lines = _header(("link", "GB/s", "latency us", "source"))
+    lines = _header(("link", "GB/s", "reached", "latency us", "source"))
     for link in LINKS.values():
-        values = (f"{link.bytes_per_s / 1e9:g}", f"{link.latency_s * 1e6:g}")
+        entry = CATALOGUE["links"][link.name]
+        reached = f"{entry.get('efficiency', 1.0):.0%}"
+        values = (f"{entry['bytes_per_s'] / 1e9:g}", reached, f"{link.latency_s * 1e6:g}")
         lines.append(_row((f"`{link.name}`", *values, link.source)))
     return lines
 

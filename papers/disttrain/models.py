@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from motet.cluster import DEVICES, LINKS
+from motet.cluster import CATALOGUE, DEVICES
 from motet.costs.analytic import layer_flops
 from motet.costs.cost_model import Load
 from motet.costs.memory import RESERVE
@@ -57,10 +57,10 @@ class Assumed:
     """Of an image at the encoder: the square of 784 patches."""
     exposed: float = 0.1
     """Share of the tensor-parallel communication that StepCCL does not hide."""
-    nvlink_bytes_per_s: float = LINKS["nvlink-a800"].bytes_per_s
+    nvlink_bytes_per_s: float = CATALOGUE["links"]["nvlink-a800"]["bytes_per_s"]
     """Printed as 300 GB/s "bidirectional"; the A800's are 400, so 200 in one direction. Figure 22 lies between what 150
     and 300 in one direction would give."""
-    network_bytes_per_s: float = 4 * LINKS["roce200"].bytes_per_s / 8
+    network_bytes_per_s: float = 4 * CATALOGUE["links"]["roce200"]["bytes_per_s"] / 8
     """Four cards for eight devices."""
     vpp_sizes: tuple[int, ...] = (1, 2, 4)
     equal_stages: bool = True

@@ -5,7 +5,8 @@ the gathers and scatters of parameters over all replicas are added in closed for
 chain of stages is cut as Megatron-LM cuts it: equally many blocks, the embedding with the first and the head with the
 last, or equally many layers where only that is possible. Optimus' own rows are laid out by its planner.
 
-Limits: selective recomputation, where a source names it, is charged as more seconds of each block's backward.
+Limits: selective recomputation, where a source names it, is charged as more seconds of each block's backward. The sums
+of gradients of rows without full sharding are all-reduces, also where a distributed optimizer scatters them.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from motet.assignment.sample import Sample, Segment
-from motet.cluster import Cluster, cluster_from_dict
-from motet.costs.analytic import analytic_table
-from motet.costs.communication import all_reduce_seconds
+from motet.cluster import DEVICES, Cluster, Device, cluster_from_dict
+from motet.costs.analytic import AnalyticCosts, analytic_table, default_speeds
+from motet.costs.communication import collective_seconds
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts
 from motet.costs.memory import MemoryOptions
-from motet.errors import UserError
+from motet.costs.software import SOFTWARE, Software, with_unfused_attention
 from motet.plan import Edge, LayerRange, Plan, Replica, Stage
 from motet.planner.distmm.towers import TowerLayout, tower_plan
 from motet.planner.evaluate import Evaluation, evaluate
@@ -27,7 +28,7 @@ from motet.planner.optimus.planner import optimus
 from motet.planner.partition import partition
 from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.shapes.diffusion import generator_workload
-from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_projector
+from motet.shapes.module_shape import LayerShape, ModuleWorkload, contrastive_loss, with_projector
 from papers.shapes import as_tower, module_workload
 from papers.throughput.published import Measurement, Sizes
 
@@ -37,7 +38,8 @@ NETWORKS: Mapping[str, Mapping[str, Any]] = {
     "": {"between_nodes": "infiniband200"},
 }
 """Networks that are no link of the catalogue; rows without one lie on one node."""
-DEVICES: Mapping[str, str] = {"h100gt": "h100"}
+NAMES: Mapping[str, str] = {"h100gt": "h100"}
+"""Devices that are called otherwise; Grand Teton's H100 has slower memory and less power."""
 IMAGE_TOKENS = 1024
 """Optimus: tokens of an image in its ViT, of which half go on."""
 STABLE_DIFFUSION: Mapping[str, Any] = {"_class_name": "UNet2DConditionModel", "cross_attention_dim": 768}
@@ -60,8 +62,10 @@ class Prediction:
         return self.seconds / self.row.seconds - 1
 
 
-def predict(row: Measurement) -> Prediction:
-    problem = problem_of(row)
+def predict(row: Measurement, device: Device | None = None, software: Software | None = None) -> Prediction:
+    """`device`, `software`: None: those of the catalogue that the row names or implies."""
+    device, software = device or device_of(row), software or software_of(row)
+    problem = problem_of(row, device, software)
     plan = optimus(problem) if row.method == "optimus" else plan_of(row, problem)
     evaluation = evaluate(problem, plan)
     seconds = evaluation.iteration_time_s
@@ -69,12 +73,26 @@ def predict(row: Measurement) -> Prediction:
         return Prediction(row, seconds, seconds, evaluation)
     fixed_s = evaluation.costs.fixed_s
     compute_s = seconds - fixed_s
-    return Prediction(row, _fully_sharded_s(row, problem, compute_s) + fixed_s / row.dp, compute_s, evaluation)
+    exchange_s, first_s = _exchange_s(row, problem, cluster_of(row, device))
+    total_s = max(compute_s, exchange_s) + software.contention * min(compute_s, exchange_s) + first_s
+    return Prediction(row, total_s + fixed_s / row.dp, compute_s, evaluation)
 
 
-def _fully_sharded_s(row: Measurement, problem: PlanningProblem, compute_s: float) -> float:
-    """As `motet.planner.fsdp` computes it: computation or communication, whichever takes longer, and a first gather."""
-    cluster = cluster_of(row)
+def device_of(row: Measurement) -> Device:
+    return DEVICES[NAMES.get(row.device, row.device)]
+
+
+def software_of(row: Measurement) -> Software:
+    """The row's profile; with the attention kernel that writes scores where the source says so."""
+    profile = SOFTWARE[row.software]
+    return with_unfused_attention(profile) if row.unfused_attention else profile
+
+
+def _exchange_s(row: Measurement, problem: PlanningProblem, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of all gathers and scatters of a fully sharded row, and of the first gather, which nothing hides.
+
+    Each layer is gathered twice a microbatch. Plain modules sum gradients after every microbatch, compiled ones after
+    the last."""
     ranks = range(0, row.gpus, row.tp * row.cp)
     shapes = [module.workload for module in problem.modules.values()]
     parameters = sum(shape.num_parameters for shape in shapes) / row.tp
@@ -84,41 +102,42 @@ def _fully_sharded_s(row: Measurement, problem: PlanningProblem, compute_s: floa
         for index, layer in enumerate(module.workload.layers)
         if module.is_trainable(index)
     )
-    gathers_s = all_reduce_seconds(problem.table, cluster, ranks, 2 * parameters)
-    scatter_s = all_reduce_seconds(problem.table, cluster, ranks, (row.grad_bytes or 4) * trainable / row.tp) / 2
     num_layers = sum(shape.num_layers for shape in shapes)
-    return max(compute_s, row.num_microbatches * (gathers_s + scatter_s)) + gathers_s / 2 / num_layers
+    gather_s = collective_seconds(cluster, "all_gather", ranks, 2 * parameters / num_layers)
+    gradient_bytes = (row.grad_bytes or 4) * trainable / row.tp / num_layers
+    scatter_s = collective_seconds(cluster, "reduce_scatter", ranks, gradient_bytes)
+    num_scatters = row.num_microbatches if row.eager else 1
+    return num_layers * (2 * row.num_microbatches * gather_s + num_scatters * scatter_s), gather_s
 
 
-def cluster_of(row: Measurement) -> Cluster:
-    return cluster_from_dict(
-        {
-            "num_devices": row.gpus,
-            "device": DEVICES.get(row.device, row.device),
-            "devices_per_node": row.gpus_per_node,
-            **NETWORKS.get(row.net, {"between_nodes": row.net}),
-        }
-    )
+def cluster_of(row: Measurement, device: Device) -> Cluster:
+    values = {
+        "num_devices": row.gpus,
+        "device": device.name,
+        "devices_per_node": row.gpus_per_node,
+        **NETWORKS.get(row.net, {"between_nodes": row.net}),
+    }
+    return replace(cluster_from_dict(values), device=device)
 
 
-def problem_of(row: Measurement) -> PlanningProblem:
+def problem_of(row: Measurement, device: Device, software: Software) -> PlanningProblem:
     """Of a fully sharded row, one replica's."""
     assert row.mbs is not None
-    cluster = cluster_of(row)
+    cluster = cluster_of(row, device)
     num_replicas = 1 if row.is_fully_sharded else row.dp
     if row.is_fully_sharded:
         cluster = replace(cluster, num_devices=row.tp * row.cp * row.pp)
     workloads, edges, sample = _model(row)
     # Optimus chooses its encoders' layout.
     tp_sizes = (1, 2, 4, 8) if row.method == "optimus" else tuple(sorted({1, row.tp}))
-    if row.precision == "fp8":
-        raise UserError("costs: fp8 is not supported")
-    table = analytic_table(
-        workloads,
-        cluster,
-        dtype="bfloat16",
-        dtype_bytes=2,
-        tp_sizes=tp_sizes,
+    dtype = "float8" if row.precision == "fp8" else "bfloat16"
+    table = analytic_table(workloads, cluster, dtype=dtype, dtype_bytes=2, tp_sizes=tp_sizes, software=software)
+    costs = AnalyticCosts(
+        cluster=cluster,
+        dtype=dtype,
+        message_bytes=2,
+        speeds=default_speeds(device, dtype, software),
+        software=software,
     )
     num_microbatches = row.num_microbatches
     frozen = {"vision": row.enc_frozen, "language_model": row.llm_frozen, "text": row.unet}
@@ -138,7 +157,7 @@ def problem_of(row: Measurement) -> PlanningProblem:
         modules=modules,
         edges=edges,
         cluster=cluster,
-        table=_with_recomputation(table, row.recompute),
+        table=_with_recomputation(table, row.recompute, costs, workloads),
         samples=tuple(replace(sample, id=str(i)) for i in range(row.mbs * num_microbatches * num_replicas)),
         num_microbatches=num_microbatches,
         schedule="1f1b" if row.vp == 1 else "interleaved_1f1b",
@@ -242,28 +261,39 @@ def _diffusion() -> tuple[dict[str, ModuleWorkload], tuple[Edge, ...], Sample]:
     return {"text": text, "unet": unet}, (edge,), Sample("", layouts, {"unet": LATENT_SIDE**2})
 
 
-def _with_recomputation(table: CostTable, recompute: str) -> CostTable:
-    """Selective recomputation: seconds of the backward that a block's forward takes once more, in part."""
-    if recompute not in SHARE_OF_FORWARD:
+def _with_recomputation(
+    table: CostTable, recompute: str, costs: AnalyticCosts, workloads: Mapping[str, ModuleWorkload]
+) -> CostTable:
+    """Selective recomputation: what a block's backward computes once more of its forward."""
+    if recompute in ("none", "full"):
         return table
-    share = SHARE_OF_FORWARD[recompute]
 
-    def more(cost: LayerCost) -> LayerCost:
-        return replace(cost, input_gradient=cost.input_gradient.plus(cost.forward.times(share)))
-
-    def module(costs: ModuleCosts) -> ModuleCosts:
-        first, *blocks, last = costs.layers
-        return replace(costs, layers=(first, *map(more, blocks), last))
+    def more(layer: LayerShape, cost: LayerCost, tp: int) -> LayerCost:
+        if recompute == "selective-attn":
+            again = costs.attention(layer, tp_size=tp)
+        else:
+            again = cost.forward.times(SHARE_OF_FORWARD[recompute])
+        return replace(cost, input_gradient=cost.input_gradient.plus(again)) if layer.part == "block" else cost
 
     def of_all(modules: Mapping[str, Mapping[int, ModuleCosts]]) -> dict[str, dict[int, ModuleCosts]]:
-        return {name: {tp: module(costs) for tp, costs in sizes.items()} for name, sizes in modules.items()}
+        return {
+            name: {
+                tp: replace(
+                    module,
+                    layers=tuple(
+                        more(layer, cost, tp) for layer, cost in zip(workloads[name].layers, module.layers, strict=True)
+                    ),
+                )
+                for tp, module in sizes.items()
+            }
+            for name, sizes in modules.items()
+        }
 
     return replace(table, modules=of_all(table.modules), sequence_parallel=of_all(table.sequence_parallel))
 
 
 SHARE_OF_FORWARD: Mapping[str, float] = {"selective-layer": 0.5, "selective-op": 0.5}
-"""torchtitan: every second layer, or every second matrix product of a layer. Selective recomputation of attention alone
-is charged where its kernel is known."""
+"""torchtitan: every second layer, or every second matrix product of a layer."""
 
 
 def plan_of(row: Measurement, problem: PlanningProblem) -> Plan:

@@ -26,6 +26,14 @@ def test_only_held_out_rows_count_in_the_error() -> None:
     assert Table("Table 2", (row(10.0, 20.0, held_out=False),)).max_rel_err is None
 
 
+def test_labels() -> None:
+    fitted, held_out = row(10.0, 9.0, held_out=False), row(10.0, 9.0)
+    assert (fitted.label, held_out.label) == ("fitted", "held out")
+    informed = Table("Table 1", (fitted, held_out)).informed()
+    assert [each.label for each in informed.rows] == ["fitted", "reading chosen with knowledge of it"]
+    assert informed.max_rel_err is None
+
+
 def test_json_has_what_the_design_asks_for() -> None:
     (table,) = as_json("some", [Table("Table 1", (row(10.0, 9.0),))])["tables"]
     assert set(table) >= {"table", "rows", "max_rel_err"}
@@ -36,6 +44,8 @@ def test_json_has_what_the_design_asks_for() -> None:
         "ratio",
         "calibrated_on",
         "held_out",
+        "informed",
+        "label",
         "assumptions",
     }
 

@@ -8,7 +8,7 @@ from small_problem import sample, small_problem, with_memory
 
 from motet.costs.memory import RESERVE
 from motet.planner.auto import Choice, bound_of_all, own_layouts
-from motet.planner.evaluate import evaluate
+from motet.planner.evaluate import evaluate, memory_suggestions
 from motet.planner.layout import Chunk, Layout, layout_plan
 from motet.planner.lower_bound import problem_lower_bound_s
 from motet.planner.registry import PLANNERS, choose, make_plan
@@ -102,6 +102,22 @@ def test_what_fits_goes_before_what_is_fast():
     tight = with_memory(problem, 1.05 * min(peaks) / 0.9)
     assert choose(tight).evaluation.fits
     assert not choose(with_memory(problem, 1e5)).evaluation.fits
+
+
+def test_where_no_plan_fits_it_takes_the_one_that_an_option_makes_fit():
+    problem = small_problem(num_devices=4, frozen=(), num_microbatches=2)
+    least = max(choose(with_memory(problem, 1e5)).evaluation.result.peak_memory_bytes)
+    tight = with_memory(problem, 0.97 * least / 0.9)
+    named = choose(tight)
+    assert named.repaired_s is not None
+    assert not named.evaluation.fits
+    assert "no plan fits as it is" in named.why
+    assert any(" fits: peak" in line for line in memory_suggestions(named.evaluation))
+    chosen = choose(replace(tight, chooses_recompute=True))
+    assert chosen.evaluation.fits
+    assert set(chosen.evaluation.plan.recompute) == set(problem.modules)
+    assert chosen.evaluation.iteration_time_s == pytest.approx(chosen.repaired_s)
+    assert "it fits with recomputation" in chosen.why
 
 
 def test_own_layouts_use_all_devices_and_only_schedules_that_are_allowed():

@@ -159,3 +159,34 @@ def test_degrees_of_every_module_are_needed():
         make_plan(small_problem(), "explicit")
     with pytest.raises(ValueError, match="'magic' is not known; give one of explicit, cornstarch"):
         make_plan(small_problem(), "magic")
+
+
+def test_virtual_stages_go_round_the_groups():
+    degrees = {"vision": ONE, "audio": ONE, "language_model": Degrees(pp=2, virtual_stages=2)}
+    problem = replace(small_problem(), schedule="interleaved_1f1b")
+    plan = make_plan(problem, "explicit", degrees=degrees)
+    assert ranks(plan, "language_model") == [[(2,), (3,), (2,), (3,)]]
+    stages = plan.modules["language_model"].replicas[0].stages
+    assert [first for first, _ in (stage.layers for stage in stages[1:])] == [
+        last for _, last in (s.layers for s in stages[:-1])
+    ]
+    assert evaluate(problem, plan).iteration_time_s > 0
+    num_layers = problem.modules["language_model"].workload.num_layers
+    by_hand = (1, 1, 1, num_layers - 3)
+    chosen = {**degrees, "language_model": replace(degrees["language_model"], layers_per_stage=by_hand)}
+    of_plan = make_plan(problem, "explicit", degrees=chosen).modules["language_model"].replicas[0].stages
+    assert [last - first for first, last in (stage.layers for stage in of_plan)] == list(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("own", "placement", "message"),
+    [
+        (Degrees(virtual_stages=2), "parallel", "virtual_stages is 2, but pp is 1"),
+        (Degrees(pp=2, virtual_stages=50), "parallel", "pp is 2 with virtual_stages 50, but it has"),
+        (Degrees(pp=2, virtual_stages=2), "replicated", "placement replicated puts the encoders on each stage"),
+    ],
+)
+def test_virtual_stages_that_no_plan_can_have(own, placement, message):
+    degrees = {"vision": ONE, "audio": ONE, "language_model": own}
+    with pytest.raises(UserError, match=message):
+        make_plan(small_problem(), "explicit", degrees=degrees, placement=placement)

@@ -6,7 +6,7 @@ that `cluster.catalogue` names.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,22 @@ class Device:
     memory_bytes_per_s: float
     efficiency: float = 0.5
     """Share of the peak that large matrix products reach."""
+    efficiency_by_dtype: Mapping[str, float] = field(default_factory=dict)
+    """The same for dtypes that reach another share."""
+    attention_efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Share of the peak that an attention kernel reaches on the pairs that it computes, by the kernel's name."""
+    convolution_efficiency: float | None = None
+    """Share of the peak that convolutions reach; None: that of matrix products."""
+    memory_efficiency: float = 0.8
+    """Share of the memory's bandwidth that kernels reach."""
+    kernel_overhead_s: float = 3e-6
+    """Fixed time of a kernel, or of PyTorch's operators for it on a CPU."""
     within_node: str = "pcie4"
     """The link of the catalogue that joins such devices in the usual server."""
     source: str = ""
     """Where the numbers are from."""
+    efficiency_source: str = "assumed"
+    """Where the efficiencies are from, and the rows that they were fitted to."""
 
     def peak(self, dtype: str) -> float:
         if dtype not in self.peak_flops:
@@ -36,7 +48,11 @@ class Device:
         return self.peak_flops[dtype]
 
     def flops_per_s(self, dtype: str) -> float:
-        return self.peak(dtype) * self.efficiency
+        return self.peak(dtype) * self.gemm_efficiency(dtype)
+
+    def gemm_efficiency(self, dtype: str) -> float:
+        """Share of the peak that large matrix products reach."""
+        return self.efficiency_by_dtype.get(dtype, self.efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +62,7 @@ class Link:
     name: str
     latency_s: float
     bytes_per_s: float
-    """In one direction."""
+    """That messages and collectives reach, in one direction."""
     source: str = ""
     """Where the numbers are from."""
 
@@ -56,7 +72,15 @@ class Link:
 
 CATALOGUE: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text())
 DEVICES: Mapping[str, Device] = {name: Device(name=name, **values) for name, values in CATALOGUE["devices"].items()}
-LINKS: Mapping[str, Link] = {name: Link(name=name, **values) for name, values in CATALOGUE["links"].items()}
+LINKS: Mapping[str, Link] = {
+    name: Link(
+        name=name,
+        latency_s=values["latency_s"],
+        bytes_per_s=values["bytes_per_s"] * values.get("efficiency", 1.0),
+        source=values["source"],
+    )
+    for name, values in CATALOGUE["links"].items()
+}
 ALIASES: Mapping[str, str] = CATALOGUE["aliases"]
 """Short names of devices."""
 

@@ -25,9 +25,12 @@ class ModuleParallelConfig(Section):
     cp: Degree = 1
     """Size of the context-parallel groups, which share the tokens of each microbatch. Above 1, samples are packed."""
     pp: Degree = 1
-    """Number of stages."""
+    """Number of groups that the module's stages are on; of stages too, where `virtual_stages` is 1."""
     dp: Degree = 1
     """Number of replicas."""
+    virtual_stages: Degree = 1
+    """Stages on each of the `pp` groups, in rounds (interleaving): stage s is on group s mod pp. The schedules
+    `interleaved_1f1b` and `interleaved_1f1b_adjusted` make use of them."""
     num_microbatches: Count | None = None
     """Microbatches of each replica in one contrastive batch, for towers alone; null: `parallel.num_microbatches`."""
     layers_per_stage: tuple[Count, ...] | None = None
@@ -42,9 +45,11 @@ class ModuleParallelConfig(Section):
 
     @model_validator(mode="after")
     def _has_as_many_stages(self) -> "ModuleParallelConfig":
-        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp:
+        number = self.pp * self.virtual_stages
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != number:
+            given = f"pp: {self.pp}" + (f" and virtual_stages: {self.virtual_stages}" if number > self.pp else "")
             raise ValueError(
-                f"layers_per_stage: has {len(self.layers_per_stage)} entries for pp: {self.pp}; give {self.pp} of them"
+                f"layers_per_stage: has {len(self.layers_per_stage)} entries for {given}; give {number} of them"
             )
         return self
 

@@ -47,6 +47,11 @@ class DeviceConfig(Section):
     """Bandwidth of the memory."""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the peak that large matrix products reach."""
+    attention_efficiency: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
+    """Share of the peak that attention reaches on the pairs that it computes, by kernel: sdpa, flash1, flash3; a kernel
+    that is left out reaches 70% of `efficiency`."""
+    memory_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of the memory's bandwidth that kernels reach."""
     within_node: str = "pcie4"
     """The link between such devices in a node."""
     source: str = "the user"

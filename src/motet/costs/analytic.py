@@ -9,7 +9,10 @@ them to measurements of `motet.costs.profiling.links`.
 A roofline itself is not linear in the sums of a load. The table therefore uses, for each sum, the larger of the times
 to compute and to move: a matrix product takes the time to read its weights, and for each row the longer of computing
 and moving it. That is never less than the roofline (`kernel_seconds`) and at most twice as much, where both take
-equally long and kernels do not come near either peak.
+equally long and kernels do not come near either peak. Assumed speeds *add* the time to move what a computing kernel
+reads and writes (`Speed.exposed`), so products of narrow matrices are less efficient than those of wide ones.
+
+What a training stack adds to the kernels (passes over memory, its attention kernel) is `motet.costs.software`'s.
 """
 
 import json
@@ -24,7 +27,16 @@ import numpy as np
 from motet.cluster import Cluster, Device
 from motet.costs.communication import collective_terms
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic, total
-from motet.costs.kernels import Kernel, KernelKind, KernelShape, LayerKernels, layer_kernels, total_flops
+from motet.costs.kernels import (
+    AttentionCharge,
+    Kernel,
+    KernelKind,
+    KernelShape,
+    LayerKernels,
+    layer_kernels,
+    total_flops,
+)
+from motet.costs.software import MOTET, Software
 from motet.errors import UserError
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
@@ -37,6 +49,9 @@ class Speed:
     """Share of the peak that the largest kernels reach."""
     overhead_s: float
     """Fixed time of every kernel: start, ramp, tail."""
+    exposed: float = 0.0
+    """Share of the time to move its operands that a computing kernel takes beside the time to compute; 0: the longer of
+    both counts."""
 
     def seconds(self, work: float, peak: float) -> float:
         return self.overhead_s + work / (self.limit * peak)
@@ -78,25 +93,24 @@ class Speeds:
 
 
 ATTENTION_SHARE = 0.7
-"""Assumed: attention's limit over that of matrix products."""
-MEMORY_LIMIT = 0.8
-"""Assumed: share of the memory's bandwidth."""
-GPU_OVERHEAD_S, CPU_OVERHEAD_S = 3e-6, 20e-6
-"""Assumed: of one kernel on a GPU, of PyTorch's operators for it on a CPU."""
+"""Assumed: attention's limit over that of matrix products, for a kernel that the device says nothing of."""
 
 
-def default_speeds(device: Device) -> Speeds:
-    """Assumed speeds, until they are measured (`fit_speeds`)."""
-    overhead_s = CPU_OVERHEAD_S if device.name == "cpu" else GPU_OVERHEAD_S
+def default_speeds(device: Device, dtype: str | None = None, software: Software = MOTET) -> Speeds:
+    """The device's speeds by the catalogue, until they are measured (`fit_speeds`). `dtype`: None: the usual one."""
 
-    def speed(limit: float) -> Speed:
-        return Speed(limit=limit, overhead_s=overhead_s)
+    def speed(limit: float, exposed: float = 0.0) -> Speed:
+        return Speed(limit=limit, overhead_s=device.kernel_overhead_s, exposed=exposed)
 
+    gemm = device.efficiency if dtype is None else device.gemm_efficiency(dtype)
+    attention = device.attention_efficiency.get(software.attention, device.efficiency * ATTENTION_SHARE)
+    if dtype == "float8":  # Only matrix products with weights are in float8.
+        attention *= device.peak("bfloat16") / device.peak(dtype)
     return Speeds(
-        gemm=speed(device.efficiency),
-        convolution=speed(device.efficiency),
-        attention=speed(device.efficiency * ATTENTION_SHARE),
-        memory=speed(MEMORY_LIMIT),
+        gemm=speed(gemm, 1.0),
+        convolution=speed(device.convolution_efficiency or gemm, 1.0),
+        attention=speed(attention, 1.0),
+        memory=speed(device.memory_efficiency),
     )
 
 
@@ -106,7 +120,10 @@ def kernel_seconds(kernel: Kernel, speeds: Speeds, *, peak_flops: float, bytes_p
         raise ValueError(f"{kernel.name} is a collective; ask motet.costs.communication")
     speed = speeds.compute(kernel.kind)
     moved = speeds.memory.seconds(kernel.num_bytes, bytes_per_s)
-    return moved if speed is None else max(moved, speed.seconds(kernel.flops, peak_flops))
+    if speed is None:
+        return moved
+    exposed = speed.exposed * kernel.num_bytes / (speeds.memory.limit * bytes_per_s)
+    return max(moved, speed.seconds(kernel.flops, peak_flops) + exposed)
 
 
 class KernelTime(NamedTuple):
@@ -147,7 +164,7 @@ def _fit(points: list[tuple[float, float]]) -> Speed:
     return Speed(limit=1 / max(float(slope), 1e-9), overhead_s=float(overhead_s))
 
 
-ELEMENT_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 """Size of an element of a kernel's operands, by the dtype of the computation."""
 
 
@@ -178,31 +195,49 @@ class AnalyticCosts:
     message_bytes: int
     """Size of an element between layers; collectives that sum the outputs of linears carry `dtype`."""
     speeds: Speeds
+    software: Software = MOTET
 
     def module(self, workload: ModuleWorkload, *, tp_size: int = 1, sequence_parallel: bool = False) -> ModuleCosts:
         """Costs at one tensor-parallel size, for tensor-parallel groups that fill one node after another."""
-        by_shape = {layer: self._layer(layer, tp_size, sequence_parallel) for layer in dict.fromkeys(workload.layers)}
+        charge = self.software.charge(is_causal=workload.kind == "language_model")
+        by_shape = {
+            layer: self._layer(layer, charge, tp_size, sequence_parallel) for layer in dict.fromkeys(workload.layers)
+        }
         return ModuleCosts(layers=tuple(by_shape[layer] for layer in workload.layers))
 
     def kernel(self, shape: KernelShape, *, tp_size: int = 1) -> Quadratic:
         """Seconds of one kernel as a function of the load."""
         if shape.collective is not None:
             terms = collective_terms(self.cluster, shape.collective, range(tp_size))
-            return Quadratic(constant=terms.latency_s).plus(shape.num_bytes.times(1 / terms.bytes_per_s))
+            seconds = Quadratic(constant=terms.latency_s).plus(shape.num_bytes.times(1 / terms.bytes_per_s))
+            return seconds.times(self.software.exposed_collectives)
         device, speed = self.cluster.device, self.speeds.compute(shape.kind)
         work = shape.num_bytes.times(1 / (self.speeds.memory.limit * device.memory_bytes_per_s))
+        if shape.kind in ("norm", "elementwise"):
+            work = work.times(self.software.memory_traffic)
         if speed is not None:
             computed = shape.flops.times(1 / (speed.limit * device.peak(self.dtype)))
-            work = Quadratic(*map(max, work, computed))
+            work = Quadratic(*map(max, work, computed.plus(work.times(speed.exposed))))
         return work.plus(Quadratic(constant=(speed or self.speeds.memory).overhead_s))
 
-    def _layer(self, layer: LayerShape, tp_size: int, sequence_parallel: bool) -> LayerCost:
+    def attention(self, layer: LayerShape, *, tp_size: int = 1, is_causal: bool = True) -> Quadratic:
+        """Seconds of the attention of a layer's forward."""
+        kernels = layer_kernels(
+            layer,
+            tp_size=tp_size,
+            element_bytes=ELEMENT_BYTES[self.dtype],
+            charge=self.software.charge(is_causal=is_causal),
+        )
+        return total(self.kernel(shape, tp_size=tp_size) for shape in kernels.forward if shape.kind == "attention")
+
+    def _layer(self, layer: LayerShape, charge: AttentionCharge, tp_size: int, sequence_parallel: bool) -> LayerCost:
         kernels = layer_kernels(
             layer,
             tp_size=tp_size,
             sequence_parallel=sequence_parallel,
             element_bytes=ELEMENT_BYTES[self.dtype],
             residual_bytes=self.message_bytes,
+            charge=charge,
         )
 
         def seconds(shapes: Iterable[KernelShape]) -> Quadratic:
@@ -219,12 +254,17 @@ def analytic_table(
     dtype_bytes: int = 4,
     tp_sizes: Iterable[int] = (1,),
     speeds: Speeds | None = None,
+    software: Software = MOTET,
 ) -> CostTable:
     """The computed costs of a model.
 
-    `dtype_bytes`: size of an element between layers (4 under autocast). `speeds`: None: the assumed ones."""
+    `dtype_bytes`: size of an element between layers (4 under autocast). `speeds`: None: those of the catalogue."""
     costs = AnalyticCosts(
-        cluster=cluster, dtype=dtype, message_bytes=dtype_bytes, speeds=speeds or default_speeds(cluster.device)
+        cluster=cluster,
+        dtype=dtype,
+        message_bytes=dtype_bytes,
+        speeds=speeds or default_speeds(cluster.device, dtype, software),
+        software=software,
     )
     sizes = tuple(tp_sizes)
 

@@ -156,10 +156,11 @@ class Cells:
             self._outputs[module] = [of_kind[kind] for kind in self._sample_kinds]
         return self._outputs[module]
 
-    def model_flops(self, weights: Floats | None = None) -> float:
-        """FLOPs of the forward and of the gradients that trainable layers need, without recomputation and copies.
+    def model_flops(self, weights: Floats | None = None, *, recomputed: bool = False) -> float:
+        """FLOPs of the forward and of the gradients that trainable layers need, without copies.
 
-        `weights`: number of cells that each cell represents; None: 1."""
+        `recomputed`: with the forwards that backwards repeat. `weights`: number of cells that each cell represents;
+        None: 1."""
         known: dict[LayerShape, LayerCost] = {}
         terms = []
         for kind in self.kinds:
@@ -167,7 +168,8 @@ class Cells:
             for layer, needs, count in kind.different:
                 if layer not in known:
                     known[layer] = layer_flops(layer)
-                passes = known[layer].passes(needs.input_gradient, needs.weight_gradient)
+                again = recomputed and self._runs_again(kind.module, layer)
+                passes = known[layer].passes(needs.input_gradient, needs.weight_gradient, recompute=again)
                 parts.append(passes.forward.plus(passes.backward).times(count))
             terms.append(total([] if self.plan.modules[kind.module].copy_of is not None else parts))
         pairs, place = np.unique(np.stack([self.kind, self.load]), axis=1, return_inverse=True)
@@ -176,6 +178,11 @@ class Cells:
             count * terms[kind].seconds(self.loads[load])
             for (kind, load), count in zip(pairs.T.tolist(), counts.tolist(), strict=True)
         )
+
+    def _runs_again(self, module: str, layer: LayerShape) -> bool:
+        """Whether a backward of the layer repeats its forward."""
+        is_block = layer.part == "block" and layer.runs
+        return (module in self.plan.recompute and is_block) or module in self.plan.recompute_features
 
     def _number(self) -> None:
         routes = self.routes

@@ -7,15 +7,19 @@ all-gather, the argument of a reduce-scatter). The faster one of two algorithms 
 * hierarchical: within the nodes, and between them in as many rings at once as a node has ranks of the group, each with
   its share of the bytes (a two-dimensional ring: Mikami et al. 2018).
 
+Between nodes an all-reduce goes through a ring or, where that has less latency, a double binary tree (Sanders et al.
+2009), in which each node sends and receives twice the tensor.
+
 Groups of the same kind on the same nodes (one for each tensor-parallel rank, for example) communicate at the same time
 and share the network cards of a node.
 
-Limits: no reduction in switches and no trees for small messages; groups that fill their nodes unequally count as rings.
+Limits: no reduction in switches; groups that fill their nodes unequally count as rings.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Literal
 
 import numpy as np
@@ -32,7 +36,7 @@ class Terms:
 
     latency_s: float
     bytes_per_s: float
-    algorithm: Literal["none", "ring", "hierarchical"]
+    algorithm: Literal["none", "ring", "tree", "hierarchical"]
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
@@ -47,7 +51,10 @@ def collective_terms(cluster: Cluster, collective: Collective, ranks: Sequence[i
     if len(members) < 2:
         return NOTHING
     choices = [ring_terms(cluster, collective, members)]
-    hierarchical = hierarchical_terms(cluster, collective, members)
+    tree = tree_terms(cluster, collective, members)
+    if tree is not None:
+        choices.append(tree)
+    hierarchical = hierarchical_terms(cluster, collective, members, num_bytes)
     if hierarchical is not None:
         choices.append(hierarchical)
     return min(choices, key=lambda terms: terms.seconds(num_bytes))
@@ -70,7 +77,17 @@ def ring_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -
     return _ring(collective, len(ranks), cluster.between_nodes.latency_s, slowest)
 
 
-def hierarchical_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms | None:
+def tree_terms(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Terms | None:
+    """Terms of a double binary tree over nodes, for an all-reduce of groups with one rank on each of several nodes."""
+    per_node = Counter(cluster.node(rank) for rank in ranks)
+    if collective != "all_reduce" or len(per_node) == 1 or set(per_node.values()) != {1}:
+        return None
+    return _tree(len(per_node), cluster.between_nodes.latency_s, cluster.network_bytes_per_s)
+
+
+def hierarchical_terms(
+    cluster: Cluster, collective: Collective, ranks: Sequence[int], num_bytes: float = 1e8
+) -> Terms | None:
     """Terms within and between nodes; None if the group has one rank per node, one node, or unequal nodes."""
     per_node = Counter(cluster.node(rank) for rank in ranks)
     counts = set(per_node.values())
@@ -80,6 +97,9 @@ def hierarchical_terms(cluster: Cluster, collective: Collective, ranks: Sequence
     inside = _ring(collective, num_inside, cluster.within_node.latency_s, cluster.within_node.bytes_per_s)
     # All devices of a node send at the same time, each its share of the tensor.
     outside = _ring(collective, len(per_node), cluster.between_nodes.latency_s, cluster.network_bytes_per_s)
+    if collective == "all_reduce":
+        tree = _tree(len(per_node), cluster.between_nodes.latency_s, cluster.network_bytes_per_s)
+        outside = min(outside, tree, key=lambda terms: terms.seconds(num_bytes / num_inside))
     s_per_byte = 1 / inside.bytes_per_s + 1 / outside.bytes_per_s / num_inside
     return Terms(inside.latency_s + outside.latency_s, 1 / s_per_byte, "hierarchical")
 
@@ -92,6 +112,11 @@ def _ring(collective: Collective, num_ranks: int, latency_s: float, bytes_per_s:
     rounds = 2 if collective == "all_reduce" else 1
     share = rounds * steps / num_ranks
     return Terms(rounds * steps * latency_s, bytes_per_s / share, "ring")
+
+
+def _tree(num_nodes: int, latency_s: float, bytes_per_s: float) -> Terms:
+    """An all-reduce up and down two trees, each for half of the tensor."""
+    return Terms(2 * ceil(log2(num_nodes)) * latency_s, bytes_per_s / 2, "tree")
 
 
 BUCKET_BYTES = 25 * 2**20

@@ -7,7 +7,8 @@ norms, elementwise functions and the collectives of tensor parallelism. Schedule
 FLOPs are counted as torch's `FlopCounterMode` counts them: a linear is 2 x rows x in x out, attention 4 x heads x
 head_dim x pairs, a convolution the linear over its kernel's pixels; input gradient and weight gradient cost as much as
 the forward each; attention has no weights, its backward is two of its forwards. Causal and sliding-window masks do not
-reduce the count. Bytes: each operand is read once and each result is written once (fused attention writes no scores).
+reduce the count; `AttentionCharge` says what kernels take that leave hidden pairs out. Bytes: each operand is read once
+and each result is written once (fused attention writes no scores).
 
 Limits: rotary positions, dropout, casts and layout changes are left out; a norm is one kernel, and so is a residual.
 Norms, residuals and losses are charged elements of the linears' width, though under autocast they are float32.
@@ -54,6 +55,22 @@ class KernelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionCharge:
+    """What attention is charged for. The default is what is counted as FLOPs by convention: all pairs, and a backward
+    of two forwards."""
+
+    share_of_pairs: float = 1.0
+    """Share of a sequence's pairs that the kernel computes: half where it leaves out what a causal mask hides."""
+    backward: float = 2.0
+    """FLOPs of a backward over those of a forward: 2.5 where it computes the scores once more (Dao et al. 2022)."""
+    score_bytes: float = 0.0
+    """Bytes of each score that a forward reads and writes; 0 for fused kernels, which write none."""
+
+
+COUNTED = AttentionCharge()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKernels:
     """A layer's kernels in the order of execution."""
 
@@ -86,11 +103,12 @@ def layer_kernels(
     sequence_parallel: bool = False,
     element_bytes: int = 2,
     residual_bytes: int | None = None,
+    charge: AttentionCharge = COUNTED,
 ) -> LayerKernels:
     """The kernels on each rank of a tensor-parallel group of this size.
 
     `element_bytes`: size of an element of activations and weights in kernels. `residual_bytes`: size of an element
-    between layers, which is float32 under autocast; None: the same.
+    between layers, which is float32 under autocast; None: the same. `charge`: what attention is charged for.
 
     A block's linears and attention are divided among the group; two all-reduces of its tokens close each forward and
     each backward (Shoeybi et al. 2019, section 3), one those of the vocabulary's layers. With sequence parallelism each
@@ -99,7 +117,7 @@ def layer_kernels(
     if not layer.runs:
         return LayerKernels((), (), ())
     residual = element_bytes if residual_bytes is None else residual_bytes
-    make = _Maker(layer, tp_size, sequence_parallel, element_bytes, residual)
+    make = _Maker(layer, tp_size, sequence_parallel, element_bytes, residual, charge)
     return LayerKernels(
         forward=tuple(make.forward("forward")),
         input_gradient=tuple(reversed(make.forward("input_gradient"))),
@@ -128,6 +146,7 @@ class _Maker:
     sequence_parallel: bool
     element_bytes: int
     residual_bytes: int
+    charge: AttentionCharge
 
     def forward(self, direction: Pass) -> list[KernelShape]:
         """The kernels of a forward, or of the gradients of their inputs, in the order of the forward."""
@@ -178,7 +197,10 @@ class _Maker:
     def _attention(self, attention: Attention, direction: Pass) -> KernelShape:
         times = 2 if direction == "input_gradient" else 1
         of_heads = 4.0 * attention.num_heads * attention.mean_dim
-        per_pair = times * (of_heads + attention.flops_per_pair) / self.tp_size
+        of_pass = self.charge.backward if direction == "input_gradient" else 1.0
+        is_whole = attention.reads_encoder or attention.window is not None
+        share = 1.0 if is_whole else self.charge.share_of_pairs
+        per_pair = of_pass * share * (of_heads + attention.flops_per_pair) / self.tp_size
         size = attention.mean_dim * self.element_bytes * times / self.tp_size
         queries, keys = 2 * attention.num_heads * size, 2 * attention.num_key_value_heads * size
         if attention.reads_encoder:
@@ -189,7 +211,8 @@ class _Maker:
             beside = times * attention.flops_per_token / self.tp_size
             of_pairs = {"per_pair": per_pair} if window is None else {"per_token": per_pair * window}
             flops = self._quadratic(**of_pairs).plus(self._quadratic(per_token=beside))
-            num_bytes = self._quadratic(per_token=queries + keys)
+            scores = times * attention.num_heads * self.charge.score_bytes / self.tp_size
+            num_bytes = self._quadratic(per_token=queries + keys, per_pair=scores)
         return KernelShape("attention", "attention", flops, num_bytes)
 
     def _comparisons(self, direction: Pass) -> list[KernelShape]:

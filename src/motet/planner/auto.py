@@ -8,8 +8,11 @@ Candidates are
   below the fastest plan so far. A few that slightly exceed the memory are simulated under a memory-aware schedule.
 
 Then `auto` tries the best few under other schedules, and the best and the fastest that does not fit with sequence
-parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
-(`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
+parallelism. Plans that fit go before plans that are fast. If none fits, it searches again under options that save
+memory, the least intrusive first: the optimizer's state sharded, blocks recomputed, both, both with more microbatches.
+It takes the plan of the first that fits. Recomputation belongs to the plan, where the user has left it open; other
+options are the user's, so the plan then does not fit as it is, and the report's suggestions name them. A lower bound
+over all plans (`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
 `motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
 
 `own_layouts` has these families of layouts, some of which no paper has:
@@ -223,6 +226,8 @@ class Choice:
     """Why a planner has no plan."""
     lower_bound_s: float | None
     """Lower bound over all plans of the problem; None for towers, which the bound does not cover."""
+    repaired_s: float | None = None
+    """Seconds of the chosen plan's iteration under the options that make it fit, if no plan fits as the problem is."""
 
     @property
     def best_named(self) -> str | None:
@@ -236,16 +241,25 @@ class Choice:
         num_devices = self.evaluation.problem.num_devices
         if plan.num_ranks < num_devices:
             parts.append(f"{num_devices - plan.num_ranks} of {num_devices} devices unused")
-        if self.found_by != PLANNER:
+        if self.repaired_s is not None:
+            if self.evaluation.fits:
+                parts.append("it fits with recomputation, and no plan fits without")
+            else:
+                parts.append(
+                    f"no plan fits as it is; this one takes {self.repaired_s * 1e3:.2f} ms with what makes it fit"
+                )
+        elif self.found_by != PLANNER:
             parts.append(f"the plan of {self.found_by}")
         elif self.best_named is not None:
             best = self.named[self.best_named]
-            if best.fits or not self.evaluation.fits:
+            if not self.evaluation.fits:
+                parts.append("no plan fits, with recomputation and a sharded optimizer's state neither")
+            elif best.fits:
                 gain = best.iteration_time_s / seconds - 1
                 parts.append(f"{gain:.1%} faster than the best named planner, {self.best_named}")
             else:
                 parts.append(f"it fits; the best named planner's, {self.best_named}, does not")
-        if self.lower_bound_s is not None and self.lower_bound_s < inf:
+        if self.repaired_s is None and self.lower_bound_s is not None and self.lower_bound_s < inf:
             # Rounding may put the bound just above the plan that it equals.
             parts.append(f"{max(0.0, seconds / self.lower_bound_s - 1):.1%} above the lower bound")
         return "; ".join(parts)
@@ -264,7 +278,8 @@ def choose_among(
     try:
         if problem.loss_module is not None:
             return _choose_towers(problem, placement)
-        return _choose(problem, named, placement)
+        choice = _choose(problem, named, placement)
+        return choice if choice.evaluation.fits else _choose_repaired(problem, named, placement, choice)
     finally:
         if was_collecting:
             gc.enable()
@@ -307,6 +322,52 @@ def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], plac
         refused=refused,
         lower_bound_s=_bound_of_choice(problem, [e.plan for e in evaluations], plan),
     )
+
+
+def _choose_repaired(
+    problem: PlanningProblem, planners: Mapping[str, PlanFunction], placement: Placement | None, choice: Choice
+) -> Choice:
+    """The plan that fits under the first of the options that save memory; `choice` if none does."""
+    for changed in _saving_memory(problem):
+        with suppress(UserError):
+            found = _choose(changed, planners, placement)
+            if not found.evaluation.fits:
+                continue
+            fitting = found.evaluation.plan
+            own = replace(problem, recompute=changed.recompute) if problem.chooses_recompute else problem
+            plan = replace(
+                fitting,
+                num_microbatches=problem.num_microbatches,
+                recompute=tuple(
+                    name for name in fitting.modules if fitting.modules[name].data_module(name) in own.recompute
+                ),
+            )
+            return replace(
+                choice,
+                evaluation=evaluate(own, plan),
+                found_by=found.found_by,
+                repaired_s=found.evaluation.iteration_time_s,
+            )
+    return choice
+
+
+def _saving_memory(problem: PlanningProblem) -> Iterator[PlanningProblem]:
+    """The problem under options that save memory, the least intrusive first."""
+    sharded = replace(problem.memory, zero1=True)
+    blocks = tuple(name for name in problem.modules if name != problem.loss_module)
+    may_shard = not problem.memory.zero1 and max(problem.dp_sizes) > 1
+    if may_shard:
+        yield replace(problem, memory=sharded)
+    if set(problem.recompute) != set(blocks):
+        yield replace(problem, recompute=blocks)
+        if may_shard:
+            yield replace(problem, memory=sharded, recompute=blocks)
+    for factor in (2, 4):
+        number = factor * problem.num_microbatches
+        dp_sizes = tuple(dp for dp in problem.dp_sizes if dp * number <= len(problem.samples))
+        if dp_sizes:
+            both = replace(problem, memory=sharded if may_shard else problem.memory, recompute=blocks)
+            yield replace(both, num_microbatches=number, dp_sizes=dp_sizes)
 
 
 def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:

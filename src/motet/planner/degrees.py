@@ -23,17 +23,25 @@ more than the tokens (`motet.families.encoders.EncoderFamily.has_full_attention`
 def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None:
     """Raises `UserError` naming what is wrong with a module's degrees."""
     workload = problem.modules[name].workload
-    for key in ("tp", "cp", "pp", "dp"):
+    for key in ("tp", "cp", "pp", "dp", "virtual_stages"):
         if getattr(degrees, key) < 1:
             raise UserError(f"parallel: {name}.{key} is {getattr(degrees, key)}; give at least 1")
-    if degrees.pp > workload.num_layers:
+    stages = f"pp is {degrees.pp}"
+    if degrees.virtual_stages > 1:
+        stages += f" with virtual_stages {degrees.virtual_stages}"
+        if degrees.pp == 1:
+            raise UserError(
+                f"parallel: {name}.virtual_stages is {degrees.virtual_stages}, but pp is 1, where they bring nothing; "
+                "give 1, or a larger pp"
+            )
+    if degrees.num_stages > workload.num_layers:
         raise UserError(
-            f"parallel: {name}.pp is {degrees.pp}, but it has {workload.num_layers} layers; "
-            f"give at most {workload.num_layers}"
+            f"parallel: {name}.{stages}, but it has {workload.num_layers} layers; give at most {workload.num_layers}"
+            + (" stages" if degrees.virtual_stages > 1 else "")
         )
-    if workload.max_stages is not None and degrees.pp > workload.max_stages:
+    if workload.max_stages is not None and degrees.num_stages > workload.max_stages:
         raise UserError(
-            f"parallel: {name}.pp is {degrees.pp}, but {workload.family} can be cut into {workload.max_stages} at most"
+            f"parallel: {name}.{stages}, but {workload.family} can be cut into {workload.max_stages} at most"
         )
     try:
         if degrees.tp > 1:

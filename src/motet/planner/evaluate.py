@@ -95,7 +95,17 @@ class Evaluation:
         return bound_s + self.problem.program_s
 
     def mfu(self, dtype: str) -> float | None:
-        """Model FLOPs utilization: model FLOPs over the devices' peak; None where the peak is not known."""
+        """Model FLOPs utilization: model FLOPs over the devices' peak; None where the peak is not known.
+
+        By the usual convention (Chowdhery et al. 2022, appendix B) attention counts all pairs, also hidden ones, and a
+        backward counts twice its forward."""
+        return self._utilization(dtype, recomputed=False)
+
+    def hfu(self, dtype: str) -> float | None:
+        """Hardware FLOPs utilization: `mfu` with the forwards that backwards repeat."""
+        return self._utilization(dtype, recomputed=True)
+
+    def _utilization(self, dtype: str, *, recomputed: bool) -> float | None:
         peak = self.problem.cluster.device.peak_flops.get(dtype)
         if peak is None or self.problem.cluster.device.name == "cpu":
             return None
@@ -104,7 +114,8 @@ class Evaluation:
             copies, routes = self.result.folding.copies, self.costs.routes
             of_stage = np.array([len(copies[stage.module, stage.replica]) for stage in routes.stages], dtype=float)
             weights = of_stage[routes.cell_stage]
-        return self.costs.cells.model_flops(weights) / (self.iteration_time_s * self.plan.num_ranks * peak)
+        flops = self.costs.cells.model_flops(weights, recomputed=recomputed)
+        return flops / (self.iteration_time_s * self.plan.num_ranks * peak)
 
 
 def evaluate(problem: PlanningProblem, plan: Plan, *, folded: bool = True) -> Evaluation:

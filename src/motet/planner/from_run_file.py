@@ -86,6 +86,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         assignment=config.parallel.assignment,
         max_packed_tokens=config.parallel.max_packed_tokens,
         recompute=config.parallel.recompute,
+        chooses_recompute="recompute" not in config.parallel.model_fields_set,
         contrastive_batch_size=config.train.contrastive_batch_size,
         memory=_memory_options(config),
         num_cores=shared_cores(config),
@@ -146,6 +147,11 @@ def _explicit_contrastive_plan(config: RunConfig, problem: PlanningProblem) -> P
         if given.cp > 1:
             raise UserError(
                 f"parallel.explicit.{name}.cp: is {given.cp}, but towers and decoders have whole items; give 1"
+            )
+        if given.virtual_stages > 1:
+            raise UserError(
+                f"parallel.explicit.{name}.virtual_stages: is {given.virtual_stages}, but a contrastive model has one "
+                "stage on each group; give 1"
             )
     if parallel.placement == "replicated":
         raise UserError(

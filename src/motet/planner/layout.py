@@ -103,7 +103,7 @@ def cut_module(
         except UserError as error:
             raise UserError(f"parallel: {name}.{error}") from None
     seconds = problem.estimator.layer_seconds(name, degrees.tp, degrees.dp, cp=degrees.cp, frozen_aware=frozen_aware)
-    return partition(seconds, degrees.pp)
+    return partition(seconds, degrees.num_stages)
 
 
 def _check(problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: Placement) -> None:
@@ -137,8 +137,13 @@ def _check(problem: PlanningProblem, degrees: Mapping[str, Degrees], placement: 
         if len(problem.sinks) != 1:
             raise UserError("parallel: placement replicated needs one module that all others enter")
         sink = degrees[problem.sinks[0]]
+        if sink.virtual_stages > 1:
+            raise UserError(
+                f"parallel: {problem.sinks[0]}.virtual_stages is {sink.virtual_stages}, but placement replicated puts "
+                "the encoders on each stage; give 1, or placement parallel or colocated"
+            )
         for name in problem.sources:
-            if (degrees[name].pp, degrees[name].tp, degrees[name].cp) != (1, sink.tp, sink.cp):
+            if (degrees[name].num_stages, degrees[name].tp, degrees[name].cp) != (1, sink.tp, sink.cp):
                 raise UserError(
                     f"parallel: placement replicated puts {name} whole on each stage of {problem.sinks[0]}; "
                     f"give it pp 1, tp {sink.tp} and cp {sink.cp}"
@@ -164,14 +169,10 @@ def _offsets(
 
 def _replica(degrees: Degrees, cut: Sequence[LayerRange], first_rank: int) -> Replica:
     size = degrees.ranks_per_stage
+    groups = [tuple(range(first_rank + g * size, first_rank + (g + 1) * size)) for g in range(degrees.pp)]
     return Replica(
         stages=tuple(
-            Stage(
-                layers=layers,
-                ranks=tuple(range(first_rank + s * size, first_rank + (s + 1) * size)),
-                tp_size=degrees.tp,
-                cp_size=degrees.cp,
-            )
+            Stage(layers=layers, ranks=groups[s % degrees.pp], tp_size=degrees.tp, cp_size=degrees.cp)
             for s, layers in enumerate(cut)
         )
     )

@@ -42,6 +42,8 @@ class Degrees:
     cp: int = 1
     pp: int = 1
     dp: int = 1
+    virtual_stages: int = 1
+    """Stages on each group, in rounds: stage s is on group s mod `pp`."""
     layers_per_stage: tuple[int, ...] | None = None
     """None: the planner's partition."""
     sequence_parallel: bool = False
@@ -51,6 +53,10 @@ class Degrees:
     @property
     def ranks_per_stage(self) -> int:
         return self.tp * self.cp
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +128,8 @@ class PlanningProblem:
     max_packed_tokens: int | None = None
     """Like the field of the plan."""
     recompute: tuple[str, ...] = ()
+    chooses_recompute: bool = False
+    """Planner `auto` may recompute blocks of other modules than `recompute` says, where no plan fits otherwise."""
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""

@@ -35,6 +35,7 @@ def report_evaluation(
         "bubble_fraction": evaluation.result.bubble_fraction,
         "time_shares_s": evaluation.result.time_shares.means_s(),
         "mfu": evaluation.mfu(dtype),
+        "hfu": evaluation.hfu(dtype),
         "peak_memory_bytes": list(evaluation.result.peak_memory_bytes),
         "num_devices": plan.num_ranks,
         "schedule": plan.schedule,
@@ -165,7 +166,7 @@ def report_text(values: Mapping[str, Any]) -> str:
         f"costs: {values['costs']['source']} on {values['costs']['hardware']}, {values['costs']['date']}",
     ]
     if values["mfu"] is not None:
-        lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
+        lines.append(f"model FLOPs utilization {values['mfu']:.1%}, with recomputation {values['hfu']:.1%}")
     if "fully_sharded" in values:
         sharded = values["fully_sharded"]
         lines.append(

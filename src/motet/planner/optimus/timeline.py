@@ -258,6 +258,7 @@ def stage_kernels(problem: PlanningProblem, name: str, tp: int, dp: int, stages:
                 tp_size=tp,
                 element_bytes=problem.memory.computed_bytes,
                 residual_bytes=problem.memory.activation_bytes,
+                charge=assumed.software.charge(is_causal=problem.modules[name].workload.kind == "language_model"),
             )
             backward = shapes.backward(
                 gradients.input_gradient,
