@@ -142,7 +142,7 @@ def _sums(
     for sample in samples:
         layout = sample.layouts.get(data_module, ())
         for source in sources:
-            incoming += sample.num_outputs(source)
+            incoming += sample.num_outputs(source, data_module)
         if not encodes_items:
             outputs += sample.num_loss_tokens.get(data_module, 0)
             if layout:

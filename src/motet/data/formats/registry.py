@@ -21,7 +21,7 @@ from motet.config import (
     PreparedDataConfig,
     SameDigitsConfig,
 )
-from motet.data.example import PLACEHOLDERS, Example, ExampleSource, Modality
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, Example, ExampleSource, Modality
 from motet.data.formats.conversations import ConversationExamples
 from motet.data.formats.pairs import PairExamples
 from motet.data.formats.parquet import ParquetExamples
@@ -87,7 +87,8 @@ def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
 def _folders(data: FilesConfig) -> dict[Modality, Path]:
     """By modality, what the paths of media are relative to."""
     own = getattr(data, "media_folder", ".")
-    return {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
+    folders = {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
+    return {**folders, TO_GENERATE: folders["image"]}
 
 
 DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {

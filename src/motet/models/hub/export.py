@@ -185,6 +185,10 @@ def describe_config(model: ModelConfig, placeholder_token_ids: Mapping[str, int]
     """Of a run file's model. Raises `UserError` if a part's configuration cannot be read."""
     if model.towers:
         return _describe_towers(model)
+    if model.generators:
+        raise UserError(
+            "model.generators: export is not supported for models with generators; their checkpoints can be resumed"
+        )
     language_model = read_part_config(model.causal_lm, "language_model", where=f"model.{LANGUAGE_MODEL}")
     parts = {}
     for name, part in model.encoders.items():
