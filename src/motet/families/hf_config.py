@@ -8,8 +8,14 @@ from typing import Any, Literal
 
 from motet.config import DecoderConfig, GeneratorConfig, LanguageModelConfig, PartConfig, TowerConfig
 from motet.errors import UserError, closest
-from motet.shapes.diffusion import DIT_DEFAULTS, GENERATORS, UNET_DEFAULTS, generator_workload
-from motet.shapes.diffusion_transformers import TRANSFORMERS, Connection, transformer_workload
+from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, generator_workload
+from motet.shapes.diffusion_transformers import (
+    PIXART_DEFAULTS,
+    SD3_DEFAULTS,
+    TRANSFORMERS,
+    Connection,
+    transformer_workload,
+)
 from motet.shapes.module_shape import ModuleWorkload
 from motet.shapes.shape_card import Role, ShapeRequest
 
@@ -132,10 +138,19 @@ def stored_folder(part: PartConfig) -> Path:
         raise UserError(f"hub: {part.hub!r} cannot be had ({' '.join(str(error).split())}); use path") from None
 
 
+CLASS_CONDITIONAL = ("DiTTransformer2DModel", "Transformer2DModel")
+"""Classes of diffusers that nothing but a class label conditions."""
+
+
 def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> ModuleWorkload:
     """A diffusion model's shape, from its class's name in diffusers or from its config.json. `incoming_size`: of what
     conditions it."""
     where = f"model.generators.{name}"
+    if part.config in CLASS_CONDITIONAL:
+        raise UserError(
+            f"{where}.config: a {part.config} takes class labels and no hidden states, so it cannot read a language "
+            f"model; give {' or '.join(TRANSFORMERS)}"
+        )
     if part.config is not None and part.config not in (known := (*TRANSFORMERS, *GENERATORS)):
         near = closest(part.config, known, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
@@ -145,7 +160,7 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
             f"{where}.queries: a {stored.get('_class_name')} can be planned and simulated only; give "
             f"{' or '.join(TRANSFORMERS)}, or leave queries out"
         )
-    for key in {**UNET_DEFAULTS, **DIT_DEFAULTS}:
+    for key in {**UNET_DEFAULTS, **SD3_DEFAULTS, **PIXART_DEFAULTS}:
         value = part.values.get(key)
         if isinstance(value, int) and value < 1:
             raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")
