@@ -33,6 +33,18 @@ def test_queries_stand_at_placeholders_and_name_their_reader(tmp_path: Path) -> 
     assert data.sample(4).num_loss_tokens["image"] == 0
 
 
+def test_without_queries_the_prompt_is_read(tmp_path: Path) -> None:
+    config = generator_config(tmp_path, queries=None)
+    data = open_data(config).train
+    sample = data.sample(1)  # An image to see, and one to draw.
+    ids = data.features(1, "language_model")["input_ids"]
+    mark = ids.tolist().index(ids.max())
+    assert sample.output_places("language_model", "image") == list(range(mark + 1))
+    assert data.features(1, "language_model")["labels"][mark] == ids.max()
+    with pytest.raises(UserError, match="has 2 images, but image reads the whole prompt of one"):
+        data.sample(3)
+
+
 def test_pixels_are_grey_between_minus_one_and_one(tmp_path: Path) -> None:
     data = open_data(generator_config(tmp_path)).train
     pixels = np.asarray(Image.open(tmp_path / "generate_0_0.png").convert("L"), dtype=np.float32)
@@ -63,7 +75,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"generator": {**SD3, "config": "DiTTransformer2DModel"}}, r"config: a DiTTransformer2DModel takes class labels"),
     ({"generator": {**SD3, "config": "SD4"}}, r"model\.generators\.image\.config: 'SD4' is not known"),
     ({"generator": {**SD3, "values": {**SD3["values"], "in_channels": 16, "out_channels": 16}}}, "in_channels: is 16"),
-    ({"queries": None}, r"model\.generators\.image\.queries: is null, which can be planned"),
     ({"explicit": {"image": {"tp": 2}}}, r"parallel\.explicit\.image\.tp: is 2, but a generator is whole"),
 ]
 
@@ -87,5 +98,5 @@ def test_two_generators_with_queries_are_refused(tmp_path: Path) -> None:
     run = generator_run(tmp_path)
     run["model"]["generators"]["other"] = run["model"]["generators"]["image"]
     run["parallel"]["explicit"]["other"] = {}
-    with pytest.raises(ValueError, match="image and other have queries; one generator can be trained at a time"):
+    with pytest.raises(ValueError, match="generators: image and other are given, but one can be trained at a time"):
         RunConfig.model_validate_json(json.dumps(run))

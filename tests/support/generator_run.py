@@ -1,6 +1,8 @@
 """Run files of a tiny SigLIP, a tiny Llama and a tiny diffusion transformer, with conversations in which to draw."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from transformers import SiglipImageProcessor
 from motet.config import RunConfig
 from motet.data.chat import word_level_tokenizer
 from motet.data.run_file import open_samples
-from motet.plan import Plan
+from motet.plan import ModulePlan, Plan, Replica
 from motet.planner.from_run_file import plan_for, planning_problem
 
 WIDTH = 24
@@ -78,12 +80,15 @@ KINDS = (
 """Question, answer, images to draw, images to see."""
 
 
-def write_drawings(folder: Path, num_samples: int = 8) -> Path:
+ONE_EACH = tuple(kind for kind in KINDS if kind[2] < 2)
+
+
+def write_drawings(folder: Path, num_samples: int = 8, *, kinds: Sequence[tuple[str, str, int, int]] = KINDS) -> Path:
     """Samples with one image to draw, with two, and with none; of two sizes."""
     random = np.random.default_rng(0)
     records, texts = [], []
     for i in range(num_samples):
-        question, answer, num_drawn, num_seen = KINDS[i % len(KINDS)]
+        question, answer, num_drawn, num_seen = kinds[i % len(kinds)]
         record: dict[str, Any] = {"id": f"s{i}"}
         for key, number, size in (("generate", num_drawn, (8, 8 + 4 * (i % 2))), ("image", num_seen, (16, 16))):
             for k in range(number):
@@ -117,16 +122,18 @@ def generator_run(
     train: dict[str, Any] | None = None,
     language_model: dict[str, Any] = LANGUAGE_MODEL,
     explicit: dict[str, Any] | None = None,
+    kinds: Sequence[tuple[str, str, int, int]] = KINDS,
     **options: Any,
 ) -> dict[str, Any]:
     """The run file's content: encoder, language model and generator on a rank each, unless `explicit` says otherwise.
 
     Args:
         frozen: by module, its `train` section.
+        kinds: of the samples.
         options: of the generator.
     """
     if not (folder / "data.jsonl").exists():
-        write_drawings(folder)
+        write_drawings(folder, kinds=kinds)
     frozen = frozen or {}
     own = {name: {"train": frozen[name]} if name in frozen else {} for name in ("vision", "language_model", "image")}
     layout = {name: (explicit or {}).get(name, {}) for name in own}
@@ -155,9 +162,29 @@ def generator_config(folder: Path, *args: Any, **options: Any) -> RunConfig:
 
 
 def planned(folder: Path, case: dict[str, Any]) -> tuple[RunConfig, Plan]:
-    """The run file and its plan. `case`: arguments of `generator_run`."""
+    """The run file and its plan. `case`: arguments of `generator_run`, and `ranks` that stand for others."""
     given = dict(case)
+    ranks = given.pop("ranks", {})
     config = generator_config(folder, given.pop("generator", SD3), **given)
     source = open_samples(config)
     samples = [source.sample(index) for index in range(config.train.global_batch_size)]
-    return config, plan_for(config, planning_problem(config, samples))
+    plan = plan_for(config, planning_problem(config, samples))
+    return config, _on_ranks(plan, ranks)
+
+
+def _on_ranks(plan: Plan, ranks: Mapping[int, int]) -> Plan:
+    """The plan with some ranks' stages on other ranks."""
+
+    def moved(module: ModulePlan) -> ModulePlan:
+        replicas = [
+            Replica(
+                stages=tuple(
+                    replace(stage, ranks=tuple(ranks.get(rank, rank) for rank in stage.ranks))
+                    for stage in replica.stages
+                )
+            )
+            for replica in module.replicas
+        ]
+        return replace(module, replicas=tuple(replicas))
+
+    return replace(plan, modules={name: moved(module) for name, module in plan.modules.items()})

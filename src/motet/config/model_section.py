@@ -80,7 +80,7 @@ class GeneratorConfig(PartConfig):
 
     queries: Count | None = None
     """Learned query tokens at each placeholder `<generate>`, whose hidden states condition the image; null: all hidden
-    states of the sample do, to plan and simulate only."""
+    states up to the placeholder do, in samples with one image."""
     projector: Literal["linear", "mlp"] = "mlp"
     """The connector: layers, behind a norm, that map the language model's width to that of the generator's
     conditions."""
@@ -316,7 +316,6 @@ class ModelConfig(Section):
                     f"generators.{name}: its query tokens are called {queries_of(name)}, as another module is; rename "
                     "one of the two"
                 )
-        self._check_queries()
         for name, token in self.placeholder_tokens.items():
             known = (*self.encoders, *self.generators)
             if name not in known:
@@ -336,24 +335,22 @@ class ModelConfig(Section):
             raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
         return self
 
-    def _check_queries(self) -> None:
-        """Refuses what has not been shown with generators."""
-        names = [name for name, part in self.generators.items() if part.queries is not None]
+    def check_trained_generators(self) -> None:
+        """Refuses what has not been shown with generators that are trained."""
+        names = list(self.generators)
         if len(names) > 1:
             raise ValueError(
-                f"generators: {' and '.join(names)} have queries; one generator can be trained at a time, so leave out "
-                "the queries of the others"
+                f"generators: {' and '.join(names)} are given, but one can be trained at a time; leave out the others"
             )
-        for name in names:
-            if self.merge != "placeholder":
-                raise ValueError(
-                    f"merge: is {self.merge}, but the queries of generators.{name} stand at placeholders; leave it out"
-                )
-            if self.media_attention != "causal":
-                raise ValueError(
-                    f"media_attention: is {self.media_attention}, but queries of generators.{name} attend causally; "
-                    "leave it out"
-                )
+        if self.merge != "placeholder":
+            raise ValueError(
+                f"merge: is {self.merge}, but what generators.{names[0]} reads stands at placeholders; leave it out"
+            )
+        if self.media_attention != "causal":
+            raise ValueError(
+                f"media_attention: is {self.media_attention}, but what generators.{names[0]} reads attends causally; "
+                "leave it out"
+            )
 
     @property
     def causal_lm(self) -> LanguageModelConfig:

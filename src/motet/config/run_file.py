@@ -226,19 +226,15 @@ class RunConfig(Section):
 
     def _check_generators(self) -> None:
         """Refuses what generators have not been shown with."""
-        for name, part in self.model.generators.items():
-            if self.data.kind == "described":
-                continue
-            if self.data.kind != "conversations":
-                raise ValueError(
-                    f"data.kind: {self.data.kind} has no images to generate; give conversations with <generate>, or "
-                    "described to plan and simulate"
-                )
-            if part.queries is None:
-                raise ValueError(
-                    f"model.generators.{name}.queries: is null, which can be planned and simulated only; give a number "
-                    "of query tokens, or data.kind described"
-                )
+        if not self.model.generators:
+            return
+        if self.data.kind not in ("conversations", "described"):
+            raise ValueError(
+                f"data.kind: {self.data.kind} has no images to generate; give conversations with <generate>, or "
+                "described to plan and simulate"
+            )
+        if self.data.kind == "conversations":
+            self.model.check_trained_generators()
         for name in self.model.generators:
             layout = self.parallel.explicit.get(name)
             for key, default in (("tp", 1), ("cp", 1), ("fully_sharded", False)):
@@ -247,7 +243,7 @@ class RunConfig(Section):
                         f"parallel.explicit.{name}.{key}: is {getattr(layout, key)}, but a generator is whole on each "
                         f"rank of a stage; leave it out, and give dp or pp"
                     )
-        if self.model.generators and self.train.failures is not None:
+        if self.train.failures is not None:
             raise ValueError("train.failures: is not supported with model.generators; leave one of the two out")
 
     def _check_num_microbatches(self) -> None:

@@ -21,9 +21,10 @@ MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class QueryLayout:
-    """The query tokens of a generator, which stand in the text as an encoder's outputs do."""
+    """What a generator reads of a text: query tokens, which stand in it as an encoder's outputs do, or the prompt."""
 
-    num_queries: int
+    num_queries: int | None
+    """None: it reads everything up to the placeholder, which is an ordinary token."""
     target: str
     """The generator."""
     placeholder: str | None = None
@@ -40,6 +41,13 @@ class QueryLayout:
 
     def lay_out(self, example: Example, layouts: Mapping[str, Any]) -> tuple[tuple[Segment, ...], int | None]:
         number = len(example.items(self.modalities))
+        if self.num_queries is None:
+            if number > 1:
+                raise UserError(
+                    f"generate: has {number} images, but {self.target} reads the whole prompt of one; give one in each "
+                    "sample, or set queries"
+                )
+            return (), None
         return tuple(Segment(self.num_queries, item=item) for item in range(number)), None
 
 

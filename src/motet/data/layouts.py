@@ -15,7 +15,7 @@ the last position; one of BERT is left as it is. Longer texts are truncated.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -142,6 +142,11 @@ class ConversationLayout:
                 continue
             text.add_tokens(ids[first:at], is_answer[first:at])
             first, name = at + 1, encoder_of[token]
+            reader = self.encoders[name]
+            if isinstance(reader, QueryLayout) and reader.num_queries is None:
+                text.add_tokens([token], [is_answer[at]])
+                text.layout = [replace(segment, target=reader.target) for segment in text.layout]
+                continue
             if not remaining[name]:
                 raise UserError(f"its text holds {self.encoders[name].token!r}, which stands for encoder outputs")
             segment = remaining[name].pop(0)

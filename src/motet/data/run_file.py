@@ -39,6 +39,7 @@ from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.families.token_counts import modality_of, reads_text
 from motet.plan import queries_of
+from motet.shapes.diffusion_transformers import TRANSFORMERS
 
 if TYPE_CHECKING:
     from motet.data.preparation import ExampleDataset, Preparation
@@ -170,12 +171,21 @@ def _module_layouts(
         elif isinstance(part, DecoderConfig):
             layouts[name] = CaptionLayout(tools.tokenizer(node), values, part.reads)
         elif isinstance(part, GeneratorConfig) and node.workload.kind == "generator":
+            if node.workload.family not in TRANSFORMERS:
+                raise UserError(
+                    f"{node.key}: a {node.workload.family} can be planned and simulated only, with data.kind "
+                    f"described; give {' or '.join(TRANSFORMERS)}"
+                )
             layouts[name] = GeneratedLayout(values, part.loss_per, node.key)
         elif isinstance(part, GeneratorConfig):
             reader = next(other for other in config.model.generators if queries_of(other) == name)
             placeholder = config.model.placeholder_tokens.get(reader)
             encoders[name] = layouts[name] = QueryLayout(values["num_queries"], reader, placeholder)
         elif node.workload.kind == "language_model":
+            for reader, generator in config.model.generators.items():
+                if generator.queries is None:
+                    placeholder = config.model.placeholder_tokens.get(reader)
+                    encoders[reader] = QueryLayout(None, reader, placeholder)
             _check_modalities(encoders)
             tokenizer = tools.tokenizer(node)
             check_vocabulary(tokenizer, values, node.key)

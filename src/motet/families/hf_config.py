@@ -155,11 +155,6 @@ def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> Modu
         near = closest(part.config, known, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
     stored = stored_values(part, where) if part.config is None else {"_class_name": part.config}
-    if part.queries is not None and stored.get("_class_name") not in TRANSFORMERS:
-        raise UserError(
-            f"{where}.queries: a {stored.get('_class_name')} can be planned and simulated only; give "
-            f"{' or '.join(TRANSFORMERS)}, or leave queries out"
-        )
     for key in {**UNET_DEFAULTS, **SD3_DEFAULTS, **PIXART_DEFAULTS}:
         value = part.values.get(key)
         if isinstance(value, int) and value < 1:

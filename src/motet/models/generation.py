@@ -59,7 +59,7 @@ class GeneratorNode(ModuleNode):
     """Width of the language model's hidden states."""
     reads: str = LANGUAGE_MODEL
     queries: str = ""
-    """The module of its query tokens."""
+    """The module of its query tokens; "": it reads all hidden states up to the placeholder."""
 
     @property
     def num_typical_loss_tokens(self) -> int:
@@ -140,5 +140,5 @@ def generator_node(
         loss=DiffusionLoss(objective=part.objective, per=part.loss_per, null_condition=part.null_condition),
         shape=shape,
         incoming_size=incoming_size,
-        queries=queries_of(name),
+        queries=queries_of(name) if part.queries else "",
     )

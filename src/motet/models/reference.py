@@ -51,11 +51,11 @@ def reference_loss(
                 media_attention=node.media_attention,
                 language_model_name=node.name,
                 queries={name: other.queries.weight for name, other in nodes.items() if isinstance(other, QueryNode)},
-                states=states,
+                states=states if any(isinstance(other, GeneratorNode) for other in nodes.values()) else None,
             )
             placeholder_ids = node.placeholder_token_ids
         elif isinstance(node, GeneratorNode):
-            loss = plain_generation_loss(node, states, batch, placeholder_ids[node.queries], draw_key)
+            loss = plain_generation_loss(node, states, batch, placeholder_ids[node.queries or node.name], draw_key)
         elif isinstance(node, LossNode):
             towers = {name: tower.module for name, tower in nodes.items() if isinstance(tower, TowerNode)}
             size = contrastive_batch_size or len(batch.samples)
@@ -187,7 +187,7 @@ def plain_loss(
         media_attention: as in a run file, but not "family", or a registered mask's name; anything but "causal" is given
             to the model as a matrix.
         queries: by module, the query tokens of one item of a generator.
-        states: gets the last hidden states of each sample, if there are queries.
+        states: gets the last hidden states of each sample.
     """
     total: Any = 0.0
     num_tokens = 0
@@ -209,10 +209,10 @@ def plain_loss(
             items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
             segments = tuple(sample.layouts[language_model_name])
             extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention, segments)
-        extra |= {"output_hidden_states": True} if queries else {}
+        extra |= {} if states is None else {"output_hidden_states": True}
         output = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra)
         logits = output.logits[0]
-        if queries and states is not None:
+        if states is not None:
             states.append(output.hidden_states[-1][0])
         wide = logits if logits.dtype == torch.float64 else logits.float()
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
@@ -239,6 +239,8 @@ def plain_generation_loss(
         if not segments:
             continue
         here = batch.features(language_model, i)["input_ids"] == placeholder_id
+        if not node.queries:  # It reads everything up to the placeholder.
+            here = torch.arange(len(here)) <= here.nonzero().item()
         conditions = states[i][here].chunk(len(segments))
         latents = batch.features(node.name, i)["latents"]
         first = 0

@@ -254,7 +254,7 @@ def query_tokens(number: int, width: int) -> ModuleWorkload:
     return ModuleWorkload(
         kind="encoder",
         family=QUERY_TOKENS,
-        config={"model_type": QUERY_TOKENS, "num_queries": number, "modalities": ["generate"]},
+        config={"model_type": QUERY_TOKENS, "num_queries": number, "modalities": []},
         hidden_size=width,
         output_size=width,
         layers=(LayerShape("embed", width, other_parameters=number * width),),

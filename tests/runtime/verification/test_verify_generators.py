@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from distributed import run_distributed
-from generator_run import PIXART, planned
+from generator_run import ONE_EACH, PIXART, planned
 from sampling import in_campaigns
 
 from motet.config import RunConfig
@@ -45,6 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
         "explicit": {name: {"dp": 2} for name in ("vision", "language_model", "image")},
         "num_devices": 6,
     },
+    "on the language model's rank": {"ranks": {2: 1}},
+    "in 2 stages, on the encoder's and the language model's ranks": {
+        "explicit": {"image": {"pp": 2}},
+        "num_devices": 4,
+        "ranks": {2: 0, 3: 1},
+    },
+    "all on one rank": {"ranks": {1: 0, 2: 0}},
     "recomputed": {"parallel": {"recompute": ["language_model", "image", "vision"]}},
     "microbatches of one sample": {"parallel": {"num_microbatches": 8}},
     "generator alone trained": {"frozen": ALONE},
@@ -77,16 +84,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_together(folder: Path, names: list[str]) -> dict[str, Any]:
+def check_together(folder: Path, names: list[str], cases: dict[str, dict[str, Any]] = CASES) -> dict[str, Any]:
     """Those with one number of ranks share a start of processes."""
     by_size: dict[int, list[tuple[str, RunConfig, Plan]]] = defaultdict(list)
     for name in names:
-        config, plan = planned(folder, CASES[name])
+        config, plan = planned(folder, cases[name])
         by_size[plan.num_ranks].append((name, config, plan))
     found = {}
-    for num_ranks, cases in by_size.items():
-        results = run_distributed(_verify, num_ranks, cases, timeout=120 + 20 * len(cases))[0]
-        found.update(zip([name for name, *_ in cases], results, strict=True))
+    for num_ranks, group in by_size.items():
+        results = run_distributed(_verify, num_ranks, group, timeout=120 + 20 * len(group))[0]
+        found.update(zip([name for name, *_ in group], results, strict=True))
     return found
 
 
@@ -126,3 +133,28 @@ def test_every_layout_equals_one_process(tmp_path: Path, names: list[str]) -> No
 
 MODELS = {"generator", "objective", "loss_per", "loss_weight", "null_condition"}
 """Keys that change what is computed."""
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "prompt": {"kinds": ONE_EACH, "queries": None},
+    "prompt, language model in 2 stages with cp 2": {
+        "kinds": ONE_EACH,
+        "queries": None,
+        "explicit": {"language_model": {"cp": 2, "pp": 2}, "image": {"pp": 2}},
+        "num_devices": 7,
+    },
+    "prompt, PixArt, frozen language model": {
+        "kinds": ONE_EACH,
+        "queries": None,
+        "generator": PIXART,
+        "frozen": {"language_model": {"module": False}},
+        "explicit": {"image": {"pp": 2, "layers_per_stage": [1, 5]}},
+        "num_devices": 4,
+    },
+}
+"""Conditions of unequal length."""
+
+
+@pytest.mark.parametrize("names", in_campaigns([list(PROMPTS)]))
+def test_conditions_of_unequal_length_equal_one_process(tmp_path: Path, names: list[str]) -> None:
+    assert_equal(check_together(tmp_path, names, PROMPTS))

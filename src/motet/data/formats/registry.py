@@ -69,6 +69,7 @@ def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[
 def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
     folders = _folders(data)
     taken = [m for node in graph.of_kind("encoder").values() for m in modalities_of(node.workload.config)]
+    taken += [TO_GENERATE] if graph.of_kind("generator") else []
     train = open_conversations(data.files, folders, taken)
     return Examples(train, open_conversations(data.eval_files, folders, taken) if data.eval_files else None)
 

@@ -7,9 +7,10 @@ sample), in the order (sample, item), the rows that travel between stages are
 * behind the connector: the image's conditions and, if the family has one, the pooled condition;
 * behind any later layer: the places of the image, its conditions, and the vectors of its time step.
 
-Conditions are the language model's hidden states at the image's query tokens. Images of one size with equally many
-conditions are computed together: no condition is padded, as SD3 has no mask for conditions. Noise, time steps and null
-conditions are drawn by keys (`motet.models.draws`): the embedding adds the noise, and the head draws it again.
+Conditions are the language model's hidden states at the image's query tokens, or all of its prompt. Images of one size
+with equally many conditions are computed together: no condition is padded, as SD3 has no mask for conditions. Noise,
+time steps and null conditions are drawn by keys (`motet.models.draws`): the embedding adds the noise, and the head
+draws it again.
 
 Limits: no tensor or context parallelism.
 """
