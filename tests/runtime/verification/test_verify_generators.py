@@ -40,7 +40,10 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel": {"packing": True},
     },
     "language model with tp 2": {"explicit": {"language_model": {"tp": 2}}, "num_devices": 4},
-    "language model with cp 2": {"explicit": {"language_model": {"cp": 2}}, "num_devices": 4},
+    "language model with cp 2": {
+        "explicit": {"language_model": {"cp": 2, "context": {"block_size": 4}}},
+        "num_devices": 4,
+    },
     "all twice": {
         "explicit": {name: {"dp": 2} for name in ("vision", "language_model", "image")},
         "num_devices": 6,
@@ -140,7 +143,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "prompt, language model in 2 stages with cp 2": {
         "kinds": ONE_EACH,
         "queries": None,
-        "explicit": {"language_model": {"cp": 2, "pp": 2}, "image": {"pp": 2}},
+        "explicit": {"language_model": {"cp": 2, "pp": 2, "context": {"block_size": 4}}, "image": {"pp": 2}},
         "num_devices": 7,
     },
     "prompt, PixArt, frozen language model": {

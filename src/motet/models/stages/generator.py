@@ -87,14 +87,15 @@ class Connector(nn.Module):
     the mean of an image's conditions for families with a pooled condition."""
 
     def __init__(
-        self, incoming_size: int, size: int, pooled_size: int, projector: str, *, dtype: torch.dtype, seed: int
+        self, incoming_size: int, size: int, pooled_size: int, projector: str, *, dtype: torch.dtype, seed: int | None
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(incoming_size)
         self.projector = PROJECTORS[projector](incoming_size, size)
         self.pooled = nn.Linear(size, pooled_size) if pooled_size else None
         self.null = nn.Parameter(torch.zeros(size))
-        initialize_projector(self, seed=seed)
+        if seed is not None:
+            initialize_projector(self, seed=seed)
         self.to(dtype)
 
     def forward(self, states: Tensor) -> Tensor:
