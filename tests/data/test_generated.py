@@ -41,7 +41,7 @@ def test_without_queries_the_prompt_is_read(tmp_path: Path) -> None:
     mark = ids.tolist().index(ids.max())
     assert sample.output_places("language_model", "image") == list(range(mark + 1))
     assert data.features(1, "language_model")["labels"][mark] == ids.max()
-    with pytest.raises(UserError, match="has 2 images, but image reads the whole prompt of one"):
+    with pytest.raises(UserError, match="has several images, but image reads the whole prompt of one"):
         data.sample(3)
 
 

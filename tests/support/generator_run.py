@@ -123,6 +123,7 @@ def generator_run(
     language_model: dict[str, Any] = LANGUAGE_MODEL,
     explicit: dict[str, Any] | None = None,
     kinds: Sequence[tuple[str, str, int, int]] = KINDS,
+    held_out: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """The run file's content: encoder, language model and generator on a rank each, unless `explicit` says otherwise.
@@ -146,6 +147,7 @@ def generator_run(
         "data": {
             "kind": "conversations",
             "files": [str(folder / "data.jsonl")],
+            **({"eval_files": [str(folder / "data.jsonl")]} if held_out else {}),
             "image_folder": str(folder),
             "tokenizer": str(folder / "tokenizer"),
             "workers": 0,  # The ranks of a test are daemons, which may have no children.

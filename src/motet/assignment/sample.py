@@ -59,7 +59,8 @@ class Sample:
         """Which of all tokens that the module hands on go to `target`."""
         segments = self.layouts.get(module, ())
         is_named = any(segment.target == target for segment in segments)
-        places, start = [], 0
+        places: list[int] = []
+        start = 0
         for segment in segments:
             if segment.target == target or not is_named:
                 places += range(start, start + segment.outputs)

@@ -40,14 +40,9 @@ class QueryLayout:
         return self.placeholder or PLACEHOLDERS[TO_GENERATE]
 
     def lay_out(self, example: Example, layouts: Mapping[str, Any]) -> tuple[tuple[Segment, ...], int | None]:
-        number = len(example.items(self.modalities))
         if self.num_queries is None:
-            if number > 1:
-                raise UserError(
-                    f"generate: has {number} images, but {self.target} reads the whole prompt of one; give one in each "
-                    "sample, or set queries"
-                )
             return (), None
+        number = len(example.items(self.modalities))
         return tuple(Segment(self.num_queries, item=item) for item in range(number)), None
 
 

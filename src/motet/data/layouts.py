@@ -144,6 +144,11 @@ class ConversationLayout:
             first, name = at + 1, encoder_of[token]
             reader = self.encoders[name]
             if isinstance(reader, QueryLayout) and reader.num_queries is None:
+                if any(segment.target == reader.target for segment in text.layout):
+                    raise UserError(
+                        f"generate: has several images, but {reader.target} reads the whole prompt of one; give one in "
+                        "each sample, or set the generator's queries"
+                    )
                 text.add_tokens([token], [is_answer[at]])
                 text.layout = [replace(segment, target=reader.target) for segment in text.layout]
                 continue

@@ -40,6 +40,10 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel": {"packing": True},
     },
     "language model with tp 2": {"explicit": {"language_model": {"tp": 2}}, "num_devices": 4},
+    "language model with sequence parallelism": {
+        "explicit": {"language_model": {"tp": 2, "sequence_parallel": True}},
+        "num_devices": 4,
+    },
     "language model with cp 2": {
         "explicit": {"language_model": {"cp": 2, "context": {"block_size": 4}}},
         "num_devices": 4,
@@ -161,3 +165,10 @@ PROMPTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("names", in_campaigns([list(PROMPTS)]))
 def test_conditions_of_unequal_length_equal_one_process(tmp_path: Path, names: list[str]) -> None:
     assert_equal(check_together(tmp_path, names, PROMPTS))
+
+
+@pytest.mark.parametrize("dtype", in_campaigns(["float32", "bfloat16"]))
+def test_in_fewer_bits(tmp_path: Path, dtype: str) -> None:
+    case = {"explicit": {"image": {"pp": 2}}, "num_devices": 4, "train": {"dtype": dtype}}
+    (result,) = check_together(tmp_path, [dtype], {dtype: case}).values()
+    assert result["failures"] == []
