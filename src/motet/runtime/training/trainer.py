@@ -326,7 +326,7 @@ class Trainer:
         tokens: Counter[str] = Counter()
         for batch in self.held_out:
             result = self.engine.run(batch, forward_only=True)
-            sums.update(result.loss_sums)  # type: ignore[arg-type]
+            sums.update(result.loss_sums)
             tokens.update(result.loss_tokens)
         for stage, mode in zip(stages, was_training, strict=True):
             stage.train(mode)
