@@ -331,7 +331,8 @@ class ModelConfig(Section):
         ]
         trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
         models = [part for part in (self.language_model, self.decoder) if part is not None]
-        if not (trains_encoder or any(part.train.module for part in models)):
+        trains_queries = any(part.queries and part.train.queries for part in self.generators.values())
+        if not (trains_encoder or trains_queries or any(part.train.module for part in models)):
             raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
         return self
 
