@@ -100,7 +100,7 @@ def test_named_files_exist(page: Path) -> None:
 def test_named_python_files_exist(page: Path) -> None:
     """A page may leave out the first folders of a path."""
     files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.py")]
-    names = set(re.findall(r"`([\w./{},-]+\.py)`", page.read_text()))
+    names = set(re.findall(r"`([^\W_][\w./{},-]+\.py)`", page.read_text()))
     assert [name for name in sorted(names) if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
