@@ -81,6 +81,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "encoder alone trained": {"frozen": {"language_model": {"module": False}, "image": NOT_TRAINED}},
     **{
+        f"planner {planner}": {"num_devices": 4, "parallel": {"planner": planner, "explicit": {}}}
+        for planner in ("disttrain", "cornstarch", "megatron_balanced", "even", "auto")
+    },
+    **{
         schedule: {
             "explicit": {"image": {"pp": 2}},
             "num_devices": 4,
