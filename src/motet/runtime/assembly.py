@@ -46,7 +46,7 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
         owner = module_plan.data_module(name)
         if module_plan.kind == "generator" and (stage.tp_size, stage.cp_size) != (1, 1):
             raise UserError(
-                f"plan: modules.{name}: has stages on groups of {stage.tp_size} x {stage.cp_size} ranks, but generators "
+                f"plan: modules.{name}: has stages on groups of {stage.tp_size} x {stage.cp_size} ranks; generators "
                 "are whole on each rank of a stage; give tp_size 1 and cp_size 1"
             )
         recompute = name in plan.recompute or owner in plan.recompute
