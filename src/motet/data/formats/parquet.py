@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from motet.data.example import PLACEHOLDERS, Example
-from motet.data.formats.records import TURNS, RecordReader
+from motet.data.formats.records import TURNS, RecordReader, check_ids
 from motet.errors import UserError
 
 COLUMNS = ("id", "system", *TURNS, *(f"{modality}{s}" for modality in PLACEHOLDERS for s in ("", "s")))
@@ -42,6 +42,10 @@ class ParquetExamples:
             raise UserError(f"{self._file}: has no column {' or '.join(TURNS)}; it has {', '.join(columns)}")
         self._columns = [name for name in columns if name in COLUMNS]
         reader.skip("its header", columns, COLUMNS)
+        if "id" in columns and not reader.limits.repeated_ids:
+            ids = self._open().read(columns=["id"], use_threads=False).column("id").to_pylist()
+            named = ((str(own), f"{self._file}: row {row}") for row, own in enumerate(ids) if own is not None)
+            check_ids(named, reader.limits)
         self.notes = reader.notes
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._first_rows = [0, *accumulate(group.num_rows for group in groups)]
