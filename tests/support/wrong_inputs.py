@@ -84,7 +84,7 @@ def write_records(folder: Path, *records: Mapping[str, Any]) -> None:
 
 
 RIGHT = run_config(Path("run"), train__failures={})
-RIGHT_VALUES: dict[str, Any] = json.loads(RIGHT.model_dump_json())
+RIGHT_VALUES: dict[str, Any] = json.loads(RIGHT.model_dump_json(exclude_unset=True))
 TEXTS = {
     "deeply nested": ("model: " + "[" * 50_000, "nested more than 50 deep"),
     "nested": ("model: " + "[" * 60 + "]" * 60, "nested more than 50 deep"),
@@ -145,7 +145,7 @@ def _with_value(path: tuple[str, ...], value: object) -> str:
     values = json.loads(json.dumps(RIGHT_VALUES))
     at = values
     for key in path[:-1]:
-        at = at[key]
+        at = at.setdefault(key, {})
     at[path[-1]] = value
     return yaml.safe_dump(values)
 

@@ -85,7 +85,12 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
     try:
         if request.config is not None:
             config_class = config_class_named(request.config)
-            check_values(config_class, values)
+            try:
+                check_values(config_class, values)
+            except UserError:
+                if request.role is not None:  # A class of another kind is the larger mistake.
+                    _model_class(config_class(), request.role)
+                raise
             config = config_class(**values)
         else:
             stored = {key: value for key, value in request.stored.items() if key != "transformers_version"}

@@ -43,9 +43,7 @@ class ParquetExamples:
         self._columns = [name for name in columns if name in COLUMNS]
         reader.skip("its header", columns, COLUMNS)
         if "id" in columns and not reader.limits.repeated_ids:
-            ids = self._open().read(columns=["id"], use_threads=False).column("id").to_pylist()
-            named = ((str(own), f"{self._file}: row {row}") for row, own in enumerate(ids) if own is not None)
-            check_ids(named, reader.limits)
+            check_ids(((own, f"{self._file}: row {row}") for row, own in enumerate(self._ids()) if own), reader.limits)
         self.notes = reader.notes
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._first_rows = [0, *accumulate(group.num_rows for group in groups)]
@@ -64,6 +62,20 @@ class ParquetExamples:
             return ParquetFile(self._file, pre_buffer=False)
         except (OSError, ArrowException) as error:
             raise UserError(f"{self._file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+
+    def _ids(self) -> list[str | None]:
+        """The ids of all rows; those of row groups that cannot be read are None, and told when their turn comes."""
+        from pyarrow import ArrowException
+
+        ids: list[str | None] = []
+        file = self._open()
+        for group in range(file.metadata.num_row_groups):
+            try:
+                column = file.read_row_group(group, columns=["id"], use_threads=False).column("id")
+                ids += [None if own is None else str(own) for own in column.to_pylist()]
+            except (OSError, ArrowException, UnicodeDecodeError):
+                ids += [None] * file.metadata.row_group(group).num_rows
+        return ids
 
     def __len__(self) -> int:
         return self._first_rows[-1]
