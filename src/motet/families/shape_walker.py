@@ -100,7 +100,7 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
                 config = type(config).from_dict({**config.to_dict(), **values})
     except UserError as error:
         message = str(error)
-        where = "" if message.startswith(".") else ".config: " if request.config else ": "
+        where = "" if message.startswith((".", ":")) else ".config: " if request.config else ": "
         raise UserError(f"{where}{message}") from None
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{'.values' if values else ''}: {' '.join(str(error).split())}") from None
