@@ -68,8 +68,8 @@ def make_stage(
 ) -> StageModule:
     """A run of a node's layers, cut for this rank's tensor-parallel group."""
     stage = node.make_stage(layers, packing=packing, recompute=recompute)
-    if tp.size > 1 and node.family is not None:
-        if getattr(stage, "exchanges_heads", False):
+    if (tp.size > 1 or tp.experts is not None) and node.family is not None:
+        if tp.size > 1 and getattr(stage, "exchanges_heads", False):
             raise UserError(
                 f"parallel: stages of {node.name} read keys and values of stages before them, of which each "
                 "tensor-parallel rank holds its own heads only; use tp 1 or one stage"
