@@ -191,6 +191,23 @@ class Plan:
         return parse_strictly(Plan, text, what="plan")
 
 
+def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
+    """By share of the tokens, the ranks that hold it; consecutive in `stage.ranks`."""
+    return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
+
+
+def expert_groups(module: ModulePlan, layers: LayerRange) -> list[tuple[int, ...]]:
+    """Of the stages with these layers, which are alike in all replicas: the groups over whose ranks experts are
+    distributed."""
+    stages = [stage for replica in module.replicas for stage in replica.stages if stage.layers == layers]
+    groups = []
+    for first in range(0, len(stages), module.replicas_sharing_experts):
+        sharing = stages[first : first + module.replicas_sharing_experts]
+        for members in zip(*map(tensor_parallel_groups, sharing), strict=True):
+            groups.append(tuple(rank for ranks in members for rank in ranks))
+    return groups
+
+
 def check_plan(plan: Plan) -> None:
     """Raises `ValueError` for a plan that no runtime could execute, naming the place."""
     _require(plan.version == VERSION, f"version: is {plan.version}; this motet reads {VERSION}, so make the plan anew")

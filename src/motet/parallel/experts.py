@@ -155,9 +155,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(grad, ctx.num_sent, ctx.num_received, ctx.group), None, None, None
 
 
-def _all_to_all(
-    rows: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup | None
-) -> Tensor:
+def _all_to_all(rows: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup | None) -> Tensor:
     result = rows.new_empty((sum(num_received), *rows.shape[1:]))
     dist.all_to_all_single(result, rows.contiguous(), num_received, num_sent, group=group)
     return result

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.tensor_parallel import TensorParallel
-from motet.plan import ContextOptions, LayerRange, ModulePlan, Plan, Stage
+from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups, tensor_parallel_groups
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import Holder, reductions
 
@@ -94,23 +94,6 @@ class Mesh:
             options=options,
             tp_size=stage.tp_size,
         )
-
-
-def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """By share of the tokens, the ranks that hold it; consecutive in `stage.ranks`."""
-    return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
-
-
-def expert_groups(module: ModulePlan, layers: LayerRange) -> list[tuple[int, ...]]:
-    """Of the stages with these layers, which are alike in all replicas: the groups over whose ranks experts are
-    distributed."""
-    stages = [stage for replica in module.replicas for stage in replica.stages if stage.layers == layers]
-    groups = []
-    for first in range(0, len(stages), module.replicas_sharing_experts):
-        sharing = stages[first : first + module.replicas_sharing_experts]
-        for members in zip(*map(tensor_parallel_groups, sharing), strict=True):
-            groups.append(tuple(rank for ranks in members for rank in ranks))
-    return groups
 
 
 def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:

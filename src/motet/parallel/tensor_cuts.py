@@ -204,7 +204,7 @@ class _Derivation:
         experts = self._distributed_experts() if self.distributes_experts else ()
         self._find_numbers()
         filled = {block for path, block in self.block_of.items() if isinstance(self.modules[path], Linear)}
-        return TensorCuts(
+        cuts = TensorCuts(
             blocks=tuple(path for path in self.modules if path in filled),
             linears=self.linears,
             parameters=self.parameters,
@@ -220,6 +220,9 @@ class _Derivation:
                 for member in self.modules[path].children()
             ),
         )
+        if self.distributes_experts and not experts and cuts.is_whole_model:
+            raise UserError("ep: the model has no experts that can be distributed; use ep 1")
+        return cuts
 
     def _follow_plans(self) -> None:
         outer = None

@@ -14,11 +14,11 @@ from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.fully_sharded import FullySharded
-from motet.parallel.mesh import Mesh, tensor_parallel_groups
+from motet.parallel.mesh import Mesh
 from motet.parallel.tensor_collectives import gather_full, shard_parameter
 from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
 from motet.parallel.tensor_plans import Shard
-from motet.plan import ModulePlan, Plan, Stage
+from motet.plan import ModulePlan, Plan, Stage, tensor_parallel_groups
 from motet.runtime.gradient_reduction import (
     Copies,
     GradientReducer,
@@ -206,9 +206,7 @@ class LocalModel:
                 experts = [copies for copies in by_name.values() if copies[0].is_shared_expert]
                 others = [_tensors(copies) for copies in by_name.values() if not copies[0].is_shared_expert]
                 of_experts = [Portion(groups.experts, only=list(map(_tensors, experts)))] if groups.experts else []
-                reducers[reduce] = GradientReducer(
-                    others, Portion(groups.pieces[0]), *of_experts, elsewhere=elsewhere
-                )
+                reducers[reduce] = GradientReducer(others, Portion(groups.pieces[0]), *of_experts, elsewhere=elsewhere)
                 continue
             names = [name for name in by_name if (reduce, name) in cut]
             even = [_tensors(by_name[name]) for name in names]

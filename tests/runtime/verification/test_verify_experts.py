@@ -1,19 +1,104 @@
 """`motet verify` for mixtures of experts whose experts are distributed over ranks."""
 
+from dataclasses import replace
+
 import pytest
-from one_process import check_together
-from scenario import Scenario
+from one_process import check, check_together
+from sampling import in_campaigns
+from scenario import Scenario, ScenarioBatch
+from test_verify_zero1 import PlainAdamW
 from tiny_language_models import MIXTURES
 
-DISTRIBUTED = tuple(family for family in MIXTURES if family != "llama4")
-"""Llama 4's experts are not told which tokens are theirs."""
+from motet.config import RunConfig
+from motet.runtime.assembly import build_optimizer
+from motet.runtime.engine import Engine
+from motet.runtime.verification.verify import collect_gradients
+
+FAMILIES = tuple(family for family in MIXTURES if family != "llama4")
+"""Llama 4's experts are not told which tokens are theirs: tensor parallelism cuts their widths."""
 
 GROUP = Scenario(tp=2, ep=2, placement="replicated")
+"""A tensor-parallel group shares the experts; it has the same tokens on all ranks."""
 REPLICAS = Scenario(dp=2, ep=2, placement="replicated")
+"""Two replicas share them and exchange tokens."""
+LAYOUTS = {
+    "group": GROUP,
+    "group, sequence parallel": replace(GROUP, sequence_parallel=True),
+    "group, two stages": replace(GROUP, llm_pp=2),
+    "replicas": REPLICAS,
+    "replicas, two stages": replace(REPLICAS, llm_pp=2),
+    "replicas of groups, sequence parallel": replace(REPLICAS, tp=2, ep=4, sequence_parallel=True),
+    "pairs of replicas": replace(REPLICAS, dp=4),
+}
+"""Every layout; each family runs under all of them in campaigns."""
+COMBINED = {
+    "no sample for a microbatch": replace(REPLICAS, num_samples=3),
+    "no sample for a replica": replace(REPLICAS, num_samples=1, num_microbatches=1),
+    "images of one sample, frozen model": replace(REPLICAS, frozen="all but projectors", items="one"),
+    "no images, frozen model": replace(REPLICAS, frozen="all but projectors", items="none"),
+    "frozen encoders, packed, recomputed": replace(
+        REPLICAS, frozen="all but language model", packing=True, recompute=True
+    ),
+    "split backward": replace(REPLICAS, schedule="zero_bubble_h1", items="half"),
+    "split backward in a group": replace(GROUP, schedule="zero_bubble_h1", sequence_parallel=True),
+    "recomputed in a group, frozen encoders": replace(GROUP, recompute=True, frozen="all but language model"),
+    "shared tokens": replace(REPLICAS, cp=2, placement="shared"),
+    "shared tokens, group": replace(GROUP, cp=2, placement="shared"),
+    "encoders elsewhere": replace(REPLICAS, placement="parallel", units=(1, 1, 2)),
+    "deferral": replace(REPLICAS, assignment="entrain", num_microbatches=3, items="half"),
+    "frozen model in a group": replace(GROUP, frozen="all but encoders", items="one"),
+}
+
+QUICK = [
+    replace(GROUP, llm="mixtral"),
+    replace(GROUP, llm="deepseek_v3", sequence_parallel=True),
+    replace(REPLICAS, llm="gpt_oss", num_samples=3),
+    replace(REPLICAS, llm="qwen3_moe", llm_pp=2, schedule="zero_bubble_h1", items="half"),
+]
 
 
-def test_two() -> None:
-    check_together([Scenario(llm="mixtral", dp=2, ep=2, placement="replicated"), Scenario(llm="gpt_oss", dp=2, ep=2, placement="replicated"),])
+def test_experts_equal_one_process() -> None:
+    for comparison in check_together(QUICK).values():
+        assert comparison.max_raw_grad_rel_err <= 1e-9
 
-def test_four() -> None:
-    check_together([Scenario(llm="qwen3_moe", dp=2, ep=4, tp=2, sequence_parallel=True, placement="replicated"), Scenario(llm="qwen3_moe", dp=2, ep=2, llm_pp=2, placement="replicated"),])
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_under_every_layout(family: str) -> None:
+    for layout, comparison in zip(
+        LAYOUTS, check_together([replace(s, llm=family) for s in LAYOUTS.values()]).values(), strict=True
+    ):
+        print(f"{family}, {layout}: {comparison.max_raw_grad_rel_err:.1e}")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", COMBINED)
+def test_with_other_mechanisms(name: str) -> None:
+    family = FAMILIES[sorted(COMBINED).index(name) % len(FAMILIES)]
+    print(check_together([replace(COMBINED[name], llm=family)]))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_experts_cut_by_their_widths(sequence_parallel: bool) -> None:
+    check_together([replace(GROUP, llm=family, ep=1, sequence_parallel=sequence_parallel) for family in MIXTURES])
+
+
+def update_twice(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:
+    """Collective: two updates with states sharded by ZeRO-1 are those of plain AdamW."""
+    optimizer = build_optimizer(
+        config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero1": True})}), engine.model
+    )
+    plain = PlainAdamW(engine, config.train.betas, config.train.eps, config.train.weight_decay)
+    for step in range(2):
+        engine.model.zero_gradients()
+        engine.run(batch)
+        gradients = collect_gradients(engine.model)
+        optimizer.step(step)
+        plain.step(gradients, config.train.learning_rate * optimizer.factor(step))
+    plain.compare(engine)
+
+
+@pytest.mark.parametrize("scenario", in_campaigns([REPLICAS, GROUP, LAYOUTS["pairs of replicas"]]))
+def test_updates_with_sharded_states_are_plain(scenario: Scenario) -> None:
+    check(replace(scenario, llm="qwen3_moe"), tolerance=1e-5, before=update_twice)
