@@ -10,8 +10,8 @@ import torch
 from motet.config import CompositePartConfig, EncoderConfig, RunConfig, TowerConfig
 from motet.errors import UserError
 from motet.families.configured_graph import read_graph
-from motet.models.from_run_file import build_node
 from motet.families.family_features import check_feature
+from motet.models.from_run_file import build_node
 from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.stage import StageModule
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel

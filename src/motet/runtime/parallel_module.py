@@ -373,7 +373,7 @@ class ParallelSpec:
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
     ep_size: int = 1
-    """Ranks over which the experts of a mixture are distributed: tp_size, or tp_size times a divisor of the replicas."""
+    """Ranks over which experts are distributed: tp_size, or tp_size times a divisor of the replicas."""
     layers_per_stage: tuple[int, ...] | None = None
     """Layers as docs/architecture.md counts them; None: the frozen-aware partition."""
 

@@ -9,6 +9,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -160,7 +161,7 @@ def put_together(actions: Ints, lanes: Sequence[Ints], dependencies: Dependencie
     after: dict[int, set[int]] = defaultdict(set)
     for lane in lanes:
         own = list(dict.fromkeys(meets[number] for number in lane.tolist()))
-        for before, behind in zip(own, own[1:], strict=False):
+        for before, behind in pairwise(own):
             after[before].add(behind)
     objects = dict(zip(actions.tolist(), dependencies.actions(actions), strict=True))
     writer = {value: number for number, action in objects.items() for value in dependencies.writes(action)}
