@@ -61,6 +61,7 @@ class Scenario:
     sequence_parallel: bool = False
     ep: int = 1
     """Of the language model."""
+    router_aux_loss: float = 0.0
     dp: int = 1
     units: tuple[int, int, int] | None = None
     """Numbers of replicas of vision, audio and language model on ranks of their own, in the place of `dp`."""
@@ -112,6 +113,7 @@ class Scenario:
                         "config": llm_class.__name__,
                         "values": {**SIZES, **llm_values},
                         "train": {"module": "language_model" not in frozen},
+                        "router_aux_loss": self.router_aux_loss,
                     },
                     "merge": self.merge,
                 },

@@ -370,8 +370,13 @@ class _Derivation:
             del self.linears[path]
 
     def _distributed_experts(self) -> tuple[str, ...]:
-        """The modules whose experts go to different ranks; their parameters are cut by expert and in no other way."""
+        """The modules whose experts go to different ranks; their parameters are cut by expert and in no other way. Not
+        every plan names them (gpt_oss)."""
         paths = [region.summed for region in self.regions if region.summed is not None]
+        for path, part in self.modules.items():
+            if self.block_of[path] is not None and path not in paths and can_be_distributed(part):
+                self.regions.append(Region((path,), (), path))
+                paths.append(path)
         for path in paths:
             if not can_be_distributed(self.modules[path]):
                 raise UserError(

@@ -68,7 +68,8 @@ class StageRunner:
         make_splittable(cast(nn.Module, module))
         self._cast_weights = CastWeights()
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
-        self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
+        has_loss = stage.layers[1] == module_plan.num_layers or getattr(module, "computes_loss", False)
+        self._loss_weight = module_plan.loss_weight if has_loss else 0.0
         self._saved: dict[Cell, Saved] = {}
         self._half_done: dict[Cell, SplitBackward] = {}
         """Cells awaiting their weight-gradient pass."""
@@ -143,7 +144,7 @@ class StageRunner:
         with self._computing(split, with_graph=keeps_graph and not self.runs_again(cell)):
             output = self.module(stage_input)
         if self._loss_weight:
-            assert output.loss is not None, f"{self.name} has a loss weight, but its last stage computes no loss"
+            assert output.loss is not None, f"{self.name} has a loss weight, but the stage computes no loss"
             self.loss_sum += output.loss.detach()
         if keeps_graph or self._routes.outgoing[cell]:
             self._saved[cell] = Saved(leaves, output, split)

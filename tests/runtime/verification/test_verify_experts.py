@@ -84,6 +84,24 @@ def test_experts_cut_by_their_widths(sequence_parallel: bool) -> None:
     check_together([replace(GROUP, llm=family, ep=1, sequence_parallel=sequence_parallel) for family in MIXTURES])
 
 
+BALANCED = {
+    "three microbatches": Scenario(num_microbatches=3, placement="shared"),
+    "one microbatch, three stages": Scenario(num_microbatches=1, num_samples=5, llm_pp=3, placement="replicated"),
+    "packed, recomputed": Scenario(llm_pp=2, packing=True, recompute=True, placement="replicated"),
+    "shared tokens": Scenario(cp=2, llm_pp=2, placement="parallel", units=(1, 1, 1)),
+    "group, sequence parallel": replace(GROUP, sequence_parallel=True, llm_pp=2),
+    "replicas, split backward": replace(REPLICAS, llm_pp=2, schedule="zero_bubble_h1", num_samples=3),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["packed, recomputed", *in_campaigns(n for n in BALANCED if n != "packed, recomputed")]
+)
+def test_auxiliary_loss_is_the_same_however_the_batch_is_cut(name: str) -> None:
+    family = ("qwen3_moe", "mixtral", "gpt_oss")[sorted(BALANCED).index(name) % 3]
+    check(replace(BALANCED[name], llm=family, router_aux_loss=0.7))
+
+
 def update_twice(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:
     """Collective: two updates with states sharded by ZeRO-1 are those of plain AdamW."""
     optimizer = build_optimizer(
