@@ -42,8 +42,8 @@ class RouterLoss:
         routers = find_routers(model)
         if not routers or not hasattr(model.config, "router_aux_loss_coef"):
             raise UserError(
-                f"router_aux_loss: transformers has no auxiliary loss for the routers of {type(model).__name__}; set it "
-                "to 0"
+                f"router_aux_loss: transformers has no auxiliary loss for the routers of {type(model).__name__}; set "
+                "it to 0"
             )
         self._weight = weight
         self._num_mixtures = len(routers)
