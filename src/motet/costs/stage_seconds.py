@@ -300,6 +300,12 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
     return Quadratic(constant=terms.latency_s, per_token=per_token)
 
 
+def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) -> float:
+    """Of each token, what a rank gives to an exchange between replicas that share experts, its own experts' rows among
+    it. There are two for a forward and two for a backward."""
+    return layer.experts_per_token * layer.hidden_size * element_bytes / tp_size
+
+
 def token_exchange(
     layer: LayerShape, module: ModulePlan, stage: Stage, cluster: Cluster, memory: MemoryOptions
 ) -> Quadratic:
@@ -310,8 +316,8 @@ def token_exchange(
         return ZERO
     ranks = next(ranks for ranks in expert_groups(module, stage.layers) if stage.ranks[0] in ranks)
     terms = collective_terms(cluster, "all_to_all", ranks)
-    # Each tensor-parallel rank sends its share; before it, ranks exchange how many rows they send.
-    sent = layer.experts_per_token * layer.hidden_size * memory.computed_bytes / stage.tp_size
+    sent = token_exchange_bytes(layer, stage.tp_size, memory.computed_bytes)
+    # Before it, ranks exchange how many rows they send.
     return Quadratic(constant=3 * terms.latency_s, per_token=2 * EXPERT_IMBALANCE * sent / terms.bytes_per_s)
 
 

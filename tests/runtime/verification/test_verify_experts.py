@@ -1,15 +1,20 @@
 """`motet verify` for mixtures of experts whose experts are distributed over ranks."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from one_process import check, check_together
 from sampling import in_campaigns
 from scenario import Scenario, ScenarioBatch
 from test_verify_zero1 import PlainAdamW
 from tiny_language_models import MIXTURES
 
+from motet.assignment.batch_assignment import contiguous_assignment
 from motet.config import RunConfig
+from motet.costs.stage_seconds import token_exchange_bytes
+from motet.families.configured_graph import read_graph
 from motet.runtime.assembly import build_optimizer
 from motet.runtime.engine import Engine
 from motet.runtime.verification.verify import collect_gradients
@@ -100,6 +105,37 @@ BALANCED = {
 def test_auxiliary_loss_is_the_same_however_the_batch_is_cut(name: str) -> None:
     family = ("qwen3_moe", "mixtral", "gpt_oss")[sorted(BALANCED).index(name) % 3]
     check(replace(BALANCED[name], llm=family, router_aux_loss=0.7))
+
+
+def compare_bytes(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:
+    """What is given to exchanges of rows is what the costs say."""
+    given: list[int] = []
+    plain = dist.all_to_all_single
+
+    def counted(output, rows, *args, **kwargs):
+        if rows.is_floating_point():
+            given.append(rows.numel() * rows.element_size())
+        return plain(output, rows, *args, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", counted):
+        engine.run(batch)
+    plan, (workload,) = engine.plan, [read_graph(config).workloads["language_model"]]
+    cells = contiguous_assignment(plan, batch.samples).microbatches["language_model"]
+    replica = next(r for name, r, _ in engine.model.stages if name == "language_model")
+    tokens = 0
+    for members in cells[replica]:
+        lengths = [batch.samples[i].num_tokens("language_model") for i in members]
+        tokens += len(lengths) * max(lengths, default=0)
+    per_token = sum(
+        token_exchange_bytes(layer, plan.modules["language_model"].replicas[0].stages[0].tp_size, 8)
+        for layer in workload.layers
+    )
+    assert sum(given) == 4 * tokens * per_token > 0
+
+
+@pytest.mark.campaign
+def test_bytes_of_exchanges_are_as_predicted() -> None:
+    check(replace(REPLICAS, llm="mixtral", num_samples=5), before=compare_bytes)
 
 
 def update_twice(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:
