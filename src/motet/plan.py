@@ -192,7 +192,7 @@ class Plan:
 
 
 def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """By share of the tokens, the ranks that hold it; consecutive in `stage.ranks`."""
+    """Returns the tensor-parallel groups of a stage, one for each share of the tokens; consecutive in `stage.ranks`."""
     return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
 
 
