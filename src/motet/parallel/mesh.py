@@ -74,7 +74,7 @@ class Mesh:
     timeout: timedelta
 
     def tensor_parallel(self, module: ModulePlan, stage: Stage) -> TensorParallel:
-        """Returns the tensor-parallel group of one of this rank's stages, and that of its experts, seen from this rank."""
+        """Returns the tensor-parallel group of one of this rank's stages, and that of its experts, seen from here."""
         experts = None
         if module.ep > 1:
             experts = self._member(next(ranks for ranks in expert_groups(module, stage.layers) if self.rank in ranks))
