@@ -120,11 +120,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-@cache
 def _is_read(config_class: type[PretrainedConfig], key: str) -> bool:
     """Whether a key that is no argument of the class changes another setting, or the family's code asks for it."""
-    name = re.escape(key)
-    if re.search(rf"\bconfig\.{name}\b|\b(get|pop|getattr|hasattr)\([^()]*[\"']{name}[\"']", _source(config_class)):
+    name, source = re.escape(key), _source(Path(inspect.getfile(config_class)).parent)
+    if re.search(rf"\bconfig\.{name}\b|\b(get|pop|getattr|hasattr)\([^()]*[\"']{name}[\"']", source):
         return True
     try:
         usual, given = config_class().to_dict(), config_class(**{key: 0.5}).to_dict()
@@ -134,8 +133,7 @@ def _is_read(config_class: type[PretrainedConfig], key: str) -> bool:
 
 
 @cache
-def _source(config_class: type[PretrainedConfig]) -> str:
+def _source(folder: Path) -> str:
     """The code of a family: its configuration and its models."""
-    folder = Path(inspect.getfile(config_class)).parent
     files = [path for name in ("configuration", "modeling") for path in sorted(folder.glob(f"{name}_*.py"))]
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
