@@ -52,6 +52,7 @@ def reference_loss(
                 language_model_name=node.name,
                 queries={name: other.queries.weight for name, other in nodes.items() if isinstance(other, QueryNode)},
                 states=states if any(isinstance(other, GeneratorNode) for other in nodes.values()) else None,
+                router_aux_loss=node.router_aux_loss,
             )
             placeholder_ids = node.placeholder_token_ids
         elif isinstance(node, GeneratorNode):
@@ -176,6 +177,7 @@ def plain_loss(
     language_model_name: str = "language_model",
     queries: Mapping[str, Tensor] | None = None,
     states: list[Tensor] | None = None,
+    router_aux_loss: float = 0.0,
 ) -> Tensor:
     """Mean loss over all tokens of the batch that have a label and a token before them, with its graph.
 
@@ -188,10 +190,14 @@ def plain_loss(
             to the model as a matrix.
         queries: by module, the query tokens of one item of a generator.
         states: gets the last hidden states of each sample.
+        router_aux_loss: weight of the auxiliary loss of a mixture of experts.
     """
     total: Any = 0.0
     num_tokens = 0
+    routed: list[Tensor] = []
+    hooks = _record_router_logits(language_model, routed) if router_aux_loss else []
     for i, sample in enumerate(batch.samples):
+        routed.clear()
         features = batch.features(language_model_name, i)
         ids, labels = features["input_ids"], features["labels"]
         tokens = {
@@ -216,7 +222,12 @@ def plain_loss(
             states.append(output.hidden_states[-1][0])
         wide = logits if logits.dtype == torch.float64 else logits.float()
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
-        num_tokens += int((labels[1:] != IGNORED_LABEL).sum())
+        own_tokens = int((labels[1:] != IGNORED_LABEL).sum())
+        num_tokens += own_tokens
+        if router_aux_loss:
+            total = total + router_aux_loss * own_tokens * _balance(routed, language_model.config.num_experts_per_tok)
+    for hook in hooks:
+        hook.remove()
     return total / num_tokens
 
 
@@ -281,6 +292,23 @@ def _denoise(model: Any, connector: Any, noised: Tensor, timestep: Tensor, conte
     if connector.pooled is not None:
         given["pooled_projections"] = connector.pooled(context.mean(1))
     return model(**given).sample
+
+
+def _record_router_logits(model: Any, routed: list[Tensor]) -> list[Any]:
+    """Hooks on the modules between a mixture's experts and its input, which transformers calls routers."""
+    routers = [part for part in model.modules() if type(part).__name__.lower().endswith("router")]
+    return [part.register_forward_hook(lambda module, args, output: routed.append(output[0])) for part in routers]
+
+
+def _balance(routed: list[Tensor], num_chosen: int) -> Any:
+    """The mean over a sample's mixtures of E * sum of (share of the tokens that choose an expert) * (its mean
+    probability)."""
+    losses = []
+    for logits in routed:
+        chances = functional.softmax(logits.double(), dim=-1)
+        chosen = functional.one_hot(chances.topk(num_chosen).indices, chances.shape[-1]).sum(1).double()
+        losses.append(chances.shape[-1] * (chosen.mean(0) * chances.mean(0)).sum())
+    return sum(losses) / len(losses)
 
 
 def _merged(

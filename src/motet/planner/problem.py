@@ -56,6 +56,7 @@ class Degrees:
     """None: the planner's partition."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
+    ep: int = 1
     context: ContextOptions = field(default_factory=ContextOptions)
 
     @property
@@ -95,6 +96,7 @@ class ModuleProblem:
         *,
         sequence_parallel: bool = False,
         fully_sharded: bool = False,
+        ep: int = 1,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
     ) -> ModulePlan:
@@ -108,6 +110,7 @@ class ModuleProblem:
             loss_weight=self.loss_weight,
             sequence_parallel=sequence_parallel,
             fully_sharded=fully_sharded,
+            ep=ep,
             context=context,
             num_microbatches=num_microbatches,
         )
