@@ -7,11 +7,12 @@ from typing import cast
 
 import torch
 
-from motet.config import CompositePartConfig, EncoderConfig, RunConfig, TowerConfig
+from motet.config import CompositePartConfig, EncoderConfig, GeneratorConfig, RunConfig, TowerConfig
 from motet.errors import UserError
 from motet.families.configured_graph import read_graph
+from motet.families.family_features import check_feature
 from motet.models.from_run_file import build_node
-from motet.models.graph import ModuleNode
+from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.stage import StageModule
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
@@ -19,6 +20,7 @@ from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.shapes.module_shape import QUERY_TOKENS
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """By `train.dtype`. bfloat16 is autocast: parameters, gradients and what travels between stages stay in float32."""
@@ -43,6 +45,11 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
 
     def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
         owner = module_plan.data_module(name)
+        if module_plan.kind == "generator" and (stage.tp_size, stage.cp_size) != (1, 1):
+            raise UserError(
+                f"plan: modules.{name}: has stages on groups of {stage.tp_size} x {stage.cp_size} ranks; generators "
+                "are whole on each rank of a stage; give tp_size 1 and cp_size 1"
+            )
         recompute = name in plan.recompute or owner in plan.recompute
         return build_stage(config, owner, stage.layers, tp, device, recompute=recompute)
 
@@ -68,14 +75,29 @@ def make_stage(
 ) -> StageModule:
     """A run of a node's layers, cut for this rank's tensor-parallel group."""
     stage = node.make_stage(layers, packing=packing, recompute=recompute)
-    if tp.size > 1 and node.family is not None:
-        if getattr(stage, "exchanges_heads", False):
+    if tp.experts is not None:
+        _check_experts(node, tp, tp.experts)
+    if (tp.size > 1 or tp.experts is not None) and node.family is not None:
+        if tp.size > 1 and getattr(stage, "exchanges_heads", False):
             raise UserError(
                 f"parallel: stages of {node.name} read keys and values of stages before them, of which each "
                 "tensor-parallel rank holds its own heads only; use tp 1 or one stage"
             )
         apply_tensor_parallel(stage, tp, idle=getattr(stage, "idle_blocks", ()))
     return cast(StageModule, stage.to(device))
+
+
+def _check_experts(node: ModuleNode, tp: TensorParallel, group: TensorParallel) -> None:
+    """Raises `UserError` unless the model has been shown equal with experts over such groups."""
+    if not isinstance(node, LanguageModelNode):
+        raise UserError(
+            f"parallel: {node.name} is part of a composite, whose experts are not distributed over ranks; use ep 1"
+        )
+    config = node.parts["module"].config
+    if tp.size > 1:
+        check_feature(config, "experts", "use ep 1")
+    if group.size > tp.size:
+        check_feature(config, "expert_parallel", "use ep 1, or ep equal to tp")
 
 
 def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
@@ -110,7 +132,9 @@ def build_optimizer(config: RunConfig, model: LocalModel) -> Optimizer:
     for name, module in read_graph(config).modules.items():
         part = module.part
         rates[f"{name}.module"] = part.learning_rate or train.learning_rate
-        if isinstance(part, EncoderConfig | TowerConfig | CompositePartConfig):
+        if isinstance(part, GeneratorConfig) and module.workload.family == QUERY_TOKENS:
+            rates[f"{name}.module"] = part.queries_learning_rate or train.learning_rate
+        if isinstance(part, EncoderConfig | TowerConfig | CompositePartConfig | GeneratorConfig):
             rates[f"{name}.projector"] = part.projector_learning_rate or train.learning_rate
     return Optimizer(
         model.parameters,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motet.assignment.sample import IGNORED_LABEL, members_of_cell
 from motet.models.stages.contrastive import ALONE, RowExchange
 from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutput
 from motet.parallel.context_attention import ContextParallel
@@ -67,16 +68,22 @@ class StageRunner:
         make_splittable(cast(nn.Module, module))
         self._cast_weights = CastWeights()
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
-        self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
+        has_loss = stage.layers[1] == module_plan.num_layers or getattr(module, "computes_loss", False)
+        self._loss_weight = module_plan.loss_weight if has_loss else 0.0
         self._saved: dict[Cell, Saved] = {}
         self._half_done: dict[Cell, SplitBackward] = {}
         """Cells awaiting their weight-gradient pass."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Sum of the stage's losses in the iteration so far, unweighted."""
 
-    def begin_iteration(self, routes: Routes, batch: Batch, loss_tokens: Mapping[str, int]) -> None:
-        """`loss_tokens`: for each module with a loss, the loss tokens of the whole global batch."""
-        self._routes, self._batch = routes, batch
+    def begin_iteration(
+        self, routes: Routes, batch: Batch, loss_tokens: Mapping[str, int], draw_key: tuple[int, ...] | None = None
+    ) -> None:
+        """Args:
+        loss_tokens: for each module with a loss, the loss tokens of the whole global batch.
+        draw_key: as that of `StageInput`.
+        """
+        self._routes, self._batch, self._draw_key = routes, batch, draw_key
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
         self._saved.clear()
         self._half_done.clear()
@@ -107,7 +114,7 @@ class StageRunner:
 
     def input_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route brings to this stage (and of the gradient that goes back)."""
-        samples = [self._batch.samples[i] for i in route.samples]
+        samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.source.module == self.name:
             return self.module.input_shape(samples)
         if (held := self.rows.received(route)) is not None:
@@ -116,13 +123,14 @@ class StageRunner:
         source = self._data_module_of(route.source.module)
         # Outputs that enter at several layers come side by side.
         incoming_size = getattr(self.module, "incoming_size", lambda source: self.module.hidden_size)
-        return (sum(sample.num_outputs(source) for sample in samples), incoming_size(source))
+        return (sum(sample.num_outputs(source, self.data_module) for sample in samples), incoming_size(source))
 
     def output_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route takes from this stage."""
-        samples = [self._batch.samples[i] for i in route.samples]
+        samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.target.module != self.name:
-            return (sum(sample.num_outputs(self.data_module) for sample in samples), self.module.output_size)
+            target = self._data_module_of(route.target.module)
+            return (sum(sample.num_outputs(self.data_module, target) for sample in samples), self.module.output_size)
         return self.module.output_shape(samples)
 
     def forward(self, cell: Cell, inputs: Mapping[Route, Tensor], *, is_split: bool = False) -> None:
@@ -142,25 +150,30 @@ class StageRunner:
         with self._computing(split, with_graph=keeps_graph and not self.runs_again(cell)):
             output = self.module(stage_input)
         if self._loss_weight:
-            assert output.loss is not None, f"{self.name} has a loss weight, but its last stage computes no loss"
+            assert output.loss is not None, f"{self.name} has a loss weight, but the stage computes no loss"
             self.loss_sum += output.loss.detach()
         if keeps_graph or self._routes.outgoing[cell]:
             self._saved[cell] = Saved(leaves, output, split)
 
     def _stage_input(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> StageInput:
         members = self._routes.samples(cell)
-        features: list[dict[str, Tensor]] = [{} for _ in members]
-        if self.module.needs_features:
+        samples = members_of_cell(self._batch.samples, members, self.data_module)
+        features: list[dict[str, Tensor]] = [{} for _ in samples]
+        if self.module.needs_features and not members:
+            ids = torch.zeros(1, dtype=torch.long, device=self.device)
+            features = [{"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}]
+        elif self.module.needs_features:
             for sample, i in zip(features, members, strict=True):
                 for key, tensor in self._batch.features(self.data_module, i).items():
                     dtype = self._parameter_dtype if tensor.is_floating_point() else tensor.dtype
                     sample[key] = tensor.to(self.device, dtype)
         return StageInput(
-            samples=[self._batch.samples[i] for i in members],
+            samples=samples,
             features=features,
             hidden=next((leaf for route, leaf in leaves.items() if route.source.module == self.name), None),
             incoming=self._incoming(leaves, members),
             hands_on=bool(self._routes.outgoing[cell]),
+            draw_key=self._draw_key,
             shares=self._shares(cell),
         )
 
@@ -270,7 +283,9 @@ class StageRunner:
         """The rows of the stage's output that a route to another module carries; None: all of them."""
         if route.target.module == self.name:
             return None
-        return rows_of(route.samples, self._routes.samples(route.source), self._batch.samples, self.data_module)
+        target = self._data_module_of(route.target.module)
+        present = self._routes.samples(route.source)
+        return rows_of(route.samples, present, self._batch.samples, self.data_module, target)
 
     def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
         """By source module, its rows in the order of this microbatch's samples."""
@@ -281,7 +296,8 @@ class StageRunner:
         incoming = {}
         for source, routes in parts.items():
             tokens = torch.cat([leaves[route] for route in routes])
-            order = merge_order([route.samples for route in routes], members, self._batch.samples, source)
+            brought = [route.samples for route in routes]
+            order = merge_order(brought, members, self._batch.samples, source, self.data_module)
             order = self.rows.order_of_received(order, routes)
             incoming[source] = tokens if order is None else tokens.index_select(0, order.to(tokens.device))
         return incoming

@@ -7,6 +7,8 @@
       motet.json            how they are put together
       README.md             how to load them without motet
 
+A generator is written as `motet.models.hub.generators` says.
+
 A contrastive model has its towers in place of the encoders, `contrastive/` (the loss: logit_scale and logit_bias),
 `decoder/` if there is a caption decoder, and `whole/`: the same as one CLIPModel or SiglipModel, if transformers has
 such a model. The features of a tower are its encoder's `pooler_output` (Whisper: the mean of its `last_hidden_state`
@@ -22,7 +24,7 @@ Limits: callbacks are code and are not exported; a projector of the user's own i
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,15 @@ from motet.families.token_counts import FeatureSelect
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.graph import Merge, ModalityModule, ModuleGraph
 from motet.models.hub.clip import is_transformers_model, to_transformers
+from motet.models.hub.generators import (
+    GeneratorDescription,
+    check_names,
+    describe_generators,
+    generator_parts,
+    manifest_entry,
+    sampling_code,
+    save_generator,
+)
 from motet.models.hub.weights import (
     MAX_SHARD_SIZE,
     check_tensors,
@@ -128,20 +139,20 @@ def _how_features_are_used(name: str, manifest: Manifest) -> str:
 
 MANIFEST = "motet.json"
 OWN_PROJECTOR = "own"
-"""Stands for a projector of the user's own, where others have names."""
+"""The name under which a projector of the user's own is described."""
 WHOLE = "whole"
-"""The sub-folder of a contrastive model as one model of transformers'."""
+"""Sub-folder with a contrastive model as one transformers model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartDescription:
-    """A module of transformers or an encoder of the user's own, and its projector, without weights."""
+    """Describes a part without its weights: a transformers module or a user's own encoder, and its projector."""
 
     kind: Kind
     config: Any
-    """Of transformers, or an `OwnConfig`."""
+    """A transformers configuration or an `OwnConfig`."""
     projector: str | None = None
-    """Its name, None, or `OWN_PROJECTOR`."""
+    """Name of the projector, `OWN_PROJECTOR`, or None if there is none."""
     projector_sizes: tuple[int, int] = (0, 0)
     """(in_features, out_features) of an encoder's projector."""
     feature_select: FeatureSelect = "patch"
@@ -157,23 +168,24 @@ class LossDescription:
     anchor: str | None
     loss_weight: float
     decoder: Mapping[str, Any] | None
-    """`reads`, the tower, and `loss_weight`."""
+    """The caption decoder's `reads` (a tower) and `loss_weight`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """All of a model but its weights."""
+    """Describes a model without its weights."""
 
     parts: Mapping[str, PartDescription]
-    """By module."""
+    """Parts by module name."""
     merge: Merge = "placeholder"
     media_attention: str = "causal"
-    """As in a run file: what tokens of images and clips see in the language model."""
+    """`model.media_attention` of a run file: what tokens of images and clips see in the language model."""
     loss: LossDescription | None = None
+    generators: Mapping[str, GeneratorDescription] = field(default_factory=dict)
 
     @property
     def encoders(self) -> dict[str, PartDescription]:
-        """Encoders or towers."""
+        """The encoders, or the towers of a contrastive model, by name."""
         return {name: part for name, part in self.parts.items() if part.kind == "encoder"}
 
     @property
@@ -182,7 +194,7 @@ class ModelDescription:
 
 
 def describe_config(model: ModelConfig, placeholder_token_ids: Mapping[str, int]) -> ModelDescription:
-    """Of a run file's model. Raises `UserError` if a part's configuration cannot be read."""
+    """Describes a run file's model. Raises `UserError` if a part's configuration cannot be read."""
     if model.towers:
         return _describe_towers(model)
     language_model = read_part_config(model.causal_lm, "language_model", where=f"model.{LANGUAGE_MODEL}")
@@ -202,7 +214,8 @@ def describe_config(model: ModelConfig, placeholder_token_ids: Mapping[str, int]
     media = model.media_attention
     if media == "family":
         media = rule_of_family(language_model.model_type).media
-    return ModelDescription(parts=parts, merge=model.merge, media_attention=media)
+    generators = describe_generators(model, language_model.get_text_config().hidden_size, placeholder_token_ids)
+    return ModelDescription(parts=parts, merge=model.merge, media_attention=media, generators=generators)
 
 
 def _describe_towers(model: ModelConfig) -> ModelDescription:
@@ -231,7 +244,7 @@ def _describe_towers(model: ModelConfig) -> ModelDescription:
 
 
 def describe_module(model: MultimodalModule) -> ModelDescription:
-    """Of a model in memory, as `describe_config` of a run file's."""
+    """Describes a model in memory, as `describe_config` does a run file's."""
     kind_of = {projector_class: kind for kind, projector_class in PROJECTORS.items()}
     language_model = model.language_model.module.config
     parts = {
@@ -258,7 +271,7 @@ def _output_size(config: PretrainedConfig | OwnConfig) -> int:
 
 
 def graph_tensors(model: ModuleGraph) -> dict[str, Tensor]:
-    """Every parameter by its name in the whole model, as checkpoints have it; tied ones once."""
+    """Returns every parameter by its name in the whole model, as in checkpoints; tied parameters appear once."""
     return {
         f"{part}.{name}": parameter.detach()
         for part, module in model.parts().items()
@@ -267,7 +280,7 @@ def graph_tensors(model: ModuleGraph) -> dict[str, Tensor]:
 
 
 def export_module(model: MultimodalModule, folder: str | Path, **options: Any) -> None:
-    """`export_parts` of a model that is in memory."""
+    """Exports a model in memory by `export_parts`."""
     export_parts(graph_tensors(model), describe_module(model), folder, **options)
 
 
@@ -308,10 +321,14 @@ def export_parts(
                 processors[name].save_pretrained(partial / name)
             if name in processors and part.kind == "language_model":
                 generation_config(processors[name]).save_pretrained(partial / name)
+        for name, generator in description.generators.items():
+            save_generator(partial, name, generator, tensors)
         manifest = _manifest(description)
         write_json(partial / MANIFEST, manifest)
         if description.loss is None:
             readme = export_readme(manifest, has_tokenizer=LANGUAGE_MODEL in processors)
+            for name, generator in description.generators.items():
+                readme += f"\nAn image is drawn by `{name}`:\n\n```python\n{sampling_code(name, generator)}```\n"
             (partial / "README.md").write_text(readme)
             return
         (partial / CONTRASTIVE).mkdir()
@@ -324,7 +341,7 @@ def export_parts(
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) -> None:
-    """Has `write` fill a folder beside it, which takes its place when it is complete.
+    """Calls `write` with a new folder, which replaces `folder` when it is complete.
 
     Raises `UserError` if the folder exists and is neither empty nor of the same kind (has a file `marker`)."""
     if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
@@ -343,7 +360,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) ->
 
 
 def generation_config(tokenizer: Any) -> GenerationConfig:
-    """What follows from a tokenizer: the token that ends an answer."""
+    """Makes a generation configuration from a tokenizer: the token that ends an answer."""
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad")}
     return GenerationConfig(**ids)
 
@@ -354,9 +371,9 @@ def load_export(
     projectors: Mapping[str, nn.Module] | None = None,
     encoders: Mapping[str, nn.Module] | None = None,
 ) -> MultimodalModule:
-    """The exported model, in evaluation mode, every part by its own `from_pretrained`.
+    """Loads an exported model in evaluation mode, each part by its own `from_pretrained`.
 
-    `projectors`, `encoders`: by encoder, those of the user's own, whose weights are then filled in.
+    `projectors`, `encoders`: the user's own modules by encoder name, whose weights are then filled in.
 
     Raises `UserError` naming the file that is missing, damaged or of another model.
     """
@@ -398,7 +415,7 @@ def _load_own_module(folder: Path, name: str, given: Mapping[str, nn.Module]) ->
 
 
 def load_part(folder: Path, kind: Kind) -> Any:
-    """A part by its own `from_pretrained`. Raises `UserError` if the folder is not that of such a model."""
+    """Loads a part by its own `from_pretrained`. Raises `UserError` if the folder is not that of such a model."""
     return load_model(folder, lambda model_type: model_class_of(model_type, kind))
 
 
@@ -421,6 +438,8 @@ def load_model(folder: Path, class_of: Callable[[str], Any]) -> Any:
 
 def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], processors: Mapping[str, Any]) -> None:
     parts = set() if description.loss is None else {f"{CONTRASTIVE}.module"}
+    parts |= generator_parts(description.generators)
+    check_names(description.parts, description.generators)
     for name, part in description.parts.items():
         parts |= {f"{name}.module"} | ({f"{name}.projector"} if part.projector else set())
         if f"{name}_projector" in description.parts:
@@ -495,6 +514,11 @@ def _manifest(description: ModelDescription) -> dict[str, Any]:
             for name, encoder in description.encoders.items()
         },
         LANGUAGE_MODEL: _class_entry(description.language_model, "language_model"),
+        **(
+            {"generators": {n: manifest_entry(own) for n, own in description.generators.items()}}
+            if description.generators
+            else {}
+        ),
     }
 
 
