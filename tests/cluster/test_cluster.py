@@ -39,7 +39,7 @@ def test_names_are_found_in_any_case_and_by_their_short_form():
 def test_devices_share_their_nodes_network_cards(nics, share):
     values = {"num_devices": 16, "devices_per_node": 8, "device": "a800", "between_nodes": "roce200"}
     cluster = cluster_from_dict({**values, "nics_per_node": nics})
-    assert cluster.network_bytes_per_s == 25e9 * share
+    assert cluster.network_bytes_per_s == LINKS["roce200"].bytes_per_s * share
 
 
 def test_entries_of_the_users():

@@ -1,6 +1,7 @@
 """FLOPs by formula against torch's FlopCounterMode on the real transformers modules."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from motet.costs.analytic import AnalyticCosts, Speed, Speeds, analytic_table, k
 from motet.costs.communication import collective_seconds
 from motet.costs.cost_model import Load
 from motet.costs.kernels import layer_kernels
+from motet.costs.software import MOTET
 from motet.families.module_shapes import module_workload
 from motet.models.stages.projector import build_projector
 from motet.shapes.module_shape import projector_layer
@@ -186,8 +188,13 @@ SPEEDS = Speeds(gemm=SPEED, convolution=SPEED, attention=SPEED, memory=Speed(lim
 LOAD = Load(tokens=64, pairs=64**2, sequences=1, outputs=8)
 
 
-def costs_of(num_devices=2):
-    return AnalyticCosts(cluster=cpu_cluster(num_devices), dtype="float32", message_bytes=4, speeds=SPEEDS)
+PLAIN = replace(MOTET, leaves_out_hidden_pairs=False, attention_backward=2.0, memory_traffic=1.0)
+"""Every operand is moved once, and attention computes what is counted."""
+
+
+def costs_of(num_devices=2, software=PLAIN):
+    cluster = cpu_cluster(num_devices)
+    return AnalyticCosts(cluster=cluster, dtype="float32", message_bytes=4, speeds=SPEEDS, software=software)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -221,6 +228,41 @@ def test_tensor_parallelism_divides_blocks_and_adds_collectives():
     divided = sum(costs_of().kernel(k).seconds(LOAD) - 1e-6 for k in kernels if k.name not in ("norm", "residual"))
     # Each rank's products read and write their uncut side whole.
     assert -divided / 2 < two.seconds(LOAD) - one.seconds(LOAD) - collectives < -divided / 2.5
+
+
+def test_software_charges_hidden_pairs_the_backward_of_attention_and_passes_over_memory():
+    workload = module_workload(EVERY_MODEL["llama"][0])
+    encoder = module_workload(EVERY_MODEL["siglip"][0])
+
+    def per_pair(of, **changes):
+        block = costs_of(software=replace(PLAIN, **changes)).module(of).layers[1]
+        return block.forward.per_pair, block.input_gradient.per_pair
+
+    forward, backward = per_pair(workload)
+    assert backward == pytest.approx(2 * forward)
+    assert per_pair(workload, leaves_out_hidden_pairs=True) == pytest.approx((forward / 2, backward / 2))
+    assert per_pair(workload, attention_backward=2.5) == pytest.approx((forward, 2.5 * forward))
+    # An encoder's attention hides nothing.
+    assert per_pair(encoder, leaves_out_hidden_pairs=True) == pytest.approx(per_pair(encoder))
+    once, thrice = (
+        costs_of(software=replace(PLAIN, memory_traffic=times)).module(workload).layers[1].forward for times in (1, 3)
+    )
+    kernels = layer_kernels(workload.layers[1], element_bytes=4).forward
+    moved = sum(k.num_bytes.seconds(LOAD) for k in kernels if k.kind in ("norm", "elementwise"))
+    bandwidth = cpu_cluster(1).device.memory_bytes_per_s
+    assert thrice.seconds(LOAD) - once.seconds(LOAD) == pytest.approx(2 * moved / bandwidth)
+
+
+def test_exposed_bytes_add_to_the_time_of_a_product():
+    shape = layer_kernels(module_workload(EVERY_MODEL["llama"][0]).layers[1], element_bytes=4).forward[1]
+    assert shape.kind == "gemm"
+    adding = replace(SPEEDS, gemm=replace(SPEED, exposed=1.0))
+    device = cpu_cluster(1).device
+    flops, num_bytes = shape.flops.seconds(LOAD), shape.num_bytes.seconds(LOAD)
+    expected = 1e-6 + flops / (0.5 * device.peak("float32")) + num_bytes / device.memory_bytes_per_s
+    assert replace(costs_of(), speeds=adding).kernel(shape).seconds(LOAD) == pytest.approx(expected)
+    peaks = {"peak_flops": device.peak("float32"), "bytes_per_s": device.memory_bytes_per_s}
+    assert kernel_seconds(shape.at(LOAD), adding, **peaks) == pytest.approx(expected)
 
 
 def test_table_of_a_cluster():

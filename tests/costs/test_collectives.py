@@ -13,6 +13,7 @@ from motet.costs.communication import (
     hierarchical_terms,
     resharding_seconds,
     ring_terms,
+    tree_terms,
 )
 
 A800 = cluster_from_dict(
@@ -79,7 +80,11 @@ def test_the_quicker_algorithm_counts_and_beats_no_bound(group, collective, num_
     chosen = collective_seconds(cluster, collective, ranks, num_bytes)
     if len(ranks) == 1:
         return
-    every = [ring_terms(cluster, collective, ranks), hierarchical_terms(cluster, collective, ranks)]
+    every = [
+        ring_terms(cluster, collective, ranks),
+        tree_terms(cluster, collective, ranks),
+        hierarchical_terms(cluster, collective, ranks, num_bytes),
+    ]
     assert chosen == min(terms.seconds(num_bytes) for terms in every if terms)
     # Each node's share of the result must come from the others, over its cards, for all sister groups.
     times = 2 if collective == "all_reduce" else 1
@@ -109,6 +114,16 @@ def test_one_rank_on_each_node_is_a_ring():
     # Eight such rings share four cards.
     assert terms.algorithm == "ring"
     assert terms.seconds(1e9) == pytest.approx(2 * 10e-6 + 1e9 / 12.5e9)
+
+
+def test_many_nodes_sum_small_tensors_in_a_tree():
+    """64 ranks, each on a node of its own, on four cards for eight: a tree of six levels, up and down."""
+    cluster = replace(A800, num_devices=512)
+    ranks = range(0, 512, 8)
+    small, large = (collective_terms(cluster, "all_reduce", ranks, num_bytes) for num_bytes in (1e6, 1e9))
+    assert (small.algorithm, large.algorithm) == ("tree", "ring")
+    assert small.seconds(1e6) == pytest.approx(12 * 10e-6 + 2e6 / 12.5e9)
+    assert collective_terms(cluster, "all_gather", ranks, 1e6).algorithm == "ring"
 
 
 def test_broadcast_and_all_to_all():

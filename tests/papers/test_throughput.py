@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from papers.throughput.prediction import plan_of, predict, problem_of
+from papers.throughput.prediction import device_of, plan_of, predict, problem_of, software_of
 from papers.throughput.published import Measurement, measurements
 
 ROWS = {row.id: row for row in measurements()}
@@ -56,7 +56,7 @@ def test_layers_are_cut_as_megatron_cuts_them(
     name: str, num_stages: int, first: tuple[int, int], last: tuple[int, int]
 ) -> None:
     row = ROWS[name]
-    plan = plan_of(row, problem_of(row))
+    plan = plan_of(row, problem_of(row, device_of(row), software_of(row)))
     stages = plan.modules["language_model"].replicas[0].stages
     assert (len(stages), stages[0].layers, stages[-1].layers) == (num_stages, first, last)
     assert stages[row.pp].ranks == stages[0].ranks

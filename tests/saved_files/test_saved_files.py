@@ -18,8 +18,10 @@ COMPARED = ("iteration_time_s", "throughput_samples_per_s", "bubble_fraction", "
 CORRECTED: dict[Path, dict[str, dict[str, float]]] = {
     folder: json.loads((folder / "corrected.json").read_text()) for folder in {case[0] for case in COMMANDS}
 }
-"""Predictions that have changed since, because shapes are read from the modules now, by the name of the command."""
+"""Predictions that have changed since, by the name of the command: shapes are read from the modules now, and computed
+costs are calibrated (docs/accuracy.md)."""
 MOST_CORRECTED = 0.16
+"""Of what does not depend on computed seconds: memory, and all predictions from measured costs."""
 TRAINS = [case for case, arguments in COMMANDS.items() if arguments[0] == "train"]
 PREDICTS = [case for case in COMMANDS if case not in TRAINS]
 
@@ -45,8 +47,10 @@ def test_predictions_are_the_same(
     corrected = CORRECTED[folder].get(name, {})
     for key in COMPARED:
         assert now[key] == pytest.approx(corrected.get(key, then[key]), rel=1e-12, abs=1e-15), key
-        # Shapes that were a little wrong, and tiny models in which that shows: see the changelog.
-        assert now[key] == pytest.approx(then[key], rel=MOST_CORRECTED), key
+        is_chosen = COMMANDS[folder, name][0] == "plan"  # By what layers take, where a planner has a choice.
+        if now["costs"]["source"] != "analytic" or (key == "peak_memory_bytes" and not is_chosen):
+            # Shapes that were a little wrong, and tiny models in which that shows: see the changelog.
+            assert now[key] == pytest.approx(then[key], rel=MOST_CORRECTED), key
     assert now["schedule"] == then["schedule"]
     assert now["num_devices"] == then["num_devices"]
 
