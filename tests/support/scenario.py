@@ -77,6 +77,7 @@ class Scenario:
     sample has any; all but one."""
     packing: bool = False
     fully_sharded: bool = False
+    sharded_replicas: int = 1
     recompute: bool = False
     dtype: str = "float64"
 
@@ -157,6 +158,7 @@ class Scenario:
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
                 fully_sharded=self.fully_sharded,
+                sharded_replicas=self.sharded_replicas,
                 loss_weight=1.0 if is_llm else 0.0,
                 context=ContextOptions(
                     block_size=self.context_block,

@@ -1,4 +1,5 @@
-"""Process groups of a plan: tensor- and context-parallel groups of stages, and the groups that sum gradients.
+"""Process groups of a plan: tensor- and context-parallel groups of stages, groups that share parameters, and groups
+that sum gradients.
 
 Every rank creates every group, in the same order (a rule of torch.distributed). Each reduction has a group of its own:
 its buckets start when the rank's own backward reaches them, so two reductions over the same ranks may start in
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.tensor_parallel import TensorParallel
-from motet.plan import ContextOptions, Plan, Stage
+from motet.plan import ContextOptions, ModulePlan, Plan, Stage
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import Holder, reductions
 
@@ -56,13 +57,23 @@ class ReduceGroups:
 
 
 @dataclass(frozen=True)
+class SharingGroup:
+    """This rank's place among the ranks of several replicas that share a stage's parameters."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Mesh:
     """This rank's view of the plan's groups."""
 
     rank: int
     world_size: int
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
-    """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
+    """By their ranks: the tensor- and context-parallel groups that this rank belongs to, and those of replicas that
+    share parameters."""
     reduce: dict[Reduce, ReduceGroups]
     """The reductions that this rank takes part in."""
     has_mixed_tp_sizes: bool
@@ -89,6 +100,21 @@ class Mesh:
             options=options,
             tp_size=stage.tp_size,
         )
+
+    def sharing(self, module: ModulePlan, replica: int, stage: int) -> SharingGroup:
+        """This rank's place among those that share the stage's parameters over replicas."""
+        groups = sharing_groups(module, replica // module.sharded_replicas, stage)
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        return SharingGroup(self.stage_groups[ranks], ranks.index(self.rank), len(ranks))
+
+
+def sharing_groups(module: ModulePlan, number: int, stage: int) -> list[tuple[int, ...]]:
+    """By place in the tensor-parallel groups, the ranks that share a stage's parameters in the successive replicas
+    `number * sharded_replicas` and following."""
+    first = number * module.sharded_replicas
+    replicas = module.replicas[first : first + module.sharded_replicas]
+    members = [_places(ranks) for replica in replicas for ranks in tensor_parallel_groups(replica.stages[stage])]
+    return [tuple(sorted(ranks)) for ranks in zip(*members, strict=True)]
 
 
 def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
@@ -124,6 +150,11 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         for *_, stage in plan.stages()
         for ranks in [*tensor_parallel_groups(stage), *(context_parallel_groups(stage) if stage.cp_size > 1 else [])]
     ]
+    for module in plan.modules.values():
+        if module.shares_over_replicas:
+            for number in range(len(module.replicas) // module.sharded_replicas):
+                for s in range(len(module.replicas[0].stages)):
+                    shared += sharing_groups(module, number, s)
     for ranks in dict.fromkeys(shared):
         group = _new_group(ranks, timeout)
         if rank in ranks:
@@ -131,19 +162,19 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
     reduce: dict[Reduce, ReduceGroups] = {}
     has_mixed_tp_sizes = False
     for reduction, holders in reductions(plan).items():
-        members = _members(plan, holders)
-        _check_members(reduction, members)
-        sizes = tuple(sorted({len(places) for places in members}))
-        made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
-        firsts = None
-        if len(sizes) > 1:
-            has_mixed_tp_sizes = True
-            ranks = tuple(sorted({places[0] for places in members}))
-            firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
-        pieces = tuple(group for group in made if rank in group.ranks)
-        if pieces:
-            firsts = firsts if firsts is not None and rank in firsts.ranks else None
-            reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts)
+        for members in _members_by_share(plan, holders):
+            _check_members(reduction, members)
+            sizes = tuple(sorted({len(places) for places in members}))
+            made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
+            firsts = None
+            if len(sizes) > 1:
+                has_mixed_tp_sizes = True
+                ranks = tuple(sorted({places[0] for places in members}))
+                firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
+            pieces = tuple(group for group in made if rank in group.ranks)
+            if pieces:
+                firsts = firsts if firsts is not None and rank in firsts.ranks else None
+                reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts)
     return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout)
 
 
@@ -156,11 +187,29 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup 
     return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
 
 
-def _members(plan: Plan, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
-    """The tensor-parallel groups that hold a run of layers, by place: of all replicas, and of all members of
-    context-parallel groups, each of which has the gradients of its own tokens."""
-    stages = [plan.modules[holder.module].replicas[holder.replica].stages[holder.stage] for holder in holders]
-    return [tuple(_places(ranks)) for stage in stages for ranks in tensor_parallel_groups(stage)]
+def _members_by_share(plan: Plan, holders: tuple[Holder, ...]) -> list[list[tuple[int, ...]]]:
+    """By share of the parameters, the tensor-parallel groups that hold it of a run of layers, by place: of all
+    replicas, and of all members of context-parallel groups, each of which has the gradients of its own tokens.
+
+    There is one share unless replicas share parameters."""
+    result: dict[int, list[tuple[int, ...]]] = {}
+    for holder in holders:
+        module = plan.modules[holder.module]
+        stage = module.replicas[holder.replica].stages[holder.stage]
+        for ranks in tensor_parallel_groups(stage):
+            places = _places(ranks)
+            share = 0
+            if module.shares_over_replicas:
+                groups = sharing_groups(module, holder.replica // module.sharded_replicas, holder.stage)
+                shares = {group.index(rank) for group, rank in zip(groups, places, strict=True)}
+                if len(shares) > 1:
+                    raise UserError(
+                        f"plan: modules.{holder.module}.sharded_replicas: the ranks of its tensor-parallel groups "
+                        "alternate; number those of a replica one after the other"
+                    )
+                share = shares.pop()
+            result.setdefault(share, []).append(tuple(places))
+    return list(result.values())
 
 
 def _piece_groups(members: Sequence[tuple[int, ...]], num_pieces: int) -> list[tuple[int, ...]]:

@@ -76,14 +76,16 @@ class Executor:
         self._mailbox = Mailbox(program, self._deadline)
         self.spans = []
         self.started_s = time.perf_counter()
-        for runner in self.runners.values():
-            runner.begin_iteration(routes, batch, loss_tokens)
+        with self.doing("the beginning of the iteration"):
+            for stage, runner in self.runners.items():
+                runner.begin_iteration(routes, batch, loss_tokens, by_block=stage in program.gathered_by_block)
         for step in program.steps:
             with self.doing(step):
                 if isinstance(step, Message):
                     self._exchange(step)
                 elif isinstance(step, Reduce):
-                    self.reducers[step].start()
+                    if not self.reducers[step].is_late:
+                        self.reducers[step].start()
                 elif step.kind is Kind.FORWARD:
                     self._forward(step)
                 elif step.kind is Kind.WEIGHT:
@@ -95,6 +97,8 @@ class Executor:
             for runner in self.runners.values():
                 runner.end_iteration()
             if not routes.forward_only:
+                for reducer in self.reducers.values():
+                    reducer.start()
                 for reduce, reducer in self.reducers.items():
                     reducer.finish(self._deadline, reduce)
 

@@ -74,8 +74,11 @@ class StageRunner:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Sum of the stage's losses in the iteration so far, unweighted."""
 
-    def begin_iteration(self, routes: Routes, batch: Batch, loss_tokens: Mapping[str, int]) -> None:
-        """`loss_tokens`: for each module with a loss, the loss tokens of the whole global batch."""
+    def begin_iteration(
+        self, routes: Routes, batch: Batch, loss_tokens: Mapping[str, int], *, by_block: bool = True
+    ) -> None:
+        """`loss_tokens`: for each module with a loss, the loss tokens of the whole global batch. `by_block`: whether a
+        fully sharded stage gathers its parameters block by block; otherwise once, now."""
         self._routes, self._batch = routes, batch
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
         self._saved.clear()
@@ -83,10 +86,15 @@ class StageRunner:
         self.rows = ContextRows(routes, batch.samples, self._cp, getattr(self.module, "held_tokens", None))
         self._cast_weights.clear()
         self.loss_sum.zero_()
+        if self._sharded is not None:
+            self._sharded.begin_step(by_block=by_block)
 
     def end_iteration(self) -> None:
-        """Frees what the iteration's microbatches shared, before the optimizer takes its memory."""
+        """Frees what the iteration's microbatches shared, before the optimizer takes its memory. Collective where
+        replicas share parameters."""
         self._cast_weights.clear()
+        if self._sharded is not None:
+            self._sharded.end_step(with_gradients=not self._routes.forward_only)
 
     def reports_loss(self, rank: int) -> bool:
         """Whether `rank` is the one of the stage's group whose `loss_sum` counts: all members have the same."""
