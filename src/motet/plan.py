@@ -106,6 +106,16 @@ class ModulePlan:
         """Whether replicas share the parameters, each rank keeping some rows of every one."""
         return self.fully_sharded and self.sharded_replicas > 1
 
+    def sharing_groups(self, replica: int, stage: int) -> list[tuple[int, ...]]:
+        """By place in the tensor-parallel groups, the ranks that share the stage's parameters with those of this
+        replica's stage, in the order of their shares."""
+        number = self.sharded_replicas
+        first = replica // number * number
+        stages = [other.stages[stage] for other in self.replicas[first : first + number]]
+        size = stages[0].tp_size
+        members = [sorted(s.ranks[i : i + size]) for s in stages for i in range(0, len(s.ranks), size)]
+        return [tuple(sorted(ranks)) for ranks in zip(*members, strict=True)]
+
     def data_module(self, name: str) -> str:
         """Whose layouts and features the module called `name` reads."""
         return self.copy_of or name

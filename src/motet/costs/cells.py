@@ -21,6 +21,7 @@ from motet.costs.cost_model import LayerCost, Load, microbatch_load, total
 from motet.plan import Edge, LayerRange, Plan, Stage
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.routes import Cell, Routes
+from motet.schedule.shared_gathers import gathers_by_block
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 
@@ -126,7 +127,14 @@ class Cells:
         self._sample_kinds = kinds_of_samples(samples) if sample_kinds is None else sample_kinds
         self._load_of_kinds: dict[tuple[str, str, tuple[int, ...]], Load] = {}
         self._outputs: dict[str, list[int]] = {}
+        self._by_block: dict[tuple[str, int], bool] = {}
         self._number()
+
+    def gathers_by_block(self, module: str, stage: int) -> bool:
+        """Whether a stage of a fully sharded module gathers its parameters block by block."""
+        if (module, stage) not in self._by_block:
+            self._by_block[module, stage] = gathers_by_block(self.routes, module, stage)
+        return self._by_block[module, stage]
 
     def load_of(self, cell: Cell) -> Load:
         """The load of a cell's microbatch, the same for all stages of a replica."""

@@ -103,18 +103,8 @@ class Mesh:
 
     def sharing(self, module: ModulePlan, replica: int, stage: int) -> SharingGroup:
         """This rank's place among those that share the stage's parameters over replicas."""
-        groups = sharing_groups(module, replica // module.sharded_replicas, stage)
-        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        ranks = next(ranks for ranks in module.sharing_groups(replica, stage) if self.rank in ranks)
         return SharingGroup(self.stage_groups[ranks], ranks.index(self.rank), len(ranks))
-
-
-def sharing_groups(module: ModulePlan, number: int, stage: int) -> list[tuple[int, ...]]:
-    """By place in the tensor-parallel groups, the ranks that share a stage's parameters in the successive replicas
-    `number * sharded_replicas` and following."""
-    first = number * module.sharded_replicas
-    replicas = module.replicas[first : first + module.sharded_replicas]
-    members = [_places(ranks) for replica in replicas for ranks in tensor_parallel_groups(replica.stages[stage])]
-    return [tuple(sorted(ranks)) for ranks in zip(*members, strict=True)]
 
 
 def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
@@ -152,9 +142,9 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
     ]
     for module in plan.modules.values():
         if module.shares_over_replicas:
-            for number in range(len(module.replicas) // module.sharded_replicas):
-                for s in range(len(module.replicas[0].stages)):
-                    shared += sharing_groups(module, number, s)
+            for r in range(0, len(module.replicas), module.sharded_replicas):
+                for s in range(len(module.replicas[r].stages)):
+                    shared += module.sharing_groups(r, s)
     for ranks in dict.fromkeys(shared):
         group = _new_group(ranks, timeout)
         if rank in ranks:
@@ -200,7 +190,7 @@ def _members_by_share(plan: Plan, holders: tuple[Holder, ...]) -> list[list[tupl
             places = _places(ranks)
             share = 0
             if module.shares_over_replicas:
-                groups = sharing_groups(module, holder.replica // module.sharded_replicas, holder.stage)
+                groups = module.sharing_groups(holder.replica, holder.stage)
                 shares = {group.index(rank) for group, rank in zip(groups, places, strict=True)}
                 if len(shares) > 1:
                     raise UserError(

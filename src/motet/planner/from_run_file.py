@@ -190,7 +190,8 @@ def _context(config: RunConfig, language_model: ModuleWorkload) -> ContextOption
 
 def _degrees(given: ModuleParallelConfig, media: str) -> Degrees:
     context = ContextOptions(**given.context.model_dump(), media_attention=media)
-    return Degrees(**{**given.model_dump(exclude={"num_microbatches"}), "context": context})
+    values = {**given.model_dump(exclude={"num_microbatches"}), "context": context}
+    return Degrees(**{**values, "sharded_replicas": given.shares_over_replicas})
 
 
 def describe_cluster(config: RunConfig) -> Cluster:

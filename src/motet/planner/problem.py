@@ -46,6 +46,8 @@ class Degrees:
     """None: the planner's partition."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
+    sharded_replicas: int = 1
+    """With `fully_sharded`: number of replicas that share parameters."""
     context: ContextOptions = field(default_factory=ContextOptions)
 
     @property
@@ -85,6 +87,7 @@ class ModuleProblem:
         *,
         sequence_parallel: bool = False,
         fully_sharded: bool = False,
+        sharded_replicas: int = 1,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
     ) -> ModulePlan:
@@ -98,6 +101,7 @@ class ModuleProblem:
             loss_weight=self.loss_weight,
             sequence_parallel=sequence_parallel,
             fully_sharded=fully_sharded,
+            sharded_replicas=sharded_replicas,
             context=context,
             num_microbatches=num_microbatches,
         )

@@ -53,6 +53,14 @@ def have_equal_cells(routes: Routes, module: str, replicas: range, stage: int) -
     return len(forms) == 1
 
 
+def gathers_by_block(routes: Routes, module: str, stage: int) -> bool:
+    """Whether all replicas of a fully sharded stage gather block by block, as far as it depends on the routes."""
+    planned = routes.plan.modules[module]
+    return not planned.shares_over_replicas or all(
+        have_equal_cells(routes, module, replicas, stage) for replicas in sharing_replicas(planned)
+    )
+
+
 def _sharings(routes: Routes) -> Iterator[_Sharing]:
     for name, module in routes.plan.modules.items():
         if module.shares_over_replicas:
