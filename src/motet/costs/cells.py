@@ -120,8 +120,9 @@ class Cells:
         workloads: Mapping[str, ModuleWorkload],
         node: Callable[[int], int],
         sample_kinds: Sequence[int] | None = None,
+        replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
-        self._node = node
+        self._node, self._replica_of = node, replica_of
         self.routes, self.plan, self.samples, self._workloads = routes, routes.plan, samples, workloads
         self.kinds: list[CellKind] = []
         self._sample_kinds = kinds_of_samples(samples) if sample_kinds is None else sample_kinds
@@ -133,7 +134,7 @@ class Cells:
     def gathers_by_block(self, module: str, stage: int) -> bool:
         """Whether a stage of a fully sharded module gathers its parameters block by block."""
         if (module, stage) not in self._by_block:
-            self._by_block[module, stage] = gathers_by_block(self.routes, module, stage)
+            self._by_block[module, stage] = gathers_by_block(self.routes, module, stage, self._replica_of)
         return self._by_block[module, stage]
 
     def load_of(self, cell: Cell) -> Load:

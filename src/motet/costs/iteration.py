@@ -53,6 +53,7 @@ class IterationCosts:
     """Costs of one iteration.
 
     `workloads`: by module (copies are looked up by the module they copy). `sample_kinds`: `kinds_of_samples`, if known.
+    `replica_of`: where equal pipelines are simulated once, the replica that stands for each.
     Raises `UserError` if the table has no costs for a module at the plan's tensor-parallel size.
     """
 
@@ -66,10 +67,11 @@ class IterationCosts:
         cluster: Cluster,
         memory: MemoryOptions = DEFAULT_MEMORY,
         sample_kinds: Sequence[int] | None = None,
+        replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
-        self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds)
+        self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
         self._static: dict[tuple[str, LayerRange, int, int, bool], int] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}

@@ -129,6 +129,9 @@ class PlanningProblem:
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""
+    may_share_parameters: bool = True
+    """Whether planners may let replicas share their parameters; they may not under ZeRO-1, nor where one may be
+    lost."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None

@@ -9,7 +9,7 @@ Limits: encoders and towers of several replicas always gather once, as their blo
 (once for each size of image).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from motet.plan import ModulePlan
@@ -43,7 +43,7 @@ def gathered_by_block(program: Program) -> frozenset[StageKey]:
     return frozenset(alone) | {(name, r, s) for name, replicas, s in together for r in replicas}
 
 
-def have_equal_cells(routes: Routes, module: str, replicas: range, stage: int) -> bool:
+def have_equal_cells(routes: Routes, module: str, replicas: Iterable[int], stage: int) -> bool:
     """Whether these replicas of a stage have microbatches that need the same gradients, one for one."""
     if routes.plan.modules[module].kind != "language_model":
         return False
@@ -53,11 +53,18 @@ def have_equal_cells(routes: Routes, module: str, replicas: range, stage: int) -
     return len(forms) == 1
 
 
-def gathers_by_block(routes: Routes, module: str, stage: int) -> bool:
-    """Whether all replicas of a fully sharded stage gather block by block, as far as it depends on the routes."""
+def gathers_by_block(
+    routes: Routes, module: str, stage: int, replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None
+) -> bool:
+    """Whether all replicas of a fully sharded stage gather block by block, as far as it depends on the routes.
+
+    `replica_of`: where equal pipelines are simulated once, the replica that stands for each (module, replica)."""
     planned = routes.plan.modules[module]
-    return not planned.shares_over_replicas or all(
-        have_equal_cells(routes, module, replicas, stage) for replicas in sharing_replicas(planned)
+    if not planned.shares_over_replicas:
+        return True
+    return all(
+        have_equal_cells(routes, module, {r if replica_of is None else replica_of[module, r][1] for r in shared}, stage)
+        for shared in sharing_replicas(planned)
     )
 
 
