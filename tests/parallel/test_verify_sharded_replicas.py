@@ -50,8 +50,8 @@ def test_equals_one_process(name: str) -> None:
 
 
 def trained(scenario: Scenario) -> tuple[list[float], int, int]:
-    """Losses and gradient norms of three updates; bytes of parameters, gradients and states that stay here, and of whole
-    ones."""
+    """Losses and gradient norms of three updates; bytes of parameters, gradients and states that stay here, and those
+    of whole ones."""
     config = scenario.config()
     engine = build_engine(config, scenario.plan(config), torch.device("cpu"))
     optimizer = build_optimizer(config, engine.model)

@@ -45,10 +45,10 @@ def gathered_by_block(program: Program) -> frozenset[StageKey]:
 
 def have_equal_cells(routes: Routes, module: str, replicas: Iterable[int], stage: int) -> bool:
     """Whether these replicas of a stage have microbatches that need the same gradients, one for one."""
-    if routes.plan.modules[module].kind != "language_model":
-        return False
     cells = routes.cells
     found = {s.replica: cells[s.first : s.last] for s in routes.stages if (s.module, s.stage) == (module, stage)}
+    if routes.plan.modules[module].kind != "language_model":
+        return not any(found.get(r) for r in replicas)
     forms = {tuple((cell.microbatch, _form(routes, cell)) for cell in found.get(r, ())) for r in replicas}
     return len(forms) == 1
 
@@ -103,7 +103,7 @@ def _actions_of(program: Program, sharing: _Sharing, replica: int) -> list[Compu
 
 
 def _run_alike(program: Program, routes: Routes, sharing: _Sharing) -> bool:
-    if not have_equal_cells(routes, *sharing):
+    if not have_equal_cells(routes, sharing.module, sharing.replicas, sharing.stage):
         return False
     orders = {
         tuple((action.kind, action.cell.microbatch) for action in _actions_of(program, sharing, r))
