@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seconds = slow_tests.read()
     functions = {item: item.nodeid.partition("[")[0] for item in items}
     of_file: Counter[str] = Counter()
-    for function in set(functions.values()) & seconds.keys():
+    # In one order in all workers: their sums of floats must be the same.
+    for function in sorted(set(functions.values()) & seconds.keys()):
         of_file[function.partition("::")[0]] += seconds[function]
     for item, function in functions.items():
         if function in seconds:

@@ -24,10 +24,9 @@ from motet.models.materialize import float64_throughout
 from motet.models.reference import plain_loss
 from motet.parallel.tensor_collectives import TensorParallel
 from motet.plan import Edge, ModulePlan, Plan, Replica, Stage
-from motet.resilience.state_transfer import MOMENTS
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalParameter
-from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.runtime.training.optimizer import MOMENTS, LearningRateSchedule, Optimizer, OptimizerConfig
 
 TP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"tp": 2, "dp": 2}}
 PP2_DP2: Layout = {"vision": {"dp": 2}, "audio": {"dp": 2}, "language_model": {"pp": 2, "dp": 2}}
