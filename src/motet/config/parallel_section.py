@@ -42,6 +42,10 @@ class ModuleParallelConfig(Section):
     """With `fully_sharded`: number of successive replicas that share the parameters. All `dp` of them: nothing is held
     twice; fewer, such as those of a node: what they share is summed over the others (hybrid). null: all, or 1 where
     `cp` is larger than 1."""
+    ep: Degree = 1
+    """Over how many ranks the experts of a mixture are distributed, each expert whole on one of them: `tp` (no tokens
+    are exchanged), or `tp` times a divisor of `dp` (expert parallelism: tokens travel to their experts' ranks and back,
+    none is dropped). 1: each expert is cut by its width over the tensor-parallel group."""
     context: ContextConfig = ContextConfig()
     """How context-parallel groups share tokens."""
 

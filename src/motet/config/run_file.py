@@ -33,6 +33,7 @@ from motet.config.section import (
     Share,
 )
 from motet.errors import UserError
+from motet.plan import LANGUAGE_MODEL
 from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
 
 
@@ -226,6 +227,7 @@ class RunConfig(Section):
         self._check_limits()
         self._shards_states_once()
         self._can_lose_replicas()
+        self._check_experts()
         self._check_towers()
         return self
 
@@ -277,6 +279,20 @@ class RunConfig(Section):
                     f"parallel.explicit.{name}.fully_sharded: {module.shares_over_replicas} replicas share the "
                     "parameters, so none can be lost; give sharded_replicas: 1 with a larger cp, or leave "
                     "train.failures out: after a failure, train.resume: latest goes on from the checkpoint"
+                )
+
+    def _check_experts(self) -> None:
+        """Refuses distributed experts where they are not shown to be right."""
+        for name, layout in self.parallel.explicit.items():
+            key = f"parallel.explicit.{name}.ep"
+            if layout.ep > 1 and name != LANGUAGE_MODEL:
+                raise ValueError(f"{key}: is {layout.ep}, but only a language model has experts; leave it out")
+            if layout.ep > 1 and self.model.composite is not None:
+                raise ValueError(f"{key}: is {layout.ep}, but experts of composites are not distributed; leave it out")
+            if layout.ep > 1 and self.train.failures is not None:
+                raise ValueError(
+                    f"{key}: is {layout.ep}, but experts of ranks that fail cannot be had from others; leave it out, "
+                    "or train.failures"
                 )
 
     def _check_towers(self) -> None:

@@ -85,6 +85,7 @@ def build_plan(
             sequence_parallel=own.sequence_parallel,
             fully_sharded=own.fully_sharded,
             sharded_replicas=own.sharded_replicas,
+            ep=own.ep,
             context=own.context,
         )
     edges = problem.edges

@@ -48,6 +48,7 @@ class Degrees:
     fully_sharded: bool = False
     sharded_replicas: int = 1
     """With `fully_sharded`: number of replicas that share parameters."""
+    ep: int = 1
     context: ContextOptions = field(default_factory=ContextOptions)
 
     @property
@@ -88,6 +89,7 @@ class ModuleProblem:
         sequence_parallel: bool = False,
         fully_sharded: bool = False,
         sharded_replicas: int = 1,
+        ep: int = 1,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
     ) -> ModulePlan:
@@ -102,6 +104,7 @@ class ModuleProblem:
             sequence_parallel=sequence_parallel,
             fully_sharded=fully_sharded,
             sharded_replicas=sharded_replicas,
+            ep=ep,
             context=context,
             num_microbatches=num_microbatches,
         )
