@@ -58,6 +58,7 @@ def trained(scenario: Scenario) -> tuple[list[float], int, int]:
     batch = ScenarioBatch(scenario, config)
     values = []
     for step in range(3):
+        engine.model.zero_gradients()
         result = engine.run(batch)
         values += [result.loss, result.gradient_norm]
         optimizer.step(step)
