@@ -1,4 +1,4 @@
-"""The published tables of six papers as data, beside the numbers that motet simulates for them.
+"""The published tables of six papers, and 203 published throughputs, as data beside the numbers that motet simulates.
 
 Each paper is a folder with a module `tables` and an entry in `PAPERS`. The modules use public names of motet only.
 """

@@ -76,13 +76,17 @@ CONSTANTS: tuple[Constant, ...] = (
     Constant("h100.flash1", 0.2, 0.3, partial(_attends, "h100", "flash1"), FLASH3 + ": half of FlashAttention-2"),
     Constant("h100.fused", 0.55, 0.15, partial(_attends, "h100", "fused"), FLASH3),
     Constant("convolution", 0.4, 0.5, lambda row: row.unet, "assumed: share of what matrix products reach"),
-    Constant("fsdp_eager.memory_traffic", 2.5, 0.5, partial(_under, "fsdp_eager"), "counted passes of plain modules"),
-    Constant("megatron.memory_traffic", 1.5, 0.3, partial(_under, "megatron"), "fused norms and functions"),
-    Constant("fsdp_compiled.memory_traffic", 1.5, 0.3, partial(_under, "fsdp_compiled"), "fused norms and functions"),
+    Constant("fsdp_eager.memory_traffic", 2.5, 0.5, partial(_under, "fsdp_eager"), "assumed"),
+    Constant("megatron.memory_traffic", 1.5, 0.3, partial(_under, "megatron"), "assumed"),
+    Constant("fsdp_compiled.memory_traffic", 1.5, 0.3, partial(_under, "fsdp_compiled"), "assumed"),
     Constant("contention", 0.25, 0.5, lambda row: row.is_fully_sharded, "assumed"),
     Constant("megatron.exposed_collectives", 0.8, 0.3, _cut_by_megatron, "assumed"),
     Constant(
-        "unfused_attention.score_bytes", 12.0, 0.3, lambda row: row.unfused_attention, "six passes of a 2-byte score"
+        "unfused_attention.score_bytes",
+        12.0,
+        0.3,
+        lambda row: row.unfused_attention,
+        "assumed: six passes of a 2-byte score",
     ),
 )
 

@@ -70,3 +70,4 @@ SOFTWARE: Mapping[str, Software] = {
     for name, values in yaml.safe_load(Path(__file__).with_name("software.yaml").read_text()).items()
 }
 MOTET = SOFTWARE["motet"]
+"""The profile of this package's runtime."""
