@@ -198,8 +198,6 @@ def boundary_bytes(
     The output of an encoder's head is whole on every rank."""
     rows, width = workload.boundary(border)
     carried = load.tokens / num_shares if rows == "tokens" else load.outputs
-    if workload.carried_vectors is not None:
-        carried = load.incoming + (load.tokens + workload.carried_vectors * load.sequences) * (rows == "tokens")
     return carried * width * options.activation_bytes
 
 

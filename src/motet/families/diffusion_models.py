@@ -37,6 +37,7 @@ class DiffusionFamily:
 
     embed_parts: tuple[str, ...]
     """Paths of what belongs to the embedding."""
+    num_time_vectors: int
     embed: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Streams]
     """(model, noised latents [images, channels, height, width], time steps [images], conditions [images, conditions,
     size], pooled conditions [images, size]) -> streams."""
@@ -88,12 +89,14 @@ def _head_pixart(model: Any, streams: Streams) -> Tensor:
 DIFFUSION_FAMILIES: Mapping[str, DiffusionFamily] = {
     "SD3Transformer2DModel": DiffusionFamily(
         embed_parts=("pos_embed", "time_text_embed", "context_embedder"),
+        num_time_vectors=1,
         embed=_embed_sd3,
         block=_block_sd3,
         head=_head_sd3,
     ),
     "PixArtTransformer2DModel": DiffusionFamily(
         embed_parts=("pos_embed", "adaln_single", "caption_projection"),
+        num_time_vectors=7,
         embed=_embed_pixart,
         block=_block_pixart,
         head=_head_pixart,

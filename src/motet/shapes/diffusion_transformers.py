@@ -59,7 +59,7 @@ class Connection:
 def transformer_workload(config: Config, connection: Connection) -> ModuleWorkload:
     """`config`: what stands in a config.json of diffusers. Raises `UserError` for values that cannot be trained."""
     kind = str(config["_class_name"])
-    defaults, conditions, layers_of, checks, num_vectors = TRANSFORMERS[kind]
+    defaults, conditions, layers_of, checks = TRANSFORMERS[kind]
     values = {**defaults, **config}
     width = values["num_attention_heads"] * values["attention_head_dim"]
     if values["out_channels"] not in (None, values["in_channels"]):
@@ -78,7 +78,6 @@ def transformer_workload(config: Config, connection: Connection) -> ModuleWorklo
         output_size=values["patch_size"] ** 2 * values["in_channels"],
         layers=(_connector(connection, size, pooled), embed, *blocks, head),
         shares_tokens=False,
-        carried_vectors=num_vectors,
     )
 
 
@@ -221,7 +220,6 @@ TRANSFORMERS: Mapping[
         Sizes,
         Callable[[Mapping[str, Any], int], Parts],
         Callable[[Mapping[str, Any], int], None],
-        int,
     ],
 ] = {
     "SD3Transformer2DModel": (
@@ -229,14 +227,12 @@ TRANSFORMERS: Mapping[
         lambda values: (values["joint_attention_dim"], values["pooled_projection_dim"]),
         _sd3,
         _check_sd3,
-        1,
     ),
     "PixArtTransformer2DModel": (
         PIXART_DEFAULTS,
         lambda values: (values["caption_channels"], 0),
         _pixart,
         _check_pixart,
-        7,
     ),
 }
-"""By class of diffusers: defaults, sizes of conditions, layers, checks, and vectors of the time step between blocks."""
+"""By class of diffusers: defaults, sizes of conditions, layers, and checks."""

@@ -165,8 +165,6 @@ class ModuleWorkload:
     """Into how many stages it can be cut; None: into as many as it has layers."""
     shares_tokens: bool = True
     """Whether ranks can share its tokens (context parallelism)."""
-    carried_vectors: int | None = None
-    """Of a generator whose conditions travel with its tokens: vectors of each image's time step that do so, too."""
 
     @property
     def num_layers(self) -> int:
@@ -218,8 +216,6 @@ class ModuleWorkload:
         part = self.layers[layer - 1].part if layer else "embed"
         if self.encodes_items and part in ("head", "projector"):
             return "outputs", self.layers[layer - 1].hidden_size
-        if self.kind == "generator" and part == "projector":
-            return "incoming", self.layers[layer - 1].hidden_size
         return "tokens", self.hidden_size
 
     @property

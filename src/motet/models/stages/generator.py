@@ -154,7 +154,6 @@ class GeneratorStage(nn.Module):
         self.name, self.reads, self.layers, self.loss, self.recompute = name, reads, layers, loss, recompute
         self._family, self._config = DIFFUSION_FAMILIES[workload.family], workload.config
         self._head_layer = workload.num_layers - 1
-        self._num_time_vectors = workload.carried_vectors or 0
         self._incoming_size = incoming_size
         self.hidden_size, self.output_size = workload.hidden_size, workload.output_size
         self.is_last = layers[1] == workload.num_layers
@@ -215,7 +214,7 @@ class GeneratorStage(nn.Module):
         """Of what enters the layer `border`."""
         if border == 1:
             return item.num_conditions + bool(self._config["pooled_size"])
-        return item.segment.num_tokens + item.num_conditions + self._num_time_vectors
+        return item.segment.num_tokens + item.num_conditions + self._family.num_time_vectors
 
     def _items(self, samples: Sequence[Sample]) -> list[Item]:
         items = []
@@ -302,7 +301,7 @@ class GeneratorStage(nn.Module):
     def _enter(self, rows: Tensor, item: Item, noising: "Noising | None") -> Streams:
         """The streams of images of one form. `rows`: [images, rows of each, width]."""
         if not self.holds(1):
-            sizes = [item.segment.num_tokens, item.num_conditions, self._num_time_vectors]
+            sizes = [item.segment.num_tokens, item.num_conditions, self._family.num_time_vectors]
             return Streams(*rows.split(sizes, dim=1))
         assert noising is not None
         conditions, pooled = rows[:, : item.num_conditions, : self._config["condition_size"]], None
