@@ -185,6 +185,9 @@ class TrainingProcess:
                     node = membership.all_nodes[straggler.rank // self._node_size]
                     print(f"motet: node {node}: {straggler}", file=sys.stderr, flush=True)
                     write_straggler(self._output, straggler, node=node, step=trainer.finished_steps)
+            patience_s = self._failures.replace_stragglers_after_s
+            if patience_s is not None and watch.slow_s(dist.get_rank()) >= patience_s:
+                self._link.send("slow", membership.generation)
 
         trainer.after_step = after_step
 
