@@ -33,6 +33,7 @@ from motet.data.service.opening import open_producers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.failure_log import Recovery, write_straggler
+from motet.resilience.health import why_unfit
 from motet.resilience.interruptible_wait import release_in_background
 from motet.resilience.membership import FIRST_GENERATION, Membership, MembershipNotice, RunRecord, store_timeout_s
 from motet.resilience.process_control import AgentLink
@@ -115,6 +116,9 @@ class TrainingProcess:
             self._producers.close()
 
     def _run(self) -> None:
+        if (reason := why_unfit(self._device)) is not None:
+            self._link.send("hung", reason)
+            time.sleep(RENDEZVOUS_S)  # The agent ends this node.
         self._link.send("ready")
         notice = self._link.wait_for_next(None)
         while notice is not None:
