@@ -86,15 +86,16 @@ def one_that_joins(config: RunConfig, plan: Plan, wait: Callable[[], object]) ->
 def test_a_spare_takes_the_place_of_a_slow_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = {"tolerate": 1, "detect_s": 10, "replace_stragglers_after_s": 1e-9}
     config = config_of(tmp_path, train__failures=failing)
-    plan, first, is_slow, waited = plan_of(config), once(), [False], set()
+    plan, first, is_slow, seen = plan_of(config), once(), [False], set[int]()
     monkeypatch.setattr(stragglers, "WINDOW", 1)
     monkeypatch.setattr(stragglers, "action_s", lambda _: 5e-3 if is_slow[0] else 1e-3)
 
     def note(trainer: Trainer) -> None:
         is_slow[0] = is_slow[0] or (trainer.engine.model.mesh.rank == 3 and first())
         step = trainer.finished_steps
-        if step in (2, 3) and step not in waited:  # The node joins; it takes the slow one's place.
-            waited.add(step)
+        is_new = step not in seen
+        seen.add(step)
+        if step in (2, 3) and is_new and 0 in seen:  # The node joins; it takes the slow one's place.
             wait_for_a_change(trainer)
 
     with one_that_joins(config, plan, lambda: None), before_each_step(note):
