@@ -38,8 +38,8 @@ def describe(current: str) -> str:
         current.partition(MARKER)[0].rstrip(),
         MARKER,
         f"Probed with {versions}, from {dates[0]} to {dates[-1]}, with the default values of each configuration\n"
-        "class: float64 throughout, over gloo processes, equal to 1e-9. An empty cell has not been probed; a number is the\n"
-        "reason below why the feature is refused.",
+        "class: float64 throughout, over gloo processes, equal to 1e-9. An empty cell has not been probed; a number\n"
+        "is the reason below why the feature is refused.",
         *_section("Language models", texts, LANGUAGE_MODEL_FEATURES),
         *_section("Models of several modalities", composites, COMPOSITE_FEATURES),
     ]

@@ -226,7 +226,10 @@ def _tiny_rope(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             result[key] = _tiny_rope(value)
         elif isinstance(value, list | tuple):
-            result[key] = list(value[: HEAD_DIM // 2]) if "factor" in key else [2, 3, 3] if "section" in key else value
+            # Sections of rotary positions of several axes fill half of the width that is rotated.
+            half = int(HEAD_DIM * (values.get("partial_rotary_factor") or 1.0)) // 2
+            sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+            result[key] = list(value[: HEAD_DIM // 2]) if "factor" in key else sections if "section" in key else value
         else:
             result[key] = THRESHOLD if key == "original_max_position_embeddings" else value
     return result

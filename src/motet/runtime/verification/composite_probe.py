@@ -6,7 +6,8 @@ microbatches are padded and modalities missing in some.
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from transformers import PretrainedConfig
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
-from motet.families.capabilities import Capabilities
+from motet.families.capabilities import Capabilities, digest_of, read_capabilities, write_capabilities
 from motet.families.composite import Composite, FeatureFunction, composite_class_of, find_parts
 from motet.families.composite_shapes import composite_workload
-from motet.families.tiny import perturb
+from motet.families.tiny import perturb, tiny_config
 from motet.families.tiny_media import tiny_medium
 from motet.models.composite import CompositeNode
 from motet.models.materialize import float64_throughout
 from motet.plan import LANGUAGE_MODEL, Edge
-from motet.runtime.verification.family_probe import Trial, found_out, run_trials
+from motet.runtime.verification.family_probe import Trial, announce_probe, found_out, run_trials
 
 TRIALS: Mapping[str, Trial] = {
     "pipeline": Trial(num_microbatches=2),
@@ -34,6 +35,25 @@ KIND_OF_TOKEN = {"image": 1, "video": 2, "audio": 3}
 """What processors return as `mm_token_type_ids`; text is 0."""
 LARGEST = 20_000_000
 """Parameters. Larger ones have sizes of which motet does not know that they may shrink."""
+
+
+def composite_capabilities(
+    config: PretrainedConfig, features: Sequence[str] = tuple(TRIALS), *, again: bool = False
+) -> Capabilities:
+    """What the family of a model of several modalities is capable of: read, or probed now and kept.
+
+    `features`: of `TRIALS`, those that have to be known. Raises `UserError` as `probe_composite`, and under torchrun if
+    one is not known."""
+    tiny = tiny_config(config, media=True)
+    digest = digest_of(tiny.to_dict())
+    known = None if again else read_capabilities(digest)
+    before = {} if known is None else known.reasons
+    if known is None or not before.keys() >= set(features):
+        announce_probe(config.model_type)
+        found = probe_composite(tiny, {name: TRIALS[name] for name in features if name not in before})
+        known = replace(found, reasons={**before, **found.reasons})
+        write_capabilities(digest, known)
+    return known
 
 
 def probe_composite(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS) -> Capabilities:

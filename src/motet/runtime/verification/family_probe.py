@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from motet.assignment.sample import Sample, Segment
-from motet.config import RunConfig
 from motet.errors import UserError
 from motet.families.capabilities import (
     FEATURES,
@@ -39,15 +38,14 @@ from motet.families.language_models import is_tied
 from motet.families.tiny import perturb, tiny_config
 from motet.models.composite import CompositeNode
 from motet.models.graph import LanguageModelNode, ModuleNode
-from motet.models.materialize import float64_throughout, read_part_config
+from motet.models.materialize import float64_throughout
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.stage import Batch
-from motet.plan import DEFAULT_ASSIGNMENT, LANGUAGE_MODEL, ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
+from motet.plan import LANGUAGE_MODEL, ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.assembly import make_stage
 from motet.runtime.engine import Engine
 from motet.runtime.launch import WorkerFailedError, launch, started_by_torchrun
 from motet.runtime.verification.verify import verify_batch
-from motet.schedule.generators import SPLIT_BACKWARDS
 
 LENGTHS = (23, 9, 17, 5)
 """Tokens of the samples. The longest exceeds the tiny model's attention window and the length at which its rotary
@@ -119,51 +117,20 @@ def capabilities_of(config: PretrainedConfig, *, again: bool = False) -> Capabil
     digest = digest_of(tiny.to_dict())
     known = None if again else read_capabilities(digest)
     if known is None:
-        if started_by_torchrun():
-            raise UserError(
-                f"model.language_model: {config.model_type} has not been probed on this machine; run motet family "
-                "check with its folder or hub id here, before torchrun"
-            )
-        print(f"probing {config.model_type}, which is new here: tiny models on two processes", file=sys.stderr)
+        announce_probe(config.model_type)
         known = probe(tiny)
         write_capabilities(digest, known)
     return known
 
 
-def check_features(config: RunConfig, plan: Plan) -> None:
-    """Raises `UserError` unless every feature that the plan's language model needs was equal in its family's probe."""
-    part = config.model.language_model
-    if part is None or LANGUAGE_MODEL not in plan.modules:
-        return
-    key = f"model.{LANGUAGE_MODEL}"
-    capabilities = capabilities_of(read_part_config(part, "language_model", where=key))
-    capabilities.require(needed_features(config, plan), key)
-
-
-def needed_features(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """The features of the language model's plan, and what to set instead of each."""
-    module = plan.modules[LANGUAGE_MODEL]
-    stages = [stage for replica in module.replicas for stage in replica.stages]
-    num_microbatches = sum(plan.replica_microbatches) or len(module.replicas) * plan.num_microbatches
-    is_packed = config.parallel.packing or config.model.media_attention != "causal"
-    is_packed |= any(replica.shares_context for replica in module.replicas)
-    has_one_sample = plan.assignment == DEFAULT_ASSIGNMENT and config.train.global_batch_size <= num_microbatches
-    methods = {module.context.method for stage in stages if stage.cp_size > 1}
-    needed = {
-        "pipeline": (len(stages) > len(module.replicas), "use one stage"),
-        "packing": (is_packed, "set parallel.packing to false"),
-        "padding": (not is_packed and not has_one_sample, "use as many microbatches as samples"),
-        "recompute": (LANGUAGE_MODEL in plan.recompute, "leave it out of parallel.recompute"),
-        "split_backward": (plan.schedule in SPLIT_BACKWARDS, "use parallel.schedule 1f1b"),
-        "context_parallel": ("all_gather" in methods, "use cp 1"),
-        "ulysses": ("ulysses" in methods, "use cp 1 or parallel.context.method all_gather"),
-        "tensor_parallel": (any(stage.tp_size > 1 for stage in stages), "use tp 1"),
-        "sequence_parallel": (
-            module.sequence_parallel and any(stage.tp_size > 1 for stage in stages),
-            "set sequence_parallel to false",
-        ),
-    }
-    return {feature: instead for feature, (is_needed, instead) in needed.items() if is_needed}
+def announce_probe(model_type: str) -> None:
+    """Raises `UserError` under torchrun, whose processes are the training's."""
+    if started_by_torchrun():
+        raise UserError(
+            f"model: {model_type} has not been probed on this machine; run motet family check with its folder or hub "
+            "id here, before torchrun"
+        )
+    print(f"probing {model_type}, which is new here: tiny models on a few processes", file=sys.stderr)
 
 
 def probe(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS) -> Capabilities:
