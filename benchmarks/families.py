@@ -109,7 +109,7 @@ def probed(name: str, features: Sequence[str], before: Mapping[str, Any]) -> dic
             config = CONFIG_MAPPING[model_type](**OF_COMPOSITES.get(model_type, {}))
             found = probe_composite(tiny_config(config, media=True), {f: COMPOSITE_TRIALS[f] for f in features})
         else:
-            tiny = tiny_config(_config(model_type))
+            tiny = tiny_config(usual_config(model_type))
             found = probe(tiny, {feature: ALL_TRIALS[feature] for feature in features})
     except UserError as error:
         return {"refused": str(error)}
@@ -122,7 +122,8 @@ def probed(name: str, features: Sequence[str], before: Mapping[str, Any]) -> dic
     return asdict(replace(found, reasons=reasons))
 
 
-def _config(model_type: str) -> PretrainedConfig:
+def usual_config(model_type: str) -> PretrainedConfig:
+    """The class's default values; of a class that leaves some to checkpoints, with such as they have."""
     values = dict(OF_CHECKPOINTS.get(model_type, {}))
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and hasattr(config_of(model_type), "is_decoder"):
         values["is_decoder"] = True  # Else it is an encoder.
