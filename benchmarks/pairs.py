@@ -22,7 +22,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-
 import motet
 from benchmarks.families import COMPOSITES, PUBLISHED, usual_config
 from benchmarks.reporting import Report
