@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.assignment.sample import Sample
+from motet.assignment.sample import Sample, members_of_cell
 from motet.attention.masks.distribution import Rows, held_outputs, member_of
 from motet.parallel.context_attention import ContextParallel, collect_rows
 from motet.plan import ContextOptions
@@ -21,8 +21,8 @@ from motet.schedule.lower import is_resharded
 from motet.schedule.routes import Route, Routes
 
 HeldTokens = Callable[[int, Sequence[Sample], ContextOptions, int], list[Rows] | None]
-"""(layer, samples, options, cp_size) -> by member of a group of this size, the tokens that it holds of what enters the
-layer; None: every member has all of them."""
+"""(layer, samples, options, cp_size) -> for each member of a group of this size, the tokens that it holds of the
+layer's input; None: every member holds all of them."""
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -31,9 +31,9 @@ class Piece(NamedTuple):
     """Rows that one rank sends to another."""
 
     sent: Rows
-    """Their places among the sender's rows."""
+    """Their positions among the sender's rows."""
     kept: Rows
-    """Their places among the receiver's rows."""
+    """Their positions among the receiver's rows."""
 
 
 class ContextRows:
@@ -117,7 +117,8 @@ class ContextRows:
         assert self._held_tokens is not None
         options = self._routes.plan.modules[route.target.module].context
         first_layer = self._routes.stage(route.target).layers[0]
-        return self._held_tokens(first_layer, [self._samples[i] for i in route.samples], options, cp_size)
+        members = members_of_cell(self._samples, route.samples, route.target.module)
+        return self._held_tokens(first_layer, members, options, cp_size)
 
     def gather_gradient(self, route: Route, gradient: Tensor) -> Tensor:
         """The gradient of all that a route from another module brought, from the rows of each member. Collective over

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
-from motet.assignment.sample import Sample
+from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
 from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
@@ -196,14 +196,13 @@ class Engine:
         return IterationResult(loss, sum(tokens.values()), values[-2] ** 0.5, values[-1] > 0)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
+        """Scales the gradients so that their norm over the whole model is at most `max_norm`. Collective.
 
-        Returns the norm before."""
+        Returns the norm before clipping."""
         squared = self.model.counted_squared_norm().to(self.device)
         dist.all_reduce(squared)
         norm = squared.sqrt()
-        if norm > max_norm:
-            self.model.scale_gradients(max_norm / norm.item())
+        self.model.clip_gradients(norm.item(), max_norm)
         return norm
 
     def prepare(self, samples: Sequence[Sample]) -> None:
@@ -213,7 +212,7 @@ class Engine:
             return
         routes = derive_routes(self.plan, self.assignment(samples), samples)
         contexts = [
-            self.model.attending[cell[:3]].prepare([samples[i] for i in routes.samples(cell)])
+            self.model.attending[cell[:3]].prepare(members_of_cell(samples, routes.samples(cell), cell.module))
             for cell in routes.cells
             if cell[:3] in self.model.attending
         ]

@@ -69,6 +69,7 @@ class Trial:
     packing: bool = False
     recompute: bool = False
     sequence_parallel: bool = False
+    ep: int = 1
     schedule: str = "1f1b"
     method: Literal["all_gather", "ulysses"] = "all_gather"
 
@@ -87,6 +88,8 @@ TRIALS: Mapping[str, Trial] = {
     "ulysses": Trial(stages=((0, 1),), cp_size=2, num_microbatches=2, method="ulysses"),
     "tensor_parallel": Trial(stages=((0, 1),), tp_size=2),
     "sequence_parallel": Trial(stages=((0, 1),), tp_size=2, sequence_parallel=True),
+    "experts": Trial(stages=((0, 1),), tp_size=2, ep=2),
+    "expert_parallel": Trial(stages=((0,),), num_replicas=2, num_microbatches=2, ep=2),
 }
 assert TRIALS.keys() == FEATURES.keys()
 
@@ -290,6 +293,7 @@ def _module_plan(trial: Trial, node: ModuleNode) -> ModulePlan:
         trainable=((0, num_layers),),
         tied=((0, num_layers - 1),) if tied else (),
         sequence_parallel=trial.sequence_parallel,
+        ep=trial.ep,
         loss_weight=1.0,
         context=ContextOptions(block_size=4, method=trial.method),
     )

@@ -48,6 +48,8 @@ def needed_features(config: RunConfig, plan: Plan) -> dict[str, str]:
             module.sequence_parallel and any(stage.tp_size > 1 for stage in stages),
             "set sequence_parallel to false",
         ),
+        "experts": (module.ep > 1 and any(stage.tp_size > 1 for stage in stages), "use ep 1"),
+        "expert_parallel": (module.replicas_sharing_experts > 1, "use ep 1, or ep equal to tp"),
     }
     return {feature: instead for feature, (is_needed, instead) in needed.items() if is_needed}
 
