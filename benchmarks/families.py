@@ -58,7 +58,20 @@ OF_CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"languages": ("en_XX",), "default_language": "en_XX"},
 }
 """Values without a usable default in transformers' class: every checkpoint has its own."""
+_WITH_SECTIONS = (
+    "exaone4_5",
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "glmga",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen2_vl",
+)
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(_WITH_SECTIONS, {"text_config": {"rope_parameters": _SECTIONS}}),
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "voxtral": {"audio_token_id": 24},
 }

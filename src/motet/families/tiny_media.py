@@ -44,10 +44,12 @@ def _num_placeholders(model: Any, function: FeatureFunction, given: Mapping[str,
         for number in range(1, MOST_PLACEHOLDERS):
             ids = torch.tensor([[5, *[function.token_id] * number, 6]])
             try:
-                model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given)
+                logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits
             except ValueError:
                 continue
-            return number
+            # A single placeholder may stand for a whole medium; processors write all of them.
+            if logits.shape[1] == ids.shape[1]:
+                return number
         raise ValueError(f"no number of placeholders up to {MOST_PLACEHOLDERS} fits")
     owner = model.base_model if hasattr(model.base_model, function.name) else model
     with torch.no_grad():

@@ -7,6 +7,7 @@ import torch
 from checkout import ROOT
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
+from benchmarks.families import OF_COMPOSITES
 from motet.errors import UserError
 from motet.families.composite import find_parts
 from motet.families.tiny import WIDTH, tiny_config
@@ -22,7 +23,7 @@ EQUAL = [
 
 
 def tiny(model_type):
-    return tiny_config(CONFIG_MAPPING[model_type](), media=True)
+    return tiny_config(CONFIG_MAPPING[model_type](**OF_COMPOSITES.get(model_type, {})), media=True)
 
 
 def check(model_type):
@@ -31,13 +32,13 @@ def check(model_type):
 
 
 def test_a_model_that_no_other_test_has_is_equal():
-    found = probe_composite(tiny("qwen2_vl"), {"pipeline": TRIALS["pipeline"]})
+    found = probe_composite(tiny("mistral3"), {"pipeline": TRIALS["pipeline"]})
     assert found.reasons == {"pipeline": None}
-    assert found.model_class == "Qwen2VLForConditionalGeneration"
+    assert found.model_class == "Mistral3ForConditionalGeneration"
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("model_type", [name for name in EQUAL if name not in ("aria", "voxtral")])
+@pytest.mark.parametrize("model_type", EQUAL)
 def test_all_are_what_was_published(model_type):
     check(model_type)
 
