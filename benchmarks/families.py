@@ -71,7 +71,7 @@ _WITH_SECTIONS = (
 )
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(_WITH_SECTIONS, {"text_config": {"rope_parameters": _SECTIONS}}),
+    **{key: {"text_config": {"rope_parameters": _SECTIONS}} for key in _WITH_SECTIONS},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "voxtral": {"audio_token_id": 24},
 }
