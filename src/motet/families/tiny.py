@@ -79,7 +79,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decod
 WITHOUT_DEFAULT: Mapping[str, int] = {"head_dim": HEAD_DIM, "num_experts_per_tok": 2}
 """Settings that some classes leave to each checkpoint."""
 SPECIAL_TOKENS: Mapping[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-RANDOM = re.compile(r"\w*((dropout|pdrop|layerdrop)(_prob)?|jitter_noise)")
+RANDOM = re.compile(r"\w*((dropout|pdrop|layerdrop)(_prob)?|jitter_noise|drop_path(_rate)?)")
 """Probabilities of dropout and the like: what is drawn anew in each forward cannot be compared."""
 
 
