@@ -80,6 +80,7 @@ class Scenario:
     sample has any; all but one."""
     packing: bool = False
     fully_sharded: bool = False
+    sharded_replicas: int = 1
     recompute: bool = False
     dtype: str = "float64"
 
@@ -161,6 +162,7 @@ class Scenario:
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
                 fully_sharded=self.fully_sharded,
+                sharded_replicas=self.sharded_replicas if self.num_replicas[name] > 1 else 1,
                 ep=self.ep if is_llm else 1,
                 loss_weight=1.0 if is_llm else 0.0,
                 context=ContextOptions(
