@@ -175,12 +175,18 @@ def _chosen_layers(values: Mapping[str, Any]) -> list[int]:
     turn. Empty if the configuration does not count layers."""
     num_layers = next((values[key] for key in LAYER_COUNTS if isinstance(values.get(key), int)), 0)
     of_layer = _by_layer(values.get("per_layer_config"))
-    lists = [v for v in values.values() if isinstance(v, list | tuple) and num_layers and len(v) == num_layers]
+    lists = [v for key, v in values.items() if num_layers and _is_of_layers(values, key, v) and len(v) == num_layers]
     kinds = [str(([each[i] for each in lists], of_layer.get(i))) for i in range(num_layers)]
     one_of_each = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     first = list(range(min(NUM_LAYERS, num_layers)))
     chosen = first if {kinds[i] for i in first} == set(kinds) else one_of_each
     return (chosen * NUM_LAYERS)[:NUM_LAYERS]
+
+
+def _is_of_layers(values: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Whether a setting is a list of one entry a layer."""
+    is_list = isinstance(value, list | tuple) and key not in ("patch_size", "image_size")
+    return is_list and any(values.get(count) == len(value) for count in LAYER_COUNTS)
 
 
 def _tiny_value(values: Mapping[str, Any], key: str, value: Any, chosen: Sequence[int]) -> Any:
@@ -200,7 +206,7 @@ def _tiny_value(values: Mapping[str, Any], key: str, value: Any, chosen: Sequenc
         return type(value)(0)
     if isinstance(value, int):
         return next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), value)
-    if isinstance(value, list | tuple) and any(values.get(count) == len(value) for count in LAYER_COUNTS):
+    if _is_of_layers(values, key, value):
         return type(value)(_tiny_value(values, key, value[i], ()) for i in chosen)
     if isinstance(value, Mapping) and key == "per_layer_config":
         of_layer = _by_layer(value)
