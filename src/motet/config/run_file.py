@@ -131,10 +131,19 @@ class FailuresConfig(Section):
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank that computes this many times as long as ranks with the same layers is listed in the failure log. null:
     none is."""
+    replace_stragglers_after_s: PositiveNumber | None = None
+    """Seconds for which a rank must have been slow until its node leaves and a spare takes its place, if there is one;
+    null: it stays."""
     stop_below_guarantee: bool = False
     """Whether to save and stop when too few nodes are left to survive `tolerate` failures; false: continue."""
     restarts: CountOrNever = 3
     """How often all nodes are restarted from the last checkpoint when too few are left."""
+
+    @model_validator(mode="after")
+    def _looks_for_stragglers(self) -> "FailuresConfig":
+        if self.replace_stragglers_after_s is not None and self.slow_ratio is None:
+            raise ValueError("replace_stragglers_after_s: slow_ratio is null, so no rank is slow; give both or neither")
+        return self
 
 
 class TrainConfig(Section):
@@ -222,6 +231,7 @@ class RunConfig(Section):
         self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
+        self._can_lose_replicas()
         self._check_experts()
         self._check_towers()
         return self
@@ -287,6 +297,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"parallel.zero1: {where}.fully_sharded shards the optimizer's state already; leave one of the two out"
             )
+
+    def _can_lose_replicas(self) -> None:
+        """Refuses replicas that share parameters where one of them may be lost."""
+        for name, module in self.parallel.explicit.items():
+            if self.train.failures is not None and module.shares_over_replicas > 1:
+                raise ValueError(
+                    f"parallel.explicit.{name}.fully_sharded: {module.shares_over_replicas} replicas share the "
+                    "parameters, so none can be lost; give sharded_replicas: 1 with a larger cp, or leave "
+                    "train.failures out: after a failure, train.resume: latest goes on from the checkpoint"
+                )
 
     def _check_experts(self) -> None:
         """Refuses distributed experts where they are not shown to be right."""
