@@ -116,7 +116,8 @@ DISTURBANCES: tuple[Callable[[Path, Random], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("number", [12, 200])
 def test_the_newest_whole_one_is_always_found(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoints"
     original = HuggingFaceStorageWriter.write_data
