@@ -41,6 +41,12 @@ def whole(folder: Path) -> dict[int, Path]:
     return found
 
 
+def with_content(folder: Path) -> list[Path]:
+    """Checkpoints of which every file holds something that can be damaged."""
+    sizes = {path: [f.stat().st_size for f in path.iterdir() if f.is_file()] for path in find_checkpoints(folder)}
+    return [path for path, own in sizes.items() if own and all(own)]
+
+
 def change_dates(folder: Path, random: Random) -> None:
     """Some lie in the future, others far in the past."""
     for path in folder.rglob("*"):
@@ -50,12 +56,12 @@ def change_dates(folder: Path, random: Random) -> None:
 
 
 def damage(folder: Path, random: Random) -> None:
-    if there := find_checkpoints(folder):
+    if there := with_content(folder):
         damage_at_random(random.choice(there), random)
 
 
 def damage_newest(folder: Path, random: Random) -> None:
-    if there := find_checkpoints(folder):
+    if there := with_content(folder):
         damage_at_random(there[-1], random)
 
 
