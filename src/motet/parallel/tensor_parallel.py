@@ -124,8 +124,13 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
         _adapt_linears(module, cuts, shards, partial.whole_inside, tp)
         _adapt_vocabulary(module, cuts, shards, tp)
         layout = TensorParallelLayout(tp, shards, tuple(n for n in partial.parameters if n not in shards))
-    setattr(module, _LAYOUT, layout)
+    set_tensor_parallel_layout(module, layout)
     return layout
+
+
+def set_tensor_parallel_layout(module: nn.Module, layout: TensorParallelLayout) -> None:
+    """Replaces what `tensor_parallel_layout` returns, when parameters have been added to a module that is cut."""
+    setattr(module, _LAYOUT, layout)
 
 
 def tensor_parallel_layout(module: nn.Module) -> TensorParallelLayout | None:
