@@ -10,8 +10,8 @@ from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
 
 
 class LoraOptions(Section):
-    """Low-rank adapters on linear layers of the module's transformer blocks (Hu et al. 2021, "LoRA"), made by peft. They
-    are trained, and the module's own weights are frozen. Needs the extra `lora`."""
+    """Low-rank adapters on linear layers of the module's transformer blocks (Hu et al. 2021, "LoRA"), made by peft.
+    They are trained, and the module's own weights are frozen. Needs the extra `lora`."""
 
     rank: Count = 8
     """Number of rows of an adapter's first matrix."""
@@ -22,6 +22,9 @@ class LoraOptions(Section):
     targets: list[str] | None = None
     """Names of the linear layers that get an adapter, as their paths in a block end (`q_proj`, `mlp.fc1`); null: all
     linear layers of the blocks."""
+    merged_export: bool = False
+    """Whether exports hold the weights with the adapters added to them; false: the weights and, beside them, the
+    adapters as peft reads them."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> "LoraOptions":

@@ -27,7 +27,13 @@ from motet.families.token_counts import Pooling
 from motet.parallel.tensor_plans import setting
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange
 from motet.schedule.batch_sync import Pair, pairs_of
-from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_adapters, with_feature_layer, with_projector
+from motet.shapes.module_shape import (
+    ModuleWorkload,
+    contrastive_loss,
+    with_adapters,
+    with_feature_layer,
+    with_projector,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

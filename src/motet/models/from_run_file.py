@@ -137,7 +137,7 @@ def _node(
     return LanguageModelNode(
         name=name,
         loss_weight=loss_weight,
-        adapters=_adapters(part),
+        adapters=adapters_of(part),
         module=module,
         num_embeddings=module.module.get_input_embeddings().num_embeddings,
         merge=config.model.merge,
@@ -163,7 +163,7 @@ def _encoder_node(name: str, graph: ConfiguredGraph, build: BuildModel, dtype: t
     if module.projector is not None:
         module.projector.to(dtype)
         _set_trainable(module.projector, part.train.projector)
-    return (TowerNode if is_tower else EncoderNode)(name=name, module=module, adapters=_adapters(part))
+    return (TowerNode if is_tower else EncoderNode)(name=name, module=module, adapters=adapters_of(part))
 
 
 def _set_trainable(part: nn.Module, trainable: bool, *, in_training: bool | None = None) -> None:
@@ -172,7 +172,8 @@ def _set_trainable(part: nn.Module, trainable: bool, *, in_training: bool | None
     part.requires_grad_(trainable).train(trainable if in_training is None else in_training)
 
 
-def _adapters(part: PartConfig) -> Adapters | None:
+def adapters_of(part: PartConfig) -> Adapters | None:
+    """The adapters that a part of the run file asks for."""
     lora = part.train.lora  # type: ignore[attr-defined]
     if lora is None:
         return None

@@ -141,6 +141,7 @@ def _cut(wrapper: Any, linear: nn.Module, path: str, layout: TensorParallelLayou
     """Makes the adapter's matrices those of the linear's cut, and notes how they are cut."""
     base, first, second = (f"{path}.{part}.weight" for part in ("base_layer", f"lora_A.{ADAPTER}", f"lora_B.{ADAPTER}"))
     shard = layout.shards.get(base)
+    partial: tuple[str, ...]
     if isinstance(linear, RowLinear | RowConv1D):
         assert shard is not None
         splits_input = isinstance(linear, RowLinear) and linear.splits_input
@@ -150,9 +151,7 @@ def _cut(wrapper: Any, linear: nn.Module, path: str, layout: TensorParallelLayou
         shards, partial = {second: replace(shard, dim=0)}, (first,)
     else:
         shards, partial = {}, (first, second) if base in layout.partial_gradients else ()
-    return replace(
-        layout, shards={**layout.shards, **shards}, partial_gradients=(*layout.partial_gradients, *partial)
-    )
+    return replace(layout, shards={**layout.shards, **shards}, partial_gradients=(*layout.partial_gradients, *partial))
 
 
 @torch.no_grad()

@@ -102,5 +102,7 @@ def _num_parameters(problem: PlanningProblem) -> tuple[int, int]:
     counts = [0, 0]
     for module in problem.modules.values():
         for index, layer in enumerate(module.workload.layers):
-            counts[0 if module.is_trainable(index) else 1] += layer.num_parameters
+            trained = layer.num_trained_per_rank(1) if module.is_trainable(index) else 0
+            counts[0] += trained
+            counts[1] += layer.num_parameters - trained
     return counts[0], counts[1]

@@ -143,6 +143,11 @@ class LayerShape:
         """On each rank of a tensor-parallel group."""
         return sum(linear.num_adapter_parameters(tp_size) for linear in self.linears)
 
+    @property
+    def trained_linears(self) -> tuple[Linear, ...]:
+        """The linears with weight gradients, their own or their adapters', if the layer is trainable."""
+        return tuple(linear for linear in self.linears if linear.adapter_rank) or self.linears
+
     def num_parameters_per_rank(self, tp_size: int) -> int:
         """On each rank of a tensor-parallel group. Column-cut biases are cut too; counted whole here, they are few."""
         sharded = sum(linear.num_weights for linear in self.linears if linear.cut)
@@ -226,6 +231,12 @@ class ModuleWorkload:
             return "outputs", self.layers[layer - 1].hidden_size
         return "tokens", self.hidden_size
 
+    def is_frozen_beside_adapters(self, layer: LayerShape) -> bool:
+        """Whether a layer has nothing to train because adapters of other layers are trained in place of the module's
+        own weights."""
+        has_own = layer.part == "projector" or layer.num_adapter_parameters() > 0
+        return not has_own and any(other.num_adapter_parameters() for other in self.layers)
+
     @property
     def num_parameters(self) -> int:
         """Shared parameters are counted once."""
@@ -268,7 +279,9 @@ def with_adapters(module: ModuleWorkload, rank: int, targets: Sequence[str] | No
         if not any(is_target(name, (target,)) for name in known):
             raise UserError(f"targets: no block of {module.family} has a linear {target}; give {', '.join(known)}")
     if not known:
-        raise UserError(f"no block of {module.family} has linear layers of its own, so it takes no adapters; leave it out")
+        raise UserError(
+            f"no block of {module.family} has linear layers of its own, so it takes no adapters; leave it out"
+        )
 
     def adapted(linear: Linear) -> Linear:
         return replace(linear, adapter_rank=rank) if linear.name and is_target(linear.name, targets) else linear

@@ -326,4 +326,6 @@ def _differing(saved: Values, now: Values) -> list[str]:
 
 def _is_of_training(key: str) -> bool:
     words = key.split(".")
+    if words[-2:] == ["lora", "alpha"]:
+        return False
     return not TRAINING.isdisjoint(words) or "drop" in words[-1]
