@@ -92,6 +92,11 @@ class ModalityModule(nn.Module):
         feature_select: FeatureSelect = "patch",
     ) -> None:
         super().__init__()
+        if hasattr(model, "peft_config"):
+            raise UserError(
+                f"{type(model).__name__} has adapters of peft, which a run file can give a module (train.lora); merge "
+                "them into its weights (merge_and_unload), or give the model without them"
+            )
         if projector is not None and proj is not None:
             raise UserError("projector and proj are two names for the same argument; give one")
         self.module: Any = model
