@@ -266,8 +266,8 @@ BUGS = (
     ),
     Bug(
         "gradients are clipped by the square of the factor",
-        "engine.model.scale_gradients(clip / (result.gradient_norm + 1e-6))",
-        "engine.model.scale_gradients((clip / (result.gradient_norm + 1e-6)) ** 2)",
+        "factor = max_norm / (norm + 1e-6)",
+        "factor = (max_norm / (norm + 1e-6)) ** 2",
         ("test_optimizer",),
         "plain_torch and layout1",
     ),

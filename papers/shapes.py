@@ -19,10 +19,11 @@ NUMBERS = (
 
 
 def module_workload(config: Config) -> ModuleWorkload:
-    """The shape of a llama, a ViT (clip_vision_model, siglip_vision_model), a clip_text_model, a whisper encoder or the
-    vision encoder of Qwen2.5-VL."""
+    """The shape of a llama, a GPT (gpt2), a ViT (clip_vision_model, siglip_vision_model), a clip_text_model, a whisper
+    encoder or the vision encoder of Qwen2.5-VL."""
     makers = {
         "llama": _llama,
+        "gpt2": _llama,
         "clip_vision_model": _vit,
         "siglip_vision_model": _vit,
         "clip_text_model": _clip_text,
@@ -39,7 +40,10 @@ def as_tower(encoder: ModuleWorkload) -> ModuleWorkload:
 def _llama(config: Config) -> ModuleWorkload:
     width, heads, inner = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
     attention = Attention(heads, config["num_key_value_heads"], width // heads)
-    block = _block(width, attention, inner, bias=(False,) * 4, gated=True, other_parameters=2 * width, saved=2)
+    if config["model_type"] == "gpt2":
+        block = _block(width, attention, inner, bias=(True,) * 4, mlp_bias=True, other_parameters=4 * width)
+    else:
+        block = _block(width, attention, inner, bias=(False,) * 4, gated=True, other_parameters=2 * width, saved=2)
     to_vocabulary = Linear(width, config["vocab_size"], cut="column", rows="outputs")
     embed = LayerShape("embed", width, vocabulary=config["vocab_size"])
     head = LayerShape("head", width, (to_vocabulary,), other_parameters=width, saved_vectors=1)

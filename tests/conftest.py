@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +44,14 @@ settings.load_profile("motet")
 os.register_at_fork(after_in_child=gc.freeze)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Reports the processor time of a test and of the processes that it has waited for: load does not change it."""
+    before = sum(os.times()[:4])
+    yield
+    item.user_properties.append((slow_tests.PROPERTY, f"{sum(os.times()[:4]) - before:.3f}"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks slow tests, and runs them first, so that several workers end together.
 
@@ -51,7 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seconds = slow_tests.read()
     functions = {item: item.nodeid.partition("[")[0] for item in items}
     of_file: Counter[str] = Counter()
-    for function in set(functions.values()) & seconds.keys():
+    # In one order in all workers: their sums of floats must be the same.
+    for function in sorted(set(functions.values()) & seconds.keys()):
         of_file[function.partition("::")[0]] += seconds[function]
     for item, function in functions.items():
         if function in seconds:

@@ -3,16 +3,21 @@
 import importlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
 
+from motet.balancing.policies import ASSIGNMENTS
 from motet.cli.main import build_parser
 from motet.config import load_run_config
+from motet.data.formats.registry import FILE_FORMATS
+from motet.planner.registry import PLANNERS
+from motet.schedule.generators import GENERATORS
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+FOLDERS = "src|docs|tests|benchmarks|examples|papers"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
@@ -87,6 +92,30 @@ def test_names_of_code_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files_exist(page: Path) -> None:
-    folders = "src|docs|tests|benchmarks|examples|papers"
-    paths = set(re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()))
+    paths = set(re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", page.read_text()))
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_python_files_exist(page: Path) -> None:
+    """A page may leave out the first folders of a path."""
+    files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.py")]
+    names = set(re.findall(r"`([^\W_][\w./{},-]+\.py)`", page.read_text()))
+    assert [name for name in sorted(names) if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("data.md", ASSIGNMENTS),
+        ("data.md", FILE_FORMATS),
+        ("run-file.md", ASSIGNMENTS),
+        ("run-file.md", GENERATORS),
+        ("schedules.md", GENERATORS),
+        ("layout.md", PLANNERS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pages_name_what_a_run_file_can_name(page: str, names: Iterable[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert [name for name in names if f"`{name}`" not in text] == []

@@ -25,6 +25,7 @@ from motet.cluster import Cluster, Device
 from motet.costs.communication import collective_terms
 from motet.costs.cost_model import CostTable, LayerCost, ModuleCosts, Quadratic, total
 from motet.costs.kernels import Kernel, KernelKind, KernelShape, LayerKernels, layer_kernels, total_flops
+from motet.costs.memory import ADAMW_STATES
 from motet.errors import UserError
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
@@ -245,6 +246,6 @@ def analytic_table(
         hardware=cluster.device.name,
         date=date.today().isoformat(),
         message=None,
-        # AdamW reads and writes a parameter, its gradient and its two moments.
-        optimizer_s_per_parameter=7 * 4 / cluster.device.memory_bytes_per_s,
+        # AdamW reads the gradient, and reads and writes the parameter and its moments.
+        optimizer_s_per_parameter=(3 + 2 * ADAMW_STATES) * 4 / cluster.device.memory_bytes_per_s,
     )

@@ -33,20 +33,20 @@ from motet.plan import ContextOptions
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The group that shares the tokens of a stage's sequences, as one of its members sees it."""
+    """A context-parallel group, whose members share the tokens of a stage's sequences, seen from one member."""
 
     group: dist.ProcessGroup | None
     rank: int
-    """Within the group."""
+    """This member's rank in the group."""
     size: int
     options: ContextOptions = field(default_factory=ContextOptions)
     tp_size: int = 1
-    """Size of the stage's tensor-parallel groups: so many ranks share the heads of each member's tokens."""
+    """Size of the stage's tensor-parallel groups, which share the heads of each member's tokens."""
     head_groups: int = 2
-    """With all_gather: the number of portions in which the key heads arrive."""
+    """Number of head groups in which keys and values are gathered (method `all_gather`)."""
 
     def as_group(self) -> TensorParallel:
-        """The same group for collectives that take a `TensorParallel`."""
+        """Returns the group as a `TensorParallel`, for collectives that take one."""
         return TensorParallel(self.group, self.rank, self.size)
 
 
@@ -55,7 +55,7 @@ MOST_TILES_OF_A_TASK = 32
 
 
 class SharedAttention:
-    """The attention of one microbatch under one mask, over the tokens of all ranks of the group.
+    """Attention of one microbatch under one mask, over the tokens of all ranks of the group.
 
     Every rank makes its own from the same mask and distribution, and calls it in the same order.
     """
@@ -78,14 +78,14 @@ class SharedAttention:
         return int(self.distribution.token_counts[self.cp.rank])
 
     def prepare(self) -> None:
-        """Derives masks and exchanges, which the first call would do otherwise."""
+        """Derives masks and exchanges ahead of the first call."""
         if self.cp.size > 1 and self.cp.options.method == "all_gather":
             _ = self.exchange, self.mask_of_gathered
         else:
             _ = self.mask_of_all
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[1, heads, n, dim] of this rank's n tokens, from its query [1, heads, n, dim], key and value."""
+        """Attends from this rank's n tokens to all; inputs and output are [1, heads, n, dim]."""
         attend = _gathered if self.cp.options.method == "all_gather" else _traded
         if self.cp.size == 1:
             attend = _alone
@@ -100,27 +100,27 @@ class SharedAttention:
 
     @cached_property
     def _seen(self) -> np.ndarray:
-        """[ranks, N], bool: the blocks that some query of a rank sees."""
+        """Returns a bool array [ranks, N]: the key blocks that some query of each rank sees."""
         return blocks_seen(self._mask, self.distribution.rank_of_block, self.cp.size, self.cp.options.block_size)
 
     def needed(self, receiver: int, owner: int) -> np.ndarray:
-        """The owner's blocks that some query of the receiver sees."""
+        """Returns the owner's key blocks that some query of the receiver sees."""
         blocks = self._blocks[owner]
         return blocks[self._seen[receiver, blocks]]
 
     @cached_property
     def received_blocks(self) -> list[np.ndarray]:
-        """The blocks of keys that this rank gets from each rank, itself among them."""
+        """Key blocks that this rank receives from each rank, itself included."""
         return [self.needed(self.cp.rank, owner) for owner in range(self.cp.size)]
 
     @cached_property
     def mask_of_gathered(self) -> DeviceMask:
-        """This rank's queries, and the keys that it gets."""
+        """The mask of this rank's queries over the keys that it receives."""
         return self._device_mask(self._blocks[self.cp.rank], np.concatenate(self.received_blocks))
 
     @cached_property
     def mask_of_all(self) -> DeviceMask:
-        """All tokens, in the order of the ranks."""
+        """The mask of all tokens, in the order of the ranks."""
         order = np.concatenate(self._blocks)
         return self._device_mask(order, order)
 
@@ -152,16 +152,16 @@ class SharedAttention:
 
     @property
     def rows_of_ranks(self) -> list[int]:
-        """Tokens of every rank, in whole blocks."""
+        """Positions of every rank's tokens, in whole blocks."""
         return [len(blocks) * self.cp.options.block_size for blocks in self._blocks]
 
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Rows of tensors [n, ...] from their owners to other ranks, and sums of them back."""
+    """Exchange of rows of tensors [n, ...]: from their owners to other ranks, and back as sums."""
 
     rows: Tensor
-    """Which local rows are sent, receiver after receiver."""
+    """Indices of the local rows that are sent, in the order of the receivers."""
     sent: list[int]
     received: list[int]
     num_local: int
@@ -174,12 +174,12 @@ class _Exchange:
         return _Pending(gradient, self.received, self.sent, self.group)
 
     def add_up(self, returned: Tensor) -> Tensor:
-        """[num_local, ...] from what all receivers gave back."""
+        """Sums the rows that all receivers returned to [num_local, ...]."""
         return returned.new_zeros((self.num_local, *returned.shape[1:])).index_add_(0, self.rows, returned)
 
 
 class _Pending:
-    """An all-to-all under way."""
+    """A started all-to-all, to be waited for."""
 
     def __init__(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
@@ -197,7 +197,8 @@ class _Pending:
 
 
 class _Gathered(torch.autograd.Function):
-    """Query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens -> [heads, Q, dim]."""
+    """All-gather attention: query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens ->
+    [heads, Q, dim]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
@@ -249,7 +250,7 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention
 
 @dataclass(frozen=True)
 class _Portion:
-    """Heads that are computed together."""
+    """A group of heads that are computed together."""
 
     queries: slice
     keys: slice
@@ -269,7 +270,7 @@ def _as_rows(key: Tensor, value: Tensor, heads: slice = slice(None)) -> Tensor:
 
 
 def _from_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value [1, heads, tokens, dim]."""
+    """The inverse of `_as_rows`: key and value [1, heads, tokens, dim]."""
     key, value = rows.permute(1, 2, 0, 3)
     return key[None], value[None]
 
@@ -293,12 +294,12 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, distribution: Distribution, cp: ContextParallel) -> Tensor:
-    """[n, H] of this rank's tokens -> [T, H] of all, in the order of the sequence, on every rank."""
+    """Gathers [n, H] of this rank's tokens to [T, H] of all tokens, in sequence order, on every rank."""
     return _GatherRows.apply(x, [distribution.tokens_of(rank) for rank in range(cp.size)], cp)
 
 
 def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -> Tensor:
-    """All rows [n, H] on every member, where member i has the rows `held[i]`; no graph.
+    """Gathers the rows [n, H] of all members, of which member i has `held[i]`, without a graph.
 
     Members' rows travel filled up to the most that one has."""
     most = max(len(rows) for rows in held)
@@ -312,7 +313,7 @@ def collect_rows(own: Tensor, held: Sequence[np.ndarray], cp: ContextParallel) -
 
 
 class _Trade(torch.autograd.Function):
-    """Tokens for heads: [heads, own tokens, dim] -> [heads / size, all tokens, dim]; backwards the other way."""
+    """Ulysses' all-to-all: [heads, own tokens, dim] -> [heads / size, all tokens, dim]; the backward inverts it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: SharedAttention, to_heads: bool) -> Tensor:
@@ -340,7 +341,7 @@ def _heads_to_tokens(x: Tensor, shared: SharedAttention) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """A backend's attention on one rank."""
+    """Attention of one rank by a backend, without communication."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:

@@ -21,8 +21,8 @@ from motet.schedule.lower import is_resharded
 from motet.schedule.routes import Route, Routes
 
 HeldTokens = Callable[[int, Sequence[Sample], ContextOptions, int], list[Rows] | None]
-"""(layer, samples, options, cp_size) -> by member of a group of this size, the tokens that it holds of what enters the
-layer; None: every member has all of them."""
+"""(layer, samples, options, cp_size) -> for each member of a group of this size, the tokens that it holds of the
+layer's input; None: every member holds all of them."""
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -31,9 +31,9 @@ class Piece(NamedTuple):
     """Rows that one rank sends to another."""
 
     sent: Rows
-    """Their places among the sender's rows."""
+    """Their positions among the sender's rows."""
     kept: Rows
-    """Their places among the receiver's rows."""
+    """Their positions among the receiver's rows."""
 
 
 class ContextRows:

@@ -28,7 +28,7 @@ ATTENTION, ITEM_ATTENTION = "motet_context", "motet_item_context"
 
 
 def attention_rules(config: Any, media_attention: str) -> tuple[Rule, ...]:
-    """The rule of every block of the whole model, with the sliding windows of its transformers configuration.
+    """Returns the attention rule of every block of the model, with the sliding windows of its configuration.
 
     Raises `UserError` for a kind of attention that is not known."""
     window = getattr(config, "sliding_window", None)
@@ -58,7 +58,7 @@ class ContextSequence:
 
     @property
     def num_held(self) -> int:
-        """Number of tokens that this rank holds; may be 0."""
+        """Number of tokens that this rank holds, possibly 0."""
         return int(self._distribution.token_counts[self._cp.rank])
 
     @property
@@ -69,33 +69,33 @@ class ContextSequence:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[num_rows]: where they stand in the packed sequence."""
+        """Positions [num_rows] of this rank's rows in the packed sequence."""
         held = self._distribution.tokens_of(self._cp.rank) if self.num_held else np.zeros(1, np.int64)
         return torch.from_numpy(held).to(self._device)
 
     @property
     def held(self) -> Tensor:
-        """[num_rows], bool: false for the one that stands in."""
+        """Bool array [num_rows], false for the placeholder row of a rank without tokens."""
         return torch.arange(self.num_rows, device=self._device) < self.num_held
 
     @cached_property
     def _own_place(self) -> Tensor:
-        """[T]: which of this rank's tokens stands there, -1: another rank's."""
+        """For each position [T] of the sequence, the index among this rank's tokens; -1 if another rank holds it."""
         places = torch.full((self._distribution.num_tokens,), -1, device=self._device)
         places[self.tokens[: self.num_held]] = torch.arange(self.num_held, device=self._device)
         return places
 
     def own(self, places: Tensor) -> Tensor:
-        """Maps places in the packed sequence to places among this rank's tokens, leaving out those held elsewhere."""
+        """Maps positions in the packed sequence to indices among this rank's tokens, without those held elsewhere."""
         at = self._own_place[places.to(self._device)]
         return at[at >= 0]
 
     def take(self, rows: Tensor) -> Tensor:
-        """[T, H], alike on all ranks -> this rank's [num_rows, H]."""
+        """Takes this rank's rows [num_rows, H] of a tensor [T, H] that is equal on all ranks."""
         return rows.index_select(0, self.tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """[num_rows, H] -> [T, H] on every rank; gradients of all ranks are added up."""
+        """Gathers [num_rows, H] to [T, H] on every rank; the backward sums the gradients of all ranks."""
         return gather_rows(rows[: self.num_held], self._distribution, self._cp)
 
     def prepare(self, windows: Iterable[int | None]) -> None:
@@ -121,7 +121,7 @@ def _num_rows(distribution: Distribution, cp: ContextParallel) -> int:
 
 
 def num_rows(documents: tuple[Document, ...], rules: tuple[Rule, ...], cp: ContextParallel) -> int:
-    """`ContextSequence.num_rows`, without deriving one."""
+    """Computes `ContextSequence.num_rows` without making a `ContextSequence`."""
     return _num_rows(_distribution(documents, rules, cp), cp)
 
 
@@ -177,7 +177,8 @@ DROPOUTS = (
     "embd_pdrop",
     "drop_path_rate",
 )
-"""Keys of transformers' configurations. Members of a group would draw alike for different tokens."""
+"""Keys of transformers' configurations for dropout, which is refused: all ranks would draw the same numbers for
+different tokens."""
 
 CHANGES_OF_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of the attention interface that change its result and are not supported: caps on logits
@@ -185,7 +186,7 @@ CHANGES_OF_ATTENTION = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def check_shared(name: str, module: nn.Module, config: Any, cp: ContextParallel, num_heads: int, head_dim: int) -> None:
-    """Raises `UserError` for what attention of our own, or tokens that are shared out, cannot do."""
+    """Raises `UserError` for models that motet's attention, or context parallelism, does not support."""
     for key in DROPOUTS:
         if getattr(config, key, 0.0):
             raise UserError(
@@ -211,7 +212,7 @@ class Holder:
 
 
 def shared_item_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """`shared_attention` for modules that have a `Holder` as an attribute."""
+    """Attention interface like `shared_attention`, for modules that have a `Holder` as an attribute."""
     return shared_attention(module, *args, **kwargs, context=cast(Holder, module.motet_holder).context)
 
 

@@ -1,4 +1,4 @@
-"""A stage whose context-parallel ranks share the tokens and keep a share of the parameters each (FSDP).
+"""Shards the parameters of a stage over the context-parallel ranks that share its tokens (FSDP).
 
 What Oobleck's code has in the place of tensor parallelism (thesis 2.6): every rank computes its own tokens with whole
 layers, keeps the parameters and the optimizer's state of its share alone, and gets the others' when a block is about to
@@ -38,9 +38,9 @@ class _Unit:
         self._cp = cp
         self.parameters = frozenset(parameters)
         self._flat: dict[int, Tensor] = {}
-        """By owner: the memory of its parameters, one after the other."""
+        """Flat memory of each owner's parameters, by owner."""
         self._trainable: dict[int, list[nn.Parameter]] = {}
-        """By owner."""
+        """Trainable parameters by owner."""
         for owner in sorted(set(owners)):
             own = [p for p, o in zip(parameters, owners, strict=True) if o == owner]
             flat = torch.cat([p.detach().reshape(-1) for p in own])
@@ -182,7 +182,7 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 
 def _owners(parameters: Iterable[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
-    """The largest first, each to whom has least so far; the same on every rank."""
+    """Assigns parameters to ranks, largest first, each to the rank with the least so far; equal on every rank."""
     loads = [0] * size
     owners = {}
     for parameter in sorted(parameters, key=lambda p: -p.numel()):

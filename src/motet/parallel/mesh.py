@@ -25,7 +25,7 @@ class ReduceGroup:
     """The ranks that sum one shard of a run of layers, or one piece of it."""
 
     group: dist.ProcessGroup | None
-    """None: this rank alone."""
+    """The process group; None: this rank alone."""
     ranks: tuple[int, ...]
 
 
@@ -39,7 +39,7 @@ class ReduceGroups:
     pieces: tuple[ReduceGroup, ...]
     """The pieces of this rank's shard, in order; one if all holders have the same tp_size."""
     first: tuple[int, ...]
-    """The tensor-parallel group that is the first of all holders."""
+    """The first of the tensor-parallel groups that hold the layers."""
     tp_sizes: tuple[int, ...]
     """The different sizes of the holders' groups."""
     firsts: ReduceGroup | None = None
@@ -51,7 +51,7 @@ class ReduceGroups:
 
     @property
     def common_size(self) -> int:
-        """Into how many pieces the layers are cut in all."""
+        """Number of pieces into which the layers are cut."""
         return lcm(*self.tp_sizes)
 
 
@@ -62,7 +62,7 @@ class Mesh:
     rank: int
     world_size: int
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
-    """By their ranks: the tensor- and context-parallel groups that this rank belongs to."""
+    """Process groups of the tensor- and context-parallel groups that this rank belongs to, by their ranks."""
     reduce: dict[Reduce, ReduceGroups]
     """The reductions that this rank takes part in."""
     has_mixed_tp_sizes: bool
@@ -70,7 +70,7 @@ class Mesh:
     timeout: timedelta
 
     def tensor_parallel(self, stage: Stage, *, sequence_parallel: bool) -> TensorParallel:
-        """This rank's place in the tensor-parallel group of one of its stages."""
+        """Returns the tensor-parallel group of one of this rank's stages, seen from this rank."""
         ranks = next(ranks for ranks in tensor_parallel_groups(stage) if self.rank in ranks)
         return TensorParallel(
             group=self.stage_groups[ranks],
@@ -80,7 +80,7 @@ class Mesh:
         )
 
     def context_parallel(self, stage: Stage, options: ContextOptions) -> ContextParallel:
-        """This rank's place in the context-parallel group of one of its stages."""
+        """Returns the context-parallel group of one of this rank's stages, seen from this rank."""
         ranks = next(ranks for ranks in context_parallel_groups(stage) if self.rank in ranks)
         return ContextParallel(
             group=self.stage_groups[ranks],
@@ -92,12 +92,12 @@ class Mesh:
 
 
 def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """By share of the tokens, the ranks that hold it; consecutive in `stage.ranks`."""
+    """Returns the tensor-parallel groups of a stage, one for each share of the tokens; consecutive in `stage.ranks`."""
     return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
 
 
 def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """By place in the tensor-parallel groups, the ranks that stand there."""
+    """Returns the context-parallel groups of a stage, one for each position in the tensor-parallel groups."""
     return list(zip(*(_places(ranks) for ranks in tensor_parallel_groups(stage)), strict=True))
 
 
@@ -148,7 +148,7 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
 
 
 def _places(ranks: tuple[int, ...]) -> list[int]:
-    """torch.distributed numbers the members of a group by their ranks, in whatever order they are given."""
+    """Returns the ranks in the order in which torch.distributed numbers the members of a group."""
     return sorted(ranks)
 
 
@@ -157,21 +157,21 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup 
 
 
 def _members(plan: Plan, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
-    """The tensor-parallel groups that hold a run of layers, by place: of all replicas, and of all members of
+    """Returns the tensor-parallel groups that hold a run of layers, in all replicas and for all members of
     context-parallel groups, each of which has the gradients of its own tokens."""
     stages = [plan.modules[holder.module].replicas[holder.replica].stages[holder.stage] for holder in holders]
     return [tuple(_places(ranks)) for stage in stages for ranks in tensor_parallel_groups(stage)]
 
 
 def _piece_groups(members: Sequence[tuple[int, ...]], num_pieces: int) -> list[tuple[int, ...]]:
-    """For each piece, the ranks that hold it."""
+    """Returns the ranks that hold each piece."""
     return [
         tuple(sorted({places[piece * len(places) // num_pieces] for places in members})) for piece in range(num_pieces)
     ]
 
 
 def _check_members(reduction: Reduce, members: Sequence[tuple[int, ...]]) -> None:
-    """A rank that holds the layers several times has the same shard of them each time."""
+    """Checks that a rank that holds the layers several times has the same shard each time."""
     place_of: dict[int, tuple[int, int]] = {}
     for places in members:
         for place, rank in enumerate(places):

@@ -35,19 +35,19 @@ _LENGTH, _VERSION = "whole_sequence_length", "version_of_share"
 SEQUENCE_INPUTS = ("full_text_row_masked_out_mask",)
 """Keyword inputs of blocks that are multiplied with the hidden states: [..., T, 1]."""
 SKIPPABLE_PARTS = ("cross_attn",)
-"""Parts that mark a block as one that a forward may leave out (cross-attention without encoder output)."""
+"""Parts of blocks that a forward may skip (cross-attention without encoder output)."""
 TOKENWISE = re.compile(r"norm|scale|dropout|identity|activation", re.IGNORECASE)
-"""Classes with parameters that treat every token alike."""
+"""Names of classes with parameters that compute each token independently."""
 
 
 @dataclass
 class Partial:
-    """What does not see everything on each rank."""
+    """Parameters and linears of a block that see different shares of the sequence on different ranks."""
 
     parameters: list[str]
-    """Names of parameters whose gradients are partial sums; those that are cut may be among them."""
+    """Names of parameters, cut or whole, whose gradients on each rank are partial sums."""
     whole_inside: set[str] = field(default_factory=set)
-    """Row linears inside of parts that take and give whole sequences."""
+    """Row linears in parts whose inputs and outputs are whole sequences."""
 
 
 def enter_regions(module: nn.Module, cuts: TensorCuts, tp: TensorParallel, *, idle: Collection[str] = ()) -> Partial:
@@ -100,8 +100,7 @@ def _inside(module: nn.Module, region: Region) -> Iterator[str]:
 
 
 def _take_from_group(running: "_Running | None", tp: TensorParallel) -> Callable[..., Any]:
-    """A hook for a region's entry: gradients of what comes in are summed, whatever it is; a share of the sequence is
-    gathered."""
+    """Makes a hook for a region's entry, which gathers a share of the sequence and sums the gradients of its input."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor) and value.requires_grad and torch.is_floating_point(value):
@@ -146,7 +145,7 @@ def _is_tokenwise(module: nn.Module) -> bool:
 
 
 def _run_whole(unit: nn.Module, running: "_Running", tp: TensorParallel) -> None:
-    """Gathers the sequence before a part and cuts it after, so that all ranks compute the part alike."""
+    """Gathers the sequence before a part and cuts it after, so that all ranks compute the same."""
 
     def gather(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         length = running.length
@@ -163,10 +162,10 @@ def _run_whole(unit: nn.Module, running: "_Running", tp: TensorParallel) -> None
 
 @dataclass
 class _Running:
-    """State of the layer that is running."""
+    """State of the running layer."""
 
     length: int | None = None
-    """Length of its whole sequence; None between layers."""
+    """Length of the layer's whole sequence; None between layers."""
 
 
 def _attach_to_layers(layers: Sequence[nn.Module], running: _Running, tp: TensorParallel) -> None:
@@ -226,12 +225,12 @@ def _note(shard: Tensor, length: int | None) -> Tensor:
 def _replace_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], replace: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """HF modules get their hidden states first, or by the name `hidden_states`."""
+    """Replaces a module's hidden states, which are its first argument or the keyword `hidden_states`."""
     if args:
         return (replace(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": replace(kwargs["hidden_states"])}
 
 
 def _replace_first(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Modules give hidden states, or a tuple that begins with them."""
+    """Replaces the hidden states in a module's output: the output itself, or the first of a tuple."""
     return replace(output) if isinstance(output, Tensor) else (replace(output[0]), *output[1:])

@@ -1,4 +1,4 @@
-"""A backward in two halves: linear layers put their weights' gradients off until they are asked for.
+"""Splits a backward into two halves: linear layers defer their weight gradients until the weight half runs.
 
 The input half of a backward is what other stages wait for; the weight half can run at any later time and fill bubbles
 (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). Nearly all of the weight half is one matrix product for
@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class Ambient:
-    """A context that code inside unmodified models finds as `current` of its class, within a `with` block.
+    """A context that code inside unmodified models reads as `current` of its class, within a `with` block.
 
     It belongs to the process, not to a thread: autograd may recompute layers in threads that it starts."""
 
@@ -77,7 +77,7 @@ class CastWeights(Ambient):
 
 
 def shared_weight(weight: Tensor, x: Tensor) -> Tensor:
-    """The weight that a linear layer multiplies this input with: under autocast, the copy that the step shares."""
+    """Returns the weight that a linear layer multiplies this input with: under autocast, the step's shared copy."""
     current = CastWeights.current
     if current is None or not x.requires_grad or not torch.is_grad_enabled():
         return weight
@@ -92,10 +92,10 @@ class Deferred(Protocol):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """Parameters that get a gradient from it."""
+        """Parameters that get a gradient from this work."""
 
     def finish(self) -> None:
-        """Adds to the parameters' `.grad`."""
+        """Computes the gradients and adds them to the parameters' `.grad`."""
 
 
 class SplitBackward(Ambient):
@@ -108,7 +108,7 @@ class SplitBackward(Ambient):
 
     @property
     def parameters(self) -> set[Tensor]:
-        """After the input half: parameters that still get a gradient."""
+        """Parameters that still get a gradient after the input half."""
         return {parameter for work in self._deferred for parameter in work.parameters}
 
     def defer(self, work: Deferred) -> None:
@@ -165,7 +165,7 @@ def make_splittable(stage: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`nn.functional.linear`, whose weight gradient is left to the current `SplitBackward`."""
+    """Computes `nn.functional.linear`; its weight gradient is deferred to the current `SplitBackward`."""
     cast = shared_weight(weight, x)
     current = SplitBackward.current
     if current is None or not weight.requires_grad or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The collectives of tensor parallelism as differentiable functions: each one's backward is its conjugate.
+"""The collectives of tensor parallelism as differentiable functions, each with the conjugate collective as backward.
 
 The sequence dimension is the last but one: [..., T, H]. A shard of the sequence has ceil(T / tp) rows on every rank;
 the last ones end in padding (at most tp - 1 rows in all), so that T need not divide and all shapes are alike. Padding
@@ -23,15 +23,15 @@ SEQUENCE_DIM = -2
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group that shares every layer of a stage, as one of its members sees it."""
+    """A tensor-parallel group, whose members share every layer of a stage, seen from one member."""
 
     group: dist.ProcessGroup | None
-    """None: all processes."""
+    """The process group; None: all processes."""
     rank: int
-    """Within the group."""
+    """This member's rank in the group."""
     size: int
     sequence_parallel: bool = False
-    """Norms, residuals and dropout between the parallel regions hold a share of the sequence each."""
+    """Whether norms, residuals and dropout between parallel regions compute a share of the sequence on each rank."""
 
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -45,13 +45,14 @@ def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[..., T, H], alike on all ranks -> this rank's shard. Gradients of the shards are gathered."""
+    """Takes this rank's shard of [..., T, H], which is equal on all ranks. The backward gathers gradients."""
     length = x.shape[SEQUENCE_DIM]
     return _collective(x, lambda x: sequence_shard(x, tp), lambda grad: all_gather_sequence(grad, length, tp))
 
 
 def gather_sequence(x: Tensor, length: int, tp: TensorParallel) -> Tensor:
-    """Shards -> [..., length, H] for what all ranks compute alike: each takes its share of the (equal) gradients."""
+    """Gathers shards to [..., length, H], for what all ranks compute alike. In the backward each rank takes its
+    share of the equal gradients."""
     return _collective(x, lambda x: all_gather_sequence(x, length, tp), lambda grad: sequence_shard(grad, tp))
 
 
@@ -67,12 +68,12 @@ def reduce_scatter_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def gather_outputs(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[..., n / tp], this rank's outputs -> [..., n], for what all ranks compute alike."""
+    """Gathers this rank's outputs [..., n / tp] to [..., n], for what all ranks compute alike."""
     return _collective(x, lambda x: _gather_last(x, tp), lambda grad: _own_last(grad, tp))
 
 
 def split_inputs(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[..., n], alike on all ranks -> [..., n / tp], this rank's part. Gradients of the parts are gathered."""
+    """Takes this rank's part [..., n / tp] of [..., n], which is equal on all ranks. The backward gathers gradients."""
     return _collective(x, lambda x: _own_last(x, tp), lambda grad: _gather_last(grad, tp))
 
 
@@ -87,7 +88,7 @@ def _own_last(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Identity; what comes back is multiplied."""
+    """Identity in the forward; the backward multiplies the gradient by a factor."""
     return _collective(x, lambda x: x.view_as(x), lambda grad: grad * factor)
 
 
@@ -110,7 +111,7 @@ def _collective(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callab
 
 
 def all_reduce(x: Tensor, tp: TensorParallel, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Out of place: autograd may hand the same gradient tensor to several consumers."""
+    """Sums out of place: autograd may hand the same gradient tensor to several consumers."""
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, op=op, group=tp.group)
     return result
@@ -148,7 +149,7 @@ def reduce_scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def shard_parameter(full: Tensor, shard: Shard | None, rank: int, tp_size: int) -> Tensor:
-    """A copy of `rank`'s part of a whole parameter (of its gradient, or of its optimizer state); None: all of it."""
+    """Copies `rank`'s part of a whole parameter, gradient or optimizer state. `shard`: None for all of it."""
     if shard is None:
         return full.clone()
     ranges = local_ranges(full.shape[shard.dim], shard, rank, tp_size)
@@ -156,7 +157,7 @@ def shard_parameter(full: Tensor, shard: Shard | None, rank: int, tp_size: int) 
 
 
 def unshard(parts: Sequence[Tensor], shard: Shard | None) -> Tensor:
-    """The whole parameter from the parts of all ranks, in rank order: the exact inverse of `shard_parameter`."""
+    """Joins the parts of all ranks, in rank order, to the whole parameter: the exact inverse of `shard_parameter`."""
     if shard is None:
         return parts[0].clone()
     shape = list(parts[0].shape)
@@ -171,7 +172,7 @@ def unshard(parts: Sequence[Tensor], shard: Shard | None) -> Tensor:
 
 
 def gather_full(local: Tensor, shard: Shard | None, tp: TensorParallel) -> Tensor:
-    """The whole, on every rank, of a parameter, its gradient or its optimizer state.
+    """Gathers a whole parameter, gradient or optimizer state on every rank.
 
     A collective over the group unless `shard` is None.
     """

@@ -1,4 +1,4 @@
-"""How a transformers model is cut for tensor parallelism, derived from the model itself, on the meta device too.
+"""Derives how a transformers model is cut for tensor parallelism from the model itself, on the meta device too.
 
 Which linears are cut by their outputs ("column") and which by their inputs ("row") is transformers' own plan
 (`tp_plan`) where the model has one, and follows from the linears' names in a block where it has none (encoders, GPT-2,
@@ -41,7 +41,7 @@ COLUMN_STYLES = {
 """transformers' names of styles that cut outputs, and how many equal sections lie there one after the other."""
 ROW_STYLES = {"rowwise": 1, "packed_rowwise": 2, "rowwise_split_input": 1, "rowwise_rep": 1}
 OUTSIDE_STYLES = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"}
-"""Styles whose linears give and take what is whole on every rank."""
+"""Styles whose linears have inputs and outputs that are whole on every rank."""
 IMPLIED_STYLES = {
     "embedding_rowwise",
     "embedding_colwise",
@@ -51,9 +51,9 @@ IMPLIED_STYLES = {
     "local_params",
     "sequence_parallel",
 }
-"""Styles that need nothing: what they say follows from regions, or stays whole."""
+"""Styles that need no action, because regions imply them or nothing is cut."""
 SUMMED_STYLES = {"moe_tp_experts", "all_reduce"}
-"""Styles of modules that give a summand on each rank."""
+"""Styles of modules whose output on each rank is one summand of the whole."""
 IDENTITY_EXPERT_STYLE = "moe_identity_expert"
 
 COLUMN_NAMES = re.compile(
@@ -106,7 +106,7 @@ class LinearCut:
     sections: tuple[int, ...] = (1,)
     """Relative sizes of the parts that lie one after the other in its output (fused queries | keys | values)."""
     is_outside: bool = False
-    """Whether a column's output is gathered, and a row takes its part of an input that is whole."""
+    """Whether inputs and outputs are whole: a column's output is gathered, and a row takes its part of the input."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Region:
     """A part of a block whose result is a sum over the ranks."""
 
     entries: tuple[str, ...]
-    """Modules at whose entry the activation, whole on every rank, comes in."""
+    """Modules whose input is the region's input, which is whole on every rank."""
     rows: tuple[str, ...]
     """Row linears whose outputs are summed."""
     summed: str | None = None
@@ -130,30 +130,30 @@ class TensorCuts:
     linears: Mapping[str, LinearCut]
     """Linears that are cut; all others are whole on every rank."""
     parameters: Mapping[str, Shard]
-    """Parameters of no linear that are cut: of experts, sinks."""
+    """Cuts of parameters that belong to no linear: experts' weights and attention sinks."""
     regions: tuple[Region, ...]
     counts: tuple[tuple[str, str], ...] = ()
-    """(module, attribute) that count heads and that a forward reads; each rank must see its own number."""
+    """(module, attribute) pairs with a number of heads that a forward reads; each rank needs its own number."""
     divided_inputs: tuple[str, ...] = ()
-    """Modules in a region that hand on their input: every rank does, so each gives its share."""
+    """Modules of a region that pass their input on: every rank does, so each passes on its share."""
     vocabulary: tuple[str, ...] = ()
-    """The embedding and the linear onto the vocabulary, as far as they are there; cut if the vocabulary divides."""
+    """The embedding and the output head, where present; cut if the tensor-parallel size divides the vocabulary."""
     must_divide: Mapping[str, int] = field(default_factory=dict)
-    """What the tensor-parallel size must divide, by its name in the configuration where it has one."""
+    """Numbers that the tensor-parallel size must divide, by their names in the configuration where they have one."""
     is_whole_model: bool = True
     """Whether no block is on another stage."""
 
     @property
     def cuts_blocks(self) -> bool:
-        """Whether anything in the blocks that are here is cut."""
+        """Whether anything in the blocks of this stage is cut."""
         return bool(self.linears or self.parameters)
 
     def cut_of(self, linear: str) -> Kind | None:
-        """How a linear is cut; None: it is whole on every rank."""
+        """Returns the cut of a linear; None if it is whole on every rank."""
         return self.linears[linear].kind if linear in self.linears else None
 
     def shard_of(self, module: nn.Module, name: str, shape: tuple[int, ...], tp_size: int) -> Shard | None:
-        """How the parameter `name` of whole `shape` is cut; None: whole on every rank."""
+        """Returns the cut of the parameter `name` of whole `shape`; None if it is whole on every rank."""
         if name in self.parameters:
             return self.parameters[name]
         path, _, kind = name.rpartition(".")
@@ -187,7 +187,7 @@ class _Derivation:
         self.divided: list[str] = []
         self.must_divide: dict[str, int] = {}
         self.planned_lists: set[str] = set()
-        """Lists of blocks that a plan speaks of."""
+        """Lists of blocks that transformers' plan covers."""
 
     def result(self) -> TensorCuts:
         self._follow_plans()
@@ -253,7 +253,7 @@ class _Derivation:
             raise _unsupported(path, style)
 
     def _cut_parameter(self, name: str, style: str) -> None:
-        """A parameter that the plan names itself: experts' [E, m, n], a sink or bias for each head."""
+        """Cuts a parameter that the plan names itself: experts' [E, m, n], or a sink or bias for each head."""
         owner, _, attribute = name.rpartition(".")
         block = self.block_of[owner]
         if block is None or style in IMPLIED_STYLES:
@@ -294,7 +294,7 @@ class _Derivation:
                     self.counts.append((around, "config.num_attention_heads"))
 
     def _sections(self, path: str) -> tuple[int, ...]:
-        """Of a column linear: the relative sizes of the parts of its output."""
+        """Returns the relative sizes of the parts of a column linear's output."""
         name = path.rpartition(".")[2]
         if not FUSED.fullmatch(name):
             return (1,)
@@ -386,7 +386,7 @@ class _Derivation:
             self._note(name, size, bool(ATTENTION.search(name)))
 
     def _num_heads(self, path: str, size: int) -> int:
-        """The heads that share `size` outputs."""
+        """Returns the number of heads that share `size` outputs."""
         heads = _heads(self._config_of(path))
         owner = self.modules[path.rpartition(".")[0]]
         widths = [vars(owner).get(name) for name in ("head_dim", "head_size", "attention_head_size")]
@@ -423,7 +423,7 @@ class _Derivation:
 
 
 def _num_inputs(module: nn.Module) -> int:
-    """What a forward must be given."""
+    """Returns the number of required arguments of a forward."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
@@ -433,7 +433,7 @@ def _unsupported(name: str, style: str) -> UserError:
 
 
 def _block_of(path: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """The transformer layer that a module is in, or is: the first member of a list on its path."""
+    """Returns the transformer layer that a module is or belongs to: the first list member on its path."""
     parts = path.split(".")
     for length in range(2, len(parts) + 1):
         around = ".".join(parts[: length - 1])
@@ -459,7 +459,7 @@ def _common_parent(paths: list[str]) -> str:
 
 
 def _sizes(linear: Any) -> tuple[int, int]:
-    """(inputs, outputs)"""
+    """Returns (number of inputs, number of outputs) of a linear."""
     rows, columns = linear.weight.shape
     return (rows, columns) if isinstance(linear, Conv1D) else (columns, rows)
 

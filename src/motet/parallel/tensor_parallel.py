@@ -1,4 +1,4 @@
-"""Tensor parallelism of unmodified HuggingFace modules: local shards of their linears, collectives around them.
+"""Tensor parallelism of unmodified HuggingFace modules: shards of their linears, with collectives around them.
 
 `apply_tensor_parallel` replaces the parameters that are cut (`motet.parallel.tensor_cuts`) by this rank's shards.
 Column linears stay what they are; row linears become `RowLinear` (`RowConv1D`); hooks at the entries of regions bring
@@ -81,7 +81,7 @@ class RowLinear(nn.Linear):
 
 
 class RowConv1D(Conv1D):
-    """`RowLinear` of a weight [in / tp, out]."""
+    """A `RowLinear` with a transposed weight [in / tp, out] (transformers' `Conv1D`)."""
 
     def __init__(self, shard: Conv1D, tp: TensorParallel) -> None:
         """`shard` holds this rank's rows of the weight, and the whole bias."""
@@ -98,7 +98,7 @@ class RowConv1D(Conv1D):
 
 
 def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collection[str] = ()) -> TensorParallelLayout:
-    """Cuts the module in place and returns what was cut where.
+    """Cuts the module in place and returns the cuts.
 
     Args:
         module: a transformers model or a stage of one (layers of other stages may be absent), its weights whole, on
@@ -221,7 +221,7 @@ def _adapt_linears(
 
 
 def _contiguous(linear: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    """Conv1D views what it gets, which may be cut out of a gathered and padded sequence."""
+    """Hook that makes an input contiguous: Conv1D views its input, which may be a slice of a padded sequence."""
     return inputs[0].contiguous()
 
 

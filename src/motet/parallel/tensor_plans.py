@@ -1,4 +1,4 @@
-"""How one parameter is cut for tensor parallelism, and which sizes of groups a family allows. No torch here.
+"""The cut of one parameter for tensor parallelism, and the group sizes that a family allows. Imports no torch.
 
 Every transformer layer is cut as Megatron-LM does (Shoeybi et al. 2019, section 3): queries, keys, values and the first
 half of the MLP by their outputs ("column"), the attention's and the MLP's last linear by their inputs ("row"), so that
@@ -21,7 +21,7 @@ Config = Mapping[str, Any] | Any
 
 @dataclass(frozen=True)
 class Shard:
-    """The cut of one parameter: every section of `dim` evenly over the ranks."""
+    """The cut of one parameter: each section of `dim` is divided evenly over the ranks."""
 
     dim: int
     sections: tuple[int, ...] = (1,)
@@ -29,13 +29,13 @@ class Shard:
 
 
 def setting(config: Config, name: str, default: Any = None) -> Any:
-    """A value of the configuration, `default` if it is absent or None."""
+    """Returns a value of the configuration, or `default` if it is absent or None."""
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return default if value is None else value
 
 
 def check_tp(numbers: Mapping[str, int], tp_size: int) -> None:
-    """Raises `UserError`, naming what does not divide and which sizes would do."""
+    """Raises `UserError` if the size does not divide; it names what does not divide and the sizes that work."""
     if tp_size >= 1 and all(number % tp_size == 0 for number in numbers.values()):
         return
     common = math.gcd(*numbers.values())

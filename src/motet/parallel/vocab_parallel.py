@@ -50,12 +50,12 @@ def shard_head(head: nn.Linear, tp: TensorParallel) -> None:
 
 
 def vocabulary_group(head: nn.Module) -> TensorParallel | None:
-    """The group that the head's logits are cut over, None if they are whole: for `cross_entropy_sum`."""
+    """Returns the group over which the head's logits are cut, for `cross_entropy_sum`; None if they are whole."""
     return getattr(head, "vocabulary_group", None)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, tp: TensorParallel | None) -> Tensor:
-    """The sum of the token losses, on every rank of the group.
+    """Computes the sum of the token losses, on every rank of the group.
 
     Args:
         logits: [..., V], or this rank's [..., V / tp] if `tp` is given (see `vocabulary_group`).

@@ -47,13 +47,12 @@ from motet.planner.reconfiguration.state_owners import ParameterReplica, StateOw
 from motet.planner.templates.pipelines import nodes_of_pipelines
 from motet.runtime.executor import Executor
 from motet.runtime.local_model import LocalModel, LocalParameter
-from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.optimizer import MOMENTS, Optimizer
 
 MESSAGE_BYTES = 64 * 2**20
 """Largest message between two ranks, unless one tensor is larger."""
 MAX_MESSAGES = 16
 """Concurrent messages of one rank: each has a buffer."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Kind = Literal["values", "moments"]
 NUM_TENSORS: Mapping[Kind, int] = {"values": 1, "moments": len(MOMENTS)}
 

@@ -196,14 +196,13 @@ class Engine:
         return IterationResult(loss, sum(tokens.values()), values[-2] ** 0.5, values[-1] > 0)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Collective.
+        """Scales the gradients so that their norm over the whole model is at most `max_norm`. Collective.
 
-        Returns the norm before."""
+        Returns the norm before clipping."""
         squared = self.model.counted_squared_norm().to(self.device)
         dist.all_reduce(squared)
         norm = squared.sqrt()
-        if norm > max_norm:
-            self.model.scale_gradients(max_norm / norm.item())
+        self.model.clip_gradients(norm.item(), max_norm)
         return norm
 
     def prepare(self, samples: Sequence[Sample]) -> None:

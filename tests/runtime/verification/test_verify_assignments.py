@@ -43,6 +43,9 @@ UNITS = [
 ]
 """Between any two numbers of replicas."""
 
+BALANCED = [name for name in ASSIGNMENTS if name != "contiguous" for _ in range(1 + (name == "entrain"))]
+"""The assignments that are drawn, deferral twice as often as others."""
+
 
 def drawn(number: int, seed: str) -> Scenario:
     rng = Random(f"{seed}/{number}")
@@ -63,7 +66,7 @@ def drawn(number: int, seed: str) -> Scenario:
             placement=rng.choice(["parallel", "colocated", "shared", "replicated"]),
             merge=merge,
             schedule=rng.choice(["1f1b", "eager_1f1b", "gpipe", "zero_bubble_h1", "zero_bubble_h2"]),
-            assignment=rng.choice(["random", "disttrain", "dip", "entrain", "entrain", "entrain_k_eff"]),
+            assignment=rng.choice(BALANCED),
             frozen=rng.choice(sorted(FROZEN)),
             items=rng.choice(["mixed", "mixed", "half", "one", "all but one", "none"]),
             packing=packing,

@@ -19,12 +19,12 @@ from motet.schedule.generators import CONTRASTING, GENERATORS
 SEED = os.environ.get("MOTET_FUZZ_SEED", "2")
 MAX_RANKS = 6
 
-CHAIN = ("1f1b", "eager_1f1b", "gpipe", "zero_bubble_h1", "zero_bubble_h2")
 ROUND = ("interleaved_1f1b", "interleaved_1f1b_adjusted")
 THERE_AND_BACK = ("zero_bubble_v",)
 SHARED = ("bubble_filling", "dip")
-"""Schedules, by the plans that they are made for: a chain of ranks, one that is gone round twice, one that is gone
-there and back, encoders on the language model's ranks."""
+CHAIN = tuple(sorted(set(GENERATORS) - {*ROUND, *THERE_AND_BACK, *SHARED, *CONTRASTING}))
+"""Schedules, by the plans that they are made for: several rounds over the ranks, a round there and back, encoders on
+the language model's ranks, and for all others a chain of ranks."""
 
 
 def drawn(number: int, seed: str) -> Scenario:
@@ -54,7 +54,7 @@ def drawn(number: int, seed: str) -> Scenario:
             placement="shared" if schedule in SHARED else rng.choice(["parallel", "colocated", "shared", "replicated"]),
             merge=rng.choice(["placeholder", "placeholder", "prepend", "cross_attention"]),
             schedule=schedule,
-            assignment=rng.choice(["contiguous", "random", "disttrain", "dip", "entrain", "entrain_k_eff"]),
+            assignment=rng.choice(list(ASSIGNMENTS)),
             max_packed_tokens=LONGEST if packing and rng.random() < 0.5 else None,
             frozen=rng.choice(sorted(FROZEN)),
             items=rng.choice(["mixed", "mixed", "half", "one", "all but one", "none"]),

@@ -1,1 +1,1 @@
-"""Loading from the hub's formats, and exporting to them."""
+"""Loads models from the hub's formats and exports models to them."""

@@ -24,11 +24,11 @@ ARCHITECTURES = {
     ("clip_vision_model", "clip_text_model", "softmax"): (CLIPModel, CLIPConfig),
     ("siglip_vision_model", "siglip_text_model", "sigmoid"): (SiglipModel, SiglipConfig),
 }
-"""By the families of the image and the text tower, and the loss."""
+"""transformers' classes, by the families of image and text tower and the loss."""
 
 
 def from_transformers(model: Any, *, image: str = "image", text: str = "text") -> ContrastiveModule:
-    """A CLIPModel or SiglipModel as a `ContrastiveModule`, which takes its modules over. `image`, `text`: the towers'
+    """Makes a `ContrastiveModule` of the modules of a CLIPModel or SiglipModel. `image`, `text`: the towers'
     names. Raises `UserError` for another class."""
     if isinstance(model, CLIPModel):
         towers = {
@@ -48,9 +48,9 @@ def from_transformers(model: Any, *, image: str = "image", text: str = "text") -
 
 
 def to_transformers(model: ContrastiveModule) -> Any:
-    """A CLIPModel or SiglipModel with the weights of the model, in its dtype.
+    """Returns a CLIPModel or SiglipModel with the model's weights, in its dtype.
 
-    Raises `UserError` for towers that transformers has no model of."""
+    Raises `UserError` for towers that no such class has."""
     image, text, (model_class, config_class) = _architecture(model)
     config = config_class(
         vision_config=image.module.config.to_dict(), text_config=text.module.config.to_dict(), **_sizes(model)
@@ -72,7 +72,7 @@ def to_transformers(model: ContrastiveModule) -> Any:
 
 
 def is_transformers_model(model: ContrastiveModule) -> bool:
-    """Whether `to_transformers` has a class for it."""
+    """Whether `to_transformers` has a class for the model."""
     try:
         _architecture(model)
     except UserError:
@@ -104,7 +104,7 @@ def _sizes(model: ContrastiveModule) -> dict[str, Any]:
 
 
 def _scalar(parameter: Tensor) -> nn.Parameter:
-    """SigLIP's have one element in one dimension."""
+    """Returns a copy without dimensions: SigLIP's scale and bias have one dimension of one element."""
     return nn.Parameter(torch.clone(parameter.detach()).reshape(()), parameter.requires_grad)
 
 
@@ -127,7 +127,7 @@ def read_projection(part: TowerConfig, family: str, projector: nn.Module | None,
 
 
 def initial_loss(model: ModelConfig) -> ContrastiveLoss:
-    """The loss of the run file's towers, before the first step."""
+    """Makes the loss of the run file's towers, as it is before the first step."""
     given = model.contrastive
     scale, bias = given.logit_scale, given.logit_bias
     whole = _common_whole(model)
@@ -142,7 +142,8 @@ def initial_loss(model: ModelConfig) -> ContrastiveLoss:
 
 
 def _common_whole(model: ModelConfig) -> TowerConfig | None:
-    """A tower of the stored model of this loss of which there are an image and a text tower, if there is one alone."""
+    """Returns a tower of the one stored model that both an image and a text tower come from; None if there is none, or
+    several."""
     by_source: dict[str | Path | None, dict[str, TowerConfig]] = {}
     for tower in model.towers.values():
         if tower.part is not None:
@@ -155,6 +156,6 @@ def _common_whole(model: ModelConfig) -> TowerConfig | None:
 
 
 def _stored_number(whole: TowerConfig, key: str) -> float | None:
-    """SigLIP's have one element in one dimension."""
+    """Reads a stored scale or bias, which has no dimension or, in SigLIP, one of one element."""
     stored = stored_tensor(whole, key, where="model.towers")
     return None if stored is None else stored.item()

@@ -144,20 +144,20 @@ def _how_features_are_used(name: str, manifest: Manifest) -> str:
 
 MANIFEST = "motet.json"
 OWN_PROJECTOR = "own"
-"""Stands for a projector of the user's own, where others have names."""
+"""The name under which a projector of the user's own is described."""
 WHOLE = "whole"
-"""The sub-folder of a contrastive model as one model of transformers'."""
+"""Sub-folder with a contrastive model as one transformers model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartDescription:
-    """A module of transformers or an encoder of the user's own, and its projector, without weights."""
+    """Describes a part without its weights: a transformers module or a user's own encoder, and its projector."""
 
     kind: Kind
     config: Any
-    """Of transformers, or an `OwnConfig`."""
+    """A transformers configuration or an `OwnConfig`."""
     projector: str | None = None
-    """Its name, None, or `OWN_PROJECTOR`."""
+    """Name of the projector, `OWN_PROJECTOR`, or None if there is none."""
     projector_sizes: tuple[int, int] = (0, 0)
     """(in_features, out_features) of an encoder's projector."""
     feature_select: FeatureSelect = "patch"
@@ -183,23 +183,23 @@ class LossDescription:
     anchor: str | None
     loss_weight: float
     decoder: Mapping[str, Any] | None
-    """`reads`, the tower, and `loss_weight`."""
+    """The caption decoder's `reads` (a tower) and `loss_weight`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """All of a model but its weights."""
+    """Describes a model without its weights."""
 
     parts: Mapping[str, PartDescription]
-    """By module."""
+    """Parts by module name."""
     merge: Merge = "placeholder"
     media_attention: str = "causal"
-    """As in a run file: what tokens of images and clips see in the language model."""
+    """`model.media_attention` of a run file: what tokens of images and clips see in the language model."""
     loss: LossDescription | None = None
 
     @property
     def encoders(self) -> dict[str, PartDescription]:
-        """Encoders or towers."""
+        """The encoders, or the towers of a contrastive model, by name."""
         return {name: part for name, part in self.parts.items() if part.kind == "encoder"}
 
     @property
@@ -208,7 +208,7 @@ class ModelDescription:
 
 
 def describe_config(model: ModelConfig, placeholder_token_ids: Mapping[str, int]) -> ModelDescription:
-    """Of a run file's model. Raises `UserError` if a part's configuration cannot be read."""
+    """Describes a run file's model. Raises `UserError` if a part's configuration cannot be read."""
     if model.towers:
         return _describe_towers(model)
     language_model = read_part_config(model.causal_lm, "language_model", where=f"model.{LANGUAGE_MODEL}")
@@ -267,7 +267,7 @@ def _describe_towers(model: ModelConfig) -> ModelDescription:
 
 
 def describe_module(model: MultimodalModule) -> ModelDescription:
-    """Of a model in memory, as `describe_config` of a run file's."""
+    """Describes a model in memory, as `describe_config` does a run file's."""
     kind_of = {projector_class: kind for kind, projector_class in PROJECTORS.items()}
     language_model = model.language_model.module.config
     parts = {
@@ -294,7 +294,7 @@ def _output_size(config: PretrainedConfig | OwnConfig) -> int:
 
 
 def graph_tensors(model: ModuleGraph) -> dict[str, Tensor]:
-    """Every parameter by its name in the whole model, as checkpoints have it; tied ones once."""
+    """Returns every parameter by its name in the whole model, as in checkpoints; tied parameters appear once."""
     return {
         f"{part}.{name}": parameter.detach()
         for part, module in model.parts().items()
@@ -303,7 +303,7 @@ def graph_tensors(model: ModuleGraph) -> dict[str, Tensor]:
 
 
 def export_module(model: MultimodalModule, folder: str | Path, **options: Any) -> None:
-    """`export_parts` of a model that is in memory."""
+    """Exports a model in memory by `export_parts`."""
     export_parts(graph_tensors(model), describe_module(model), folder, **options)
 
 
@@ -364,7 +364,7 @@ def export_parts(
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) -> None:
-    """Has `write` fill a folder beside it, which takes its place when it is complete.
+    """Calls `write` with a new folder, which replaces `folder` when it is complete.
 
     Raises `UserError` if the folder exists and is neither empty nor of the same kind (has a file `marker`)."""
     if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
@@ -383,7 +383,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, marker: str) ->
 
 
 def generation_config(tokenizer: Any) -> GenerationConfig:
-    """What follows from a tokenizer: the token that ends an answer."""
+    """Makes a generation configuration from a tokenizer: the token that ends an answer."""
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad")}
     return GenerationConfig(**ids)
 
@@ -394,9 +394,9 @@ def load_export(
     projectors: Mapping[str, nn.Module] | None = None,
     encoders: Mapping[str, nn.Module] | None = None,
 ) -> MultimodalModule:
-    """The exported model, in evaluation mode, every part by its own `from_pretrained`.
+    """Loads an exported model in evaluation mode, each part by its own `from_pretrained`.
 
-    `projectors`, `encoders`: by encoder, those of the user's own, whose weights are then filled in.
+    `projectors`, `encoders`: the user's own modules by encoder name, whose weights are then filled in.
 
     Raises `UserError` naming the file that is missing, damaged or of another model.
     """
@@ -438,7 +438,7 @@ def _load_own_module(folder: Path, name: str, given: Mapping[str, nn.Module]) ->
 
 
 def load_part(folder: Path, kind: Kind, entry: Mapping[str, Any] | None = None) -> Any:
-    """A part by its own `from_pretrained`, with its adapters added to its weights. `entry`: of the manifest.
+    """Loads a part by its own `from_pretrained`, with its adapters added to its weights. `entry`: of the manifest.
 
     Raises `UserError` if the folder is not that of such a model."""
     model = load_model(folder, lambda model_type: model_class_of(model_type, kind))

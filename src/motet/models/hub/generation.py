@@ -36,11 +36,11 @@ class Prompt:
     """One sample up to where its answer begins."""
 
     input_ids: Tensor
-    """[T], with a placeholder for each encoder output: where they go or, if they are prepended, at the front."""
+    """[T], with a placeholder for each encoder output, at its position or, with `merge: prepend`, at the front."""
     segments: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
-    """By encoder: the sample's layout in it. An encoder that the sample does not use has no entry, or an empty one."""
+    """The sample's layout in each encoder. An encoder that the sample does not use has no entry, or an empty one."""
     features: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """By encoder: what `Batch.features` gives."""
+    """Results of `Batch.features`, by encoder."""
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def generate_answers(
     eos_token_id: int | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> list[list[int]]:
-    """The answers' token ids, without the one that ends them, in the order of the prompts.
+    """Generates answers and returns their token ids, without the token that ends them, in the order of the prompts.
 
     Args:
         model: in memory, or the folder of an exported one.
@@ -83,7 +83,7 @@ def generate_answers(
 
 
 def _batches(model: MultimodalModule, prompts: Sequence[Prompt], batch_size: int) -> Iterator[list[int]]:
-    """Prompts of similar length together. With cross-attention, those with and without encoder outputs apart."""
+    """Groups prompts of similar length. With cross-attention, those without encoder outputs have their own batches."""
 
     def key(index: int) -> tuple[bool, int]:
         cross_attends = model.merge == "cross_attention" and any(prompts[index].segments.values())
@@ -148,7 +148,7 @@ def _encoder_outputs(model: MultimodalModule, prompts: Sequence[Prompt]) -> list
 
 
 def _batchable(encoder: ModalityModule, values: Mapping[int, Tensor]) -> list[list[int]]:
-    """Of features by prompt: the prompts whose features may be concatenated. Callbacks see one sample at a time."""
+    """Groups prompts whose features may be concatenated. Callbacks see one sample at a time."""
     if any(callback is not None for callback in encoder.callbacks) or (
         encoder.projector is not None and type(encoder.projector) not in PROJECTORS.values()
     ):
@@ -179,7 +179,7 @@ def _merged(model: MultimodalModule, prompt: Prompt, outputs: Mapping[str, Tenso
 
 
 def _places(model: MultimodalModule, ids: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By encoder: the positions where its outputs stand."""
+    """Returns the positions of each encoder's outputs in the text."""
     if model.merge == "placeholder":
         return {name: (ids == token).nonzero().squeeze(-1) for name, token in model.placeholder_token_ids.items()}
     front = torch.arange(min(len(ids), sum(len(tokens) for tokens in outputs.values())), device=ids.device)
@@ -192,7 +192,7 @@ def _places(model: MultimodalModule, ids: Tensor, outputs: Mapping[str, Tensor])
 def _cross_attention_inputs(
     language_model: Any, prompts: Sequence[Prompt], outputs: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Token ids; and, if the prompts have them, encoder outputs that every token of the sample sees."""
+    """Returns token ids and, if the prompts have any, encoder outputs that every token of the sample sees."""
     device, dtype = language_model.device, language_model.dtype
     longest = max(len(prompt.input_ids) for prompt in prompts)
     rows = [pad(prompt.input_ids.to(device), (longest - len(prompt.input_ids), 0)) for prompt in prompts]

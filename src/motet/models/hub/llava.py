@@ -1,4 +1,4 @@
-"""LLaVA in and out: transformers' `LlavaForConditionalGeneration` as a `MultimodalModule`, and the other way.
+"""Converts transformers' `LlavaForConditionalGeneration` to a `MultimodalModule` and back.
 
 The two are the same function where LLaVA's architecture allows: one vision encoder, a projector linear - GELU - linear,
 and a decoder-only language model, merged at placeholder tokens (Liu et al., "Improved baselines with visual instruction
@@ -35,14 +35,14 @@ from motet.models.stages.projector import MlpProjector
 from motet.plan import LANGUAGE_MODEL
 
 HAS_CLASS_TOKEN = {"clip_vision_model": True, "dinov2": True, "siglip_vision_model": False, "pixtral": False}
-"""By family of vision encoder that LLaVA runs as motet does."""
+"""Whether features include a class token, for each family of vision encoder that LLaVA runs as motet does."""
 
 HAS_NORM_IN_HEAD = ("siglip_vision_model", "dinov2")
-"""Families whose own output no entry of `hidden_states` is."""
+"""Families whose output has passed a last norm, so that no entry of `hidden_states` equals it."""
 
 
 def to_llava(model: MultimodalModule, folder: str | Path, **options: Any) -> None:
-    """`export_llava` of a model that is in memory."""
+    """Exports a model in memory by `export_llava`."""
     export_llava(graph_tensors(model), describe_module(model), folder, **options)
 
 
@@ -79,7 +79,7 @@ def export_llava(
 
 
 def llava_config(description: ModelDescription) -> LlavaConfig:
-    """Raises `UserError` if LLaVA has no such model."""
+    """Returns the LLaVA configuration of a model. Raises `UserError` if LLaVA has no such model."""
     if len(description.encoders) != 1 or description.merge != "placeholder":
         raise UserError("llava: needs one vision encoder, merged by placeholder; use export_parts instead")
     ((name, encoder),) = description.encoders.items()
@@ -117,7 +117,7 @@ def llava_config(description: ModelDescription) -> LlavaConfig:
 
 
 def from_llava(source: str | Path | LlavaForConditionalGeneration, *, name: str = "vision") -> MultimodalModule:
-    """The same model by its parts, which it shares with a model given as such. `name`: of the encoder.
+    """Makes a `MultimodalModule` of a LLaVA model; it shares the parts of a model in memory. `name`: of the encoder.
 
     Raises `UserError` if the folder is damaged or the model has something that motet does not.
     """
@@ -165,7 +165,7 @@ def _feature_select(config: LlavaConfig) -> FeatureSelect:
 
 
 def _projector(model: Any) -> nn.Module:
-    """A named one where it is the same function, else LLaVA's own as it is."""
+    """Returns motet's named projector if it computes the same function, else LLaVA's own module."""
     theirs = model.model.multi_modal_projector
     if model.config.projector_hidden_act != "gelu" or theirs.linear_1.bias is None:
         return theirs

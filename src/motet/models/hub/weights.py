@@ -1,4 +1,4 @@
-"""Weights on disk as transformers writes them, tensor by tensor: a model need never be in memory as a whole.
+"""Reads and writes weights in the format of transformers, tensor by tensor: the whole model is never in memory.
 
 `save_part` writes config.json and safetensors shards under the names that `save_pretrained` of this transformers would
 give them; `CheckpointTensors` reads what `motet.runtime.checkpoint.checkpoint` wrote. Nothing is pickled or unpickled.
@@ -23,11 +23,11 @@ from motet.errors import UserError
 
 MAX_SHARD_SIZE = "5GB"
 CHECKPOINT_PREFIX = "model/"
-"""Of the model's tensors in a checkpoint; the optimizer's have another."""
+"""Prefix of the model's tensors in a checkpoint; the optimizer's tensors have another."""
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """The model's tensors in a checkpoint's folder, by their names in the whole model; read when they are asked for.
+    """Mapping of the tensors in a checkpoint's folder by their names in the whole model. Tensors are read on access.
 
     Raises `UserError` naming the folder or file that is not a checkpoint's or is damaged.
     """
@@ -57,10 +57,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
 
 class RenamedTensors(Mapping[str, Tensor]):
-    """Some tensors of another mapping under new names, and as lazily."""
+    """View of another mapping's tensors under new names; tensors are read on access."""
 
     def __init__(self, tensors: Mapping[str, Tensor], old_names: Mapping[str, str]) -> None:
-        """`old_names`: by new name."""
+        """`old_names`: the names in `tensors`, by new name."""
         self._tensors, self.old_names = tensors, old_names
 
     def __getitem__(self, name: str) -> Tensor:
@@ -74,7 +74,7 @@ class RenamedTensors(Mapping[str, Tensor]):
 
 
 def tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> RenamedTensors:
-    """Those whose name begins with `prefix.`, without it."""
+    """Returns the tensors whose names begin with `prefix.`, under their names without it."""
     start = f"{prefix}."
     return RenamedTensors(tensors, {name.removeprefix(start): name for name in tensors if name.startswith(start)})
 
@@ -113,7 +113,7 @@ def save_part(
 def check_tensors(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, where: str
 ) -> dict[str, torch.dtype]:
-    """The dtype of each. Raises `UserError` for the first tensor that is missing, of another shape or not expected."""
+    """Returns the dtype of each tensor. Raises `UserError` for one that is missing, of another shape or unexpected."""
     dtypes = {}
     for name, parameter in expected.items():
         if name not in tensors:
@@ -132,7 +132,7 @@ def check_tensors(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file."""
+    """Writes one safetensors file."""
     save_file({name: _own_memory(tensors[name].detach()) for name in tensors}, path, metadata={"format": "pt"})
 
 
@@ -160,7 +160,7 @@ def _save_shards(
 
 
 def _names_on_disk(model: Any) -> dict[str, str]:
-    """From the name in the file to the name in the model: some families' files have names of an earlier time."""
+    """Maps names in the file to names in the model; files of some families have older names."""
     own_name = {id(parameter): name for name, parameter in model.named_parameters()}
     stored = revert_weight_conversion(model, dict(model.named_parameters()))
     assert {id(parameter) for parameter in stored.values()} == set(own_name), "transformers converts weights on disk"
@@ -168,6 +168,6 @@ def _names_on_disk(model: Any) -> dict[str, str]:
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """safetensors refuses tensors that share memory, such as slices of one buffer."""
+    """Copies slices of a larger buffer: safetensors refuses tensors that share memory."""
     is_slice = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
     return tensor.clone(memory_format=torch.contiguous_format) if is_slice else tensor.contiguous()

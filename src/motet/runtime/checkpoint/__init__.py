@@ -1,1 +1,1 @@
-"""Checkpoints: their folder, writing beside the training, and loading under another plan."""
+"""Checkpoints: their folder, asynchronous writing, and loading under another plan."""

@@ -29,10 +29,10 @@ from motet.runtime.agreement import on_every_rank, on_first_rank
 from motet.runtime.checkpoint import folder as checkpoint_folder
 from motet.runtime.checkpoint.folder import Manifest, TrainingState
 from motet.runtime.local_model import LocalModel, LocalParameter
-from motet.runtime.training.optimizer import Optimizer
+from motet.runtime.training.optimizer import MOMENTS, Optimizer
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of whole tensors, by name."""
+"""Shapes of whole tensors, by name."""
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
@@ -42,16 +42,16 @@ class OptimizerStates(Protocol):
     """The tensors of an optimizer."""
 
     def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
-        """Those that this rank holds, by parameter."""
+        """Returns the states that this rank holds, by parameter."""
 
     def writes_state(self, p: LocalParameter) -> bool:
-        """Whether this rank writes them into checkpoints."""
+        """Whether this rank writes the parameter's states into checkpoints."""
 
 
 def checkpoint_bytes(model: LocalModel) -> int:
-    """What one checkpoint takes on disk: parameters, and two moments of the trainable ones. Collective."""
+    """Size of one checkpoint on disk: parameters, and the moments of the trainable ones. Collective."""
     mine = sum(
-        math.prod(p.full_shape) * p.parameter.element_size() * (3 if p.parameter.requires_grad else 1)
+        math.prod(p.full_shape) * p.parameter.element_size() * (1 + len(MOMENTS) * p.parameter.requires_grad)
         for p in model.parameters
         if p.is_written
     )
@@ -100,7 +100,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | 
 
 
 def _describe_files(folder: Path, group: dist.ProcessGroup | None) -> dict[str, checkpoint_folder.FileRecord]:
-    """Every rank reads its share."""
+    """Computes sizes and checksums of the files, a share on each rank."""
     names = on_first_rank(list[str], lambda: sorted(path.name for path in folder.iterdir()), group)
     kind = dict[str, checkpoint_folder.FileRecord]
     shares = on_every_rank(kind, lambda: checkpoint_folder.describe_files(folder, _share(names, group)), group)
@@ -152,7 +152,7 @@ def load_checkpoint(checkpoint: Path, model: LocalModel, optimizer: Optimizer) -
 
 
 def fill(checkpoint: Path, model: LocalModel, optimizer: OptimizerStates) -> None:
-    """`load_checkpoint` into states that are there. Collective."""
+    """Loads a checkpoint into optimizer states that exist. Collective."""
     wanted = dict(_tensors_to_load(model, optimizer))
     _check_model(checkpoint, wanted)
     dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
@@ -168,7 +168,8 @@ def fill(checkpoint: Path, model: LocalModel, optimizer: OptimizerStates) -> Non
 
 
 def tensors_to_save(model: LocalModel, optimizer: OptimizerStates) -> Iterator[tuple[str, Tensor]]:
-    """The gathers are collective over tensor-parallel groups, so every member makes them, in the same order."""
+    """Returns the tensors that this rank writes. Collective: tensor-parallel groups gather shards, in the same order
+    on every member."""
     states = optimizer.states()
     for p in model.parameters:
         if not p.is_kept:
@@ -194,7 +195,7 @@ def _tensors_to_load(model: LocalModel, optimizer: OptimizerStates) -> Iterator[
 
 
 def _check_model(checkpoint: Path, wanted: dict[str, Tensor]) -> None:
-    """What all ranks together want must be what the checkpoint holds, in the same shapes."""
+    """Checks that the checkpoint holds exactly the tensors that all ranks together load, in the same shapes."""
     stored = on_first_rank(Shapes, lambda: _stored_shapes(checkpoint))
     shapes = {name: tuple(t.shape) for name, t in wanted.items()}
     on_every_rank(None, lambda: _check_shapes(checkpoint, stored, shapes))
@@ -248,7 +249,7 @@ def _check_shapes(checkpoint: Path, stored: Shapes, wanted: Shapes) -> None:
 
 
 TIMEOUT = timedelta(minutes=30)
-"""Of the group: how long the slowest disk may keep the others waiting."""
+"""Timeout of the process group that writes: how long other ranks wait for the slowest disk."""
 
 
 class CheckpointWriter:
@@ -266,9 +267,9 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._before: threading.Thread | None = None
         self.is_unfinished = False
-        """Whether a checkpoint was begun and is not complete, be it that it failed."""
+        """Whether a checkpoint was begun and is not complete, perhaps because it failed."""
         self.last: Path | None = None
-        """The last one that was completed."""
+        """The last complete checkpoint."""
 
     def save(self, model: LocalModel, optimizer: Optimizer, state: TrainingState, *, is_best: bool = False) -> None:
         """Returns as soon as everything is copied and the checkpoint before it is complete.
@@ -285,11 +286,11 @@ class CheckpointWriter:
         self._thread.start()
 
     def follow(self, other: "CheckpointWriter") -> None:
-        """Does not write before what this process began to write in another world has ended; that is lost."""
+        """Makes this writer wait until `other`, of an earlier world, has ended; what it was writing is lost."""
         self._before = other._thread if other._thread is not None else other._before
 
     def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """One after the other: what is gathered for the copy is whole on the device."""
+        """Copies tensors one at a time, because each is gathered whole on the device."""
         copies, on_cuda = self._copies, False
         self._copies = {}
         for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, as files: how one comes into being at once, which are there, and whether they are whole.
+"""A folder of checkpoints: creates them atomically, lists them and checks that they are complete.
 
     checkpoints/
         step_00000120/      shards in safetensors, and checkpoint.json with every shard's size and SHA-256, and its own
@@ -48,17 +48,17 @@ _NAME = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything of a checkpoint that is not a tensor of the model or the optimizer."""
+    """The contents of a checkpoint besides the tensors of model and optimizer."""
 
     step: int
-    """Finished steps."""
+    """Number of finished steps."""
     data: dict[str, Any]
     """The loader's state."""
     plan: str
     """The plan's JSON."""
     metrics: dict[str, float] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    """What it computes (`motet.runtime.checkpoint.folder`); empty in old checkpoints."""
+    """What the model computes (`computation_of`); empty in old checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Manifest:
 
 
 def begin(final: Path) -> Path:
-    """An empty folder to write the checkpoint `final` into."""
+    """Makes an empty folder to write the checkpoint `final` into."""
     partial = final.with_name(final.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -117,7 +117,7 @@ def complete(partial: Path, final: Path, manifest: Manifest, *, is_best: bool, k
 
 
 def abandon(partial: Path) -> None:
-    """Deletes what could not be completed."""
+    """Deletes a checkpoint that could not be completed."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -134,7 +134,7 @@ def _delete_before(newest: Path, keep: int) -> None:
 
 
 def _looks_whole(checkpoint: Path) -> bool:
-    """Whether the manifest is whole and the files have their sizes. Contents are not read."""
+    """Whether the manifest is complete and the files have their sizes. Contents are not read."""
     try:
         records = read_manifest(checkpoint).files.items()
         return all((checkpoint / name).stat().st_size == record.num_bytes for name, record in records)
@@ -157,7 +157,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def delete_checkpoints(checkpoints: Iterable[Path]) -> None:
-    """Deletes them such that a crash leaves none that is half deleted and looks whole."""
+    """Deletes checkpoints such that a crash leaves none that is half deleted and looks complete."""
     for path in checkpoints:
         partial = path.with_name(path.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
@@ -181,7 +181,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Size and checksum of what stands in files, which are brought to the disk."""
+    """Returns size and checksum of files, after flushing them to disk."""
     return {name: FileRecord((folder / name).stat().st_size, _sha256(folder / name, flush=True)) for name in names}
 
 
@@ -231,7 +231,7 @@ def _write_to_disk(path: Path, text: str) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Brings names in a folder to the disk."""
+    """Flushes a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -240,7 +240,7 @@ def _flush(folder: Path) -> None:
 
 
 def _link(link: Path, target: str) -> None:
-    """Replaces the link at once."""
+    """Replaces the link atomically."""
     partial = link.with_name(link.name + PARTIAL)
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
@@ -261,23 +261,34 @@ def _link(link: Path, target: str) -> None:
 
 
 Values = Mapping[str, Any]
-"""By key, such as `model.encoders.vision.values.hidden_act`."""
+"""Values by key, such as `model.encoders.vision.values.hidden_act`."""
 
-OF_PARTS = frozenset(PartConfig.model_fields) | {"projector_learning_rate", "part"}
-"""Of the run file: where a part comes from and how fast it learns."""
-NAMES = {"_name_or_path", "architectures", "transformers_version", "problem_type", "id2label", "label2id", "dtype"}
-OF_OTHER_USES = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder"}
-OF_DRAWING = {"initializer_range", "initializer_factor", "init_std", "init_xavier_std", "logit_scale", "logit_bias"}
-SHOWN_BY_PARAMETERS = {"tie_word_embeddings", "max_position_embeddings", "width"}
-OF_TOKENS = {"bos_token_id", "eos_token_id"}
-LEFT_OUT = frozenset(NAMES | OF_OTHER_USES | OF_DRAWING | SHOWN_BY_PARAMETERS | OF_TOKENS | OF_PARTS)
-"""Keys, at any depth."""
+SOURCE_KEYS = frozenset(PartConfig.model_fields) | {"projector_learning_rate", "part"}
+"""Keys of a part in the run file: its source and its learning rates."""
+NAME_KEYS = {"_name_or_path", "architectures", "transformers_version", "problem_type", "id2label", "label2id", "dtype"}
+GENERATION_KEYS = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder"}
+INITIALIZATION_KEYS = {
+    "initializer_range",
+    "initializer_factor",
+    "init_std",
+    "init_xavier_std",
+    "logit_scale",
+    "logit_bias",
+}
+SEEN_IN_PARAMETERS = {"tie_word_embeddings", "max_position_embeddings", "width"}
+TOKEN_KEYS = {"bos_token_id", "eos_token_id"}
+NOT_COMPARED = frozenset(
+    NAME_KEYS | GENERATION_KEYS | INITIALIZATION_KEYS | SEEN_IN_PARAMETERS | TOKEN_KEYS | SOURCE_KEYS
+)
+"""Keys that are not compared, at any depth."""
 TRAINING = frozenset({"train", "loss_weight", "max_logit_scale", "placeholder_tokens"})
-"""Words of keys that say how the model is trained."""
+"""Parts of keys that say how the model is trained."""
 
 
 def computation_of(config: RunConfig) -> dict[str, Any]:
-    """All that is compared, in JSON's types. Raises `UserError` if a part's configuration cannot be read."""
+    """Returns the values that `check_same_computation` compares, in JSON types.
+
+    Raises `UserError` if a part's configuration cannot be read."""
     found = dict(_flat("model", config.model.model_dump(mode="json")))
     if config.model.composite is not None:
         found.update(_flat("model.values", read_composite_config(config.model.composite).to_dict()))
@@ -297,14 +308,14 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
         return
     for name, inner in value.items():
-        if name not in LEFT_OUT:
+        if name not in NOT_COMPARED:
             yield from _flat(f"{key}.{name}", inner)
 
 
 def check_same_computation(checkpoint: object, saved: Values, now: Values) -> None:
-    """Raises `UserError` naming a key by which the model computes something else. `saved`: empty in old checkpoints."""
+    """Raises `UserError` naming a key that changes what the model computes. `saved`: empty in old checkpoints."""
     for key in _differing(saved, now):
-        if not _is_of_training(key):
+        if not _is_training_key(key):
             raise UserError(
                 f"train.resume: {checkpoint} is of another model: {key} is {json.dumps(saved[key])} there and "
                 f"{json.dumps(now[key])} here; resume the run file that wrote it"
@@ -312,11 +323,11 @@ def check_same_computation(checkpoint: object, saved: Values, now: Values) -> No
 
 
 def changes_of_training(saved: Values, now: Values) -> list[str]:
-    """What is trained otherwise than before, in words."""
+    """Describes the changes in how the model is trained."""
     return [
         f"{key} was {json.dumps(saved[key])} and is {json.dumps(now[key])}"
         for key in _differing(saved, now)
-        if _is_of_training(key)
+        if _is_training_key(key)
     ]
 
 
@@ -324,7 +335,7 @@ def _differing(saved: Values, now: Values) -> list[str]:
     return [key for key, value in now.items() if key in saved and saved[key] != value]
 
 
-def _is_of_training(key: str) -> bool:
+def _is_training_key(key: str) -> bool:
     words = key.split(".")
     if words[-2:] == ["lora", "alpha"]:
         return False

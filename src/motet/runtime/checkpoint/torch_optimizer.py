@@ -1,4 +1,4 @@
-"""The states of an optimizer of torch's that the user has made, as checkpoints hold those of `motet train`.
+"""States of a user's torch optimizer, in the form in which checkpoints hold those of `motet train`.
 
 A state tensor is of the parameter's shape, as Adam's moments, or a scalar, as its step count; others cannot be stored
 under every plan. What param groups hold (learning rates, decay) is not part of a checkpoint.
@@ -21,7 +21,7 @@ class TorchOptimizerStates:
         self._parameters = [p for p in parameters if p.is_kept and p.parameter.requires_grad]
 
     def states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
-        """By parameter. Raises `UserError` for states that fit no other plan."""
+        """Returns the states by parameter. Raises `UserError` for states that fit no other plan."""
         if self._optimizer is None:
             return {}
         found: dict[Tensor, dict[str, Tensor]] = {}

@@ -20,6 +20,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from motet.runtime.local_model import LocalParameter
 from motet.schedule.action import Reduce
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of the tensors that the optimizer keeps for each parameter; estimates of memory and time count
+`motet.costs.memory.ADAMW_STATES` of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -161,8 +165,7 @@ class Optimizer:
                 for parameter in group["params"]:
                     inner.state[parameter] = {
                         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
+                        **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
                     }
 
 

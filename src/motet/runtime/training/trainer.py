@@ -244,10 +244,8 @@ class Trainer:
         engine, finished_steps = self.engine, self.finished_steps
         if _is_finite(result):
             with engine.executor.doing("the optimizer's step"), engine.executor.measured("optimizer", "optimizer"):
-                clip = self.settings.clip_grad_norm
-                # As torch.nn.utils.clip_grad_norm_ does.
-                if clip and result.gradient_norm + 1e-6 > clip:
-                    engine.model.scale_gradients(clip / (result.gradient_norm + 1e-6))
+                if self.settings.clip_grad_norm:
+                    engine.model.clip_gradients(result.gradient_norm, self.settings.clip_grad_norm)
                 self.optimizer.step(finished_steps)
                 engine.model.after_update()
         else:
