@@ -45,6 +45,8 @@ CASES = {
     "Conv1D": replace(LORA, llm="gpt2", tp=2),
     "fused queries, keys and values": replace(LORA, llm="phi3", tp=2, sequence_parallel=True),
     "inner features": replace(LORA, lora=("vision",), feature_layer=-2, frozen="all but encoders", tp=2),
+    "experts": replace(LORA, llm="mixtral", tp=2, sequence_parallel=True),
+    "experts over replicas": replace(LORA, llm="qwen3_moe", dp=2, ep=2),
     "two replicas, interleaved": replace(LORA, llm_pp=4, llm_places=(0, 1, 0, 1), dp=2, schedule="interleaved_1f1b"),
 }
 USUAL = ("sequence parallel, split backward", "sharded")
