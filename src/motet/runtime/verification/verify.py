@@ -234,7 +234,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
         loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
         for stage in engine.model.modules():
             remove_dropout(stage)
-        _fill_adapters(engine.model)
+        fill_adapters(engine.model)
         comparison = verify_batch(
             engine,
             _InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]),
@@ -247,7 +247,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _fill_adapters(model: LocalModel) -> None:
+def fill_adapters(model: LocalModel) -> None:
     """Draws the second matrices of adapters, alike on all ranks: they are zeros at first, and then gradients of the
     first matrices are zeros, which show nothing."""
     for p in model.parameters:
