@@ -21,7 +21,7 @@ from motet.families.classes import model_class_of
 from motet.models.hub.export import describe_config, export_parts, load_export
 from motet.models.materialize import float64_throughout, read_part_config
 from motet.runtime.assembly import build_engine, build_optimizer
-from motet.runtime.verification.verify import fill_adapters, collect_weights
+from motet.runtime.verification.verify import collect_weights, fill_adapters
 
 NUM_DRAWS = int(os.environ.get("MOTET_LORA_DRAWS", "40"))
 SEED = os.environ.get("MOTET_LORA_SEED", "16")
