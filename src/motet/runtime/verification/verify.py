@@ -161,7 +161,7 @@ def run_references(
             loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
         if loss.requires_grad:
             loss.backward()
-        return LossAndGradients(loss.item(), _take_gradients(modules, weights))
+        return LossAndGradients(loss.item(), take_gradients(modules, weights))
 
     plain = run(held, autocast())
     if dtype == "float64":
@@ -192,7 +192,7 @@ def _is_tied_or_buffer(module: nn.Module, key: str, own: Mapping[str, Tensor]) -
     )
 
 
-def _take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[str, Tensor]:
+def take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[str, Tensor]:
     """Of a tied parameter under the name that is among `names`: models register their heads before or behind."""
     gradients = {}
     for name, module in modules.items():
