@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     config = load_config(arguments)
     if config.data.kind != "dial-a-digit":
-        raise UserError(f"data.kind: is {config.data.kind}; the demo is of dial-a-digit, use motet train for your data")
+        raise UserError(f"data.kind: is {config.data.kind}; the demo needs dial-a-digit; use motet train for your data")
     if not config.train.checkpoint_every:
-        raise UserError("train.checkpoint_every: is 0, so there would be nothing to export; give the demo a number")
+        raise UserError("train.checkpoint_every: is 0, so the demo would have nothing to export; give at least 1")
     from motet.api import make_plan, profile, train
     from motet.report.plan_report import report_text
     from motet.report.timelines import timeline_text

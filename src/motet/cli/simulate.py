@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     for name in ("duration", "back_after", "warning", "storage", "start"):
         if getattr(arguments, name) is not None and arguments.failures is None:
-            raise UserError(f"--{name.replace('_', '-')}: goes with --failures; give a trace or a rate")
+            raise UserError(f"--{name.replace('_', '-')}: is read with --failures only; give a trace or a rate")
     if arguments.failures is not None:
         return _with_failures(read_problem(config), config.train, arguments)
     files = _files(arguments)
@@ -130,7 +130,7 @@ def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: 
     for name in ("plan", "picture", "memory_picture", "trace", "straggler", "jitter", "share_cards"):
         if getattr(arguments, name):
             option = name.replace("_", "-")
-            raise UserError(f"--{option}: does not go with --failures, which makes its plans itself and draws none")
+            raise UserError(f"--{option}: cannot be combined with --failures, which makes its own plans and draws none")
     storage_bytes_per_s = STORAGE_BYTES_PER_S if arguments.storage is None else arguments.storage
     if not storage_bytes_per_s > 0:
         raise UserError(f"--storage: is {storage_bytes_per_s}; give bytes per second, such as 2e9")
@@ -141,7 +141,7 @@ def _with_failures(problem: "PlanningProblem", train: "TrainConfig", arguments: 
         changes = draw_changes(problem.cluster.num_nodes, mean_s, end_s, seed=arguments.seed, back_after_s=back_s)
     else:
         if back_s is not None:
-            raise UserError("--back-after: goes with a rate; a trace says itself when nodes come back")
+            raise UserError("--back-after: is read with a rate only; a trace states when nodes come back")
         if re.fullmatch(r"|[-+]?[\d.]+[smhd]", arguments.failures):
             raise UserError(
                 f"--failures: {arguments.failures!r} is not a time between losses; give one above 0 such as 6h, or a "

@@ -55,14 +55,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.overrides.append("train.overwrite=true")
     config = load_config(arguments)
     if arguments.join is not None and arguments.listen is not None:
-        raise UserError("--listen: does not go with --join: one process listens, and each node joins it")
+        raise UserError("--listen: cannot be combined with --join: one process listens, and each node joins it")
     if arguments.join is not None:
         join(config, arguments.join)
         return {}
     listen = None if arguments.listen is None else _address(config, "listen", arguments.listen)
     store = None if arguments.store is None else _address(config, "store", arguments.store)
     if isinstance(store, tuple) or (store is not None and listen is not None):
-        raise UserError("--store: takes etcd://HOST:PORT,.../NAME alone; give it to --listen where nodes join")
+        raise UserError("--store: takes etcd://HOST:PORT,.../NAME only; where nodes join, give the store to --listen")
     from motet.api import train
     from motet.report.plan_report import report_text
 

@@ -245,7 +245,7 @@ class RunConfig(Section):
             given = [key for key in limits.given() if key.rpartition(".")[2] not in by_templates]
             if given:
                 raise ValueError(
-                    f"parallel.limits.{given[0]}: is not read by planner explicit, whose degrees stand in "
+                    f"parallel.limits.{given[0]}: is not read by planner explicit, whose degrees are in "
                     "parallel.explicit; leave it out, or give another planner"
                 )
         elif planner != "oobleck" and not survives:
@@ -276,12 +276,12 @@ class RunConfig(Section):
                 ("parallel.recompute_features", self.parallel.recompute_features),
             ):
                 if given:
-                    raise ValueError(f"{key}: is of towers; give model.towers, or leave it out")
+                    raise ValueError(f"{key}: applies to towers only; give model.towers, or leave it out")
             for name, layout in self.parallel.explicit.items():
                 if layout.num_microbatches is not None:
                     raise ValueError(
-                        f"parallel.explicit.{name}.num_microbatches: is of towers; give parallel.num_microbatches, "
-                        "which all modules share"
+                        f"parallel.explicit.{name}.num_microbatches: applies to towers only; give "
+                        "parallel.num_microbatches, which all modules share"
                     )
             if self.data.kind in ("same-digits", "pairs"):
                 raise ValueError(f"data.kind: {self.data.kind} is for towers; give model.towers, or other data")
@@ -301,14 +301,14 @@ class RunConfig(Section):
     def _check_layout_of_towers(self) -> None:
         parallel = self.parallel
         if parallel.packing:
-            raise ValueError("parallel.packing: is of a language model's samples; with towers leave it out")
+            raise ValueError("parallel.packing: applies to language models only; leave it out with towers")
         if parallel.limits.cp:
-            raise ValueError("parallel.limits.cp: towers have whole items; leave it out")
+            raise ValueError("parallel.limits.cp: context parallelism is not supported for towers; leave it out")
         if parallel.planner == "explicit":
             return
         if parallel.limits.dp:
             raise ValueError(
-                "parallel.limits.dp: planners balance towers by their replicas; leave it out, or give planner: explicit"
+                "parallel.limits.dp: planners choose the replicas of towers; leave it out, or give planner: explicit"
             )
         for key in ("recompute_features", "num_microbatches"):
             if key in parallel.model_fields_set:

@@ -323,7 +323,7 @@ class CostTable:
             raise UserError(f"costs: {path}: cannot be read ({error.strerror}); `motet profile` writes one") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"costs: {path} is no cost table ({type(error).__name__}: {error}); `motet profile` writes one"
+                f"costs: {path} is not a cost table ({type(error).__name__}: {error}); `motet profile` writes one"
             ) from error
 
     def to_json(self) -> str:

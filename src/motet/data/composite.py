@@ -59,7 +59,7 @@ class CompositeProcessor:
             raise UserError("data.video.max_tokens: is not read for whole models; give max_frames, frames or fps")
         tokenizer = self.processor.tokenizer
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError("model: its tokenizer is a slow one; give a folder with tokenizer.json")
+            raise UserError("model: it has a slow tokenizer; give a folder with tokenizer.json")
         if getattr(self.processor, "chat_template", None) is None:
             raise UserError("model: its processor has no chat template; give a folder with chat_template.jinja")
 
@@ -80,7 +80,7 @@ class CompositeProcessor:
         media = {kind: [self._loaded(kind, item) for item in items] for kind, items in own.media.items() if items}
         prepared = self._prepare(own.messages, media, keeps_features=True)
         if prepared.input_ids != self.lay_out(key_of(own)).input_ids:
-            raise UserError("its media are not of the sizes that their files tell; convert them again")
+            raise UserError("its media do not have the sizes that their files state; convert them again")
         return prepared
 
     def prompt(self, example: Example) -> list[int]:
@@ -133,7 +133,7 @@ class CompositeProcessor:
         except (ImportError, ValueError, TypeError, RuntimeError, IndexError) as error:
             missing = missing_package(error)
             raise UserError(
-                f"the processor {missing}" if missing else f"the processor refuses it: {' '.join(str(error).split())}"
+                f"the processor {missing}" if missing else f"the processor rejects it: {' '.join(str(error).split())}"
             ) from None
 
     def _prepare(

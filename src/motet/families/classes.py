@@ -78,9 +78,7 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
     known = MODEL_CLASSES[kind]
     if model_type not in known:
         choice = "AutoModelForCausalLM's" if kind == "language_model" else ", ".join(known)
-        raise UserError(
-            f"model_type {model_type!r} is no {kind.replace('_', ' ')} that motet knows; known are {choice}"
-        )
+        raise UserError(f"model_type {model_type!r} is not a known {kind.replace('_', ' ')}; known are {choice}")
     return transformers_class(known[model_type])
 
 

@@ -169,7 +169,7 @@ def composite_class_of(config: Any) -> Any:
         return transformers.AutoModelForMultimodalLM._model_mapping[type(config)]
     except KeyError:
         kind = config.model_type
-        raise UserError(f"model: {kind} is no model of text and other modalities in transformers") from None
+        raise UserError(f"model: {kind} is not a multimodal model of transformers") from None
 
 
 def feature_functions(model: Any) -> tuple[FeatureFunction, ...]:
@@ -234,7 +234,7 @@ def _encoder(
     a matrix that are registered behind the blocks."""
     lists = list(_lists(model, tower))
     if not lists:
-        raise UserError(f"{type(model).__name__}: {tower} has no list of blocks; its layers cannot be told apart")
+        raise UserError(f"{type(model).__name__}: {tower} has no list of blocks; its layers cannot be identified")
     blocks = max(lists, key=lambda path: len(list(model.get_submodule(path).children())))
     members = [f"{blocks}.{key}" for key, _ in model.get_submodule(blocks).named_children()]
     embed, head, inside = [], [], []

@@ -144,7 +144,7 @@ def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:
         if name not in modules:
             raise UserError(f"model.parts.{name}: the model has no such part; give {names}")
     if not config.model.parts.get(LANGUAGE_MODEL, CompositePartConfig()).train.projector:
-        raise UserError(f"model.parts.{LANGUAGE_MODEL}.train.projector: is of encoders; leave it out")
+        raise UserError(f"model.parts.{LANGUAGE_MODEL}.train.projector: applies to encoders only; leave it out")
     for key in ("explicit", "recompute"):
         for name in getattr(config.parallel, key):
             if name not in modules:
@@ -153,9 +153,7 @@ def _check_composite(config: RunConfig, modules: tuple[str, ...]) -> None:
     if missing:
         raise UserError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
     if config.parallel.packing:
-        raise UserError(
-            "parallel.packing: samples of a whole model of several modalities stand in rows of their own; leave it out"
-        )
+        raise UserError("parallel.packing: packing is not supported for whole multimodal models; leave it out")
     if config.data.kind != "conversations":
         raise UserError(
             f"data.kind: is {config.data.kind}, but a whole model of several modalities takes conversations, which its "

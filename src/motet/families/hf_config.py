@@ -100,7 +100,7 @@ def _stored_values(part: PartConfig, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}.path: {path} is not JSON ({error}); save the model again") from None
     if not isinstance(stored, dict):
-        raise UserError(f"{where}.path: {path} holds no mapping; save the model again")
+        raise UserError(f"{where}.path: {path} does not hold a mapping; save the model again")
     return stored
 
 
@@ -114,7 +114,7 @@ def _config_file(part: PartConfig, where: str) -> Path:
         return Path(hf_hub_download(part.hub, "config.json"))
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{where}.hub: {part.hub} could not be had ({reason}); give a hub id or a path") from None
+        raise UserError(f"{where}.hub: {part.hub} cannot be downloaded ({reason}); give a hub id or a path") from None
 
 
 def stored_folder(part: PartConfig) -> Path:
@@ -127,7 +127,7 @@ def stored_folder(part: PartConfig) -> Path:
     try:
         return Path(snapshot_download(part.hub, allow_patterns=["*.json", "*.safetensors"]))
     except OSError as error:
-        raise UserError(f"hub: {part.hub!r} cannot be had ({' '.join(str(error).split())}); use path") from None
+        raise UserError(f"hub: {part.hub!r} cannot be downloaded ({' '.join(str(error).split())}); use path") from None
 
 
 def read_generator(part: PartConfig, name: str, incoming_size: int) -> ModuleWorkload:

@@ -66,11 +66,11 @@ _REGISTERED: dict[type[nn.Module], OwnEncoder] = {}
 def register(module_class: type[nn.Module], encoder: OwnEncoder) -> None:
     """Makes a class of torch modules known as encoders. Raises `UserError`."""
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise UserError(f"register_encoder: {module_class!r} is no class of torch modules; give one")
+        raise UserError(f"register_encoder: {module_class!r} is not a class of torch modules; give one")
     if not encoder.modality.isidentifier() or not encoder.example:
         raise UserError(
-            f"register_encoder: modality {encoder.modality!r} and example {encoder.example} are no name and shape; "
-            'give such as "points" and (1024, 3)'
+            f"register_encoder: modality {encoder.modality!r} and example {encoder.example} are not a name and a "
+            'shape; give, for example, "points" and (1024, 3)'
         )
     _REGISTERED[module_class] = encoder
 
@@ -165,7 +165,7 @@ def _import_entry_points() -> None:
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"entry point {GROUP} {found.name}: cannot be imported ({reason}); mend the package"
+                f"entry point {GROUP} {found.name}: cannot be imported ({reason}); correct the package"
             ) from None
 
 
@@ -176,9 +176,11 @@ def build(source: str, values: Mapping[str, Any], key: str) -> nn.Module:
     try:
         module = maker(**values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{key}.values: {source} cannot be made of them ({' '.join(str(error).split())})") from None
+        raise UserError(f"{key}.values: {source} cannot be made from them ({' '.join(str(error).split())})") from None
     if not isinstance(module, nn.Module):
-        raise UserError(f"{key}.module: {source} makes a {type(module).__name__}; give what makes a torch module")
+        raise UserError(
+            f"{key}.module: {source} makes a {type(module).__name__}, which is not a torch module; give another"
+        )
     config = adopt(module)
     if config is None:
         raise UserError(
@@ -226,7 +228,7 @@ def check_norms(module: nn.Module) -> None:
         if isinstance(part, _BatchNorm) and part.training:
             raise UserError(
                 f"encoder: {type(module).__name__} has a batch norm in training mode, which mixes the samples of a "
-                "microbatch; freeze the module, or take a norm of each sample (GroupNorm, LayerNorm)"
+                "microbatch; freeze the module, or use a norm over each sample (GroupNorm, LayerNorm)"
             )
 
 

@@ -79,7 +79,7 @@ def walk(request: ShapeRequest) -> ShapeCard:
             raise UserError(f": {error}") from None
         except UNBUILDABLE as error:
             reasons.append(" ".join(str(error).split())[:200])
-    raise UserError(f": {config.model_type} does not run ({reasons[0]}); change what stands in its configuration")
+    raise UserError(f": {config.model_type} does not run ({reasons[0]}); change its configuration")
 
 
 def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
@@ -155,7 +155,7 @@ def _model_class(config: PretrainedConfig, role: Role) -> Any:
     if family in MODEL_CLASSES[kind]:
         return model_class_of(family, kind)
     if kind == "decoder":
-        raise UserError(f": {family} captions nothing; give one of {', '.join(MODEL_CLASSES[kind])}")
+        raise UserError(f": {family} cannot be a caption decoder; give one of {', '.join(MODEL_CLASSES[kind])}")
     if kind == "language_model":
         if type(config) not in CAUSAL:
             raise UserError(f": {family} is an encoder; give a language model")
@@ -174,7 +174,7 @@ def _model_class(config: PretrainedConfig, role: Role) -> Any:
         each for each in found if each.config_class is type(config) and not each.__name__.endswith("PreTrainedModel")
     ]
     if len(own) != 1:
-        raise UserError(f": {family} is no encoder of transformers; give one")
+        raise UserError(f": {family} is not an encoder of transformers; give one")
     return own[0]
 
 

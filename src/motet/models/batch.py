@@ -154,8 +154,7 @@ def _read_items(name: str, encoder: ModalityModule, tensors: Mapping[str, Any], 
         rows = [frames * height * width for frames, height, width in grids]
     if sum(rows) != len(tensors[key]):
         raise UserError(
-            f"batch: {key} of {name} has {len(tensors[key])} rows, "
-            f"but {SIZE_KEY[config.model_type]} tells of {sum(rows)}"
+            f"batch: {key} of {name} has {len(tensors[key])} rows, but {SIZE_KEY[config.model_type]} has {sum(rows)}"
         )
     if outputs is not None and len(outputs) != len(grids):
         raise UserError(
@@ -371,7 +370,7 @@ def _with_outputs_from_placeholders(
     if counts is None or any(
         num_tokens % count if count else num_tokens for num_tokens, count in zip(placeholders, counts, strict=True)
     ):
-        raise UserError(f"batch: the placeholders of {name} do not tell its items apart; give num_{name}_outputs")
+        raise UserError(f"batch: the placeholders of {name} do not separate its items; give num_{name}_outputs")
     num_outputs = [n // count for n, count in zip(placeholders, counts, strict=True) for _ in range(count)]
     return replace(
         items,

@@ -183,7 +183,7 @@ def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule]
         raise UserError(f"decoder: there is no tower {decoder.reads!r} to read; give one of {', '.join(towers)}")
     if not is_caption_decoder(decoder.module):
         raise UserError(
-            f"decoder: {type(decoder.module).__name__} attends to no encoder; give a GPT2LMHeadModel whose "
+            f"decoder: {type(decoder.module).__name__} does not attend to an encoder; give a GPT2LMHeadModel whose "
             "configuration has add_cross_attention=True, or a BertLMHeadModel with is_decoder=True too"
         )
     read = towers[decoder.reads]
@@ -196,7 +196,7 @@ def _check_decoder(decoder: CaptionDecoder, towers: Mapping[str, ModalityModule]
     hidden_size = decoder.module.config.hidden_size
     if hidden_size != width:
         raise UserError(
-            f"decoder: is {hidden_size} wide, but {decoder.reads} hands on features of {width}; give all towers "
+            f"decoder: is {hidden_size} wide, but {decoder.reads} outputs features of {width}; give all towers "
             f"projectors to {hidden_size}"
         )
 
@@ -207,7 +207,7 @@ def _check_tower(name: str, tower: ModalityModule) -> None:
     if family_of(tower.module).pool is None:
         raise UserError(f"towers: {name} is a {type(tower.module).__name__}, which has no features of a whole item")
     if tower.feature_layer is not None:
-        raise UserError(f"towers: {name} has a feature_layer; a tower hands on what its encoder makes of a whole item")
+        raise UserError(f"towers: {name} has a feature_layer; a tower outputs its encoder's feature of a whole item")
 
 
 def _check_names(towers: Mapping[str, nn.Module]) -> None:
@@ -215,7 +215,7 @@ def _check_names(towers: Mapping[str, nn.Module]) -> None:
         if name in (CONTRASTIVE, DECODER):
             raise UserError(f"towers: {name!r} is the name of another module; give the tower another one")
         if "." in name or not name or hasattr(nn.ModuleDict, name):
-            raise UserError(f"towers: {name!r} cannot name a module of PyTorch; give the tower another name")
+            raise UserError(f"towers: {name!r} is not a valid name of a torch module; give the tower another name")
 
 
 def _common_width(towers: Mapping[str, ModalityModule], width: int | None) -> int:
@@ -223,5 +223,5 @@ def _common_width(towers: Mapping[str, ModalityModule], width: int | None) -> in
     width = next(iter(sizes.values())) if width is None else width
     for name, size in sizes.items():
         if size != width:
-            raise UserError(f"towers: what {name} hands on is {size} wide, not {width}; give it a projector to {width}")
+            raise UserError(f"towers: the output of {name} is {size} wide, not {width}; give it a projector to {width}")
     return width

@@ -434,8 +434,8 @@ class ModuleGraph(nn.Module, ABC):
         """Runs in one process: `run` of what HuggingFace processors return."""
         if self.is_taken_over:
             raise UserError(
-                f"this {type(self).__name__} was handed to a parallel module, which has taken its modules; call that "
-                "one's execute"
+                f"this {type(self).__name__} was given to a parallel module, which now owns its modules; call the "
+                "parallel module's execute"
             )
         if self.training:
             self.freeze_eval_parts()

@@ -305,7 +305,7 @@ def _read_weights(model: Any, parts: Parts, folder: Path, where: str, *, may_lac
                 if value.shape != wanted[name].shape:
                     raise UserError(
                         f"{where}: {key} in {file} has shape {list(value.shape)}, the configuration makes it "
-                        f"{list(wanted[name].shape)}; values that replace stored ones must keep shapes"
+                        f"{list(wanted[name].shape)}; values that replace stored ones must keep the shapes"
                     )
                 wanted[name].copy_(value)
 

@@ -55,8 +55,7 @@ class MultimodalModule(ModuleGraph):
         rule_named(media_attention)
         if media_attention != "causal" and preprocess_callback is not None:
             raise UserError(
-                "preprocess_callback: goes with media_attention causal only; leave it out, or merge by placeholder or "
-                "prepend"
+                "preprocess_callback: requires media_attention causal; leave it out, or merge by placeholder or prepend"
             )
         if merge is None:
             merge = "placeholder" if placeholder_token_ids else "prepend"
@@ -79,7 +78,7 @@ class MultimodalModule(ModuleGraph):
             encoder.build_projector(width, seed=seed + i)
             if encoder.projected_size != width:
                 raise UserError(
-                    f"encoders: what {name} hands on is {encoder.projected_size} wide and the language model {width}; "
+                    f"encoders: the output of {name} is {encoder.projected_size} wide and the language model {width}; "
                     "give it a projector to that width"
                 )
         # Parts without trainable parameters were put into training mode with the others.

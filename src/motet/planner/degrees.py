@@ -46,7 +46,7 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
         _check_context(problem, name, degrees)
     elif degrees.fully_sharded:
         raise UserError(
-            f"parallel: {name}.fully_sharded: context-parallel ranks share the parameters, but cp is 1; "
+            f"parallel: {name}.fully_sharded: parameters are sharded over context-parallel ranks, but cp is 1; "
             "give a larger cp, or leave fully_sharded out"
         )
 
@@ -55,7 +55,8 @@ def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> Non
     workload = problem.modules[name].workload
     if workload.family in NO_CONTEXT_PARALLELISM or not workload.shares_tokens:
         raise UserError(
-            f"parallel: {name}.cp is {degrees.cp}, but ranks cannot share the tokens of a {workload.family}; give cp 1"
+            f"parallel: {name}.cp is {degrees.cp}, but context parallelism is not supported "
+            f"for a {workload.family}; give cp 1"
         )
     samples_each = -(-len(problem.samples) // (problem.num_microbatches * degrees.dp))
     longest = samples_each * max(sample.num_tokens(name) for sample in problem.samples)

@@ -38,7 +38,7 @@ class Overflow:
         needed, limit = self.needed_bytes / 2**20, self.limit_bytes / 2**20
         return (
             f"rank {self.rank} needs {needed:.0f} MiB, {needed - limit:.0f} MiB more than the {limit:.0f} MiB "
-            "that may be used; more stages or tensor parallelism, recompute, zero1 or smaller microbatches would help"
+            "that may be used; use more stages or tensor parallelism, recompute, zero1 or smaller microbatches"
         )
 
 

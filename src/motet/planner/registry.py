@@ -107,8 +107,8 @@ def make_plan(
     if problem.loss_module is not None and not PLANNERS[planner].plans_towers:
         able = ", ".join(name for name, entry in PLANNERS.items() if entry.plans_towers)
         raise UserError(
-            f"parallel.planner: {planner} lays out encoders and a language model, but the model has towers that a loss "
-            f"contrasts; give {able} or explicit"
+            f"parallel.planner: {planner} lays out encoders and a language model, but the model has contrastive "
+            f"towers; give {able} or explicit"
         )
     check_limits(problem)
     return _plan_within_limits(problem, planner, placement=placement)

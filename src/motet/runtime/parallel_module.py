@@ -613,16 +613,16 @@ class ContrastiveParallelModule(ParallelModule):
 def check_ready(model: ModuleGraph) -> None:
     """Freezes parts in evaluation mode. Raises `UserError` if the model cannot be parallelized, or not any more."""
     if not dist.is_initialized():
-        raise UserError("there is no process group; call torch.distributed.init_process_group before")
+        raise UserError("there is no process group; call torch.distributed.init_process_group first")
     if model.is_taken_over:
-        raise UserError(f"this {type(model).__name__} was parallelized before; build it anew")
+        raise UserError(f"this {type(model).__name__} was parallelized before; build a new one")
     owner: dict[int, str] = {}
     for part, module in model.parts().items():
         for name, parameter in module.named_parameters():
             first = owner.setdefault(id(parameter), part)
             if first != part:
                 raise UserError(
-                    f"model: {first} and {part} have the parameter {name} in common, which ranks could not keep alike; "
+                    f"model: {first} and {part} have the parameter {name} in common, which ranks could not keep equal; "
                     "give each a copy of its own (copy.deepcopy)"
                 )
     if model.training:

@@ -264,7 +264,7 @@ def _flows_between_modules(
                 microbatch = int(microbatches[cell])
                 for i in assignment.samples_of(stage.module, stage.replica, microbatch):
                     if i in producer_of[stage.module]:
-                        raise ValueError(f"assignment: sample {i} stands in two microbatches of {stage.module}")
+                        raise ValueError(f"assignment: sample {i} is in two microbatches of {stage.module}")
                     producer_of[stage.module][i] = (stage.replica, stage.stage, microbatch, cell)
 
     flows: list[_Flow] = []
@@ -281,7 +281,7 @@ def _flows_between_modules(
                         if i not in producer_of[edge.source]:
                             raise ValueError(
                                 f"assignment: sample {i} of {stage.module} needs {edge.source}, "
-                                f"but stands in no microbatch of {edge.source}"
+                                f"but is in no microbatch of {edge.source}"
                             )
                         members[producer_of[edge.source][i]].append(i)
                 flows += [_Flow(producer[-1], cell, tuple(group)) for producer, group in sorted(members.items())]

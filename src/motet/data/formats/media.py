@@ -94,7 +94,9 @@ class SoundFile:
         try:
             header = soundfile.info(_to_read(self.path))
         except (soundfile.SoundFileError, OSError) as error:
-            raise UserError(f"{self.path}: is no sound that libsndfile reads ({error}); replace the file") from None
+            raise UserError(
+                f"{self.path}: cannot be read as a sound by libsndfile ({error}); replace the file"
+            ) from None
         if not header.frames:
             raise UserError(f"{self.path}: is an empty clip; replace the file, or leave it out")
         return header.frames, header.samplerate

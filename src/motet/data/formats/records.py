@@ -166,7 +166,7 @@ class _Conversation:
 
     def _read_turn(self, key: str, turn: Any) -> Message:
         if not isinstance(turn, Mapping):
-            raise UserError(f'{key}: is no turn; give {{"from": ..., "value": ...}}')
+            raise UserError(f'{key}: is not a turn; give {{"from": ..., "value": ...}}')
         speaker, text_key = (next((k for k in keys if k in turn), keys[0]) for keys in (SPEAKER_KEYS, TEXT_KEYS))
         role = ROLES.get(str(turn.get(speaker)))
         if role is None:
@@ -193,7 +193,7 @@ class _Conversation:
         if not isinstance(text, str):
             raise UserError(f"{key}: is {_short(text)}; give a text")
         if not is_text(text):
-            raise UserError(f"{key}: holds half of a character (a surrogate by itself); mend the text")
+            raise UserError(f"{key}: holds half of a character (an unpaired surrogate); correct the text")
         if self._listed["video"] and not self._listed["image"]:
             text = text.replace(PLACEHOLDERS["image"], PLACEHOLDERS["video"])
         for modality in placeholders_in(text):

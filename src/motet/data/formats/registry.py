@@ -123,7 +123,7 @@ def _matches(file: str) -> list[str]:
         return [file]
     matches = sorted(glob(file))
     if not matches:
-        raise UserError(f"{file}: no file is of this pattern; give paths, or another pattern")
+        raise UserError(f"{file}: no file matches this pattern; give paths, or another pattern")
     return matches
 
 

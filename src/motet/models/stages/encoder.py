@@ -337,8 +337,8 @@ class EncoderStage(nn.Module):
         for sample, output, num_outputs in zip(samples, outputs, expected, strict=True):
             if output.shape[0] != num_outputs:
                 raise UserError(
-                    f"layout: sample {sample.id!r} says that {self.name} hands on {num_outputs} tokens, "
-                    f"but {output.shape[0]} came out of its layers {list(self.layers)}"
+                    f"layout: sample {sample.id!r} says that {self.name} outputs {num_outputs} tokens, "
+                    f"but its layers {list(self.layers)} made {output.shape[0]}"
                 )
         return torch.cat(outputs)
 

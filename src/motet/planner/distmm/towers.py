@@ -98,7 +98,7 @@ def _check(problem: PlanningProblem, layouts: Mapping[str, TowerLayout], togethe
     placed = (*problem.towers, *decoders(problem))
     others = [name for name in problem.modules if name not in placed and name != loss]
     if loss is None or not problem.towers:
-        raise UserError("parallel: the model has no towers that a loss contrasts; take another planner")
+        raise UserError("parallel: the model has no contrastive towers; take another planner")
     if others:
         raise UserError(f"parallel: {', '.join(others)} beside the towers has no place in this layout; leave it out")
     for name in placed:

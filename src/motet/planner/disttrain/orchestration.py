@@ -225,7 +225,7 @@ def orchestrate(problem: OrchestrationProblem) -> Orchestration:
     if best is None:
         raise UserError(
             f"parallel.planner: no layout of {', '.join(problem.units)} fits into {problem.num_devices} devices of "
-            f"{problem.device_bytes / 2**30:.1f} GiB; more devices, recompute or smaller microbatches would help"
+            f"{problem.device_bytes / 2**30:.1f} GiB; give more devices, recompute or smaller microbatches"
         )
     return best
 
@@ -249,7 +249,7 @@ def evaluate_degrees(problem: OrchestrationProblem, degrees: Mapping[str, UnitDe
         found = _best_combination(restricted, count, rows, inf) if all(map(len, rows.values())) else None
         if found is not None:
             return found
-    raise UserError(f"parallel: {dict(degrees)} does not fit into devices and memory, or is not among what is allowed")
+    raise UserError(f"parallel: {dict(degrees)} does not fit into devices and memory, or is not allowed")
 
 
 def _microbatch_counts(problem: OrchestrationProblem) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -135,8 +135,8 @@ def nodes_of_pipelines(plan: Plan, devices_per_node: int) -> list[tuple[int, ...
     if len(set(numbers.values())) > 1:
         listed = ", ".join(f"{name} {number}" for name, number in numbers.items())
         raise UserError(
-            f"plan: modules have unequal numbers of replicas ({listed}); failures can be survived "
-            "where each replica of a module belongs to one pipeline: give all modules equally many"
+            f"plan: modules have unequal numbers of replicas ({listed}); to survive failures, each "
+            "pipeline needs one replica of each module: give all modules equally many"
         )
     result: list[set[int]] = [set() for _ in range(next(iter(numbers.values())))]
     for _, r, _, stage in plan.stages():
@@ -171,7 +171,7 @@ def min_max_counts(templates: Sequence[Template], total: int) -> tuple[int, ...]
 def check_num_microbatches(total: int, num_pipelines: int) -> None:
     if total < num_pipelines:
         raise UserError(
-            f"{total} microbatches cannot be shared out among {num_pipelines} pipelines; "
+            f"{total} microbatches cannot be divided among {num_pipelines} pipelines; "
             f"give at least {num_pipelines} (a larger global batch, or more and smaller microbatches)"
         )
 
