@@ -51,11 +51,11 @@ from papers.oobleck.published import (
 )
 
 TOLERANCE, MOST_TRIALS = 2e-3, 8
-"""Of the calibration."""
+"""Tolerance and number of trials of the calibration."""
 
 
 class Kind(IntEnum):
-    """Of events; those of one millisecond come in this order."""
+    """Kinds of events; those of one millisecond come in this order."""
 
     ADDED = 1
     LOST = 2

@@ -99,7 +99,7 @@ class ModulePlan:
         return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
 
     def data_module(self, name: str) -> str:
-        """Whose layouts and features the module called `name` reads."""
+        """Returns the module whose layouts and features the module `name` reads."""
         return self.copy_of or name
 
 

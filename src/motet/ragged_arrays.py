@@ -55,7 +55,7 @@ class Rows:
         return Rows(starts, values)
 
     def selected(self, rows: Ints) -> "Rows":
-        """These rows, in this order."""
+        """Returns these rows, in this order."""
         lengths = self.lengths[rows]
         return Rows(starts_of(lengths), self.values[ranges(self.starts[rows], lengths)])
 

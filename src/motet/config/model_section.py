@@ -201,11 +201,11 @@ class ModelConfig(Section):
     merge: Literal["placeholder", "prepend", "cross_attention"] = "placeholder"
     """How the outputs of encoders enter the language model."""
     media_attention: Literal["causal", "own_item", "own_modality", "block_causal", "prefix", "family"] = "causal"
-    """What a token of an image or clip attends to in the language model. `causal`: all tokens before it, as text does;
-    `own_item`: its own item alone; `own_modality`: all items of its modality; `block_causal`: all tokens before it and
-    its own image or frame; `prefix`: everything up to the sample's last image or clip, as do all tokens before that;
-    `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). Samples are packed unless
-    it is `causal`. For custom masks see docs/attention.md."""
+    """The tokens that a token of an image or clip attends to in the language model. `causal`: all tokens before it, as
+    text does; `own_item`: its own item alone; `own_modality`: all items of its modality; `block_causal`: all tokens
+    before it and its own image or frame; `prefix`: everything up to the sample's last image or clip, as do all tokens
+    before that; `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). Samples are
+    packed unless it is `causal`. For custom masks see docs/attention.md."""
     placeholder_tokens: dict[str, str] = {}
     """By encoder, the tokenizer's token at the positions of its outputs; not given: `<image>` or `<audio>`."""
 

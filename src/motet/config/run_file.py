@@ -142,7 +142,7 @@ class TrainConfig(Section):
     global_batch_size: Count = 8
     """Samples per update, over all replicas and microbatches."""
     contrastive_batch_size: Count | None = None
-    """Of towers: number of samples that are compared with each other; the loss is the mean over contrastive batches.
+    """Number of samples that towers compare with each other; the loss is the mean over contrastive batches.
     null: the global batch."""
     learning_rate: LearningRate = 1e-3
     """Peak learning rate of parts that have none of their own."""

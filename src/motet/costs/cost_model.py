@@ -209,7 +209,7 @@ class LayerPasses(NamedTuple):
     forward: Quadratic
     input_gradient: Quadratic
     weight_gradient: Quadratic
-    """Of the weight half of a backward."""
+    """Seconds of the weight half of a backward."""
     recomputation: Quadratic
     """The forward that the backward repeats."""
 
@@ -223,7 +223,7 @@ class LayerCost:
     """Seconds of one layer on each rank of a tensor-parallel group, its collectives included."""
 
     forward: Quadratic
-    """With the graph for a backward."""
+    """Seconds of a forward that keeps the graph for a backward."""
     forward_without_graph: Quadratic
     input_gradient: Quadratic
     weight_gradient: Quadratic
@@ -282,7 +282,7 @@ class CostTable:
     """All costs of a model on one kind of hardware."""
 
     modules: Mapping[str, Mapping[int, ModuleCosts]]
-    """By module and tensor-parallel size."""
+    """Costs by module and tensor-parallel size."""
     source: str
     """"profiled" or "analytic"."""
     hardware: str

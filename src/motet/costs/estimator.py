@@ -66,7 +66,7 @@ class Estimator:
 
     workloads: Mapping[str, ModuleWorkload]
     trainable: Mapping[str, Sequence[bool]]
-    """By module and layer."""
+    """Whether each layer is trainable, by module."""
     edges: Sequence[Edge]
     table: CostTable
     cluster: Cluster

@@ -108,7 +108,7 @@ class IterationCosts:
         return self._by_action(self._stages.seconds)
 
     def _by_action(self, costs_of: Callable[[CellKind], StageCosts]) -> Floats:
-        """By kind of action (`KINDS`) and cell."""
+        """Returns costs by kind of action (`KINDS`) and cell."""
         cells = self.cells
         terms = np.array(
             [

@@ -31,7 +31,7 @@ from motet.optional_packages import missing_package
 from motet.plan import LANGUAGE_MODEL
 
 OF_TEXT = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
-"""What processors return that is not for the model, or is made anew."""
+"""Outputs of processors that the model does not take, or that are made here."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prepared:
 
     layouts: Mapping[str, tuple[Segment, ...]]
     features: Mapping[str, Mapping[str, Tensor]]
-    """By module; {} if it was made of blank media."""
+    """Features by module; {} if made from blank media."""
     input_ids: tuple[int, ...]
     num_loss_tokens: int
 
@@ -50,7 +50,7 @@ class CompositeProcessor:
     """The processor of a model of several modalities. Raises `UserError` if its tokenizer cannot be used."""
 
     processor: Any
-    """Of transformers."""
+    """The model's processor of transformers."""
     composite: Composite
     video: VideoConfig
 
@@ -91,7 +91,7 @@ class CompositeProcessor:
         return ids
 
     def _blank(self, kind: str, size: Any) -> Any:
-        """What `_loaded` gives of a black medium."""
+        """Returns a black medium, in the form of `_loaded`."""
         if kind == "audio":
             return np.zeros(size[0], dtype=np.float32), size[1]
         if kind == "video":
@@ -294,7 +294,7 @@ def turn_parts(content: str) -> list[dict[str, str]]:
 
 
 def _video_metadata(times: Sequence[float]) -> dict[str, Any]:
-    """Of frames that were chosen already: as if the video had no others."""
+    """Metadata of frames that are already sampled: the video has no others."""
     fps = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 1.0
     return {
         "fps": fps,
@@ -314,7 +314,7 @@ def _expanded(text: str, replaced: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _media_at(offsets: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Of each token: the number of the medium within whose text it stands, -1 elsewhere."""
+    """For each token, the number of the medium in whose text it is; -1 elsewhere."""
     found, medium = [], 0
     for start, end in offsets:
         while medium < len(replaced) and start >= replaced[medium]["new_span"][1]:

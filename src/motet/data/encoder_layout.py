@@ -63,7 +63,7 @@ class SoundRule:
     sampling_rate: int
     hop_length: int
     num_samples: int
-    """Of a window."""
+    """Samples of a window."""
 
     @property
     def num_frames(self) -> int:
@@ -201,7 +201,7 @@ class EncoderLayout:
     name: str = "encoder"
     """Key of the run file, for messages."""
     pooling: Pooling | None = None
-    """Of encoders that pool: each example has at most one item."""
+    """Pooling of towers, each example of which has at most one item."""
     video: VideoConfig = field(default_factory=VideoConfig)
     _grids: dict[Size, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -230,7 +230,7 @@ class EncoderLayout:
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
-        """What it takes."""
+        """Modalities that the encoder takes."""
         return modalities_of(self.config)
 
     def items(self, example: Example) -> tuple[tuple[Modality, Media], ...]:

@@ -32,7 +32,7 @@ class Media(Protocol):
 
 @dataclass(frozen=True)
 class VideoSize:
-    """What a video's header says."""
+    """Size and duration of a video, as its header states them."""
 
     height: int
     """Pixels, as it is shown."""
@@ -45,7 +45,7 @@ class VideoSize:
 class Message:
     role: Literal["system", "user", "assistant"]
     content: str
-    """With one placeholder for each of its media."""
+    """Text of the message, with one placeholder for each of its media."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class ConversationLayout:
     tokenizer: Any
     """A fast tokenizer of transformers, or a `motet.data.chat.PlainTokenizer`."""
     encoders: Mapping[str, EncoderLayout]
-    """By module, one for each modality."""
+    """Encoders by module, one for each modality."""
     merge: str = "placeholder"
     placeholder_ids: dict[str, int] = field(default_factory=dict, init=False)
     """By encoder, the token id at the positions of its outputs."""
@@ -160,7 +160,7 @@ class TextLayout:
     config: Any
     """The encoder's configuration: its complete values, or the transformers object."""
     key: str
-    """Of the run file, for messages."""
+    """Key of the run file, for messages."""
     pooling: Pooling = "alone"
 
     def __post_init__(self) -> None:
@@ -246,7 +246,7 @@ class SampleLayouts:
     """Makes the metadata of samples from examples."""
 
     modules: Mapping[str, ModuleLayout]
-    """By module, in the order of the graph: sources before the modules that they enter."""
+    """Layouts by module, in the order of the graph: sources before the modules that they enter."""
 
     def sample(self, example: Example) -> Sample:
         """The metadata of an example. Raises `UserError` naming its file and line."""

@@ -138,7 +138,7 @@ class EqualGroups(NamedTuple):
     size: int
     number: int
     shared: tuple[tuple[str, int], ...]
-    """As in `Layout`."""
+    """`Layout.shared` of the layout."""
 
     def layout(self, chunks: Sequence[Chunk], schedule: str | None = None) -> Layout:
         return Layout(
@@ -211,7 +211,7 @@ def spread(problem: PlanningProblem) -> Iterator[Layout]:
 @dataclass(frozen=True)
 class Choice:
     evaluation: Evaluation
-    """Of the chosen plan; its `planner` is auto."""
+    """Evaluation of the chosen plan, whose `planner` is auto."""
     found_by: str
     """The named planner whose plan was chosen, or auto."""
     named: Mapping[str, Evaluation]

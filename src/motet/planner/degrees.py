@@ -93,8 +93,8 @@ def cp_sizes(problem: PlanningProblem, name: str, dp: int = 1) -> list[int]:
 
 
 def template_cp_sizes(problem: PlanningProblem, name: str, dp: int | None = None) -> list[int]:
-    """As `cp_sizes`, for templates, whose encoders may have context parallelism too. `dp` None: one replica more than
-    there may be failures."""
+    """Returns `cp_sizes` for templates, whose encoders may have context parallelism too. `dp` None: one replica more
+    than there may be failures."""
     module = problem.modules[name]
     num_replicas = problem.failures + 1 if dp is None else dp
     return [

@@ -115,7 +115,7 @@ def make_plan(
 
 
 def choose(problem: PlanningProblem, *, placement: Placement | None = None) -> Choice:
-    """What planner `auto` chooses: the fastest of the named planners' plans and its own.
+    """Chooses for planner `auto`: the fastest of the named planners' plans and its own.
 
     Raises `UserError` if there is no plan."""
     tried = [name for name, entry in PLANNERS.items() if entry.is_tried_by_auto]

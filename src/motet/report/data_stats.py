@@ -78,12 +78,12 @@ class DataStats:
     """Number of batches whose iterations were predicted."""
     modules: Mapping[str, ModuleStats]
     ratios: Mapping[str, RatioStats]
-    """By encoder."""
+    """Ratios by encoder."""
     profiling_size: ProfilingSize | None
     """b_min; its allocation is in the order of `modules`."""
     why_no_profiling_size: str | None
     assignments: Mapping[str, AssignmentStats]
-    """By name, the plan's assignment first."""
+    """Statistics of assignments by name, the plan's own first."""
 
 
 def data_stats(

@@ -16,7 +16,7 @@ FAILURES = "failures.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What is logged of one recovery."""
+    """Log entry of one recovery."""
 
     membership: Membership
     changes: tuple[Change, ...] = ()

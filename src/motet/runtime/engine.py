@@ -219,7 +219,7 @@ class Engine:
         self._prepared.append((samples, contexts))
 
     def wanted(self, samples: Sequence[Sample]) -> dict[str, list[int]]:
-        """By module, the indices into a global batch of the samples whose tensors this rank's stages read."""
+        """Returns, for each module, the indices of the samples whose tensors this rank's stages read."""
         assignment = self.assignment(samples)
         places: dict[str, set[int]] = {}
         for (module, replica, _), runner in self.executor.runners.items():

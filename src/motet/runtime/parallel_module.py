@@ -81,7 +81,7 @@ FIVE_MINUTES = timedelta(minutes=5)
 
 
 class LoadedKeys(NamedTuple):
-    """As torch's `load_state_dict` returns them."""
+    """Missing and unexpected keys, as torch's `load_state_dict` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -235,7 +235,7 @@ class ParallelModule(nn.Module):
         return copy.deepcopy(model, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """That of the whole model, as it was given, on the CPU of rank 0; {} on other ranks. Collective."""
+        """Returns the state dict of the whole model, on the CPU of rank 0; {} on other ranks. Collective."""
         whole = self.whole_model()
         return {} if whole is None else whole.state_dict(*args, **kwargs)
 
@@ -323,7 +323,7 @@ class ParallelModule(nn.Module):
         return state.step
 
     def _as_graph(self, whole: nn.Module) -> ModuleGraph:
-        """What `whole_model` returned, as the graph of modules that it was made of."""
+        """Returns the graph of modules of a model that `whole_model` returned."""
         return cast(ModuleGraph, whole)
 
     def _read(self, batch: Mapping[str, Any]) -> Batch:
@@ -512,7 +512,7 @@ class TowerSpec:
     dp_size: int = 1
     """Number of replicas; towers need not have equally many."""
     num_microbatches: int = 1
-    """Of each replica's share of a contrastive batch."""
+    """Microbatches of each replica's share of a contrastive batch."""
     layers_per_stage: tuple[int, ...] | None = None
     """Layers as docs/architecture.md counts them; None: cut by their costs."""
 
@@ -591,7 +591,7 @@ class ContrastiveParallelModule(ParallelModule):
         return next((stage.module.logit_scale for stage in stages if isinstance(stage, ContrastiveStage)), None)
 
     def whole_model(self) -> nn.Module | None:
-        """As `ParallelModule.whole_model`, and as it was given: a CLIPModel came in, one comes out."""
+        """Like `ParallelModule.whole_model`, in the class that was given: a CLIPModel for a CLIPModel."""
         whole = super().whole_model()
         return whole if self._is_contrastive or whole is None else to_transformers(cast(ContrastiveModule, whole))
 
@@ -703,7 +703,7 @@ def _check_schedule(schedule: str) -> None:
 def _planning_problem(
     model: ModuleGraph, tp_sizes: set[int], *, packing: bool = False, **options: Any
 ) -> PlanningProblem:
-    """Of the model on this many CPU devices: layouts are given, costs only balance stages."""
+    """Makes a planning problem of the model on CPU devices; the layout is given, so costs only balance stages."""
     cluster = cpu_cluster(dist.get_world_size())
     workloads = {name: node.workload(packing=packing) for name, node in model.nodes.items()}
     return PlanningProblem(

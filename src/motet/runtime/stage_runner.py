@@ -176,7 +176,7 @@ class StageRunner:
         return carried
 
     def _shares(self, cell: Cell) -> Shares | None:
-        """Which rank puts what into a contrastive loss."""
+        """Returns the rows that each rank contributes to a contrastive loss."""
         return None
 
     def _casting(self) -> AbstractContextManager[object]:
@@ -273,7 +273,7 @@ class StageRunner:
         return rows_of(route.samples, self._routes.samples(route.source), self._batch.samples, self.data_module)
 
     def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
-        """By source module, its rows in the order of this microbatch's samples."""
+        """Returns the rows of each source module, in the order of this microbatch's samples."""
         parts: dict[str, list[Route]] = {}
         for route in leaves:
             if route.source.module != self.name:

@@ -185,7 +185,7 @@ class Dependencies:
 
     @cached_property
     def stage_cells(self) -> dict[tuple[str, int, int], StageCells]:
-        """By module, replica and stage, of those that have cells."""
+        """Stages with cells, by module, replica and stage."""
         return {stage[:3]: stage for stage in self.routes.stages}
 
     def summed_cells(self, reduce: Reduce) -> Ints:

@@ -125,7 +125,7 @@ class Program:
 
     @cached_property
     def projections(self) -> tuple[tuple[Step, ...], ...]:
-        """By rank, the steps that it runs, in the total order."""
+        """Steps of each rank, in the total order."""
         ranks: list[list[Step]] = [[] for _ in range(self.dependencies.routes.plan.num_ranks)]
         for step in self.steps:
             for rank in self.participants(step):

@@ -59,7 +59,7 @@ class Routes:
     plan: Plan
     assignment: BatchAssignment
     stages: tuple[StageCells, ...]
-    """Those that have cells, in topological order; cells are numbered through them."""
+    """Stages with cells, in topological order; cells are numbered through all of them."""
     cell_stage: Ints
     """Stage of each cell, as an index into `stages`."""
     cell_microbatch: Ints
@@ -116,7 +116,7 @@ class Routes:
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """By number."""
+        """Routes by number."""
         cells = self.cells
         ends = zip(
             self.route_source.tolist(), self.route_target.tolist(), self.route_has_gradient.tolist(), strict=True

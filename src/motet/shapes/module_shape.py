@@ -22,9 +22,9 @@ Arrangement = Literal["separate", "padded", "packed"]
 attention is computed over the whole row and masked."""
 
 Rows = Literal["tokens", "outputs", "incoming", "sequences"]
-"""What a linear is applied to: the module's own tokens; those that it hands on (an encoder's projector) or that carry
-loss (a language model's head); those that come from an encoder (keys and values of cross-attention); one vector for
-each sequence (a diffusion model's time step)."""
+"""The rows that a linear is applied to: the module's own tokens; those that it outputs (an encoder's projector) or that
+carry loss (a language model's head); those that come from an encoder (keys and values of cross-attention); one vector
+for each sequence (a diffusion model's time step)."""
 
 Config = Mapping[str, Any]
 

@@ -29,7 +29,7 @@ Role = Literal["language_model", "encoder", "tower", "decoder"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRequest:
-    """Which module's shape is asked for."""
+    """A request for the shape of a module."""
 
     role: Role | None
     """None: a language model, or an encoder, whichever its family is."""
@@ -125,7 +125,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _walker_digest() -> str:
-    """Of the files that make cards, so that an edited one makes others."""
+    """Digest of the source files that make cards: an edit invalidates cards."""
     rooms = Path(__file__).parent.parent
     files = [
         *(rooms / "families").glob("*.py"),

@@ -96,7 +96,7 @@ def open_server(config: RunConfig, *, host: str, port: int, tls: tuple[bytes, by
 
 
 def _library_versions() -> dict[str, str]:
-    """Of those that are installed."""
+    """Versions of the libraries that are installed."""
     found = {}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):

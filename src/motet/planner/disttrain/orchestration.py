@@ -116,7 +116,7 @@ class OrchestrationProblem:
     zero1: bool = True
     """Optimizer state is sharded over the module's replicas."""
     state_copies: int = 1
-    """With `zero1`: number of replicas that keep the same shard."""
+    """Number of replicas that keep the same shard, with `zero1`."""
 
     def __post_init__(self) -> None:
         if [unit.role for unit in self.units.values()].count("language_model") != 1:
@@ -155,7 +155,7 @@ class _Rows:
     room: np.ndarray
     """Number of later stages with which it still fits into memory."""
     degrees: Mapping[str, np.ndarray]
-    """By module [rows, 4]: tp, pp, dp, vpp."""
+    """Degrees [rows, 4] of each module: tp, pp, dp, vpp."""
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -364,7 +364,7 @@ class TemplatePolicy:
     """0: checkpoints are written asynchronously."""
     plan: Plan | None = None
     owned: OwnedStates | None = None
-    """Under ZeRO-1: which ranks own which optimizer states."""
+    """Ranks that own each optimizer state under ZeRO-1."""
     order: list[str] = field(default_factory=list)
     """Nodes by their place in the plan."""
     waiting: list[str] = field(default_factory=list)

@@ -45,7 +45,7 @@ class Template:
 
     num_nodes: int
     replicas: Mapping[str, Replica]
-    """By module, on the ranks 0, 1, ... num_nodes * devices_per_node - 1; all of them are used."""
+    """Replicas by module, which together use all ranks 0 to num_nodes * devices_per_node - 1."""
     fill_s: float = 0.0
     """Seconds of an iteration with one microbatch."""
     slowest_s: float = 1.0
@@ -68,7 +68,7 @@ class Templates:
     state_bytes: StateBytes | None = None
     """The optimizer states' part of `layer_bytes` where not all pipelines keep them (ZeRO-1); None: all do."""
     state_copies: int = 1
-    """Under ZeRO-1: the number of pipelines that keep each state."""
+    """Number of pipelines that keep each optimizer state under ZeRO-1."""
     fully_sharded: tuple[str, ...] = ()
     """Modules whose parameters context-parallel ranks share."""
 

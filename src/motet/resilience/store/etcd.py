@@ -61,7 +61,7 @@ class EtcdAddress:
 
 
 StoreAddress = Address | EtcdAddress
-"""Where a store is: host and port of an embedded one, or a run's place in etcd."""
+"""Address of a store: host and port of an embedded one, or a run's name in etcd."""
 
 
 class EtcdStore(AbstractContextManager["EtcdStore"]):

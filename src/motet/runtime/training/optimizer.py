@@ -30,7 +30,7 @@ class OptimizerConfig:
     learning_rate: float
     """Peak, for parts that are not named in `part_learning_rates`."""
     part_learning_rates: Mapping[str, float]
-    """By part: `vision.module`, `vision.projector`, `language_model.module`."""
+    """Peak learning rates by part, such as `vision.module`, `vision.projector`, `language_model.module`."""
     weight_decay: float
     betas: tuple[float, float]
     eps: float

@@ -57,7 +57,7 @@ BuildModel = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a feature runs."""
+    """A run of the probe: a plan and options that exercise one feature."""
 
     stages: tuple[tuple[int, ...], ...] = ((0,), (1,))
     """The ranks of each stage."""
@@ -104,7 +104,7 @@ def config_of(model: str) -> PretrainedConfig:
 
 
 def capabilities_of(config: PretrainedConfig, *, again: bool = False) -> Capabilities:
-    """What the family of a causal language model is capable of: read, or probed now and kept.
+    """Returns the capabilities of a causal language model's family: stored ones, or those probed now and stored.
 
     Args:
         config: of the user's model; only its tiny version is built.
@@ -223,7 +223,7 @@ def _run_features(trials: Mapping[str, Trial], build_model: BuildModel, batch: "
 
 
 def _run_feature(trial: Trial, build_model: BuildModel, batch: "_Batch") -> str | None:
-    """None if gradients were equal; on rank 0 else why not."""
+    """Runs a feature. Returns None if gradients are equal, else the reason, on rank 0."""
     model = build_model()
     node = _node_of(model)
     engine, refusal = None, None

@@ -179,7 +179,7 @@ class _Clock:
         self.holding = [0] * len(routes.stages)
         """Microbatches of each stage that are saved for the backward."""
         self.to_save = [int(routes.cell_has_backward[stage.first : stage.last].sum()) for stage in routes.stages]
-        """Those that are not yet."""
+        """Number of cells whose activations are not saved yet."""
         if memory is None:
             return
         self.sizes = [
@@ -192,7 +192,7 @@ class _Clock:
             self.limit_bytes[unit] = min(self.limit_bytes[unit], memory.limit_bytes(rank))
 
     def run(self) -> list[list[int]]:
-        """What each unit executes."""
+        """Runs the policy and returns the actions of each unit."""
         for action in self.actions.tolist():
             if not self.missing[action]:
                 self._push(action)

@@ -134,7 +134,7 @@ def in_flight_without_loss(routes: Routes) -> dict[StageKey, int]:
 
 
 def stages_before_the_loss(routes: Routes) -> set[StageKey]:
-    """Those whose backwards wait for batch-syncs: of towers, not of a decoder that reads one."""
+    """Returns the stages whose backwards wait for batch-syncs: those of towers, not of a decoder that reads one."""
     found: set[StageKey] = set()
     for stage, targets in reversed(stages_after(routes).items()):
         if any(target in found or target.module == routes.plan.loss_module for target in targets):
