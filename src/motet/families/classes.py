@@ -1,4 +1,4 @@
-"""Which transformers classes belong to which model, found by name and imported when they are first needed.
+"""The transformers classes of each model, found by name and imported when they are first needed.
 
 A family is named by the `model_type` of its configuration. Its layers are described where they are run: encoders in
 `motet.families.encoders`, language models in `motet.families.language_models`, caption decoders in

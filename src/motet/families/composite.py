@@ -29,11 +29,11 @@ Modality = Literal["image", "video", "audio"]
 
 @dataclass(frozen=True)
 class FeatureFunction:
-    """What a model offers for one modality."""
+    """A model's function that encodes one modality."""
 
     modality: Modality
     name: str
-    """Of the function of the model; "": it has none, and its own forward runs until the text model is called."""
+    """Name of the function; "" if the model has none, and its own forward runs until it calls the text model."""
     inputs: tuple[str, ...]
     """Its parameters, which processors return; the first one holds pixels or sounds."""
     token_id: int
@@ -50,7 +50,7 @@ class CompositeModule:
 
     name: str
     functions: tuple[FeatureFunction, ...]
-    """Of an encoder; (): it is the language model."""
+    """Functions of an encoder; () for the language model."""
     layers: tuple[tuple[str, ...], ...]
     """The paths of each layer: embedding, blocks, head and, of encoders, the projector."""
     blocks: str
@@ -80,7 +80,7 @@ class CompositeModule:
 @dataclass(frozen=True)
 class Composite:
     modules: Mapping[str, CompositeModule]
-    """By name, encoders first."""
+    """Modules by name, encoders first."""
     text: CausalPaths
     """The parts of the language model."""
     is_tied: bool

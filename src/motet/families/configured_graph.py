@@ -44,13 +44,13 @@ class ConfiguredModule:
     loss_weight: float = 0.0
     """Weight of the loss that the module computes; 0: it computes none."""
     pooling: Pooling | None = None
-    """What an encoder of a contrastive model outputs; None: it does not pool."""
+    """Pooling of a contrastive model's encoder; None: it does not pool."""
 
 
 @dataclass(frozen=True)
 class ConfiguredGraph:
     modules: Mapping[str, ConfiguredModule]
-    """By name, in the order of plans."""
+    """Modules by name, in the order of plans."""
     edges: tuple[Edge, ...]
 
     @property
@@ -59,7 +59,7 @@ class ConfiguredGraph:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the modules that plans lay out."""
+        """Names of the modules that plans lay out."""
         return tuple(name for name, node in self.modules.items() if node.workload.kind != "loss")
 
     @property

@@ -24,7 +24,7 @@ from motet.families.meta_run import copy_on_meta, prepare_run, run_model
 
 @dataclass(frozen=True, kw_only=True)
 class CausalPaths:
-    """Where the parts of a causal model are: paths in it."""
+    """Paths of the parts of a causal model."""
 
     base: str
     """The model under the head."""
@@ -191,7 +191,7 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def _run_before_blocks(base: nn.Module, blocks: str) -> set[str] | None:
-    """Of the modules under `base`, those that run before the first block; None if it cannot be run."""
+    """Returns the modules under `base` that run before the first block; None if it cannot be run."""
     called: set[str] = set()
     copied = copy_on_meta(base)
     prepare_run(copied, blocks)

@@ -105,7 +105,7 @@ def family_of(model: nn.Module) -> EncoderFamily:
 
 
 def _own_family(config: OwnConfig) -> EncoderFamily:
-    """Of a module that is not cut: one layer that is the whole module, and a head without anything."""
+    """Makes the family of a module that is not cut: one layer that is the whole module, and an empty head."""
     name, blocks = config.model_type.rpartition(".")[2], config.blocks
     if blocks is not None:
 

@@ -1,4 +1,4 @@
-"""What stands in the configuration of each part of a run file's model. Pure: no transformers, no weights."""
+"""Reads the configuration of each part of a run file's model, without transformers and without weights."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ TowerPart = Literal["image", "text"]
 @dataclass(frozen=True)
 class CompositeTowers:
     loss: Literal["softmax", "sigmoid"]
-    """Of which the stored `logit_scale` and `logit_bias` are."""
+    """Loss that the stored `logit_scale` and `logit_bias` belong to."""
     families: Mapping[TowerPart, str]
     """The `model_type` of each tower."""
 
@@ -70,7 +70,7 @@ def tower_values(stored: Mapping[str, Any], part: TowerPart | None) -> dict[str,
 
 
 def shape_request(part: PartConfig, where: str) -> ShapeRequest:
-    """What the shape of a part is read from. Raises `UserError` if it cannot be had."""
+    """Returns the request for the shape of a part. Raises `UserError` if its configuration cannot be read."""
     role: Role = "encoder"
     if isinstance(part, LanguageModelConfig):
         role = "language_model"

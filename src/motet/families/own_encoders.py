@@ -38,20 +38,20 @@ from motet.families.token_counts import TokenCounts, register_counter
 from motet.shapes.module_shape import LayerShape, Linear, ModuleWorkload, Part
 
 GROUP = "motet.encoders"
-"""Of entry points, which are imported."""
+"""Group of entry points, which are imported."""
 
 _ATTRIBUTE = "motet_config"
-"""Of a module. It may have a `config` of its own, which its forward reads."""
+"""Attribute of a module with its `OwnConfig`; `config` may be an attribute that its forward reads."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnEncoder:
-    """What is known of a class of modules."""
+    """A registered class of modules."""
 
     modality: str
-    """What it takes: "image", "audio", or a key of records of your own, such as "points"."""
+    """Modality of the input: "image", "audio", or a key of your own in records, such as "points"."""
     example: Shape
     """The shape of a typical item, for which plans are made."""
     feature: str
@@ -121,17 +121,17 @@ class OwnConfig:
 
 
 def own_config(module: nn.Module) -> OwnConfig | None:
-    """That of a module that was adopted; None of others."""
+    """Returns the `OwnConfig` of a module that was adopted; None for others."""
     return vars(module).get(_ATTRIBUTE)
 
 
 def encoder_config(module: nn.Module) -> Any:
-    """That of an encoder: its `OwnConfig`, or its configuration of transformers."""
+    """Returns an encoder's `OwnConfig`, or its transformers configuration."""
     return own_config(module) or module.config
 
 
 def emptied(module: nn.Module) -> nn.Module:
-    """What stands in the place of an encoder of the user's own on a stage that does not hold it."""
+    """Makes an empty module that replaces a user's own encoder on a stage that does not hold it."""
     empty = nn.Module()
     empty.__dict__[_ATTRIBUTE] = own_config(module)
     return empty
@@ -255,7 +255,7 @@ def _run_on_meta(module: nn.Module, shape: Shape) -> Tensor:
 
 
 def _find_blocks(module: nn.Module, shape: Shape) -> OwnBlocks | None:
-    """None where training runs otherwise than evaluation, too."""
+    """Finds the list of blocks; None if there is none, or if training and evaluation run different modules."""
     try:
         found = [find_own_blocks(module.train(mode), lambda: _run_on_meta(module, shape)) for mode in (True, False)]
     finally:
@@ -264,7 +264,7 @@ def _find_blocks(module: nn.Module, shape: Shape) -> OwnBlocks | None:
 
 
 def _sizes(module: nn.Module, shape: Shape, blocks: OwnBlocks | None) -> tuple[torch.Size, torch.Size]:
-    """Of what the first block is given, and of what is returned: [items, tokens, width]."""
+    """Returns the sizes [items, tokens, width] of the first block's input and of the output."""
     inside: list[torch.Size] = []
     if blocks is None:
         output = _run_on_meta(module, shape).shape

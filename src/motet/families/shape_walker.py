@@ -56,7 +56,7 @@ UNBUILDABLE = (
     LookupError,
     ImportError,
 )
-"""What transformers raises for sizes that do not fit each other, and torch for operators without a meta kernel."""
+"""Exceptions that transformers raises for inconsistent sizes, and torch for operators without a meta kernel."""
 SAME_KEY = 0.85
 """Likeness (`difflib`) of a key to the one that was meant; no key of transformers' own is so like another."""
 NUM_AUDIO_SAMPLES = 16_000
@@ -109,7 +109,7 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
 
 
 def _part_of(config: Any, role: Role | None) -> Any:
-    """Of a model with several parts, the language model's or an encoder's configuration."""
+    """Returns the language model's or an encoder's configuration, of a model with several parts."""
     if role == "language_model":
         return config.get_text_config()
     parts = [getattr(config, key, None) for key in ("audio_config", "vision_config")] if role == "encoder" else []
@@ -243,7 +243,7 @@ class _Walk:
         return found
 
     def inputs(self, num_tokens: int) -> dict[str, Any]:
-        """What the model is run on: tokens, or one item of the encoder's native size."""
+        """Makes the model's inputs: tokens, or one item of the encoder's native size."""
         config: Any = self.config
         takes = inspect.signature(self.model.forward).parameters
         if "grid_thw" in takes:
@@ -444,7 +444,7 @@ class _LayerReader:
         )
 
     def _vectors(self, events: Any) -> int:
-        """Of as many elements, rounded half up."""
+        """Number of hidden vectors with as many elements as the events' tensors, rounded half up."""
         return int(sum(event.elements for event in events) / (self.num_tokens * self.traced.hidden_size) + 0.5)
 
     def _linears(self, events: Sequence[Event], part: Part = "block") -> tuple[Linear, ...]:

@@ -30,14 +30,14 @@ from motet.schedule.batch_sync import pairs_of, whole
 
 @dataclass(frozen=True)
 class CaptionDecoder:
-    """What makes a model CoCa-like (Yu et al. 2022): a captioning loss beside the contrastive one."""
+    """A caption decoder, which adds a captioning loss to the contrastive one, as in CoCa (Yu et al. 2022)."""
 
     module: Any
     """A GPT2LMHeadModel or BertLMHeadModel with cross-attention, as wide as the towers' features."""
     reads: str
     """The tower to whose features it attends."""
     loss_weight: float = 2.0
-    """Of the captioning loss, the mean over the captions' tokens."""
+    """Weight of the captioning loss, the mean over the captions' tokens."""
 
 
 class ContrastiveModule(ModuleGraph):
@@ -125,11 +125,11 @@ class ContrastiveModule(ModuleGraph):
         return batch_of_towers(self, batch)
 
     def embeddings(self, batch: Batch) -> dict[str, Tensor]:
-        """Of each tower: [samples that have an item for it, width], not normalized."""
+        """Returns each tower's features [samples that have an item for it, width], not normalized."""
         return self._pooled(self._outputs(batch), batch)
 
     def _outputs(self, batch: Batch) -> dict[str, Tensor]:
-        """What each tower hands on: of the one that the decoder reads, each sample's features too."""
+        """Returns each tower's output; for the tower that the decoder reads, each sample's features too."""
         outputs = {name: self.run_node(name, batch, {}).hidden for name in self.towers}
         nothing = self.loss.logit_scale.new_zeros(0, self.width)
         return {name: nothing if output is None else output for name, output in outputs.items()}
@@ -172,7 +172,7 @@ def _num_loss_tokens(batch: Batch, name: str) -> int:
 
 
 def first_of_each(rows: Tensor, samples: Sequence[Sample], tower: str) -> Tensor:
-    """Of what a tower hands on: the first vector of each sample that has an item."""
+    """Returns the first vector of a tower's output for each sample that has an item."""
     counts = [sample.num_outputs(tower) for sample in samples if sample.has(tower)]
     firsts = torch.tensor([0, *counts[:-1]], device=rows.device).cumsum(0)[: len(counts)]
     return rows.index_select(0, firsts)

@@ -98,7 +98,7 @@ class ModalityModule(nn.Module):
         self.feature_layer = feature_layer
         self.feature_select = feature_select
         self.pooling: Pooling | None = None
-        """Of towers: hand on one vector of each item, or that vector and then all features of the item."""
+        """Pooling of towers: output one vector of each item, or that vector and then all features of the item."""
         given = projector if projector is not None else proj
         self.projector = given if isinstance(given, nn.Module) else None
         self.projector_kind = given if isinstance(given, str) else None
@@ -111,7 +111,7 @@ class ModalityModule(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Of transformers; an `OwnConfig` for an encoder of the user's own."""
+        """The module's transformers configuration; an `OwnConfig` for an encoder of the user's own."""
         return encoder_config(self.module)
 
     @property
@@ -182,11 +182,11 @@ class ModuleNode(ABC):
 
     @abstractmethod
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
-        """Of a typical sample, given the layouts of the nodes whose output enters this one."""
+        """Returns the layout of a typical sample, given the layouts of the nodes whose output enters this one."""
 
     @property
     def num_typical_loss_tokens(self) -> int:
-        """Of a typical sample."""
+        """Number of loss tokens of a typical sample."""
         return 0
 
     @property
@@ -236,7 +236,7 @@ class EncoderNode(ModuleNode):
 
     @property
     def config(self) -> Any:
-        """Of transformers, or an `OwnConfig`."""
+        """The encoder's transformers configuration, or an `OwnConfig`."""
         return self.module.config
 
     @property
@@ -334,7 +334,7 @@ class LanguageModelNode(ModuleNode):
         return replace(workload, tied=((0, workload.num_layers - 1),) if is_tied(self.module.module) else ())
 
     def typical_layout(self, sources: Layouts) -> tuple[Segment, ...]:
-        """What the encoders hand on, and then some text."""
+        """Returns a layout of the encoders' outputs and then some text."""
         merged: list[Segment] = []
         if self.merge != "cross_attention":
             merged = [Segment(segments[0].outputs, source=name) for name, segments in sources.items()]
@@ -380,7 +380,7 @@ class LossNode(ModuleNode):
     pairs: tuple[Pair, ...]
     """The pairs of towers that are compared."""
     width: int
-    """Of the features."""
+    """Width of the features."""
 
     @property
     def parts(self) -> dict[str, nn.Module]:
@@ -415,7 +415,7 @@ class ModuleGraph(nn.Module, ABC):
     @property
     @abstractmethod
     def nodes(self) -> Mapping[str, ModuleNode]:
-        """By name, each after those whose output enters it."""
+        """Nodes by name, each after those whose output enters it."""
 
     @property
     @abstractmethod
@@ -423,8 +423,9 @@ class ModuleGraph(nn.Module, ABC):
 
     @abstractmethod
     def read_batch(self, batch: Mapping[str, Any]) -> Batch:
-        """What HuggingFace processors return (`motet.models.batch`). Reads configurations, callbacks and settings only,
-        no weights. Raises `UserError` naming the key that is missing, unknown or does not fit the others."""
+        """Reads a batch as HuggingFace processors return it (`motet.models.batch`). Reads configurations, callbacks and
+        settings only, no weights. Raises `UserError` naming the key that is missing, unknown or does not fit the
+        others."""
 
     @abstractmethod
     def run(self, batch: Batch) -> ModelOutput:
@@ -442,7 +443,7 @@ class ModuleGraph(nn.Module, ABC):
         return self.run(self.read_batch(batch))
 
     def parts(self) -> dict[str, nn.Module]:
-        """By name: `vision.module`, `vision.projector`, ..., `language_model.module`."""
+        """Parts by name: `vision.module`, `vision.projector`, ..., `language_model.module`."""
         return {f"{name}.{part}": module for name, node in self.nodes.items() for part, module in node.parts.items()}
 
     def freeze_eval_parts(self) -> None:
@@ -460,7 +461,7 @@ class ModuleGraph(nn.Module, ABC):
         }
 
     def train(self, mode: bool = True) -> Self:
-        """As usual, but frozen parts stay in evaluation mode."""
+        """Sets training mode as usual, but frozen parts stay in evaluation mode."""
         if self.training:
             self.freeze_eval_parts()
         super().train(mode)
@@ -503,7 +504,7 @@ class ModuleGraph(nn.Module, ABC):
     def incoming(
         self, name: str, batch: Batch, members: Sequence[int], outputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What enters a node for the samples `members`, by source."""
+        """Returns the inputs of a node for the samples `members`, by source."""
         found = {}
         for source in (edge.source for edge in self.edges if edge.target == name and edge.source in outputs):
             rows = outputs[source].split([sample.num_outputs(source) for sample in batch.samples])

@@ -91,7 +91,7 @@ class MultimodalModule(ModuleGraph):
         return super().__getattr__(name)
 
     def modality_modules(self, *, encoders_only: bool = False) -> dict[str, ModalityModule]:
-        """By module name, encoders first; the language model is called `language_model`."""
+        """Modality modules by name, encoders first; the language model is called `language_model`."""
         modules: dict[str, ModalityModule] = dict(self.encoders.items())  # type: ignore[arg-type]
         return modules if encoders_only else {**modules, LANGUAGE_MODEL: self.language_model}
 

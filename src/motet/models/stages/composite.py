@@ -33,7 +33,7 @@ from motet.models.stages.stand_ins import StandIn
 from motet.plan import LayerRange
 
 Features = Sequence[Mapping[str, Tensor]]
-"""Of each sample."""
+"""Features of each sample."""
 
 PER_TOKEN = "token_type_ids"
 """End of the names of features that have an entry for each token of the sample's text."""
@@ -123,7 +123,7 @@ class CompositeEncoderStage(nn.Module):
         return torch.cat(flat, dim=-1)
 
     def _run_to_text(self, function: FeatureFunction, given: Features, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Of a model without a function: what its forward puts in the place of placeholders."""
+        """Runs the forward of a model without a function up to its text model; returns what it puts at placeholders."""
         sequences = SequenceLayout(tuple(len(own["input_ids"]) for own in given), packed=False)
         ids = token_ids(given, sequences)
 
@@ -192,8 +192,8 @@ class CompositeLanguageModelStage(CausalStage):
 
     @contextmanager
     def _giving(self, outputs: "Mapping[FeatureFunction, GivenOutputs]") -> Iterator[dict[str, Any]]:
-        """What makes the model's forward read the results: an argument where it has one, which transformers uses for
-        images and videos alone; else the function returns them."""
+        """Makes the model's forward read the results: by an argument where it has one, which transformers uses for
+        images and videos only; else the function returns them."""
         replaced = []
         given: dict[str, Any] = {}
         for function, made in outputs.items():
@@ -214,7 +214,7 @@ class CompositeLanguageModelStage(CausalStage):
                 del owner.__dict__[name]
 
     def _options(self, features: Features, sequences: SequenceLayout) -> dict[str, Tensor]:
-        """What the model's forward takes besides token ids and pixels: grids, sizes, kinds of tokens."""
+        """Returns the arguments of the model's forward besides token ids and pixels: grids, sizes, kinds of tokens."""
         keys = {key for own in features for key in own if key in self._takes} - {"input_ids", "labels"}
         keys -= {key for function in self.composite.functions if not function.name for key in function.inputs}
         options = {}
@@ -229,8 +229,8 @@ class CompositeLanguageModelStage(CausalStage):
         return options
 
     def _encoder_outputs(self, inputs: StageInput) -> "dict[FeatureFunction, GivenOutputs]":
-        """What each function would have returned for the microbatch. Stages that no outputs enter get zeros, which the
-        stages before have read."""
+        """Returns each function's result for the microbatch. Stages that no outputs enter get zeros: earlier stages have
+        read the outputs."""
         device = inputs.features[0]["input_ids"].device
         found = {}
         for name, part in self.composite.encoders.items():
@@ -253,7 +253,7 @@ class CompositeLanguageModelStage(CausalStage):
 
 
 class GivenOutputs:
-    """What a function of the model returns, made of the rows that an encoder handed on."""
+    """Result of a function of the model, made from the rows of an encoder's output."""
 
     def __init__(self, rows: Tensor, width: int) -> None:
         self.rows = rows

@@ -28,7 +28,7 @@ class LeftForward(Exception):
 
 @dataclass
 class Handover:
-    """What crosses the borders of a stage in the forward that runs."""
+    """Values that cross the borders of a stage during its forward."""
 
     own: range
     """The stage's blocks."""
@@ -39,7 +39,7 @@ class Handover:
     """Whether a stand-in has returned them, so that they come to the stage's blocks by themselves, with what the model
     adds between blocks (deepstack)."""
     hidden: Tensor | None = None
-    """What the stage's last block returned."""
+    """Result of the stage's last block."""
     values: dict[int, Tensor] = field(default_factory=dict)
     """Those that are known, by their index in `forms`."""
 
@@ -76,7 +76,7 @@ class StandIn(nn.Module):
         self.__dict__["original"] = original.to("meta")
 
     def __getattr__(self, name: str) -> Any:
-        """What the model asks its layers (`attention_type`, `layer_idx`)."""
+        """Answers attributes that the model reads of its layers (`attention_type`, `layer_idx`)."""
         if name in ("_parameters", "_buffers", "_modules", "original"):
             raise AttributeError(name)
         return getattr(self.__dict__["original"], name)
