@@ -229,8 +229,8 @@ class CompositeLanguageModelStage(CausalStage):
         return options
 
     def _encoder_outputs(self, inputs: StageInput) -> "dict[FeatureFunction, GivenOutputs]":
-        """Returns each function's result for the microbatch. Stages that no outputs enter get zeros: earlier stages have
-        read the outputs."""
+        """Returns each function's result for the microbatch. Stages that no outputs enter get zeros: earlier stages
+        have read the outputs."""
         device = inputs.features[0]["input_ids"].device
         found = {}
         for name, part in self.composite.encoders.items():
