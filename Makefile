@@ -30,7 +30,7 @@ campaigns: $(READY)  ## Whole products and many draws of what `make test` sample
 chaos: $(READY)  ## Kills processes of trainings at random moments, 200 times (MOTET_CHAOS_TRIALS), and looks at what is left.
 	$(BIN)/python -m pytest -s -m campaign tests/resilience/test_chaos.py tests/resilience/test_lost_machine.py tests/resilience/test_cut_link.py
 
-slow-tests:  ## Rewrites tests/slow.txt with the seconds of the last `make test`.
+slow-tests:  ## Rewrites tests/slow.txt with the processor seconds of the last `make test`.
 	$(BIN)/python tests/support/slow_tests.py build/test.xml
 
 checks: $(READY)  ## Style and types.

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +42,14 @@ settings.load_profile("motet")
 
 # What a forked process inherits is never collected in it: a store's server would wait there for a thread that is not.
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Reports the processor time of a test and of the processes that it has waited for: load does not change it."""
+    before = sum(os.times()[:4])
+    yield
+    item.user_properties.append((slow_tests.PROPERTY, f"{sum(os.times()[:4]) - before:.3f}"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,14 +41,18 @@ def test_no_test_is_marked_by_hand() -> None:
 
 def test_made_from_a_report(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    report.write_text(
-        """<testsuites><testsuite>
-        <testcase classname="tests.a.test_b" name="test_cases[1]" time="0.75" />
-        <testcase classname="tests.a.test_b" name="test_cases[2]" time="0.5" />
-        <testcase classname="tests.a.test_b" name="test_quick" time="0.5" />
-        <testcase classname="tests.a.test_b.TestInput" name="test_c[x.y]" time="2.0" />
-        </testsuite></testsuites>"""
-    )
+    cases = [
+        ("tests.a.test_b", "test_cases[1]", 0.75),
+        ("tests.a.test_b", "test_cases[2]", 0.5),
+        ("tests.a.test_b", "test_quick", 0.5),
+        ("tests.a.test_b.TestInput", "test_c[x.y]", 2.0),
+    ]
+    lines = [
+        f'''<testcase classname="{module}" name="{name}" time="9.0"><properties>
+        <property name="{slow_tests.PROPERTY}" value="{seconds}" /></properties></testcase>'''
+        for module, name, seconds in cases
+    ]
+    report.write_text(f"<testsuites><testsuite>{''.join(lines)}</testsuite></testsuites>")
     slow_tests.write(slow_tests.seconds_of_functions(report), tmp_path / "slow.txt")
     assert slow_tests.read(tmp_path / "slow.txt") == {
         "tests/a/test_b.py::TestInput::test_c": 2.0,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, last_words_s: float = 0.5
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0, last_words_s: float = 0.5
 ) -> list[Any]:
     """Calls `fn(rank, *args)` in `world_size` processes of one gloo group and returns their results in rank order.
 

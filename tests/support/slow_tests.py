@@ -1,6 +1,6 @@
 """Reads and rewrites tests/slow.txt, which lists the test functions that `make quick` leaves out.
 
-Each line holds the seconds of a function's cases, in one process, and the function, as `tests/a/test_b.py::test_c`.
+Each line holds the seconds of processor time of a function's cases and the function, as `tests/a/test_b.py::test_c`.
 `python tests/support/slow_tests.py JUNIT_XML` rewrites the file from the report of a whole run.
 """
 
@@ -11,6 +11,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 FILE = Path(__file__).parents[1] / "slow.txt"
+PROPERTY = "processor_seconds"
+"""The name under which tests/conftest.py reports what a test has taken, with the processes that it has waited for."""
+
 THRESHOLD = 1.0
 """Seconds from which on a function is slow."""
 
@@ -26,14 +29,15 @@ def write(seconds: Mapping[str, float], file: Path = FILE) -> None:
 
 
 def seconds_of_functions(junit_xml: Path) -> dict[str, float]:
-    """Sums the seconds of every function's cases in a report of pytest."""
+    """Sums the seconds of processor time of every function's cases in a report of pytest."""
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(junit_xml).iter("testcase"):
         # A class, if there is one, is the last part of the name of the module.
         *path, last = case.attrib["classname"].split(".")
         module, within = (path, [last]) if last.startswith("Test") else ([*path, last], [])
         function = "::".join(["/".join(module) + ".py", *within, case.attrib["name"].partition("[")[0]])
-        seconds[function] += float(case.attrib["time"])
+        for reported in case.iterfind(f"properties/property[@name='{PROPERTY}']"):
+            seconds[function] += float(reported.attrib["value"])
     return dict(seconds)
 
 
