@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: the command line shows them as one line and exits with code 2."""
+"""Errors that users can correct: the command line shows them as one line and exits with code 2."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Numbered things in arrays: rows of unequal length, runs of consecutive numbers. For what is too many for objects."""
+"""Arrays of rows of unequal length, and of runs of consecutive numbers. For what is too many for objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -126,7 +126,7 @@ class FailuresConfig(Section):
     """File with the secret that all machines of the run share; null: the environment variable MOTET_RUN_SECRET. A run
     on one machine makes its own."""
     store_patience_s: PositiveNumber = 60.0
-    """Seconds for which a node waits for the store, in which nodes agree on who trains, to be there again."""
+    """Seconds for which a node waits for a lost store to return."""
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank that computes this many times as long as ranks with the same layers is listed in the failure log. null:
     none is."""

@@ -1,4 +1,4 @@
-"""How many tokens an image or clip takes inside an encoder, and how many it hands on: from the configuration alone.
+"""Numbers of tokens of an image or clip inside an encoder and at its output, from the configuration alone.
 
 Pure: no torch, so that layouts can be written (and iterations simulated) without a model. A `grid` is what a family's
 positions and masks derive from:

@@ -1,4 +1,4 @@
-"""Begins a training in its store, and sees how it ends."""
+"""Starts a training in its store, and waits for its end."""
 
 import time
 from collections.abc import Sequence

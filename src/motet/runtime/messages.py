@@ -1,4 +1,4 @@
-"""Values that go between stages, on this rank: its part of a program, the rows of each route, and the mailbox.
+"""Messages between stages, on this rank: its part of a program, the rows of each route, and the mailbox.
 
 Buffers have the shapes that the samples' metadata gives, so nothing is negotiated. Receives are posted when the
 program reaches them and waited for when their value is read. Each message has a tag of its own (gloo honours it; NCCL

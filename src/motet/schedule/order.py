@@ -1,4 +1,4 @@
-"""The order in which a schedule's actions end on a virtual clock, or the news that they wait for each other.
+"""The order in which a schedule's actions end on a virtual clock; detects deadlocks.
 
 By their ends and not by their starts, because then a rank posts its receive for what ends while it computes before it
 begins to compute, and the transfer is hidden. For the same reason every transfer takes time on this clock, less than
