@@ -15,7 +15,7 @@ class Row:
 
     what: str
     published: float | None
-    """None: the paper gives no number, ours stands alone."""
+    """The published number; None if the paper gives none."""
     ours: float
     calibrated_on: str
     """Description of what was fitted to which published numbers; "nothing" if nothing was."""

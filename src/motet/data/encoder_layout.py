@@ -29,7 +29,7 @@ from motet.families.token_counts import (
 )
 
 Size = tuple[int, int]
-"""Of an image: (height, width) in pixels. Of a sound: (samples, Hz)."""
+"""Size of an image, (height, width) in pixels, or of a sound, (samples, Hz)."""
 
 Layouts = Mapping[str, tuple[Segment, ...]]
 """By module, one segment for each of its items or runs of tokens."""

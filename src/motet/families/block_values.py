@@ -32,7 +32,7 @@ class Form:
     others: tuple[int, ...]
     """Sizes of its other dimensions."""
     dtype: torch.dtype | None
-    """None: that of the hidden states."""
+    """Dtype of the value; None: that of the hidden states."""
 
     @property
     def width(self) -> int:

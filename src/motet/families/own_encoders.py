@@ -92,7 +92,7 @@ class OwnConfig:
     """How the run file names it."""
     values: Mapping[str, Any] = field(default_factory=dict)
     blocks: OwnBlocks | None = None
-    """None: it is not cut."""
+    """Blocks between which the module is cut; None: it is not cut."""
     _counts: dict[Shape, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property

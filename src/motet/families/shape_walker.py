@@ -281,7 +281,7 @@ class _Walk:
 
     @cached_property
     def cuts(self) -> TensorCuts | None:
-        """None: the model cannot be cut for tensor parallelism."""
+        """Cuts for tensor parallelism; None if the model cannot be cut."""
         try:
             cuts = tensor_cuts(self.model)
         except UserError:

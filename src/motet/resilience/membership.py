@@ -154,7 +154,7 @@ class MembershipNotice:
 
     membership: Membership
     rank: int | None
-    """None: the process waits, as its node is a spare."""
+    """Rank of the process; None: the process waits, as its node is a spare."""
     run: "RunRecord"
     host: str
     """This machine's address: rank 0 opens the meeting place there."""

@@ -29,7 +29,7 @@ class Saved:
     output: StageOutput
     """The roots of the backward. Where the backward runs the forward again, dropped when the routes have taken it."""
     split: SplitBackward | None
-    """None: the backward is whole."""
+    """The split backward; None if the backward is whole."""
 
 
 class StageRunner:

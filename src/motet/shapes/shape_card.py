@@ -32,7 +32,7 @@ class ShapeRequest:
     """A request for the shape of a module."""
 
     role: Role | None
-    """None: a language model, or an encoder, whichever its family is."""
+    """Role of the module; None: a language model or an encoder, by its family."""
     config: str | None = None
     """Name of a configuration class of transformers."""
     stored: Mapping[str, Any] = field(default_factory=dict)

@@ -46,7 +46,7 @@ class TileMap:
 
 
 def tile_map(mask: IntervalMask, query_blocks: Int32, key_blocks: Int32, block: int) -> TileMap:
-    """Of the blocks of queries and keys that are held, in their order; `mask` of whole blocks."""
+    """Returns the map of the held blocks of queries and keys, in their order; `mask` has whole blocks."""
     kinds = block_map(mask, query_blocks, block)[:, key_blocks]
     rows, columns = np.nonzero(kinds != EMPTY)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(kinds)))])

@@ -133,7 +133,7 @@ class MediaKind:
 
     open: Callable[[Path | StoredFile], Media]
     suffixes: tuple[str, ...]
-    """Of members of WebDataset shards."""
+    """Suffixes of members of WebDataset shards."""
 
 
 MEDIA_KINDS: dict[Modality, MediaKind] = {

@@ -41,9 +41,9 @@ class RecordReader:
 
     file: Path
     folders: Mapping[Modality, Path]
-    """What the paths of media are relative to."""
+    """Folders to which the paths of media are relative."""
     modalities: Collection[Modality]
-    """What the model's modules take."""
+    """Modalities that the model's modules take."""
     unread: dict[str, str] = field(default_factory=dict)
     """Keys that are not read, and where the first one of each stands."""
 

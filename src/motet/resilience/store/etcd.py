@@ -49,7 +49,7 @@ class EtcdAddress:
 
     @staticmethod
     def parse(text: str) -> "EtcdAddress | None":
-        """None if the text is of another form."""
+        """Parses an address; None if the text has another form."""
         servers, _, name = text.removeprefix(_SCHEME).partition("/")
         found = [host_and_port(server) for server in servers.split(",")]
         if not text.startswith(_SCHEME) or None in found or not re.fullmatch(r"[\w.-]{1,100}", name):

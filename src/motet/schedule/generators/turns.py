@@ -79,8 +79,8 @@ class TowerTurns(NamedTuple):
 
 
 def tower_turns(routes: Routes) -> list[TowerTurns] | None:
-    """None where there is no closed form: without a loss, with modules beside the towers, where groups overlap in part,
-    or hold stages of towers that are not cut alike."""
+    """Returns the turns of towers; None if there is no closed form: without a loss, with modules beside the towers,
+    where groups overlap in part, or hold stages of towers that are not cut alike."""
     plan = routes.plan
     towers = {edge.source for edge in plan.edges if edge.target == plan.loss_module}
     if plan.modules.keys() - towers != {plan.loss_module} or len(plan.edges) != len(towers):
