@@ -46,7 +46,7 @@ class Link:
     name: str
     latency_s: float
     bytes_per_s: float
-    """In one direction."""
+    """Bandwidth in one direction."""
     source: str = ""
     """Source of the numbers."""
 

@@ -247,7 +247,7 @@ def key_of(example: Example) -> _Key:
 
 @dataclass(frozen=True, eq=False)
 class CompositePartLayout:
-    """How examples are laid out for one part of the model, and its tensors of them."""
+    """Layouts of examples for one part of the model, and its tensors."""
 
     name: str
     whole: CompositeProcessor

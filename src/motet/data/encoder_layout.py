@@ -1,4 +1,4 @@
-"""How images and sounds are laid out for an encoder, from sizes and configurations alone. Imports no torch.
+"""Layouts of images and sounds for an encoder, from sizes and configurations alone. Imports no torch.
 
 The size of a processed image or sound follows from the configuration of the HuggingFace processor, by the rules in
 `RULES`; the processors' classes, which import torch, are not needed. Tests compare every rule with its processor.
@@ -261,7 +261,7 @@ class EncoderLayout:
         return pooled(replace(segment, num_frames=num_frames), self.pooling)
 
     def frame_times(self, video: VideoSize) -> tuple[float, ...]:
-        """When the frames of a video that are read are shown."""
+        """Times of the frames of a video that are read."""
         grid = self.grid((video.height, video.width))
         one = encoder_segment(self.config, item=0, grid=grid, feature_select=self.feature_select)
         per_patch = temporal_patch_size(self.config)

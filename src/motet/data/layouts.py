@@ -1,4 +1,4 @@
-"""How examples are laid out for every module of a model's graph: tokens, and where modules' outputs enter others.
+"""Layouts of examples for every module of a model's graph: tokens, and where modules' outputs enter others.
 
 Each module has a `ModuleLayout`; `SampleLayouts` asks them in the order of the graph. Torch is not imported, and no
 pixels or waveforms are decoded.
@@ -30,7 +30,7 @@ from motet.schedule.batch_sync import Pair, num_comparisons
 
 
 class ModuleLayout(Protocol):
-    """How examples are laid out for one module."""
+    """Layouts of examples for one module."""
 
     def lay_out(self, example: Example, layouts: Layouts) -> tuple[tuple[Segment, ...], int | None]:
         """The module's layout of an example, () if it has nothing for the module; and the number of tokens that carry

@@ -24,7 +24,7 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """How a value lies over the tokens of a microbatch."""
+    """Layout of a value over the tokens of a microbatch."""
 
     rows: int
     """The dimension of the rows."""

@@ -89,7 +89,7 @@ class OwnConfig:
     shape_of: nn.Module = field(repr=False)
     """A copy without weights."""
     source: str | None = None
-    """How the run file names it."""
+    """Name of the encoder in the run file."""
     values: Mapping[str, Any] = field(default_factory=dict)
     blocks: OwnBlocks | None = None
     """Blocks between which the module is cut; None: it is not cut."""

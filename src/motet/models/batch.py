@@ -115,7 +115,7 @@ def _keys_of(encoder: ModalityModule) -> tuple[str, ...]:
 def _tensors_of_encoders(
     batch: Mapping[str, Any], encoders: Mapping[str, ModalityModule]
 ) -> dict[str, Mapping[str, Any]]:
-    """For each encoder, what the batch has for it."""
+    """Returns the batch's tensors for each encoder."""
     found: dict[str, Mapping[str, Any]] = {}
     readers: dict[str, str] = {}
     known = {*TEXT_KEYS, *BY_PRODUCTS}

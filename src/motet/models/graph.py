@@ -132,7 +132,7 @@ class ModalityModule(nn.Module):
 
     @property
     def callbacks(self) -> tuple[Callable[..., Any] | None, ...]:
-        """In call order."""
+        """Callbacks in call order."""
         return self.preprocess_callback, self.postprocess_module_callback, self.postprocess_projector_callback
 
     def build_projector(self, out_features: int, *, seed: int = 0) -> None:

@@ -255,7 +255,7 @@ def _from(
     name: str,
     layer: int,
 ) -> float:
-    """From the start of a layer's forward to the end of its backward."""
+    """Time from the start of a layer's forward to the end of its backward."""
     return after_forward[name][layer] + one[name][0][layer] + one[name][1][layer]
 
 

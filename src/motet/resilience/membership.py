@@ -69,7 +69,7 @@ class Membership:
 
     generation: int
     nodes: tuple[int, ...]
-    """In the order of ranks: with n devices a node, nodes[i] has the ranks [i n, (i + 1) n)."""
+    """Nodes in the order of ranks: with n devices a node, nodes[i] has the ranks [i n, (i + 1) n)."""
     leaving: tuple[int, ...] = ()
     """Nodes that only send what they hold; their ranks follow all others'. Nobody trains meanwhile."""
     waiting: tuple[int, ...] = ()

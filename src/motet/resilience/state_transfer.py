@@ -76,7 +76,7 @@ class ItemDescription:
     num_bytes: int
     """Bytes of the whole item."""
     steps: float
-    """For moments: number of updates so far."""
+    """Number of updates so far, for moments."""
 
     @property
     def share(self) -> float:

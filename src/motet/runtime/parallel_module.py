@@ -360,7 +360,7 @@ class _GivenGradients(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """How one module of a `MultimodalModule` is laid out."""
+    """Layout of one module of a `MultimodalModule`."""
 
     tp_size: int = 1
     """Size of the tensor-parallel groups."""
@@ -388,7 +388,7 @@ class ParallelSpec:
 
 @dataclass(frozen=True)
 class MultimodalParallelSpec:
-    """How a whole model is laid out; `apply` does it. The fields are the arguments of `MultimodalParallelModule`."""
+    """Layout of a whole model, which `apply` applies. The fields are the arguments of `MultimodalParallelModule`."""
 
     encoder_specs: Mapping[str, ParallelSpec]
     language_model_spec: ParallelSpec
@@ -503,7 +503,7 @@ class MultimodalParallelModule(ParallelModule):
 
 @dataclass(frozen=True)
 class TowerSpec:
-    """How one tower, or the caption decoder, of a `ContrastiveModule` is laid out."""
+    """Layout of one tower, or of the caption decoder, of a `ContrastiveModule`."""
 
     tp_size: int = 1
     """Size of the tensor-parallel groups."""
@@ -652,7 +652,7 @@ def _without_weights(model: ModuleGraph) -> ModuleGraph:
 
 
 def _kept_callbacks(model: ModuleGraph) -> dict[int, Any]:
-    """For `copy.deepcopy`: functions of the user's are not copied with what they are bound to."""
+    """Prevents `copy.deepcopy` from copying the objects that the user's callbacks are bound to."""
     return {id(callback): callback for node in model.nodes.values() for callback in node.callbacks}
 
 

@@ -84,7 +84,7 @@ class Routes:
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """In topological order."""
+        """Returns the cells in topological order."""
         microbatches = self.cell_microbatch.tolist()
         return tuple(
             Cell(stage.module, stage.replica, stage.stage, microbatch)

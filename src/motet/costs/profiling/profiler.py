@@ -58,7 +58,7 @@ class Measurement:
     layers: LayerRange
     load: Load
     weight_gradient: bool
-    """Its weights have a gradient."""
+    """Whether its weights have a gradient."""
     input_gradient: bool
     """A gradient leaves it for what lies before it."""
     forward_s: float

@@ -85,7 +85,7 @@ def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
 
 
 def _folders(data: FilesConfig) -> dict[Modality, Path]:
-    """By modality, what the paths of media are relative to."""
+    """Returns the folder to which the paths of media are relative, by modality."""
     own = getattr(data, "media_folder", ".")
     return {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
 

@@ -68,7 +68,7 @@ class Handover:
 
 
 class StandIn(nn.Module):
-    """In the place of a module that another stage holds."""
+    """Stands in for a module that another stage holds."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class StandIn(nn.Module):
 
 
 class BlockStandIn(StandIn):
-    """In the place of a block."""
+    """Stands in for a block."""
 
     def __init__(self, original: nn.Module, block: int, handover: Handover) -> None:
         super().__init__(original)
@@ -107,7 +107,7 @@ class BlockStandIn(StandIn):
 
 
 class Behind(StandIn):
-    """In the place of the head. Reached where the model skipped all blocks behind the stage."""
+    """Stands in for the head. Reached where the model skipped all blocks behind the stage."""
 
     def __init__(self, original: nn.Module, handover: Handover) -> None:
         super().__init__(original)

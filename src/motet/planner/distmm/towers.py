@@ -1,4 +1,4 @@
-"""From the layouts of towers to a plan: each tower on its own ranks, or several on the same, and the loss on all that
+"""Makes plans from the layouts of towers: each tower on its own ranks, or several on the same, and the loss on all that
 hold features. A caption decoder has ranks of its own, after the towers'.
 
 Ranks are numbered tower by tower, then by replica, by stage, and tensor parallelism fastest, so tensor-parallel groups

@@ -218,7 +218,7 @@ class _Run:
         self.policy, self.warning_s = policy, warning_s
         self.now_s = start_s
         self.ready_s = start_s
-        """When iterations continue."""
+        """Time at which iterations continue."""
         self.current = PolicyState(iteration_s=inf, pause_s=0.0)
         self.unsaved = 0
         """Complete iterations since the last checkpoint."""

@@ -51,7 +51,7 @@ class LearningRateSchedule:
     min_ratio: float
 
     def factor(self, finished_steps: int) -> float:
-        """In the step after so many finished ones."""
+        """Factor in the step after so many finished ones."""
         if finished_steps < self.warmup_steps:
             return (finished_steps + 1) / self.warmup_steps
         if self.shape == "constant":

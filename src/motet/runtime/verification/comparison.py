@@ -47,9 +47,9 @@ class References:
     """The plain model on the batch."""
 
     plain: LossAndGradients
-    """In the run's own dtype."""
+    """Plain transformers in the run's own dtype."""
     exact: LossAndGradients
-    """In float64; the same thing as `plain` for a run in float64."""
+    """Plain transformers in float64; the same object as `plain` for a run in float64."""
 
     def of_runs_in(self, dtype: str) -> LossAndGradients:
         """The reference that such a run is compared with."""

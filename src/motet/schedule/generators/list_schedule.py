@@ -123,7 +123,7 @@ class _Clock:
         self.first_backward = KINDS.index(Kind.BACKWARD) * routes.num_cells
         backwards = self.first_backward + np.flatnonzero(routes.cell_has_backward)
         self.actions = np.concatenate([np.arange(routes.num_cells), backwards[::-1]])
-        """In topological order."""
+        """Actions in topological order."""
         self.tables = ActionTables(Dependencies(routes), self.actions, duration_s)
         self.routes_out = routes.routes_out.lengths.tolist()
         source = routes.route_source.tolist()
