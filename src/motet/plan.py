@@ -51,7 +51,7 @@ class Replica:
 
     @property
     def shares_context(self) -> bool:
-        """Whether tokens are shared out in some stage: samples are packed in all of them then."""
+        """Whether some stage has context parallelism: samples are then packed in all stages."""
         return any(stage.cp_size > 1 for stage in self.stages)
 
 

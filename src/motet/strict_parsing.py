@@ -99,7 +99,7 @@ def _num_nodes(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
     if depth > MAX_YAML_DEPTH:
         refuse(f"values are nested more than {MAX_YAML_DEPTH} deep")
     if id(node) not in counted:
-        counted[id(node)] = 0  # Not known yet: whoever finds it is inside of it.
+        counted[id(node)] = 0  # Not known yet: a value that finds it is inside of it.
         below: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):
             below = node.value

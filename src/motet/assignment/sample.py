@@ -18,7 +18,7 @@ class Segment:
     item: int = 0
     """Number of the image, clip, ... of the source within the sample."""
     num_outputs: int | None = None
-    """Encoders: tokens handed on for the item, after head and projector. None: as many as `num_tokens`."""
+    """Output tokens of an encoder for the item, after head and projector. None: as many as `num_tokens`."""
     grid: tuple[int, ...] = ()
     """Encoders: what the family derives positions and masks from (patch rows and columns, frames)."""
     num_frames: int = 0
@@ -48,7 +48,7 @@ class Sample:
         return sum(segment.num_tokens for segment in self.layouts.get(module, ()))
 
     def num_outputs(self, module: str) -> int:
-        """Tokens that the module hands on."""
+        """Number of the module's output tokens."""
         return sum([segment.outputs for segment in self.layouts.get(module, ())])
 
 

@@ -329,7 +329,7 @@ def _numbered(module: Any) -> list[tuple[int, FeatureFunction]]:
 
 
 def _inner_tokens(function: FeatureFunction, made: Mapping[str, Any], outputs: list[int]) -> list[int]:
-    """The tokens of each medium inside the encoder: those of the raw tensor, in proportion to what is handed on. Costs
+    """The tokens of each medium inside the encoder: those of the raw tensor, in proportion to output tokens. Costs
     are estimated by them."""
     raw = made.get(function.raw)
     if not isinstance(raw, Tensor):

@@ -141,7 +141,7 @@ def _form(name: str, small: Tensor | None, large: Tensor | None) -> Form:
     columns = [dim for dim in changed if (small.shape[dim], large.shape[dim]) == (5, 7)]
     if small.ndim != large.ndim or len(changed) != 2 or not rows or not columns:
         raise UserError(
-            f"{name}: its blocks read a tensor {list(small.shape)} of 3 sequences of 5 tokens that cannot be handed on "
+            f"{name}: its blocks read a tensor {list(small.shape)} of 3 sequences of 5 tokens that cannot be passed on "
             "token by token; use one stage"
         )
     others = tuple(size for dim, size in enumerate(small.shape) if dim not in changed)

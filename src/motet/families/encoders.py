@@ -142,7 +142,7 @@ def num_blocks(model: nn.Module) -> int:
 
 
 def num_running_blocks(model: nn.Module, feature_layer: int | None) -> int:
-    """How many blocks lie before the features that are handed on.
+    """Returns the number of blocks before the features that are the output.
 
     `feature_layer`: an index into transformers' `hidden_states` (0: the embeddings), as LLaVA's `vision_feature_layer`;
     None: all blocks. Raises `ValueError` for one that the model does not have.

@@ -85,7 +85,7 @@ class OwnConfig:
     hidden_size: int
     """Width inside."""
     output_size: int
-    """Width of what it hands on."""
+    """Width of its output."""
     shape_of: nn.Module = field(repr=False)
     """A copy without weights."""
     source: str | None = None
@@ -100,7 +100,7 @@ class OwnConfig:
         return self.blocks.number if self.blocks else 0
 
     def num_tokens(self, shape: Shape) -> tuple[int, int]:
-        """How many tokens an item has inside, and how many are handed on. Raises `UserError` for one that the module
+        """Returns the numbers of tokens of an item inside and at the output. Raises `UserError` for one that the module
         cannot take."""
         if shape not in self._counts:
             # Its forward may do something else with items of another shape.

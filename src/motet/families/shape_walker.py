@@ -238,7 +238,7 @@ class _Walk:
             if isinstance(getattr(module, "config", None), PretrainedConfig):
                 module.config._attn_implementation = ATTENTION
         found = trace(self.model, self.blocks[1], self.inputs(num_tokens))
-        if self.is_causal:  # Some models hand on several vectors of a token.
+        if self.is_causal:  # Some models pass several vectors of a token from block to block.
             found.num_tokens = num_tokens
         return found
 

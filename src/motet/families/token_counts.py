@@ -3,7 +3,7 @@
 Pure: no torch, so that layouts can be written (and iterations simulated) without a model. A `grid` is what a family's
 positions and masks derive from:
 
-| family (`model_type` of its configuration) | grid | tokens inside | tokens handed on: "patch" / "full" |
+| family (`model_type` of its configuration) | grid | tokens inside | output tokens: "patch" / "full" |
 |---|---|---|---|
 | SigLIP | (patch rows, patch columns) | rows x columns | the same |
 | CLIP, DINOv2 | (patch rows, patch columns) | 1 + rows x columns | rows x columns / with the class token |

@@ -72,7 +72,7 @@ class ModalityModule(nn.Module):
         preprocess_callback: (inputs) -> inputs, before the module.
         postprocess_module_callback: (inputs, output) -> output, between module and projector.
         postprocess_projector_callback: (inputs, output) -> output, after the projector.
-        feature_layer: index into the encoder's hidden states of what is handed on (LLaVA: -2); None: its output.
+        feature_layer: index into the encoder's hidden states of those that are its output (LLaVA: -2); None: the last.
         feature_select: "patch" leaves out class tokens and padding, "full" hands all of them on.
 
     `motet.models.stages.encoder` says what callbacks are given and when they are called.
@@ -127,7 +127,7 @@ class ModalityModule(nn.Module):
 
     @property
     def projected_size(self) -> int:
-        """Width of what the module hands on."""
+        """Width of the module's output."""
         return self.output_size if self.projector is None else projected_size(self.projector)
 
     @property
@@ -276,7 +276,7 @@ class EncoderNode(ModuleNode):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TowerNode(EncoderNode):
-    """An encoder that hands on one vector of each item, and, if a caption decoder reads it, all features behind it."""
+    """An encoder that outputs one vector of each item, followed by all its features if a caption decoder reads it."""
 
     role: ClassVar[Role] = "tower"
 
@@ -487,7 +487,7 @@ class ModuleGraph(nn.Module, ABC):
         """The output of a node for all samples that have a layout in it, in one process; empty if there is none.
 
         Args:
-            outputs: by name, of the nodes before it: [tokens handed on by all samples, width].
+            outputs: of the previous nodes, by name: [output tokens of all samples, width].
         """
         members = [i for i, sample in enumerate(batch.samples) if sample.has(name)]
         if not members:

@@ -10,7 +10,7 @@ Candidates are
 Then `auto` tries the best few under other schedules, and the best and the fastest that does not fit with sequence
 parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
 (`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
-`motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
+`motet.planner.distmm.local_search` searches plans of contrastive towers.
 
 `own_layouts` has these families of layouts, some of which no paper has:
 

@@ -155,7 +155,7 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
         return Prepared(costs(whole), None, None)
     folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
     fewer = None
-    # Where members of a group exchange keys, or towers are contrasted, compute times depend on the place on the nodes.
+    # With context parallelism or contrastive towers, compute times depend on the placement on nodes.
     depends_on_nodes = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
     if not depends_on_nodes and problem.cluster.num_nodes > 1:
         fewer = fold(plan, whole, problem.sample_kinds)

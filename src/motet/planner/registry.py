@@ -32,7 +32,7 @@ from motet.planner.templates.planner import oobleck
 class Planner:
     plan: PlanFunction
     plans_towers: bool = False
-    """Whether it plans towers that a loss contrasts."""
+    """Whether it plans contrastive towers."""
     chooses_cp: bool = False
     """Whether it chooses context-parallel sizes."""
     chooses_num_devices: bool = False

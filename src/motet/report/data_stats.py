@@ -42,7 +42,7 @@ class ModuleStats:
     video_frames: Floats
     """[videos] frames that are read."""
     video_tokens: Floats
-    """[videos] tokens that are handed on."""
+    """Output tokens of each video."""
 
     @property
     def share_of_samples(self) -> float:

@@ -204,7 +204,7 @@ class StageRunner:
     def backward(self, cell: Cell, gradients: Mapping[Route, Tensor]) -> dict[Route, Tensor]:
         """Accumulates into the parameters' `.grad`; returns the gradient of each input that carries one back.
 
-        The roots are the hidden states that were handed on, with the gradients that came back for them, and the loss.
+        The roots are the hidden states that were output, with the gradients received for them, and the loss.
         Where the backward is split this is its input half, and `backward_weight` has to follow.
 
         Args:

@@ -118,7 +118,7 @@ ReplicaKey = tuple[str, int]
 
 
 def pipelines(plan: Plan, assignment: BatchAssignment) -> list[list[ReplicaKey]]:
-    """The replicas that hang together, by what they hand on to each other or by shared ranks: each pipeline's in the
+    """The connected replicas, which send to each other or share ranks: each pipeline's in the
     order of the plan. What one pipeline does, no other one waits for until gradients are reduced."""
     keys = [(name, r) for name, module in plan.modules.items() for r in range(len(module.replicas))]
     parent = {key: key for key in keys}

@@ -141,7 +141,7 @@ class ModuleWorkload:
     config: Config = field(repr=False)
     hidden_size: int
     output_size: int
-    """Width of what it hands on."""
+    """Width of its output."""
     layers: tuple[LayerShape, ...]
     arrangement: Arrangement = "separate"
     tied: tuple[tuple[int, int], ...] = ()
@@ -251,8 +251,8 @@ transformers gives the normed features for the last of `hidden_states`."""
 
 
 def with_feature_layer(encoder: ModuleWorkload, feature_layer: int) -> ModuleWorkload:
-    """The encoder that hands on the features before its head: blocks behind them, and the head, have parameters but do
-    not run.
+    """The encoder whose output is the features before its head: blocks behind them, and the head, have parameters but
+    do not run.
 
     `feature_layer`: an index into transformers' hidden states (0: the embeddings), as LLaVA's `vision_feature_layer`.
     """

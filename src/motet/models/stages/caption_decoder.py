@@ -5,7 +5,7 @@ model's own forward runs, with only the stage's blocks in it; every block attend
 of its sample's image. Layers: embed, the blocks, head (docs/architecture.md). Between stages travels
 [rows, columns, hidden_size], a row for each sample, padded on the right.
 
-The tower hands on its pooled vector and then its features (`ModalityModule.pooling` "first"); the decoder reads the
+The tower outputs its pooled vector and then its features (`ModalityModule.pooling` "first"); the decoder reads the
 features alone. They are as wide as the decoder: transformers' cross-attention has no projection of another width.
 
 Limits: samples stand in rows of their own (no packing, no context parallelism); a caption's sample has an image.

@@ -178,7 +178,7 @@ class CausalStage(nn.Module):
 
         Args:
             ids: [rows, columns]; read by the first stage.
-            hidden: what the stage before handed on.
+            hidden: the previous stage's output.
             enter: from embedded tokens to what is to stand in their place.
             rows: indices into the flattened [rows * columns], of the logits that are wanted on the last stage; None:
                 all.

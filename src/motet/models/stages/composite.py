@@ -4,7 +4,7 @@ The model's own functions run: of an encoder, `get_image_features` and the like;
 forward with their results given. So tiles, grids, positions, masks of images and further outputs that enter between
 blocks are as the model has them. An encoder is one stage.
 
-An encoder hands on rows of `width` for every placeholder, or of several widths side by side if further outputs enter
+An encoder outputs rows of `width` for every placeholder, or of several widths side by side if further outputs enter
 between the language model's first blocks (deepstack). In a sample's layout its items stand in the order of the
 encoder's functions; `Segment.grid` is the number of the function.
 """
@@ -155,7 +155,7 @@ class CompositeLanguageModelStage(CausalStage):
         put_stand_ins_for_others(model, composite, name)
 
     def incoming_size(self, source: str) -> int:
-        """Width of the rows that an encoder hands on."""
+        """Width of the rows of an encoder's output."""
         num_deep = self.composite.num_deep_features if self.composite.is_deep(source) else 0
         return self.hidden_size * (1 + num_deep)
 
@@ -273,7 +273,7 @@ class GivenOutputs:
 
 
 class EncoderRows(list[Tensor]):
-    """The rows that an encoder hands on, in both forms in which models read them: a list of tensors, or one tensor."""
+    """The rows of an encoder's output, in both forms in which models read them: a list of tensors, or one tensor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self[0], name)

@@ -6,7 +6,7 @@ owners of the other direction. Then the gradients of its rows are complete where
 
 A pair of towers compares the samples that have an item for both, with one another and with no other sample. The loss
 is the sum over all pairs of towers (all of them, or those with the anchor) and their samples; divided by the number of
-these comparisons it is their mean. Features are normalized here, so that a tower hands on what transformers calls its
+these comparisons it is their mean. Features are normalized here, so that a tower outputs what transformers calls its
 embeddings.
 
 With s_ij = scale x_i . y_j + bias for the features x and y of two towers, of N samples each, the losses are
@@ -496,7 +496,7 @@ def _exchange_lse(
     for (a, b), compared in share.compared.items():
         for rows, columns in ((a, b), (b, a)):
             lse = found[rows, columns].lse if (rows, columns) in found else own[rows].new_empty(0)
-            # Whoever has rows of the other tower needs them.
+            # Members with rows of the other tower need them.
             receivers = [m for m, places in enumerate(share.shares.places[columns]) if len(places)]
             places = _places_among(compared.samples, share.shares.places[rows])
             whole[rows, columns] = exchange.gather(lse, places, receivers)

@@ -284,7 +284,7 @@ class EncoderStage(nn.Module):
         return row[0]
 
     def _run_head(self, hidden: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """[sum of num_tokens, hidden_size] -> what the layouts hand on of it."""
+        """[sum of num_tokens, hidden_size] -> the rows that the layouts list as outputs."""
         if self._runs_head:
             groups = self._groups(hidden, samples)
             finished = [

@@ -237,7 +237,7 @@ class LanguageModelStage(CausalStage):
     def _all_tokens(self, states: Tensor, sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
         if context is None or self._context is None or self._context.size == 1:
             return all_tokens(states, sequences)
-        # Each member of the context-parallel group hands on all tokens, and gradients of the members are added up.
+        # Each member of the context-parallel group outputs all tokens, and gradients of the members are added up.
         return scale_gradient(context.gather(states[0]), 1 / self._context.size)
 
     def _enter(

@@ -33,7 +33,7 @@ class StageInput:
     hidden: Tensor | None = None
     """The output of the module's previous stage; None on the first stage."""
     incoming: Mapping[str, Tensor] = field(default_factory=dict)
-    """By source module, the rows that it hands on [num_rows, width], in the order (sample, item)."""
+    """Output rows [num_rows, width] of each source module, in the order (sample, item)."""
     hands_on: bool = False
     """Whether other modules read the hidden states of a last stage that computes a loss too."""
     shares: Shares | None = None

@@ -296,7 +296,7 @@ class _Clock:
                 self.bytes_held[unit] += sign * self.sizes[cell]
 
     def _finish(self, action: int, idle: set[int]) -> None:
-        """Frees the action's ranks and hands on what it wrote; adds the units that may have something to start."""
+        """Frees the action's ranks and passes on what it wrote; adds the units that may have something to start."""
         stage = self.cell_stage[action % self.num_cells]
         self.num_running[self.pipeline[stage]] -= 1
         for unit in self.units[stage]:
