@@ -128,6 +128,10 @@ def _types_in(annotation: Any) -> list[Any]:
             "parallel={planner: explicit, explicit: {vision: {pp: 2, layers_per_stage: [3]}, language_model: {}}}",
             "parallel.explicit.vision.layers_per_stage: has 1 entries for pp: 2",
         ),
+        (
+            "parallel={planner: explicit, explicit: {vision: {ep: 2}, language_model: {}}}",
+            "parallel.explicit.vision.ep: is 2, but only a language model has experts",
+        ),
         ("train.steps.more=3", 'train.steps: is {"more": 3}'),
         ("train.learning_rate.x.y=3", "train.learning_rate is 0.001, which has no keys"),
         ("steps", "--set steps: is not of the form a.b.c=value"),

@@ -102,6 +102,20 @@ WITH_LLM = encoder_and(llm=language_model(replica(0)))
         (llm(stage((0, 2), (0,)), trainable=((1, 3),)), (), r"llm.trainable: \[1, 3\) is not within the 2 layers"),
         (llm(stage((0, 2), (0,)), tied=((0, 2),)), (), "modules.llm.tied: 0 and 2 are not two layers"),
         (llm(stage((0, 2), (0,)), copy_of="vision"), (), "modules.llm.copy_of: there is no module 'vision'"),
+        (llm(stage((0, 2), (0,)), ep=0), (), "modules.llm.ep: is 0; give at least 1"),
+        (llm(stage((0, 2), (0,)), ep=2), (), r"ep: is 2, but must be tp_size \(1\) times a divisor of the 1 replicas"),
+        (llm(stage((0, 2), (0, 1), tp_size=2), ep=3), (), r"must be tp_size \(2\) times"),
+        (llm(stage((0, 1), (0, 1), tp_size=2), stage((1, 2), (2,)), ep=2), (), "its stages or replicas are not alike"),
+        (
+            llm(stage((0, 2), (0, 1), tp_size=2), ep=2, fully_sharded=True),
+            (),
+            "llm.ep: is 2, which fully_sharded does not support",
+        ),
+        (
+            {"vision": replace(llm(stage((0, 2), (0, 1), tp_size=2), ep=2)["llm"], kind="encoder")},
+            (),
+            "only a language model's experts are distributed",
+        ),
         (encoder_and(copy=module(replica(0, 1), copy_of="copy")), (), "modules.copy.copy_of: copy is itself a copy"),
         (encoder_and(copy=module(replica(0), copy_of="vision")), (), "copy: its num_layers and trainable differ"),
         (encoder_and(copy=module(replica(0, 1), copy_of="vision", trainable=())), (), "copy: its num_layers"),
@@ -130,6 +144,9 @@ def test_microbatches_and_recomputation_are_checked() -> None:
         replace(PLAN, num_microbatches=0)
     with pytest.raises(ValueError, match="replica_microbatches: has 3 numbers, but vision has 1 replicas"):
         replace(PLAN, replica_microbatches=(1, 2, 1))
+    shared = replace(language_model(replica(0), replica(1)), ep=2)
+    with pytest.raises(ValueError, match=r"replicas that share experts \(ep 2\) need equal numbers"):
+        Plan(modules={"llm": shared}, edges=(), num_microbatches=1, replica_microbatches=(1, 2))
     with pytest.raises(ValueError, match=r"replica_microbatches: is \[0\]; give at least 1 each"):
         replace(PLAN, replica_microbatches=(0,))
     with pytest.raises(ValueError, match="recompute: there is no module 'text'"):

@@ -88,6 +88,10 @@ class ModulePlan:
     fully_sharded: bool = False
     """Inside context-parallel groups, each rank keeps a share of parameters, gradients and optimizer state only, and
     gathers the others' parameters to compute (FSDP)."""
+    ep: int = 1
+    """Ranks over which the experts of each layer are distributed, each expert whole on one of them: those of a
+    tensor-parallel group, or of the groups of ep / tp_size replicas, which exchange tokens. 1: experts are cut as other
+    weights are."""
     loss_weight: float = 0.0
     """Weight of the loss that the module's last layer computes; 0: the module has none."""
     context: ContextOptions = ContextOptions()
@@ -97,6 +101,11 @@ class ModulePlan:
 
     def is_trainable(self, layers: LayerRange) -> bool:
         return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
+
+    @property
+    def replicas_sharing_experts(self) -> int:
+        """Number of replicas over which experts are distributed; their stages run their microbatches together."""
+        return max(1, self.ep // self.replicas[0].stages[0].tp_size)
 
     def data_module(self, name: str) -> str:
         """Returns the module whose layouts and features the module `name` reads."""
@@ -182,6 +191,23 @@ class Plan:
         return parse_strictly(Plan, text, what="plan")
 
 
+def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
+    """Returns the tensor-parallel groups of a stage, one for each share of the tokens; consecutive in `stage.ranks`."""
+    return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
+
+
+def expert_groups(module: ModulePlan, layers: LayerRange) -> list[tuple[int, ...]]:
+    """Of the stages with these layers, which are alike in all replicas: the groups over whose ranks experts are
+    distributed."""
+    stages = [stage for replica in module.replicas for stage in replica.stages if stage.layers == layers]
+    groups = []
+    for first in range(0, len(stages), module.replicas_sharing_experts):
+        sharing = stages[first : first + module.replicas_sharing_experts]
+        for members in zip(*map(tensor_parallel_groups, sharing), strict=True):
+            groups.append(tuple(rank for ranks in members for rank in ranks))
+    return groups
+
+
 def check_plan(plan: Plan) -> None:
     """Raises `ValueError` for a plan that no runtime could execute, naming the place."""
     _require(plan.version == VERSION, f"version: is {plan.version}; this motet reads {VERSION}, so make the plan anew")
@@ -244,6 +270,7 @@ def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
         not module.fully_sharded or (module.kind != "loss" and module.copy_of is None),
         f"{where}.fully_sharded: is for modules with parameters of their own; set it to false",
     )
+    _check_experts(plan, where, module)
     if module.copy_of is None:
         return
     _require(module.copy_of in plan.modules, f"{where}.copy_of: there is no module {module.copy_of!r}")
@@ -259,6 +286,31 @@ def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
         f"{where}: its num_layers and trainable differ from those of {module.copy_of}, whose copy it is; "
         "they must be equal",
     )
+
+
+def _check_experts(plan: Plan, where: str, module: ModulePlan) -> None:
+    """Expert parallelism: replicas that share experts compute every microbatch together."""
+    _require(module.ep >= 1, f"{where}.ep: is {module.ep}; give at least 1")
+    if module.ep == 1:
+        return
+    key = f"{where}.ep: is {module.ep}"
+    _require(module.kind == "language_model", f"{key}, but only a language model's experts are distributed; give 1")
+    _require(not module.fully_sharded, f"{key}, which fully_sharded does not support; set one of them to its default")
+    shapes = [[(s.layers, s.tp_size, s.cp_size) for s in replica.stages] for replica in module.replicas]
+    tp_size = module.replicas[0].stages[0].tp_size
+    _require(
+        all(shape == shapes[0] for shape in shapes) and all(size == tp_size for _, size, _ in shapes[0]),
+        f"{key}, but its stages or replicas are not alike in layers, tp_size and cp_size; give alike ones",
+    )
+    _require(
+        module.ep % tp_size == 0 and len(module.replicas) % (module.ep // tp_size) == 0,
+        f"{key}, but must be tp_size ({tp_size}) times a divisor of the {len(module.replicas)} replicas",
+    )
+    if module.ep > tp_size:
+        _require(
+            len(set(plan.replica_microbatches)) <= 1,
+            f"replica_microbatches: replicas that share experts (ep {module.ep}) need equal numbers",
+        )
 
 
 def _check_replica(where: str, module: ModulePlan, replica: Replica) -> None:

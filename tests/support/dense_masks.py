@@ -105,6 +105,10 @@ def answers(q: Token, k: Token) -> bool:
     return causal(q, k) and k.answer in (-1, q.answer)
 
 
+def answers_own_item(q: Token, k: Token) -> bool:
+    return k.answer in (-1, q.answer) and media_see_their_item(q, k)
+
+
 def answers_block_causal(q: Token, k: Token) -> bool:
     # A run that crosses the end of the question is two: what comes after is another's.
     return k.answer in (-1, q.answer) and (

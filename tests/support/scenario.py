@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 from tiny_encoders import ENCODERS, GRIDS, features_of
-from tiny_language_models import SIZES, TINY
+from tiny_language_models import MIXTURES, SIZES, TINY
 from torch import Tensor, nn
 
 from motet.assignment.sample import Sample, Segment
@@ -59,6 +59,9 @@ class Scenario:
     context_block: int = CONTEXT_BLOCK
     media_attention: str = "causal"
     sequence_parallel: bool = False
+    ep: int = 1
+    """Of the language model."""
+    router_aux_loss: float = 0.0
     dp: int = 1
     units: tuple[int, int, int] | None = None
     """Numbers of replicas of vision, audio and language model on ranks of their own, in the place of `dp`."""
@@ -101,7 +104,7 @@ class Scenario:
                 part |= {"feature_select": self.feature_select, "feature_layer": self.feature_layer}
             return part
 
-        _, llm_class, llm_values = TINY[self.llm]
+        _, llm_class, llm_values = (TINY | MIXTURES)[self.llm]
         config = RunConfig.model_validate(
             {
                 "model": {
@@ -110,6 +113,7 @@ class Scenario:
                         "config": llm_class.__name__,
                         "values": {**SIZES, **llm_values},
                         "train": {"module": "language_model" not in frozen},
+                        "router_aux_loss": self.router_aux_loss,
                     },
                     "merge": self.merge,
                 },
@@ -157,6 +161,7 @@ class Scenario:
                 tied=((0, num_layers[name] - 1),) if is_llm and is_tied(llm) else (),
                 sequence_parallel=self.sequence_parallel and self.tp > 1,
                 fully_sharded=self.fully_sharded,
+                ep=self.ep if is_llm else 1,
                 loss_weight=1.0 if is_llm else 0.0,
                 context=ContextOptions(
                     block_size=self.context_block,

@@ -16,13 +16,15 @@ class BatchAssignment:
     """The cut of one global batch. Modules need not cut it alike.
 
     `microbatches[module][replica][i]` are indices into the global batch. A module's microbatch lists only samples that
-    the module has something to do for; an empty one has no actions.
+    the module has something to do for; an empty one has no actions, unless replicas that share experts wait for it.
     """
 
     microbatches: Mapping[str, tuple[tuple[Microbatch, ...], ...]]
 
     def samples_of(self, module: str, replica: int, microbatch: int) -> Microbatch:
-        return self.microbatches[module][replica][microbatch]
+        """Empty for an idle microbatch: one that only replicas have with which this one shares experts."""
+        own = self.microbatches[module][replica]
+        return own[microbatch] if microbatch < len(own) else ()
 
 
 def split_evenly(items: Sequence[int], num_parts: int) -> tuple[Microbatch, ...]:

@@ -52,6 +52,12 @@ class Sample:
         return sum([segment.outputs for segment in self.layouts.get(module, ())])
 
 
+def members_of_cell(samples: Sequence[Sample], indices: Sequence[int], module: str) -> list[Sample]:
+    """The samples of a microbatch. An idle one, in which a stage only computes what others send to its experts, has one
+    token without a loss."""
+    return [samples[i] for i in indices] or [Sample("idle", {module: (Segment(1),)})]
+
+
 def kinds_of_samples(samples: Sequence[Sample]) -> list[int]:
     """A number for each sample, the same for those of the same layouts: they cost the same."""
     numbers: dict[object, int] = {}

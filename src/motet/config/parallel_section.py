@@ -37,6 +37,10 @@ class ModuleParallelConfig(Section):
     """Whether the ranks of a tensor-parallel group split norms and residuals along the sequence."""
     fully_sharded: bool = False
     """Whether the ranks of a context-parallel group shard parameters and optimizer state (FSDP)."""
+    ep: Degree = 1
+    """Over how many ranks the experts of a mixture are distributed, each expert whole on one of them: `tp` (no tokens
+    are exchanged), or `tp` times a divisor of `dp` (expert parallelism: tokens travel to their experts' ranks and back,
+    none is dropped). 1: each expert is cut by its width over the tensor-parallel group."""
     context: ContextConfig = ContextConfig()
     """How context-parallel groups share tokens."""
 

@@ -33,6 +33,7 @@ from motet.config.section import (
     Share,
 )
 from motet.errors import UserError
+from motet.plan import LANGUAGE_MODEL
 from motet.strict_parsing import parse_strictly, parse_yaml, read_yaml
 
 
@@ -225,6 +226,7 @@ class RunConfig(Section):
         self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
+        self._check_experts()
         self._check_towers()
         return self
 
@@ -267,6 +269,20 @@ class RunConfig(Section):
             raise ValueError(
                 f"parallel.zero1: {where}.fully_sharded shards the optimizer's state already; leave one of the two out"
             )
+
+    def _check_experts(self) -> None:
+        """Refuses distributed experts where they are not shown to be right."""
+        for name, layout in self.parallel.explicit.items():
+            key = f"parallel.explicit.{name}.ep"
+            if layout.ep > 1 and name != LANGUAGE_MODEL:
+                raise ValueError(f"{key}: is {layout.ep}, but only a language model has experts; leave it out")
+            if layout.ep > 1 and self.model.composite is not None:
+                raise ValueError(f"{key}: is {layout.ep}, but experts of composites are not distributed; leave it out")
+            if layout.ep > 1 and self.train.failures is not None:
+                raise ValueError(
+                    f"{key}: is {layout.ep}, but experts of ranks that fail cannot be had from others; leave it out, "
+                    "or train.failures"
+                )
 
     def _check_towers(self) -> None:
         size, whole = self.train.contrastive_batch_size, self.train.global_batch_size

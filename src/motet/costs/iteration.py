@@ -33,13 +33,13 @@ from motet.costs.memory import (
     usable_bytes,
 )
 from motet.costs.stage_seconds import StageCosts, StageSeconds, loss_saved_bytes, loss_share
-from motet.plan import LayerRange, ModulePlan, Stage
+from motet.plan import LayerRange, ModulePlan, Stage, expert_groups
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
 from motet.schedule.dependencies import KINDS, Dependencies, Holder, reductions
 from motet.schedule.generators.list_schedule import MemoryLimit
 from motet.schedule.lower import Message, is_resharded
-from motet.schedule.routes import Cell, Routes
+from motet.schedule.routes import Cell, Routes, replicas_together
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 
@@ -125,7 +125,19 @@ class IterationCosts:
             Kind.INPUT: input_half,
             Kind.WEIGHT: weight_half,
         }
-        return np.stack([by_kind[kind] for kind in KINDS])
+        return np.stack([self._longest_together(by_kind[kind]) for kind in KINDS])
+
+    def _longest_together(self, seconds: Floats) -> Floats:
+        """Cells of replicas that share experts take as long as the longest of those that meet."""
+        for name, module in self.plan.modules.items():
+            for together in replicas_together(module):
+                for s in range(len(module.replicas[0].stages)):
+                    runs = [stage for stage in self.routes.stages if stage[:3] in {(name, r, s) for r in together}]
+                    if len(runs) > 1:
+                        longest = np.max([seconds[run.first : run.last] for run in runs], axis=0)
+                        for run in runs:
+                            seconds[run.first : run.last] = longest
+        return seconds
 
     @cached_property
     def _seconds_of(self) -> list[list[float]]:
@@ -142,7 +154,32 @@ class IterationCosts:
 
     def reduce_s(self, reduce: Reduce) -> float:
         groups, num_bytes = self._shard_groups(reduce)
-        return max(all_reduce_seconds(self.table, self.cluster, ranks, num_bytes) for ranks in groups)
+        of_experts = 0.0
+        if (num_expert_bytes := self._expert_bytes(reduce)) > 0:
+            num_bytes -= num_expert_bytes
+            of_experts = max(
+                all_reduce_seconds(self.table, self.cluster, ranks, num_expert_bytes)
+                for ranks in self._expert_holders(reduce)
+            )
+        return of_experts + max(all_reduce_seconds(self.table, self.cluster, ranks, num_bytes) for ranks in groups)
+
+    def _expert_bytes(self, reduce: Reduce) -> int:
+        """Bytes of a rank's experts of these layers, if replicas share the experts."""
+        module = self.plan.modules[reduce.module]
+        if reduce.tied or module.replicas_sharing_experts == 1:
+            return 0
+        layers = self.cells.workload(reduce.module).layers
+        trainable = [i for i in range(reduce.first, reduce.last) if module.is_trainable((i, i + 1))]
+        return sum(layers[i].num_expert_weights // module.ep for i in trainable) * self.memory.parameter_bytes
+
+    def _expert_holders(self, reduce: Reduce) -> list[tuple[int, ...]]:
+        """The ranks that hold the same experts; groups that are placed alike on the nodes occur once."""
+        module = self.plan.modules[reduce.module]
+        stage = next(s for s in module.replicas[0].stages if s.layers[0] <= reduce.first < s.layers[1])
+        alike: dict[object, tuple[int, ...]] = {}
+        for ranks in zip(*map(sorted, expert_groups(module, stage.layers)), strict=True):
+            alike.setdefault(tuple(sorted(Counter(map(self.cluster.node, ranks)).values())), ranks)
+        return list(alike.values())
 
     def gather_s(self, reduce: Reduce) -> float:
         """The gather of new parameters after the optimizer step of ZeRO-1, where each rank updates a share of them."""
@@ -335,6 +372,7 @@ class IterationCosts:
                 options=self.memory,
                 num_shares=num_shares,
                 fully_sharded=module.fully_sharded,
+                ep=module.ep,
             )
             for index in range(*layers)
         )
@@ -387,7 +425,7 @@ class IterationCosts:
     def _num_trainable(self, name: str, layers: LayerRange, tp_size: int) -> int:
         module, workload = self.plan.modules[name], self.cells.workload(name)
         return sum(
-            workload.layers[index].num_parameters_per_rank(tp_size)
+            workload.layers[index].num_parameters_per_rank(tp_size, module.ep)
             for index in range(*layers)
             if module.is_trainable((index, index + 1))
         )

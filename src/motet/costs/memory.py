@@ -81,18 +81,27 @@ def static_layer_bytes(
     has_backward: bool = False,
     num_shares: int = 1,
     fully_sharded: bool = False,
+    ep: int = 1,
 ) -> int:
     """Parameters, gradients, optimizer state and casts of one layer on one rank.
 
     `num_holders`: ranks that hold the same shard. `has_backward`: autocast's copy of the weights stays for all
     microbatches, unless the stage is fully sharded. `num_shares`: ranks of a fully sharded stage, each of which keeps
-    an equal share of the rest."""
+    an equal share of the rest. `ep`: ranks that share the experts."""
     cast = cast_weight_bytes(layer, tp_size=tp_size, options=options) if has_backward and not fully_sharded else 0
-    size = layer.num_parameters_per_rank(tp_size) * options.parameter_bytes
+    number = layer.num_parameters_per_rank(tp_size, ep)
+    size = number * options.parameter_bytes
     if not trainable:
         return -(-size // num_shares) + cast
-    state = layer.num_parameters_per_rank(tp_size) * options.state_bytes * options.num_keepers(num_holders)
-    return -(-(2 * size - (-state // num_holders)) // num_shares) + cast
+    num_experts = layer.num_expert_weights // ep if ep > 1 else 0
+    state = _state_bytes(number - num_experts, num_holders, options)
+    state += _state_bytes(num_experts, max(1, num_holders * tp_size // ep), options)
+    return -(-(2 * size + state) // num_shares) + cast
+
+
+def _state_bytes(num_parameters: int, num_holders: int, options: MemoryOptions) -> int:
+    """Optimizer state on one of the ranks that hold these parameters."""
+    return -(-num_parameters * options.state_bytes * options.num_keepers(num_holders) // num_holders)
 
 
 def cast_weight_bytes(layer: LayerShape, *, tp_size: int, options: MemoryOptions) -> int:

@@ -22,10 +22,12 @@ from motet.costs.communication import collective_terms
 from motet.costs.cost_model import NO_COST, ZERO, CostTable, LayerCost, Quadratic, total
 from motet.costs.kernels import KernelShape, layer_kernels
 from motet.costs.memory import MemoryOptions
-from motet.plan import Plan, Stage
+from motet.plan import ModulePlan, Plan, Stage, expert_groups
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 LOG_SUM_EXP_BYTES = 4
+EXPERT_IMBALANCE = 1.25
+"""Rows of the busiest rank of an expert-parallel group over the mean, which balanced training stays below."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class StageSeconds:
             layer = self._on_each_rank(kind, workload.layers[index], costs.layers[index])
             recomputed = name in self.cells.plan.recompute and workload.has_block((index, index + 1))
             passes = layer.passes(needs.input_gradient, needs.weight_gradient, recompute=recomputed or reruns)
-            exchange = self._key_exchange(workload.layers[index], stage)
+            exchange = self._exchange(name, workload.layers[index], stage)
             gather = self._parameter_gather(name, workload.layers[index], stage)
             forward += [passes.forward, exchange, gather]
             if is_gathered_in_backward(workload.layers[index], needs, gradients):
@@ -223,7 +225,7 @@ class StageSeconds:
                 element_bytes=self.memory.computed_bytes,
                 residual_bytes=self.memory.activation_bytes,
             )
-            exchange = self._key_exchange(layer, kind.stage)
+            exchange = self._exchange(kind.module, layer, kind.stage)
             gather = self._parameter_gather(kind.module, layer, kind.stage).times(count)
             once = total([exchange, *self._collectives(kernels.forward, ranks)]).times(count)
             forward += [once, gather]
@@ -255,8 +257,11 @@ class StageSeconds:
                 terms = collective_terms(self.cluster, kernel.collective, ranks)
                 yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
-    def _key_exchange(self, layer: LayerShape, stage: Stage) -> Quadratic:
-        return key_exchange(layer, stage, self.cluster, self.memory)
+    def _exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
+        """Of keys and values in context-parallel groups, and of tokens between replicas that share experts. A backward
+        exchanges as much as a forward."""
+        keys = key_exchange(layer, stage, self.cluster, self.memory)
+        return keys.plus(token_exchange(layer, self.cells.plan.modules[module], stage, self.cluster, self.memory))
 
     def _token_gathers(self, kind: CellKind) -> tuple[Quadratic, Quadratic]:
         """Seconds in which context-parallel ranks gather their outputs and the gradients of their inputs.
@@ -293,6 +298,27 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
     width = 2 * attention.num_key_value_heads * attention.head_dim / stage.tp_size
     per_token = width * memory.computed_bytes * stage.cp_size / terms.bytes_per_s
     return Quadratic(constant=terms.latency_s, per_token=per_token)
+
+
+def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) -> float:
+    """Of each token, what a rank gives to an exchange between replicas that share experts, its own experts' rows among
+    it. There are two for a forward and two for a backward."""
+    return layer.experts_per_token * layer.hidden_size * element_bytes / tp_size
+
+
+def token_exchange(
+    layer: LayerShape, module: ModulePlan, stage: Stage, cluster: Cluster, memory: MemoryOptions
+) -> Quadratic:
+    """Seconds in which tokens travel to the ranks of their experts and back, as a function of one rank's load.
+
+    Tokens are assumed to choose experts evenly, but for the busiest rank (`EXPERT_IMBALANCE`)."""
+    if module.replicas_sharing_experts == 1 or not layer.experts_per_token or not layer.runs:
+        return ZERO
+    ranks = next(ranks for ranks in expert_groups(module, stage.layers) if stage.ranks[0] in ranks)
+    terms = collective_terms(cluster, "all_to_all", ranks)
+    sent = token_exchange_bytes(layer, stage.tp_size, memory.computed_bytes)
+    # Before it, ranks exchange how many rows they send.
+    return Quadratic(constant=3 * terms.latency_s, per_token=2 * EXPERT_IMBALANCE * sent / terms.bytes_per_s)
 
 
 def token_gather(

@@ -37,13 +37,19 @@ FEATURES: Mapping[str, str] = {
     "ulysses": "context parallelism by trading tokens for heads",
     "tensor_parallel": "tensor parallelism",
     "sequence_parallel": "tensor parallelism with shared norms and residuals",
+    "experts": "experts distributed over a tensor-parallel group",
+    "expert_parallel": "experts distributed over replicas",
 }
 """By name: what the probe runs."""
 
 
+OF_EXPERTS = frozenset({"experts", "expert_parallel"})
+"""Features of mixtures of experts."""
+
 SHOWN_EQUAL: dict[str, frozenset[str]] = {
-    **{family: frozenset(FEATURES) for family in ("llama", "qwen3", "mistral", "gemma3_text", "phi3")},
-    "mllama_text_model": frozenset(FEATURES) - {"context_parallel", "ulysses"},
+    **{family: frozenset(FEATURES) - OF_EXPERTS for family in ("llama", "qwen3", "mistral", "gemma3_text", "phi3")},
+    "mllama_text_model": frozenset(FEATURES) - OF_EXPERTS - {"context_parallel", "ulysses"},
+    **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"), OF_EXPERTS),
 }
 """By `model_type`: features with which the project's tests show families equal, whatever their flags."""
 

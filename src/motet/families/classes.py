@@ -89,6 +89,8 @@ def part_type(model_type: str, kind: Kind) -> str:
 
 def model_on_meta(model_class: Any, config: PretrainedConfig, dtype: torch.dtype, where: str) -> Any:
     """The model without memory. `where`: its key in the run file. Raises `UserError` where it cannot be built."""
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"  # Kernels for experts do not compute in float64.
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), default_dtype(dtype):
             return model_class(config)

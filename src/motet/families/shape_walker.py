@@ -67,6 +67,7 @@ NUM_TOKENS = 64
 def walk(request: ShapeRequest) -> ShapeCard:
     """Builds the module on the meta device and reads its shape. Raises `UserError` if it cannot be built or run."""
     config, role = _configuration(request)
+    config._experts_implementation = None  # The usual one: loops over experts ask which tokens are whose.
     model_class = _model_class(config, role)
     reasons: list[str] = []
     for dtype, has_mask, is_short in WAYS:

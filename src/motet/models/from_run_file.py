@@ -137,6 +137,7 @@ def _node(
         placeholder_token_ids=placeholder_token_ids,
         media_attention=media_attention_of(config, module.module.config.model_type),
         preprocess_callback=None,
+        router_aux_loss=part.router_aux_loss,
     )
 
 

@@ -296,6 +296,8 @@ class LanguageModelNode(ModuleNode):
     placeholder_token_ids: Mapping[str, int]
     media_attention: str
     preprocess_callback: PreprocessCallback | None
+    router_aux_loss: float = 0.0
+    """Weight of the auxiliary loss of a mixture of experts."""
 
     @property
     def num_typical_loss_tokens(self) -> int:
@@ -327,6 +329,7 @@ class LanguageModelNode(ModuleNode):
             recompute=recompute,
             media_attention=self.media_attention,
             preprocess_callback=self.preprocess_callback,
+            router_aux_loss=self.router_aux_loss,
         )
 
     def workload(self, *, packing: bool = False) -> ModuleWorkload:

@@ -42,6 +42,7 @@ def reference_loss(
                 placeholder_token_ids=node.placeholder_token_ids,
                 media_attention=node.media_attention,
                 language_model_name=node.name,
+                router_aux_loss=node.router_aux_loss,
             )
         elif isinstance(node, LossNode):
             towers = {name: tower.module for name, tower in nodes.items() if isinstance(tower, TowerNode)}
@@ -161,6 +162,7 @@ def plain_loss(
     placeholder_token_ids: Mapping[str, int],
     media_attention: str = "causal",
     language_model_name: str = "language_model",
+    router_aux_loss: float = 0.0,
 ) -> Tensor:
     """Mean loss over all tokens of the batch that have a label and a token before them, with its graph.
 
@@ -171,10 +173,14 @@ def plain_loss(
         placeholder_token_ids: by encoder, for "placeholder".
         media_attention: as in a run file, but not "family", or a registered mask's name; anything but "causal" is given
             to the model as a matrix.
+        router_aux_loss: weight of the auxiliary loss of a mixture of experts.
     """
     total: Any = 0.0
     num_tokens = 0
+    routed: list[Tensor] = []
+    hooks = _record_router_logits(language_model, routed) if router_aux_loss else []
     for i, sample in enumerate(batch.samples):
+        routed.clear()
         features = batch.features(language_model_name, i)
         ids, labels = features["input_ids"], features["labels"]
         tokens = {
@@ -192,8 +198,30 @@ def plain_loss(
         logits = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra).logits[0]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
-        num_tokens += int((labels[1:] != IGNORED_LABEL).sum())
+        own_tokens = int((labels[1:] != IGNORED_LABEL).sum())
+        num_tokens += own_tokens
+        if router_aux_loss:
+            total = total + router_aux_loss * own_tokens * _balance(routed, language_model.config.num_experts_per_tok)
+    for hook in hooks:
+        hook.remove()
     return total / num_tokens
+
+
+def _record_router_logits(model: Any, routed: list[Tensor]) -> list[Any]:
+    """Hooks on the modules between a mixture's experts and its input, which transformers calls routers."""
+    routers = [part for part in model.modules() if type(part).__name__.lower().endswith("router")]
+    return [part.register_forward_hook(lambda module, args, output: routed.append(output[0])) for part in routers]
+
+
+def _balance(routed: list[Tensor], num_chosen: int) -> Any:
+    """The mean over a sample's mixtures of E * sum of (share of the tokens that choose an expert) * (its mean
+    probability)."""
+    losses = []
+    for logits in routed:
+        chances = functional.softmax(logits.double(), dim=-1)
+        chosen = functional.one_hot(chances.topk(num_chosen).indices, chances.shape[-1]).sum(1).double()
+        losses.append(chances.shape[-1] * (chosen.mean(0) * chances.mean(0)).sum())
+    return sum(losses) / len(losses)
 
 
 def _merged(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.assignment.sample import Sample
+from motet.assignment.sample import Sample, members_of_cell
 from motet.attention.masks.distribution import Rows, held_outputs, member_of
 from motet.parallel.context_attention import ContextParallel, collect_rows
 from motet.plan import ContextOptions
@@ -117,7 +117,8 @@ class ContextRows:
         assert self._held_tokens is not None
         options = self._routes.plan.modules[route.target.module].context
         first_layer = self._routes.stage(route.target).layers[0]
-        return self._held_tokens(first_layer, [self._samples[i] for i in route.samples], options, cp_size)
+        members = members_of_cell(self._samples, route.samples, route.target.module)
+        return self._held_tokens(first_layer, members, options, cp_size)
 
     def gather_gradient(self, route: Route, gradient: Tensor) -> Tensor:
         """The gradient of all that a route from another module brought, from the rows of each member. Collective over

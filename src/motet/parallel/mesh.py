@@ -6,7 +6,7 @@ different orders on different ranks, and must not meet in one group.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import lcm
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from motet.errors import UserError
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.tensor_parallel import TensorParallel
-from motet.plan import ContextOptions, Plan, Stage
+from motet.plan import ContextOptions, ModulePlan, Plan, Stage, expert_groups, tensor_parallel_groups
 from motet.schedule.action import Reduce
 from motet.schedule.dependencies import Holder, reductions
 
@@ -42,12 +42,16 @@ class ReduceGroups:
     """The first of the tensor-parallel groups that hold the layers."""
     tp_sizes: tuple[int, ...]
     """The different sizes of the holders' groups."""
+    experts: ReduceGroup | None = None
+    """The ranks that hold the same experts as this one, where replicas share the experts; None: as all parameters."""
+    first_experts: tuple[int, ...] = ()
+    """The first of the groups that share experts."""
     firsts: ReduceGroup | None = None
     """The first ranks of all tensor-parallel groups, if tp_sizes differ and this rank is one of them."""
 
     @property
     def all(self) -> tuple[ReduceGroup, ...]:
-        return self.pieces if self.firsts is None else (*self.pieces, self.firsts)
+        return (*self.pieces, *(group for group in (self.experts, self.firsts) if group is not None))
 
     @property
     def common_size(self) -> int:
@@ -69,15 +73,16 @@ class Mesh:
     """Whether some layer is held by tensor-parallel groups of different sizes."""
     timeout: timedelta
 
-    def tensor_parallel(self, stage: Stage, *, sequence_parallel: bool) -> TensorParallel:
-        """Returns the tensor-parallel group of one of this rank's stages, seen from this rank."""
+    def tensor_parallel(self, module: ModulePlan, stage: Stage) -> TensorParallel:
+        """Returns the tensor-parallel group of one of this rank's stages, and that of its experts, seen from here."""
+        experts = None
+        if module.ep > 1:
+            experts = self._member(next(ranks for ranks in expert_groups(module, stage.layers) if self.rank in ranks))
         ranks = next(ranks for ranks in tensor_parallel_groups(stage) if self.rank in ranks)
-        return TensorParallel(
-            group=self.stage_groups[ranks],
-            rank=_places(ranks).index(self.rank),
-            size=stage.tp_size,
-            sequence_parallel=sequence_parallel,
-        )
+        return replace(self._member(ranks), sequence_parallel=module.sequence_parallel, experts=experts)
+
+    def _member(self, ranks: tuple[int, ...]) -> TensorParallel:
+        return TensorParallel(group=self.stage_groups[ranks], rank=_places(ranks).index(self.rank), size=len(ranks))
 
     def context_parallel(self, stage: Stage, options: ContextOptions) -> ContextParallel:
         """Returns the context-parallel group of one of this rank's stages, seen from this rank."""
@@ -89,11 +94,6 @@ class Mesh:
             options=options,
             tp_size=stage.tp_size,
         )
-
-
-def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """Returns the tensor-parallel groups of a stage, one for each share of the tokens; consecutive in `stage.ranks`."""
-    return [stage.ranks[c * stage.tp_size : (c + 1) * stage.tp_size] for c in range(stage.cp_size)]
 
 
 def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
@@ -124,6 +124,9 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         for *_, stage in plan.stages()
         for ranks in [*tensor_parallel_groups(stage), *(context_parallel_groups(stage) if stage.cp_size > 1 else [])]
     ]
+    for module in plan.modules.values():
+        if module.ep > 1:
+            shared += [ranks for stage in module.replicas[0].stages for ranks in expert_groups(module, stage.layers)]
     for ranks in dict.fromkeys(shared):
         group = _new_group(ranks, timeout)
         if rank in ranks:
@@ -143,8 +146,25 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         pieces = tuple(group for group in made if rank in group.ranks)
         if pieces:
             firsts = firsts if firsts is not None and rank in firsts.ranks else None
-            reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts)
+            reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts=firsts)
+        _add_expert_groups(plan, reduction, reduce, rank, timeout)
     return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout)
+
+
+def _add_expert_groups(
+    plan: Plan, reduction: Reduce, reduce: dict[Reduce, ReduceGroups], rank: int, timeout: timedelta
+) -> None:
+    """Notes the group that sums this rank's experts of these layers, where replicas share the experts."""
+    module = plan.modules[reduction.module]
+    if module.replicas_sharing_experts == 1 or reduction.tied:
+        return
+    stage = next(s for s in module.replicas[0].stages if s.layers[0] <= reduction.first < s.layers[1])
+    sharing = [tuple(_places(ranks)) for ranks in expert_groups(module, stage.layers)]
+    for same in zip(*sharing, strict=True):
+        group = _new_group(tuple(sorted(same)), timeout)
+        if rank in same:
+            experts = ReduceGroup(group, tuple(sorted(same)))
+            reduce[reduction] = replace(reduce[reduction], experts=experts, first_experts=min(sharing))
 
 
 def _places(ranks: tuple[int, ...]) -> list[int]:

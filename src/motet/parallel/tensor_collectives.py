@@ -32,6 +32,9 @@ class TensorParallel:
     size: int
     sequence_parallel: bool = False
     """Whether norms, residuals and dropout between parallel regions compute a share of the sequence on each rank."""
+    experts: "TensorParallel | None" = None
+    """The group over which experts are distributed, each on one of its ranks; None: experts are cut as other weights
+    are."""
 
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:

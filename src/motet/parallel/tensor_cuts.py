@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
+from motet.parallel.experts import can_be_distributed, expert_parameters
 from motet.parallel.tensor_plans import Shard
 
 Linear = nn.Linear | Conv1D
@@ -136,6 +137,8 @@ class TensorCuts:
     """(module, attribute) pairs with a number of heads that a forward reads; each rank needs its own number."""
     divided_inputs: tuple[str, ...] = ()
     """Modules of a region that pass their input on: every rank does, so each passes on its share."""
+    experts: tuple[str, ...] = ()
+    """Modules whose experts are distributed, each whole on one rank: their parameters are not among those above."""
     vocabulary: tuple[str, ...] = ()
     """The embedding and the output head, where present; cut if the tensor-parallel size divides the vocabulary."""
     must_divide: Mapping[str, int] = field(default_factory=dict)
@@ -146,7 +149,7 @@ class TensorCuts:
     @property
     def cuts_blocks(self) -> bool:
         """Whether anything in the blocks of this stage is cut."""
-        return bool(self.linears or self.parameters)
+        return bool(self.linears or self.parameters or self.experts)
 
     def cut_of(self, linear: str) -> Kind | None:
         """Returns the cut of a linear; None if it is whole on every rank."""
@@ -167,16 +170,18 @@ class TensorCuts:
         return None if cut.is_outside and shape[dim] % tp_size else Shard(dim, cut.sections)
 
 
-def tensor_cuts(module: nn.Module) -> TensorCuts:
+def tensor_cuts(module: nn.Module, *, distributes_experts: bool = False) -> TensorCuts:
     """The cuts of a model, or of a stage that holds one; blocks of other stages may be absent or empty.
 
-    Raises `UserError` for a plan that cannot be followed."""
-    return _Derivation(module).result()
+    `distributes_experts`: experts stay whole and go to different ranks, instead of being cut by their widths.
+    Raises `UserError` for a plan that cannot be followed, and where there are no experts to distribute."""
+    return _Derivation(module, distributes_experts=distributes_experts).result()
 
 
 class _Derivation:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, distributes_experts: bool) -> None:
         named = module.named_modules()
+        self.distributes_experts = distributes_experts
         self.modules = {name: part for name, part in named if not re.match(r"(.*\.)?projector(\.|$)", name)}
         self.block_of = {name: _block_of(name, self.modules) for name in self.modules}
         self.blocks = {block for block in self.block_of.values() if block is not None}
@@ -196,15 +201,17 @@ class _Derivation:
         if whole is not None:
             self.linears = {path: cut for path, cut in self.linears.items() if whole not in path.split(".")}
         self._find_regions()
+        experts = self._distributed_experts() if self.distributes_experts else ()
         self._find_numbers()
         filled = {block for path, block in self.block_of.items() if isinstance(self.modules[path], Linear)}
-        return TensorCuts(
+        cuts = TensorCuts(
             blocks=tuple(path for path in self.modules if path in filled),
             linears=self.linears,
             parameters=self.parameters,
             regions=tuple(self.regions),
             counts=tuple(dict.fromkeys(self.counts)),
             divided_inputs=tuple(self.divided),
+            experts=experts,
             vocabulary=self._vocabulary(),
             must_divide=self.must_divide,
             is_whole_model=all(
@@ -213,6 +220,9 @@ class _Derivation:
                 for member in self.modules[path].children()
             ),
         )
+        if self.distributes_experts and not experts and cuts.is_whole_model:
+            raise UserError("ep: the model has no experts that can be distributed; use ep 1")
+        return cuts
 
     def _follow_plans(self) -> None:
         outer = None
@@ -358,6 +368,24 @@ class _Derivation:
             self.regions.append(Region(parts, tuple(rows[around])))
         for path in inside.keys() - paired:
             del self.linears[path]
+
+    def _distributed_experts(self) -> tuple[str, ...]:
+        """The modules whose experts go to different ranks; their parameters are cut by expert and in no other way. Not
+        every plan names them (gpt_oss)."""
+        paths = [region.summed for region in self.regions if region.summed is not None]
+        for path, part in self.modules.items():
+            if self.block_of[path] is not None and path not in paths and can_be_distributed(part):
+                self.regions.append(Region((path,), (), path))
+                paths.append(path)
+        for path in paths:
+            if not can_be_distributed(self.modules[path]):
+                raise UserError(
+                    f"ep: {path} is a {type(self.modules[path]).__name__}, which is not told which tokens go to which "
+                    "expert, so its experts cannot be distributed; use ep 1"
+                )
+            names = {f"{path}.{name}" for name in expert_parameters(self.modules[path])}
+            self.parameters = {name: shard for name, shard in self.parameters.items() if name not in names}
+        return tuple(paths)
 
     def _parts(self, around: str, columns: list[str]) -> tuple[str, ...]:
         """The smallest module that holds the columns, if it is less than a block; of a single column, the module around

@@ -11,7 +11,7 @@ Limits: dropout is right only if the ranks of a group draw the same random numbe
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
+from motet.parallel.experts import distribute_experts
 from motet.parallel.sequence_parallel import enter_regions
 from motet.parallel.split_backward import linear, shared_weight
 from motet.parallel.tensor_collectives import (
@@ -57,6 +58,8 @@ class TensorParallelLayout:
     """The parameters that are cut; all others are whole on every rank."""
     partial_gradients: tuple[str, ...]
     """The whole parameters whose gradients must be summed over the group; those of all others are complete."""
+    experts: Mapping[str, Shard] = field(default_factory=dict)
+    """The parameters that are cut over the group `tp.experts`; they are not among `shards`."""
 
 
 class RowLinear(nn.Linear):
@@ -109,10 +112,14 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
     Raises `UserError` if heads or MLP do not divide, if nothing in the layers can be cut, or if the
     model's own plan asks for what is not supported.
     """
+    experts: dict[str, Shard] = {}
+    if tp.experts is not None:
+        cuts = tensor_cuts(module, distributes_experts=True)
+        experts = distribute_experts(module, cuts.experts, tp)
     if tp.size == 1:
-        layout = TensorParallelLayout(tp, {}, ())
+        layout = TensorParallelLayout(tp, {}, (), experts)
     else:
-        cuts = tensor_cuts(module)
+        cuts = cuts if experts else tensor_cuts(module)
         if cuts.blocks and cuts.is_whole_model and not cuts.cuts_blocks:
             raise UserError(
                 f"tp_size: {tp.size}, but nothing in the layers of {type(module).__name__} can be cut: transformers "
@@ -123,7 +130,8 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
         partial = enter_regions(module, cuts, tp, idle=idle)
         _adapt_linears(module, cuts, shards, partial.whole_inside, tp)
         _adapt_vocabulary(module, cuts, shards, tp)
-        layout = TensorParallelLayout(tp, shards, tuple(n for n in partial.parameters if n not in shards))
+        whole = tuple(name for name in partial.parameters if name not in shards and name not in experts)
+        layout = TensorParallelLayout(tp, shards, whole, experts)
     setattr(module, _LAYOUT, layout)
     return layout
 

@@ -42,6 +42,8 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
             check_tp(workload.must_divide, degrees.tp)
     except UserError as error:
         raise UserError(f"parallel: {name}.{error}") from None
+    if degrees.ep > 1:
+        _check_experts(problem, name, degrees)
     if degrees.cp > 1:
         _check_context(problem, name, degrees)
     elif degrees.fully_sharded:
@@ -49,6 +51,19 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
             f"parallel: {name}.fully_sharded: parameters are sharded over context-parallel ranks, but cp is 1; "
             "give a larger cp, or leave fully_sharded out"
         )
+
+
+def _check_experts(problem: PlanningProblem, name: str, degrees: Degrees) -> None:
+    numbers = problem.modules[name].workload.numbers_of_experts
+    key = f"parallel: {name}.ep is {degrees.ep}"
+    if not numbers or problem.modules[name].workload.kind != "language_model":
+        raise UserError(f"{key}, but it has no experts; leave ep out")
+    if degrees.ep % degrees.tp or degrees.dp % (degrees.ep // degrees.tp):
+        raise UserError(f"{key}; give 1, or tp ({degrees.tp}) times a divisor of dp ({degrees.dp})")
+    if any(number % degrees.ep for number in numbers):
+        raise UserError(f"{key}, which does not divide its {max(numbers)} experts; give a divisor of them")
+    if degrees.fully_sharded:
+        raise UserError(f"{key}, which fully_sharded does not support; leave one of them out")
 
 
 def _check_context(problem: PlanningProblem, name: str, degrees: Degrees) -> None:

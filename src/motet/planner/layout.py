@@ -84,6 +84,7 @@ def build_plan(
             [_replica(own, cuts[name], start) for start in starts],
             sequence_parallel=own.sequence_parallel,
             fully_sharded=own.fully_sharded,
+            ep=own.ep,
             context=own.context,
         )
     edges = problem.edges

@@ -46,6 +46,7 @@ class Degrees:
     """None: the planner's partition."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
+    ep: int = 1
     context: ContextOptions = field(default_factory=ContextOptions)
 
     @property
@@ -85,6 +86,7 @@ class ModuleProblem:
         *,
         sequence_parallel: bool = False,
         fully_sharded: bool = False,
+        ep: int = 1,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
     ) -> ModulePlan:
@@ -98,6 +100,7 @@ class ModuleProblem:
             loss_weight=self.loss_weight,
             sequence_parallel=sequence_parallel,
             fully_sharded=fully_sharded,
+            ep=ep,
             context=context,
             num_microbatches=num_microbatches,
         )

@@ -10,8 +10,9 @@ import torch
 from motet.config import CompositePartConfig, EncoderConfig, RunConfig, TowerConfig
 from motet.errors import UserError
 from motet.families.configured_graph import read_graph
+from motet.families.family_features import check_feature
 from motet.models.from_run_file import build_node
-from motet.models.graph import ModuleNode
+from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.stage import StageModule
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
@@ -68,14 +69,29 @@ def make_stage(
 ) -> StageModule:
     """A run of a node's layers, cut for this rank's tensor-parallel group."""
     stage = node.make_stage(layers, packing=packing, recompute=recompute)
-    if tp.size > 1 and node.family is not None:
-        if getattr(stage, "exchanges_heads", False):
+    if tp.experts is not None:
+        _check_experts(node, tp, tp.experts)
+    if (tp.size > 1 or tp.experts is not None) and node.family is not None:
+        if tp.size > 1 and getattr(stage, "exchanges_heads", False):
             raise UserError(
                 f"parallel: stages of {node.name} read keys and values of stages before them, of which each "
                 "tensor-parallel rank holds its own heads only; use tp 1 or one stage"
             )
         apply_tensor_parallel(stage, tp, idle=getattr(stage, "idle_blocks", ()))
     return cast(StageModule, stage.to(device))
+
+
+def _check_experts(node: ModuleNode, tp: TensorParallel, group: TensorParallel) -> None:
+    """Raises `UserError` unless the model has been shown equal with experts over such groups."""
+    if not isinstance(node, LanguageModelNode):
+        raise UserError(
+            f"parallel: {node.name} is part of a composite, whose experts are not distributed over ranks; use ep 1"
+        )
+    config = node.parts["module"].config
+    if tp.size > 1:
+        check_feature(config, "experts", "use ep 1")
+    if group.size > tp.size:
+        check_feature(config, "expert_parallel", "use ep 1, or ep equal to tp")
 
 
 def autocast_for(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

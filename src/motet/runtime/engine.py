@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.assignment.batch_assignment import BatchAssignment, contiguous_assignment
-from motet.assignment.sample import Sample
+from motet.assignment.sample import Sample, members_of_cell
 from motet.balancing.policies import check_assignment
 from motet.models.stages.stage import Batch
 from motet.parallel.context_sequence import ContextSequence
@@ -213,7 +213,7 @@ class Engine:
             return
         routes = derive_routes(self.plan, self.assignment(samples), samples)
         contexts = [
-            self.model.attending[cell[:3]].prepare([samples[i] for i in routes.samples(cell)])
+            self.model.attending[cell[:3]].prepare(members_of_cell(samples, routes.samples(cell), cell.module))
             for cell in routes.cells
             if cell[:3] in self.model.attending
         ]

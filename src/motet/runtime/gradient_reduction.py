@@ -54,6 +54,8 @@ class Portion:
     group: ReduceGroup
     parts: Sequence[Part] = ()
     """One for each parameter; (): all of each."""
+    only: Sequence[Copies] | None = None
+    """The parameters, if they are not those of the reduction's other portions (experts that replicas share)."""
 
 
 @dataclass
@@ -199,6 +201,7 @@ def _set_gradients(copies: Copies, part: Part | None, total: Tensor) -> None:
 
 def _buckets(parameters: Sequence[Copies], portion: Portion) -> list[Bucket]:
     """The last parameters' first: their gradients are."""
+    parameters = parameters if portion.only is None else portion.only
     parts: Sequence[Part | None] = portion.parts or [None] * len(parameters)
     buckets: list[Bucket] = []
     num_bytes = 0

@@ -14,11 +14,11 @@ from motet.models.stages.language_model import LanguageModelStage
 from motet.models.stages.stage import StageModule
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.fully_sharded import FullySharded
-from motet.parallel.mesh import Mesh, tensor_parallel_groups
+from motet.parallel.mesh import Mesh
 from motet.parallel.tensor_collectives import gather_full, shard_parameter
 from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
 from motet.parallel.tensor_plans import Shard
-from motet.plan import ModulePlan, Plan, Stage
+from motet.plan import ModulePlan, Plan, Stage, tensor_parallel_groups
 from motet.runtime.gradient_reduction import (
     Copies,
     GradientReducer,
@@ -48,12 +48,15 @@ class LocalParameter:
     """`<module>.module` or `<module>.projector`."""
     parameter: nn.Parameter
     shard: Shard | None
-    """Its cut over the tensor-parallel group; None: every rank has the whole parameter."""
+    """Its cut over the group `tp`; None: every rank has the whole parameter."""
     tp: TensorParallel
+    """The tensor-parallel group; of distributed experts, the group that shares them."""
     reduce: Reduce | None
     """The reduction that sums its gradient; None if it is frozen."""
     reduce_group: dist.ProcessGroup | None
     """The ranks that hold the same elements; None: this rank alone, or others hold other shares of it."""
+    is_shared_expert: bool
+    """Whether it is of experts that replicas share: its gradient is summed over those that hold the same ones."""
     is_partial: bool
     """Whether its gradient is a share, to be summed inside the tensor-parallel group."""
     is_first: bool
@@ -102,7 +105,7 @@ class LocalModel:
         """Stages with motet's attention, because of their masks or because they hold a share of the tokens."""
         for name, r, s, stage in plan.stages_of_rank(mesh.rank):
             module = plan.modules[name]
-            tp = mesh.tensor_parallel(stage, sequence_parallel=module.sequence_parallel)
+            tp = mesh.tensor_parallel(module, stage)
             made = make_stage(name, module, stage, tp)
             if stage.cp_size > 1:
                 cp = self.context_parallel[name, r, s] = mesh.context_parallel(stage, module.context)
@@ -132,19 +135,27 @@ class LocalModel:
         for local_name, parameter in stage.named_parameters():
             name = stage.canonical_name(local_name)
             shard = layout.shards.get(local_name) if layout else None
+            holders = tp
+            if layout is not None and local_name in layout.experts:
+                assert tp.experts is not None
+                shard, holders = layout.experts[local_name], tp.experts
             layers = stage.layers_of(local_name)
             reduce = self._reduce_of(owner, layers) if parameter.requires_grad else None
             groups = self.mesh.reduce[reduce] if reduce else None
+            of_experts = groups.experts if groups and holders is not tp else None
+            first = groups.first_experts if groups and of_experts else groups.first if groups else None
+            whole_group = groups.pieces[0].group if groups and len(groups.tp_sizes) == 1 else None
             is_kept = key not in self.sharded or self.sharded[key].keeps(parameter)
-            stands_first = is_kept and self._stands_first(key, groups.first if groups else None, layers)
+            stands_first = is_kept and self._stands_first(key, first, layers)
             yield LocalParameter(
                 name=f"{owner}.{name}",
                 part=f"{owner}.{'projector' if name.startswith('projector.') else 'module'}",
                 parameter=parameter,
                 shard=shard,
-                tp=tp,
+                tp=holders,
                 reduce=reduce,
-                reduce_group=groups.pieces[0].group if groups and len(groups.tp_sizes) == 1 else None,
+                reduce_group=of_experts.group if of_experts else whole_group,
+                is_shared_expert=of_experts is not None,
                 is_partial=layout is not None and local_name in layout.partial_gradients,
                 is_first=stands_first and f"{owner}.{name}" not in held,
                 is_kept=is_kept,
@@ -192,8 +203,10 @@ class LocalModel:
         for reduce, by_name in grouped.items():
             groups = self.mesh.reduce[reduce]
             if reduce not in unlike:
-                everything = list(map(_tensors, by_name.values()))
-                reducers[reduce] = GradientReducer(everything, Portion(groups.pieces[0]), elsewhere=elsewhere)
+                experts = [copies for copies in by_name.values() if copies[0].is_shared_expert]
+                others = [_tensors(copies) for copies in by_name.values() if not copies[0].is_shared_expert]
+                of_experts = [Portion(groups.experts, only=list(map(_tensors, experts)))] if groups.experts else []
+                reducers[reduce] = GradientReducer(others, Portion(groups.pieces[0]), *of_experts, elsewhere=elsewhere)
                 continue
             names = [name for name in by_name if (reduce, name) in cut]
             even = [_tensors(by_name[name]) for name in names]

@@ -372,11 +372,13 @@ class ParallelSpec:
     """How context-parallel groups share the tokens of a microbatch, whose samples are then packed."""
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
+    ep_size: int = 1
+    """Ranks over which experts are distributed: tp_size, or tp_size times a divisor of the replicas."""
     layers_per_stage: tuple[int, ...] | None = None
     """Layers as docs/architecture.md counts them; None: the frozen-aware partition."""
 
     def __post_init__(self) -> None:
-        for key in ("tp_size", "cp_size", "pp_size"):
+        for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"ParallelSpec: {key} is {getattr(self, key)}; give at least 1")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pp_size:
@@ -723,7 +725,7 @@ def _plan_that_fills_the_world(
 ) -> Plan:
     """The plan with as many replicas as the processes allow."""
 
-    def plan_with(dp_size: int) -> Plan:
+    def plan_with(dp_size: int, *, distributes_experts: bool = True) -> Plan:
         degrees = {
             name: Degrees(
                 tp=spec.tp_size,
@@ -732,6 +734,7 @@ def _plan_that_fills_the_world(
                 dp=dp_size,
                 layers_per_stage=spec.layers_per_stage,
                 sequence_parallel=spec.sequence_parallel,
+                ep=spec.ep_size if distributes_experts else 1,
                 context=replace(spec.context, media_attention=media_attention)
                 if name == LANGUAGE_MODEL
                 else spec.context,
@@ -740,7 +743,7 @@ def _plan_that_fills_the_world(
         }
         return build_plan(problem, degrees, placement=placement)
 
-    ranks_per_copy = plan_with(1).num_ranks
+    ranks_per_copy = plan_with(1, distributes_experts=False).num_ranks
     if dist.get_world_size() % ranks_per_copy:
         raise UserError(
             f"one copy of the model takes {ranks_per_copy} ranks, which {dist.get_world_size()} processes cannot be "

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motet.assignment.sample import IGNORED_LABEL, members_of_cell
 from motet.models.stages.contrastive import ALONE, RowExchange
 from motet.models.stages.stage import Batch, StageInput, StageModule, StageOutput
 from motet.parallel.context_attention import ContextParallel
@@ -67,7 +68,8 @@ class StageRunner:
         make_splittable(cast(nn.Module, module))
         self._cast_weights = CastWeights()
         self._parameter_dtype = next((parameter.dtype for _, parameter in module.named_parameters()), boundary_dtype)
-        self._loss_weight = module_plan.loss_weight if stage.layers[1] == module_plan.num_layers else 0.0
+        has_loss = stage.layers[1] == module_plan.num_layers or getattr(module, "computes_loss", False)
+        self._loss_weight = module_plan.loss_weight if has_loss else 0.0
         self._saved: dict[Cell, Saved] = {}
         self._half_done: dict[Cell, SplitBackward] = {}
         """Cells awaiting their weight-gradient pass."""
@@ -107,7 +109,7 @@ class StageRunner:
 
     def input_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route brings to this stage (and of the gradient that goes back)."""
-        samples = [self._batch.samples[i] for i in route.samples]
+        samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.source.module == self.name:
             return self.module.input_shape(samples)
         if (held := self.rows.received(route)) is not None:
@@ -120,7 +122,7 @@ class StageRunner:
 
     def output_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route takes from this stage."""
-        samples = [self._batch.samples[i] for i in route.samples]
+        samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.target.module != self.name:
             return (sum(sample.num_outputs(self.data_module) for sample in samples), self.module.output_size)
         return self.module.output_shape(samples)
@@ -142,21 +144,25 @@ class StageRunner:
         with self._computing(split, with_graph=keeps_graph and not self.runs_again(cell)):
             output = self.module(stage_input)
         if self._loss_weight:
-            assert output.loss is not None, f"{self.name} has a loss weight, but its last stage computes no loss"
+            assert output.loss is not None, f"{self.name} has a loss weight, but the stage computes no loss"
             self.loss_sum += output.loss.detach()
         if keeps_graph or self._routes.outgoing[cell]:
             self._saved[cell] = Saved(leaves, output, split)
 
     def _stage_input(self, cell: Cell, leaves: Mapping[Route, Tensor]) -> StageInput:
         members = self._routes.samples(cell)
-        features: list[dict[str, Tensor]] = [{} for _ in members]
-        if self.module.needs_features:
+        samples = members_of_cell(self._batch.samples, members, self.data_module)
+        features: list[dict[str, Tensor]] = [{} for _ in samples]
+        if self.module.needs_features and not members:
+            ids = torch.zeros(1, dtype=torch.long, device=self.device)
+            features = [{"input_ids": ids, "labels": torch.full_like(ids, IGNORED_LABEL)}]
+        elif self.module.needs_features:
             for sample, i in zip(features, members, strict=True):
                 for key, tensor in self._batch.features(self.data_module, i).items():
                     dtype = self._parameter_dtype if tensor.is_floating_point() else tensor.dtype
                     sample[key] = tensor.to(self.device, dtype)
         return StageInput(
-            samples=[self._batch.samples[i] for i in members],
+            samples=samples,
             features=features,
             hidden=next((leaf for route, leaf in leaves.items() if route.source.module == self.name), None),
             incoming=self._incoming(leaves, members),

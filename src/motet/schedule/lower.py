@@ -19,6 +19,7 @@ from motet.plan import Plan, Stage
 from motet.ragged_arrays import Floats, Ints, ranges, starts_of
 from motet.schedule.action import Compute, Durations, Reduce, unit_duration
 from motet.schedule.dependencies import Activation, Dependencies, Gradient, Value
+from motet.schedule.joint_cells import put_together
 from motet.schedule.order import Lanes, lanes_of, order_actions
 from motet.schedule.routes import Cell, StageCells
 from motet.schedule.schedule import Schedule
@@ -143,6 +144,7 @@ def lower(schedule: Schedule, dependencies: Dependencies, duration_s: Durations 
     lanes = lanes_of(schedule, dependencies)
     carriers = _Carriers(dependencies)
     actions = order_actions(schedule, lanes, dependencies, carriers.num_messages > 0, duration_s)
+    actions = put_together(actions, lanes.actions, dependencies)
     written = dependencies.carried_writes.selected(actions)
     num_messages = carriers.num_messages[written.values]
     values = np.repeat(written.values, num_messages)

@@ -7,6 +7,7 @@ from motet.schedule.action import Durations, unit_duration
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators import GENERATORS, WITHIN_MEMORY
 from motet.schedule.generators.list_schedule import MemoryLimit
+from motet.schedule.joint_cells import joint_schedule
 from motet.schedule.lower import Program, lower
 from motet.schedule.routes import Routes
 from motet.schedule.schedule import Schedule
@@ -27,4 +28,5 @@ def make_schedule(
     schedule: str, routes: Routes, duration_s: Durations | None = None, *, memory: MemoryLimit | None = None
 ) -> Schedule:
     """The order of its compute actions; as for `make_program`."""
-    return GENERATORS[schedule](routes, duration_s, memory=memory if schedule in WITHIN_MEMORY else None)
+    generator, limit = GENERATORS[schedule], memory if schedule in WITHIN_MEMORY else None
+    return joint_schedule(routes, duration_s, limit, lambda r, costs, most: generator(r, costs, memory=most))

@@ -18,7 +18,7 @@ import numpy as np
 
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.assignment.sample import Sample
-from motet.plan import Plan, Stage, module_order
+from motet.plan import ModulePlan, Plan, Stage, module_order
 from motet.ragged_arrays import Bools, Ints, Rows, distinct, ranges, rows_of
 
 
@@ -212,17 +212,25 @@ def _number_cells(plan: Plan, assignment: BatchAssignment) -> tuple[list[StageCe
     first = 0
     for name in module_order(plan):
         replicas = plan.modules[name].replicas
-        filled = [
-            np.array([i for i, m in enumerate(cut) if m], dtype=np.int64) for cut in assignment.microbatches[name]
-        ]
+        filled = [{i for i, m in enumerate(cut) if m} for cut in assignment.microbatches[name]]
+        for together in replicas_together(plan.modules[name]):
+            everyone = set[int]().union(*(filled[r] for r in together))
+            for r in together:
+                filled[r] = everyone
         for s in range(max(len(replica.stages) for replica in replicas)):
             for r, replica in enumerate(replicas):
                 if s < len(replica.stages) and len(filled[r]):
                     last = first + len(filled[r])
                     stages.append(StageCells(name, r, s, replica.stages[s], first, last))
-                    microbatches.append(filled[r])
+                    microbatches.append(np.array(sorted(filled[r]), dtype=np.int64))
                     first = last
     return stages, np.concatenate(microbatches) if microbatches else np.zeros(0, dtype=np.int64)
+
+
+def replicas_together(module: ModulePlan) -> list[range]:
+    """The replicas that share experts, and so compute each microbatch together; none if each computes by itself."""
+    number = module.replicas_sharing_experts
+    return [range(r, r + number) for r in range(0, len(module.replicas), number)] if number > 1 else []
 
 
 def _is_trainable(plan: Plan, stage: StageCells) -> bool:
@@ -309,6 +317,12 @@ def _gradients_and_losses(
         for cell in range(stage.first, stage.last) if entering else ():
             if entering[cell]:
                 produces_gradient[cell] |= produces_gradient[entering[cell]].any()
+        for together in replicas_together(plan.modules[stage.module]):
+            if stage.replica == together[-1]:  # Their tokens meet at experts: one's gradients need all of them.
+                runs = [run[stage.module, r, stage.stage] for r in together]
+                needed = any(produces_gradient[cells].any() for cells in runs)
+                for cells in runs:
+                    produces_gradient[cells] |= needed
     for stage in reversed(stages):
         here = run[stage[:3]]
         if not _is_last(plan, stage):

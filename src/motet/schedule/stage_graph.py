@@ -13,7 +13,7 @@ import numpy as np
 
 from motet.assignment.batch_assignment import BatchAssignment
 from motet.plan import Plan
-from motet.schedule.routes import Cell, Routes, StageCells
+from motet.schedule.routes import Cell, Routes, StageCells, replicas_together
 
 
 class StageKey(NamedTuple):
@@ -118,8 +118,8 @@ ReplicaKey = tuple[str, int]
 
 
 def pipelines(plan: Plan, assignment: BatchAssignment) -> list[list[ReplicaKey]]:
-    """The connected replicas, which send to each other or share ranks: each pipeline's in the
-    order of the plan. What one pipeline does, no other one waits for until gradients are reduced."""
+    """The connected replicas, which send to each other, share ranks or share experts: each pipeline's in the order of the
+    plan. What one pipeline does, no other one waits for until gradients are reduced."""
     keys = [(name, r) for name, module in plan.modules.items() for r in range(len(module.replicas))]
     parent = {key: key for key in keys}
 
@@ -128,6 +128,10 @@ def pipelines(plan: Plan, assignment: BatchAssignment) -> list[list[ReplicaKey]]
             parent[key] = key = parent[parent[key]]
         return key
 
+    for name, module in plan.modules.items():
+        for together in replicas_together(module):
+            for r in together[1:]:
+                parent[root((name, r))] = root((name, together[0]))
     on_rank: dict[int, ReplicaKey] = {}
     for name, r, _, stage in plan.stages():
         for rank in stage.ranks:

@@ -123,12 +123,25 @@ class LayerShape:
             + self.vocabulary * self.hidden_size
         )
 
-    def num_parameters_per_rank(self, tp_size: int) -> int:
-        """On each rank of a tensor-parallel group. Column-cut biases are cut too; counted whole here, they are few."""
-        sharded = sum(linear.num_weights for linear in self.linears if linear.cut)
+    @property
+    def num_expert_weights(self) -> int:
+        return sum(linear.num_weights for linear in self.linears if linear.num_copies > 1)
+
+    @property
+    def experts_per_token(self) -> float:
+        """Experts that compute a token; 0: the layer is no mixture."""
+        return max((linear.rows_per_token for linear in self.linears if linear.num_copies > 1), default=0.0)
+
+    def num_parameters_per_rank(self, tp_size: int, ep: int = 1) -> int:
+        """On each rank of a tensor-parallel group, whose experts `ep` ranks share. Column-cut biases are cut too;
+        counted whole here, they are few."""
+        experts = self.num_expert_weights if ep > 1 else 0
+        sharded = sum(
+            linear.num_weights for linear in self.linears if linear.cut and not (experts and linear.num_copies > 1)
+        )
         if self.vocabulary % tp_size == 0:
             sharded += self.vocabulary * self.hidden_size
-        return self.num_parameters - sharded + sharded // tp_size
+        return self.num_parameters - sharded - experts + sharded // tp_size + experts // ep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +182,11 @@ class ModuleWorkload:
     def blocks(self) -> tuple[int, ...]:
         """Indices of the transformer blocks."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.part == "block")
+
+    @property
+    def numbers_of_experts(self) -> set[int]:
+        """Of the layers that are mixtures of experts."""
+        return {linear.num_copies for layer in self.layers for linear in layer.linears if linear.num_copies > 1}
 
     def has_block(self, layers: LayerRange) -> bool:
         """Whether a transformer block runs among these layers."""

@@ -70,6 +70,22 @@ def test_answers_share_a_question(drawn: list[Document]) -> None:
         np.testing.assert_array_equal(mask.dense(), dense(drawn, sees))
 
 
+@given(drawn=documents(answers=True))
+@examples(60)
+def test_answers_with_parts_of_one_item_do_not_see_one_another(drawn: list[Document]) -> None:
+    mask = mask_of(layout_of_documents(drawn), AttentionRule(media="own_item"))
+    np.testing.assert_array_equal(mask.dense(), dense(drawn, dense_masks.answers_own_item))
+
+
+def test_two_answers_that_are_parts_of_one_image() -> None:
+    image = Segment(2, "vision", 0)
+    document = Document((Segment(2), image, image), answers=(2, 2))
+    mask = mask_of(layout_of_documents([document]), AttentionRule(media="own_item")).dense()
+    assert not mask[4:, 2:4].any()
+    assert mask[2:4, 2:4].all()
+    assert mask[4:, 4:].all()
+
+
 @given(
     ends=st.lists(st.tuples(*[st.integers(0, 12)] * 4), min_size=12, max_size=12),
     classes=st.lists(st.integers(0, 2), min_size=12, max_size=12),

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from motet.errors import UserError
 from motet.families import capabilities
-from motet.families.capabilities import FEATURES, Capabilities, known_capabilities, read_capabilities
+from motet.families.capabilities import FEATURES, OF_EXPERTS, Capabilities, known_capabilities, read_capabilities
 from motet.runtime.verification import family_probe
 from motet.runtime.verification.family_probe import capabilities_of, config_of, probe
 
@@ -31,7 +31,8 @@ TINY = LlamaConfig(
 def test_a_regular_family_has_every_feature_and_is_probed_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(family_probe, "tiny_config", lambda config: TINY)
     found = capabilities_of(LlamaConfig())
-    assert found.reasons == dict.fromkeys(FEATURES)
+    no_experts = dict.fromkeys(OF_EXPERTS, "ep: the model has no experts that can be distributed; use ep 1")
+    assert found.reasons == dict.fromkeys(FEATURES) | no_experts
     assert "probing llama" in capsys.readouterr().err
     (path,) = (tmp_path / "families").iterdir()
     monkeypatch.setattr(family_probe, "probe", lambda tiny: pytest.fail("probed again"))
@@ -67,7 +68,7 @@ def test_a_feature_that_ends_a_process_ends_no_other(monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     reasons = probe(TINY).reasons
     refused = {feature for feature, reason in reasons.items() if reason is not None}
-    assert refused == {"tensor_parallel", "sequence_parallel"}
+    assert refused == {"tensor_parallel", "sequence_parallel", *OF_EXPERTS}
     assert "needs its whole width" in reasons["tensor_parallel"]
 
 

@@ -103,8 +103,13 @@ def mask_of(layout: TokenLayout, rule: AttentionRule) -> IntervalMask:
             second_stop = of_tokens(np.where(windowed, sink_stop, 0))
             second = (of_tokens(layout.document_start), np.minimum(second_stop, position + 1))
     elif answers.any():
-        second_stop = of_tokens(np.where(answers & windowed, layout.shared_stop, 0))
-        second = (of_tokens(layout.document_start), second_stop)
+        start, stop = layout.document_start, np.where(answers & windowed, layout.shared_stop, 0)
+        if rule.media == "own_item" and layout.is_media.any():
+            parts = _item_parts(layout)
+            of_answers = answers & layout.is_media
+            start = np.where(of_answers, parts.shared_start[parts.of_run], start)
+            stop = np.where(of_answers, parts.shared_stop[parts.of_run], stop)
+        second = (of_tokens(start), of_tokens(stop))
     for run in np.flatnonzero(layout.modality == PADDING):
         for ends in (lo, hi) if second is None else (lo, hi, *second):
             ends[layout.start[run] : layout.stop[run]] = 0
@@ -125,9 +130,9 @@ def _extents(layout: TokenLayout, rule: AttentionRule) -> tuple[Int32, Int32]:
     if rule.media == "block_causal":
         ceiling = np.where(media, np.maximum(ceiling, layout.stop), ceiling)
     elif rule.media == "own_item":
-        start, stop = _item_extents(layout)
-        floor[media], ceiling = start[layout.item[media]], ceiling.copy()
-        ceiling[media] = stop[layout.item[media]]
+        parts = _item_parts(layout)
+        floor[media], ceiling = parts.start[parts.of_run[media]], ceiling.copy()
+        ceiling[media] = parts.stop[parts.of_run[media]]
     elif rule.media == "own_modality":
         ceiling = np.where(media, layout.document_stop, ceiling)
     elif rule.media == "prefix":
@@ -151,12 +156,14 @@ def _classes(layout: TokenLayout, rule: AttentionRule) -> tuple[Int16, Bool] | N
         return token_class, _text_and_closed_classes(len(layout.sources))
     if rule.media != "own_item":
         return None
-    start, stop = _item_extents(layout)
+    parts = _item_parts(layout)
     media = layout.is_media
-    num_tokens = np.bincount(layout.item[media], (layout.stop - layout.start)[media], minlength=len(start))
-    apart = np.flatnonzero(num_tokens < stop - start)  # Something stands between the parts of these items.
+    num_tokens = np.bincount(parts.of_run[media], (layout.stop - layout.start)[media], minlength=len(parts.item))
+    # Something else stands within these parts of items.
+    apart = np.unique(parts.item[num_tokens < parts.stop - parts.start])
     if not len(apart):
         return None
+    start, stop = _item_extents(layout)
     of_item = np.zeros(len(start), np.int16)
     of_item[apart] = _distinct_where_they_overlap(start[apart], stop[apart])
     return np.where(media, of_item[layout.item], 0).astype(np.int16), _text_and_closed_classes(int(of_item.max()))
@@ -192,6 +199,38 @@ def _item_extents(layout: TokenLayout) -> tuple[Int32, Int32]:
     np.minimum.at(start, layout.item[media], layout.start[media])
     np.maximum.at(stop, layout.item[media], layout.stop[media])
     return start, stop
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of items: what of each stands before the answers, and in each of them, which do not see one another."""
+
+    of_run: Int32
+    """[R]: the part; 0 for text."""
+    item: Int32
+    """[P], as are the others: the item that it is of."""
+    start: Int32
+    stop: Int32
+    shared_start: Int32
+    """Where the item's part before the answers begins and ends; both 0 if it has none."""
+    shared_stop: Int32
+
+
+def _item_parts(layout: TokenLayout) -> _Parts:
+    media = layout.is_media
+    keys = np.stack([layout.item[media], layout.answer_start[media]], axis=1)
+    found, of_media = np.unique(keys, axis=0, return_inverse=True)
+    of_run = np.zeros(len(layout.start), np.int32)
+    of_run[media] = of_media.reshape(-1)
+    start, stop = np.full(len(found), np.iinfo(np.int32).max, np.int32), np.zeros(len(found), np.int32)
+    np.minimum.at(start, of_run[media], layout.start[media])
+    np.maximum.at(stop, of_run[media], layout.stop[media])
+    item, answer_start = found.reshape(-1, 2).T
+    shared = {int(item[part]): part for part in np.flatnonzero(answer_start < 0).tolist()}
+    place = [shared.get(each) for each in item.tolist()]
+    shared_start = np.array([0 if part is None else start[part] for part in place], np.int32)
+    shared_stop = np.array([0 if part is None else stop[part] for part in place], np.int32)
+    return _Parts(of_run, item, start, stop, shared_start, shared_stop)
 
 
 MaskOfSample = Callable[[tuple[Segment, ...], int | None], IntervalMask]

@@ -9,6 +9,7 @@ have no bias, so those samples pass the layer as they would alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from motet.models.stages.causal import (
     places_of_outputs,
     token_ids,
 )
+from motet.models.stages.router_loss import RouterLoss, find_routers
 from motet.models.stages.stage import StageInput, StageOutput
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.context_sequence import (
@@ -64,6 +66,7 @@ class LanguageModelStage(CausalStage):
         media_attention: what tokens of images and clips see, or a registered mask's name; other than causal, samples
             are packed.
         preprocess_callback: merges encoder outputs in the stage's stead, sample by sample.
+        router_aux_loss: weight of the auxiliary loss of a mixture of experts, of which each stage has its part.
     """
 
     def __init__(
@@ -76,8 +79,13 @@ class LanguageModelStage(CausalStage):
         recompute: bool = False,
         media_attention: str = "causal",
         preprocess_callback: PreprocessCallback | None = None,
+        router_aux_loss: float = 0.0,
     ) -> None:
+        router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         super().__init__(name, model, layers, recompute=recompute)
+        self._router_loss = router_loss if find_routers(model) else None
+        self.computes_loss = self.is_last or self._router_loss is not None
+        """Whether its output has a loss."""
         if packing:
             check_feature(model.config, "packing", "leave packing false")
         self.packing = packing
@@ -162,12 +170,18 @@ class LanguageModelStage(CausalStage):
         modules that read them, the hidden states of all tokens [sum of tokens, hidden_size], sample after sample."""
         sequences, context = self._sequences(inputs)
         rows, labels = self._labelled(inputs.features, sequences, context) if self.is_last else (None, None)
-        states, logits = self._run(inputs, sequences, context, rows)
-        if logits is None or labels is None:
-            return StageOutput(states)
-        loss = self.loss_sum(logits, labels)
-        if self._context is not None and self._context.size > 1:
+        with nullcontext() if self._router_loss is None else self._router_loss.recording():
+            states, logits = self._run(inputs, sequences, context, rows)
+        parts = [] if logits is None or labels is None else [self.loss_sum(logits, labels)]
+        shared = self._context is not None and self._context.size > 1
+        if self._router_loss is not None:
+            group = self._context.as_group() if self._context is not None and shared else None
+            parts.append(self._router_loss.loss(_sample_of_row(sequences, context), inputs.samples, self.name, group))
+        loss = torch.stack(parts).sum() if len(parts) > 1 else next(iter(parts), None)
+        if loss is not None and self._context is not None and shared:
             loss = reduce_from_group(loss, self._context.as_group())
+        if logits is None:
+            return StageOutput(states, loss)
         return StageOutput(self._all_tokens(states, sequences, context) if inputs.hands_on else None, loss)
 
     def forward_whole(self, inputs: StageInput, *, has_labels: bool) -> tuple[Tensor, Tensor | None]:
@@ -308,6 +322,12 @@ class LanguageModelStage(CausalStage):
     def _is_merged(self, source: str, samples: Sequence[Sample]) -> bool:
         """Whether the source's outputs stand in the sequence itself."""
         return any(segment.source == source for sample in samples for segment in sample.layouts[self.name])
+
+
+def _sample_of_row(sequences: SequenceLayout, context: ContextSequence | None) -> Tensor:
+    """[rows * columns] of this rank: which sample of the microbatch stands there; -1 where none does."""
+    samples = sequences.sample_of_token().flatten()
+    return samples if context is None else samples[context.tokens].masked_fill(~context.held, -1)
 
 
 def _owners(samples: Sequence[Sample], source: str) -> Tensor:

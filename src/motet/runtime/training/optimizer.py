@@ -176,11 +176,11 @@ def _grouped(
 
     In an order that all ranks agree on: the optimizers' steps are collective, and their groups overlap."""
     alone: list[LocalParameter] = []
-    shared: dict[Reduce, list[LocalParameter]] = {}
+    shared: dict[tuple[Reduce, bool], list[LocalParameter]] = {}
     for p in parameters:
         if zero1 and p.reduce_group is not None:
             assert p.reduce is not None
-            shared.setdefault(p.reduce, []).append(p)
+            shared.setdefault((p.reduce, p.is_shared_expert), []).append(p)
         else:
             alone.append(p)
     groups = [(members[0].reduce_group, members) for _, members in sorted(shared.items())]

@@ -68,6 +68,7 @@ class Trial:
     packing: bool = False
     recompute: bool = False
     sequence_parallel: bool = False
+    ep: int = 1
     schedule: str = "1f1b"
     method: Literal["all_gather", "ulysses"] = "all_gather"
 
@@ -86,6 +87,8 @@ TRIALS: Mapping[str, Trial] = {
     "ulysses": Trial(stages=((0, 1),), cp_size=2, num_microbatches=2, method="ulysses"),
     "tensor_parallel": Trial(stages=((0, 1),), tp_size=2),
     "sequence_parallel": Trial(stages=((0, 1),), tp_size=2, sequence_parallel=True),
+    "experts": Trial(stages=((0, 1),), tp_size=2, ep=2),
+    "expert_parallel": Trial(stages=((0,),), num_replicas=2, num_microbatches=2, ep=2),
 }
 assert TRIALS.keys() == FEATURES.keys()
 
@@ -159,6 +162,8 @@ def needed_features(config: RunConfig, plan: Plan) -> dict[str, str]:
             module.sequence_parallel and any(stage.tp_size > 1 for stage in stages),
             "set sequence_parallel to false",
         ),
+        "experts": (module.ep > 1 and any(stage.tp_size > 1 for stage in stages), "use ep 1"),
+        "expert_parallel": (module.replicas_sharing_experts > 1, "use ep 1, or ep equal to tp"),
     }
     return {feature: instead for feature, (is_needed, instead) in needed.items() if is_needed}
 
@@ -288,6 +293,7 @@ def _plan(trial: Trial, num_layers: int, *, is_tied: bool) -> Plan:
                 trainable=((0, num_layers),),
                 tied=((0, num_layers - 1),) if is_tied else (),
                 sequence_parallel=trial.sequence_parallel,
+                ep=trial.ep,
                 loss_weight=1.0,
                 context=ContextOptions(block_size=4, method=trial.method),
             )
