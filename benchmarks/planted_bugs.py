@@ -338,7 +338,7 @@ class Project:
     def __init__(self, checkout: Path, timeout_s: float) -> None:
         self._checkout, self._timeout_s = checkout, timeout_s
         self._without_bug: dict[tuple[tuple[str, ...], str], tuple[str, str]] = {}
-        """What became of each selection of tests."""
+        """Outcome of each selection of tests."""
 
     def try_bug(self, bug: Bug) -> Outcome:
         """Plants the bug, runs its tests and takes the bug out again."""

@@ -97,7 +97,7 @@ class Run:
         self.went_on_ms = 0
         """When the last iteration, and a checkpoint after it, ended."""
         self.spans_ms: list[tuple[int, int]] = []
-        """Of finished iterations, each with what was before it."""
+        """Spans of finished iterations, each including what preceded it."""
         self.rates: list[float] = []
         """Samples per second in each span; 0: lost. May be longer: a failed checkpoint loses spans to come, too."""
 

@@ -139,7 +139,7 @@ def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "here"], "data.servers: 'here' is not the address of a data server; give grpc://host:port or"),
+        (["--data", "here"], "data.servers: 'here' is not a data server's address; give grpc://host:port or"),
         (["--data", "http://host:80"], "data.servers: 'http://host:80' is not a data server's address"),
         (["--data", "grpc://host"], "data.servers: 'grpc://host' is not a data server's address"),
         (["--data", "grpc://host:99999"], "data.servers: 'grpc://host:99999' is not a data server's address"),

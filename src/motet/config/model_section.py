@@ -67,7 +67,7 @@ class EncoderConfig(PartConfig):
 class LanguageModelConfig(PartConfig):
     train: TrainableModule = TrainableModule()
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Of mixtures of experts: weight of the auxiliary loss that makes routers use all experts alike. It is taken of
+    """Weight of the auxiliary loss that makes routers of mixtures of experts use all experts alike. It is computed for
     each sample (the mean over its mixtures; Switch Transformers, equations 4 to 6) and weighted by the sample's loss
     tokens, so it does not depend on how the batch is cut; it is part of the reported loss. 0: none."""
 

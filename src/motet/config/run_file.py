@@ -280,8 +280,8 @@ class RunConfig(Section):
                 raise ValueError(f"{key}: is {layout.ep}, but experts of composites are not distributed; leave it out")
             if layout.ep > 1 and self.train.failures is not None:
                 raise ValueError(
-                    f"{key}: is {layout.ep}, but experts of ranks that fail cannot be had from others; leave it out, "
-                    "or train.failures"
+                    f"{key}: is {layout.ep}, but experts of ranks that fail have no other holder; leave it out, or "
+                    "train.failures"
                 )
 
     def _check_towers(self) -> None:

@@ -54,7 +54,7 @@ class Example:
     messages: tuple[Message, ...]
     """The loss is on the assistant's messages."""
     media: Mapping[Modality, tuple[Media, ...]] = field(default_factory=dict)
-    """Of each modality, in the order of their placeholders."""
+    """Media of each modality, in the order of their placeholders."""
     where: str = ""
     """File and line, for messages."""
 

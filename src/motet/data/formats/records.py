@@ -122,7 +122,7 @@ class _Conversation:
         self._reader, self._where = reader, where
         known = {"id", "system", *TURNS}
         self._listed: dict[Modality, list[Media]] = {}
-        """What the record has beside its turns."""
+        """Keys of the record besides its turns."""
         self._keys: dict[Modality, str] = {}
         for modality in PLACEHOLDERS:
             key, media = self._read_list(record, modality) if stored is None else (modality, stored.get(modality, ()))

@@ -51,7 +51,7 @@ class DataKind:
     open: Callable[[Any, ConfiguredGraph], Examples]
     """Opens the examples of a section `data`. Raises `UserError` naming the key or file that is wrong."""
     words: tuple[str, ...] = ()
-    """Of a task: everything that its texts hold. Tokenizer and processors are made for it. (): they are stored."""
+    """All text of a task. Tokenizer and processors are made for it. (): they are stored."""
 
 
 def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[[Any, ConfiguredGraph], Examples]:

@@ -58,7 +58,7 @@ class TrainingState:
     """The plan's JSON."""
     metrics: dict[str, float] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    """What the model computes (`computation_of`); empty in old checkpoints."""
+    """Values that determine what the model computes (`computation_of`); empty in old checkpoints."""
 
 
 @dataclass(frozen=True)
