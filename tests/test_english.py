@@ -82,7 +82,8 @@ CLEAN = (
 def documentation(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, also of those below fields and constants."""
     for node in ast.walk(ast.parse(path.read_text())):
-        for statement in getattr(node, "body", None) or [] if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield statement.lineno, value.value.strip()
