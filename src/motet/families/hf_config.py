@@ -97,7 +97,7 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
 
 
 def stored_values(part: PartConfig, where: str) -> dict[str, Any]:
-    """What stands in the config.json of a part. Raises `UserError` if it cannot be had."""
+    """Returns the content of a part's config.json. Raises `UserError` if it cannot be read or downloaded."""
     path = _config_file(part, where)
     try:
         stored = json.loads(path.read_text())
