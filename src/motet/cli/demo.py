@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from motet.data.example import Modality
     from motet.data.tasks.dial_a_digit import Accuracy, Dialled
 
-HELP = "the whole way on a small real task: profile, plan, train, export, and ask the exported model"
+HELP = "run the whole workflow on a small real task: profile, plan, train, export, and ask the exported model"
 
 RUN_FILE = Path(__file__).with_name("demo.yaml")
 
@@ -82,7 +82,11 @@ def ask_exported(config: "RunConfig", export: Path, *, num_samples: int, denied:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_file", metavar="RUN.yaml", nargs="?", default=str(RUN_FILE), help="a run file of dial-a-digit (its own)"
+        "run_file",
+        metavar="RUN.yaml",
+        nargs="?",
+        default=str(RUN_FILE),
+        help="a run file of dial-a-digit (default: the demo's own)",
     )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_LANES = 64
 """Most ranks that are all drawn and traced; of more, one of each group of identical ranks is."""
 
-HELP = "predict what an iteration of a plan takes, and draw its timeline"
+HELP = "predict the time and memory of an iteration of a plan, and draw its timeline"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture",
         metavar="timeline.png",
-        help="draw the timeline (png, svg, pdf); of many ranks, one of each group that does the same",
+        help="draw the timeline (png, svg, pdf); of many ranks, one of each group with the same timeline",
     )
     parser.add_argument("--memory-picture", metavar="memory.png", help="draw each rank's memory over time")
     parser.add_argument(
@@ -51,18 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--failures",
         metavar="TRACE.csv|RATE",
         help="replay a trace of nodes that join and leave (lines MILLISECONDS,add|remove,NODE), or random losses of "
-        "nodes at a mean interval (6h, 10m), with templates, with restarts and with redundant computation",
+        "nodes at a mean interval (6h, 10m), under three policies: templates, restarts and redundant computation",
     )
     parser.add_argument(
         "--duration", metavar="12h", help="duration of the replay (default: that of the trace, or ten intervals)"
     )
-    parser.add_argument("--back-after", metavar="1h", help="with a rate: time after which a lost node comes back")
-    parser.add_argument("--warning", metavar="30s", help="time for which nodes announce their loss in advance")
+    parser.add_argument("--back-after", metavar="1h", help="with a rate: time after which a lost node joins again")
+    parser.add_argument("--warning", metavar="30s", help="time between the warning of a node and its loss")
     parser.add_argument(
         "--storage",
         metavar="BYTES_PER_S",
         type=float,
-        help="bandwidth of the storage of checkpoints, of all nodes together (default: 2e9)",
+        help="bandwidth of the checkpoints' storage, for all nodes together (default: 2e9)",
     )
     parser.add_argument("--start", metavar="30s", help="time in which all processes restart, without loading")
 

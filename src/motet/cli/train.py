@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from motet.config import RunConfig
     from motet.resilience.store.etcd import StoreAddress
 
-HELP = "train; alone it starts its own processes, under torchrun it joins them"
+HELP = "train, on processes that it starts itself or, under torchrun, on those of torchrun"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="etcd://HOST:PORT,.../NAME",
-        help="with train.failures, on this machine: agree on who trains in etcd, under that name, and not in a process "
-        "of this machine",
+        help="with train.failures, on one machine: agree on memberships in etcd, under this name, instead of in a "
+        "process of this machine",
     )
 
 
