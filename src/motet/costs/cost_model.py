@@ -98,7 +98,7 @@ class _Sums(NamedTuple):
     incoming: float
     outputs: float
     seen: float
-    """Of a generator: its own tokens times the incoming ones that they attend to."""
+    """A generator's own tokens times the incoming ones that they attend to."""
 
 
 NOTHING = _Sums(0, 0, 0, 0, 0, 0, 0)

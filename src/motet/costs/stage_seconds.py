@@ -258,8 +258,8 @@ class StageSeconds:
                 yield Quadratic(constant=terms.latency_s).plus(kernel.num_bytes.times(1 / terms.bytes_per_s))
 
     def _exchange(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Of keys and values in context-parallel groups, and of tokens between replicas that share experts. A backward
-        exchanges as much as a forward."""
+        """Seconds of the exchanges of keys and values in context-parallel groups, and of tokens between replicas that
+        share experts. A backward exchanges as much as a forward."""
         keys = key_exchange(layer, stage, self.cluster, self.memory)
         return keys.plus(token_exchange(layer, self.cells.plan.modules[module], stage, self.cluster, self.memory))
 
@@ -301,8 +301,8 @@ def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: Memo
 
 
 def token_exchange_bytes(layer: LayerShape, tp_size: int, element_bytes: int) -> float:
-    """Of each token, what a rank gives to an exchange between replicas that share experts, its own experts' rows among
-    it. There are two for a forward and two for a backward."""
+    """Bytes of each token that a rank gives to an exchange between replicas that share experts, its own experts' rows
+    among it. There are two for a forward and two for a backward."""
     return layer.experts_per_token * layer.hidden_size * element_bytes / tp_size
 
 

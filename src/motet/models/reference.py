@@ -287,7 +287,7 @@ def _noised(objective: str, clean: Tensor, noise: Tensor, drawn: Any) -> tuple[T
 
 
 def _denoise(model: Any, connector: Any, noised: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
-    """What diffusers' own forward makes of one image."""
+    """Runs diffusers' own forward on one image."""
     given = {"hidden_states": noised, "timestep": timestep, "encoder_hidden_states": context}
     if connector.pooled is not None:
         given["pooled_projections"] = connector.pooled(context.mean(1))

@@ -185,7 +185,7 @@ class ModuleWorkload:
 
     @property
     def numbers_of_experts(self) -> set[int]:
-        """Of the layers that are mixtures of experts."""
+        """Numbers of experts of the layers that are mixtures of experts."""
         return {linear.num_copies for layer in self.layers for linear in layer.linears if linear.num_copies > 1}
 
     def has_block(self, layers: LayerRange) -> bool:

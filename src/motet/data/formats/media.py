@@ -50,9 +50,9 @@ class InMemory:
 MOST_HZ = 768_000
 """Highest rate of a clip; resampling one of another rate takes memory in proportion to both."""
 RESAMPLED_HZ = 48_000
-"""What encoders' feature extractors take at most."""
+"""Highest rate that encoders' feature extractors take."""
 UNKNOWN_LENGTHS = (8, 8 + 0xFFFFFFFF)
-"""Of a WAV file that was written into a pipe."""
+"""Lengths in the header of a WAV file that was written into a pipe."""
 
 
 def _to_read(path: Path | StoredFile) -> Path | BinaryIO:
