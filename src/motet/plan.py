@@ -202,8 +202,8 @@ def tensor_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
 
 
 def expert_groups(module: ModulePlan, layers: LayerRange) -> list[tuple[int, ...]]:
-    """Of the stages with these layers, which are alike in all replicas: the groups over whose ranks experts are
-    distributed."""
+    """Returns the groups of ranks over which the experts of these layers are distributed. Stages with these layers are
+    equal in all replicas."""
     stages = [stage for replica in module.replicas for stage in replica.stages if stage.layers == layers]
     groups = []
     for first in range(0, len(stages), module.replicas_sharing_experts):
