@@ -222,6 +222,7 @@ class RunConfig(Section):
         self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
+        self._can_lose_replicas()
         self._check_experts()
         self._check_towers()
         return self
@@ -287,6 +288,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"parallel.zero1: {where}.fully_sharded shards the optimizer's state already; leave one of the two out"
             )
+
+    def _can_lose_replicas(self) -> None:
+        """Refuses replicas that share parameters where one of them may be lost."""
+        for name, module in self.parallel.explicit.items():
+            if self.train.failures is not None and module.shares_over_replicas > 1:
+                raise ValueError(
+                    f"parallel.explicit.{name}.fully_sharded: {module.shares_over_replicas} replicas share the "
+                    "parameters, so none can be lost; give sharded_replicas: 1 with a larger cp, or leave "
+                    "train.failures out: after a failure, train.resume: latest goes on from the checkpoint"
+                )
 
     def _check_experts(self) -> None:
         """Refuses distributed experts where they are not shown to be right."""

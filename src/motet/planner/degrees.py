@@ -46,10 +46,10 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
         _check_experts(problem, name, degrees)
     if degrees.cp > 1:
         _check_context(problem, name, degrees)
-    elif degrees.fully_sharded:
+    if degrees.fully_sharded and degrees.cp * degrees.sharded_replicas == 1:
         raise UserError(
-            f"parallel: {name}.fully_sharded: parameters are sharded over context-parallel ranks, but cp is 1; "
-            "give a larger cp, or leave fully_sharded out"
+            f"parallel: {name}.fully_sharded: nobody shares the parameters, as cp and the number of replicas that do "
+            "are 1; give a larger dp or cp, or leave fully_sharded out"
         )
 
 

@@ -139,7 +139,7 @@ def _simulated(problem: PlanningProblem, plan: Plan, prepared: Prepared) -> Eval
 def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
     workloads = {name: module.workload for name, module in problem.all_modules.items()}
 
-    def costs(assignment: BatchAssignment) -> IterationCosts:
+    def costs(assignment: BatchAssignment, folding: Folding | None = None) -> IterationCosts:
         return IterationCosts(
             derive_routes(plan, assignment, problem.samples),
             problem.samples,
@@ -148,6 +148,7 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
             cluster=problem.cluster,
             memory=problem.memory,
             sample_kinds=problem.sample_kinds,
+            replica_of=None if folding is None else folding.replica_of,
         )
 
     whole = assign(plan, problem.samples, workloads=workloads, table=problem.table)
@@ -155,13 +156,15 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
         return Prepared(costs(whole), None, None)
     folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
     fewer = None
-    # With context parallelism or contrastive towers, compute times depend on the placement on nodes.
+    # Where members of a group exchange keys or parameters, or towers are contrasted, compute times depend on the place
+    # on the nodes.
     depends_on_nodes = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
+    depends_on_nodes = depends_on_nodes or any(module.shares_over_replicas for module in plan.modules.values())
     if not depends_on_nodes and problem.cluster.num_nodes > 1:
         fewer = fold(plan, whole, problem.sample_kinds)
     if fewer is None or len(fewer.copies) == len(folding.copies):
-        return Prepared(costs(folding.assignment), folding, None)
-    return Prepared(costs(folding.assignment), folding, (fewer, costs(fewer.assignment)))
+        return Prepared(costs(folding.assignment, folding), folding, None)
+    return Prepared(costs(folding.assignment, folding), folding, (fewer, costs(fewer.assignment, fewer)))
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:

@@ -91,6 +91,7 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
         recompute=config.parallel.recompute,
         contrastive_batch_size=config.train.contrastive_batch_size,
         memory=_memory_options(config),
+        may_share_parameters=not config.parallel.zero1 and config.train.failures is None,
         num_cores=shared_cores(config),
         failures=1 if config.train.failures is None else config.train.failures.tolerate,
     )
@@ -194,7 +195,8 @@ def _context(config: RunConfig, language_model: ModuleWorkload) -> ContextOption
 
 def _degrees(given: ModuleParallelConfig, media: str) -> Degrees:
     context = ContextOptions(**given.context.model_dump(), media_attention=media)
-    return Degrees(**{**given.model_dump(exclude={"num_microbatches"}), "context": context})
+    values = {**given.model_dump(exclude={"num_microbatches"}), "context": context}
+    return Degrees(**{**values, "sharded_replicas": given.shares_over_replicas})
 
 
 def describe_cluster(config: RunConfig) -> Cluster:

@@ -56,6 +56,8 @@ class Degrees:
     """None: the planner's partition."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
+    sharded_replicas: int = 1
+    """With `fully_sharded`: number of replicas that share parameters."""
     ep: int = 1
     context: ContextOptions = field(default_factory=ContextOptions)
 
@@ -96,6 +98,7 @@ class ModuleProblem:
         *,
         sequence_parallel: bool = False,
         fully_sharded: bool = False,
+        sharded_replicas: int = 1,
         ep: int = 1,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
@@ -110,6 +113,7 @@ class ModuleProblem:
             loss_weight=self.loss_weight,
             sequence_parallel=sequence_parallel,
             fully_sharded=fully_sharded,
+            sharded_replicas=sharded_replicas,
             ep=ep,
             context=context,
             num_microbatches=num_microbatches,
@@ -141,6 +145,9 @@ class PlanningProblem:
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""
+    may_share_parameters: bool = True
+    """Whether planners may let replicas share their parameters; they may not under ZeRO-1, nor where one may be
+    lost."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None

@@ -77,14 +77,17 @@ class Executor:
         self._mailbox = Mailbox(program, self._deadline)
         self.spans = []
         self.started_s = time.perf_counter()
-        for runner in self.runners.values():
-            runner.begin_iteration(routes, batch, loss_tokens, seed)
+        with self.doing("the beginning of the iteration"):
+            for stage, runner in self.runners.items():
+                by_block = stage in program.gathered_by_block
+                runner.begin_iteration(routes, batch, loss_tokens, seed, by_block=by_block)
         for step in program.steps:
             with self.doing(step):
                 if isinstance(step, Message):
                     self._exchange(step)
                 elif isinstance(step, Reduce):
-                    self.reducers[step].start()
+                    if not self.reducers[step].is_late:
+                        self.reducers[step].start()
                 elif step.kind is Kind.FORWARD:
                     self._forward(step)
                 elif step.kind is Kind.WEIGHT:
@@ -96,6 +99,8 @@ class Executor:
             for runner in self.runners.values():
                 runner.end_iteration()
             if not routes.forward_only:
+                for reducer in self.reducers.values():
+                    reducer.start()
                 for reduce, reducer in self.reducers.items():
                     reducer.finish(self._deadline, reduce)
 

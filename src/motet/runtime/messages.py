@@ -20,6 +20,7 @@ from motet.schedule.action import Compute, Kind
 from motet.schedule.dependencies import Activation, Gradient
 from motet.schedule.lower import Message, Program, Step, is_resharded
 from motet.schedule.routes import Cell, Routes
+from motet.schedule.shared_gathers import gathered_by_block
 
 Carried = Activation | Gradient
 """A value that goes between stages."""
@@ -40,6 +41,8 @@ class LocalProgram:
     """The last backward, or half of one, that gives weights of a stage a gradient, by (module, replica, stage)."""
     split: frozenset[Cell]
     """Cells whose backward runs in two halves."""
+    gathered_by_block: frozenset[tuple[str, int, int]]
+    """Fully sharded stages, by (module, replica, stage), that gather their parameters block by block."""
 
 
 def local_program(program: Program, rank: int) -> LocalProgram:
@@ -63,7 +66,7 @@ def local_program(program: Program, rank: int) -> LocalProgram:
             split.add(step.cell)
     mine = set(messages)
     tags = {step: tag for tag, step in enumerate(program.steps) if isinstance(step, Message) and step in mine}
-    return LocalProgram(rank, steps, tags, uses, final_backwards, frozenset(split))
+    return LocalProgram(rank, steps, tags, uses, final_backwards, frozenset(split), gathered_by_block(program))
 
 
 def _has_own_piece(routes: Routes, value: Carried, rank: int) -> bool:

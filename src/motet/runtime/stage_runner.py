@@ -77,11 +77,18 @@ class StageRunner:
         """Sum of the stage's losses in the iteration so far, unweighted."""
 
     def begin_iteration(
-        self, routes: Routes, batch: Batch, loss_tokens: Mapping[str, int], draw_key: tuple[int, ...] | None = None
+        self,
+        routes: Routes,
+        batch: Batch,
+        loss_tokens: Mapping[str, int],
+        draw_key: tuple[int, ...] | None = None,
+        *,
+        by_block: bool = True,
     ) -> None:
         """Args:
         loss_tokens: for each module with a loss, the loss tokens of the whole global batch.
         draw_key: as that of `StageInput`.
+        by_block: whether a fully sharded stage gathers its parameters block by block; otherwise once, now.
         """
         self._routes, self._batch, self._draw_key = routes, batch, draw_key
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
@@ -90,10 +97,15 @@ class StageRunner:
         self.rows = ContextRows(routes, batch.samples, self._cp, getattr(self.module, "held_tokens", None))
         self._cast_weights.clear()
         self.loss_sum.zero_()
+        if self._sharded is not None:
+            self._sharded.begin_step(by_block=by_block)
 
     def end_iteration(self) -> None:
-        """Frees what the iteration's microbatches shared, before the optimizer takes its memory."""
+        """Frees what the iteration's microbatches shared, before the optimizer takes its memory. Collective where
+        replicas share parameters."""
         self._cast_weights.clear()
+        if self._sharded is not None:
+            self._sharded.end_step(with_gradients=not self._routes.forward_only)
 
     def reports_loss(self, rank: int) -> bool:
         """Whether `rank` is the one of the stage's group whose `loss_sum` counts: all members have the same."""
