@@ -101,7 +101,7 @@ def test_docstrings_begin_with_what_the_thing_is(folder: str) -> None:
 def test_docstrings_are_found() -> None:
     found = [text for _, text in documentation(Path(__file__))]
     assert any(text.startswith("Folders whose docstrings") for text in found)
-    assert len(found) > 6
+    assert len(found) >= 6
 
 
 def test_phrases_are_found_across_lines() -> None:
