@@ -231,7 +231,7 @@ class IterationCosts:
         return self._groups[key], self._reduced_bytes(reduce, tp_size)
 
     def _holding_alike(self, holders: Sequence[Holder], ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Of ranks that share parameters over replicas, those that keep the same rows as the first one."""
+        """Returns the ranks that keep the same rows as the first one, of those that share parameters over replicas."""
         groups = [
             group
             for holder in holders

@@ -283,7 +283,7 @@ class StageSeconds:
         return total(gathers[0]), total(gathers[1])
 
     def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        """Of one action; zero where parameters are gathered once in a step."""
+        """Seconds of one action's gathers of parameters; zero where they are gathered once in a step."""
         planned = self.cells.plan.modules[module]
         if not planned.fully_sharded or not self.cells.gathers_by_block(module, place_of(planned, stage)[1]):
             return ZERO

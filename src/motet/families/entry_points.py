@@ -1,4 +1,4 @@
-"""What installed packages add to motet, by entry points: encoders (`motet.encoders`) and exceptional language models
+"""Entry points by which installed packages extend motet: encoders (`motet.encoders`) and exceptional language models
 (`motet.language_models`, see docs/adding-a-model-family.md)."""
 
 from collections.abc import Mapping
