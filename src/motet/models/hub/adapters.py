@@ -24,7 +24,7 @@ class AdaptedPart(Protocol):
 
     @property
     def config(self) -> Any:
-        """Of transformers."""
+        """Configuration class of transformers."""
 
     @property
     def kind(self) -> str: ...

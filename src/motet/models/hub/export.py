@@ -135,7 +135,7 @@ def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
 
 
 def _adapter_code(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Of a module: what adds its adapters."""
+    """Settings of a module that add its adapters."""
     if not entry.get("has_adapter"):
         return []
     return [f'{name} = PeftModel.from_pretrained({name}, "{name}_adapter").merge_and_unload()']
