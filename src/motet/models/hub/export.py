@@ -135,7 +135,7 @@ def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
 
 
 def _adapter_code(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Settings of a module that add its adapters."""
+    """Returns the lines of code that add the adapters of a module."""
     if not entry.get("has_adapter"):
         return []
     return [f'{name} = PeftModel.from_pretrained({name}, "{name}_adapter").merge_and_unload()']
