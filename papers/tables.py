@@ -18,10 +18,10 @@ class Row:
 
     what: str
     published: float | None
-    """None: the paper gives no number, ours stands alone."""
+    """The published number; None if the paper gives none."""
     ours: float
     calibrated_on: str
-    """What was fitted to published numbers, and on which; "nothing" if nothing was."""
+    """Description of what was fitted to which published numbers; "nothing" if nothing was."""
     held_out: bool
     """Whether `published` was looked at for no constant, reading or assumption of ours."""
     assumptions: str
@@ -46,10 +46,10 @@ class Row:
 @dataclass(frozen=True)
 class Table:
     table: str
-    """As the paper calls it, and what it shows."""
+    """The table's name in the paper, and what it shows."""
     rows: tuple[Row, ...]
     notes: str = ""
-    """What the paper leaves out or contradicts, and what of its shape holds."""
+    """Notes on what the paper leaves out or contradicts, and on which of its trends hold."""
 
     def informed(self) -> "Table":
         """The table with a reading or an assumption that was chosen with knowledge of the rows that are not fitted."""
@@ -79,7 +79,7 @@ def as_json(paper: str, tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def as_text(values: Mapping[str, Any]) -> str:
-    """What `as_json` returned, for people."""
+    """Formats the result of `as_json` as text."""
     lines = [str(values["paper"])]
     for table in values["tables"]:
         lines += ["", table["table"], *_aligned(table["rows"])]

@@ -52,12 +52,12 @@ class Prediction:
     row: Measurement
     seconds: float
     compute_s: float
-    """Of one replica, without what is exchanged between replicas."""
+    """Seconds of one replica's computation, without the exchange between replicas."""
     evaluation: Evaluation
 
     @property
     def error(self) -> float:
-        """Of the step's time."""
+        """Relative error of the step's time."""
         assert self.row.seconds is not None
         return self.seconds / self.row.seconds - 1
 
@@ -121,7 +121,7 @@ def cluster_of(row: Measurement, device: Device) -> Cluster:
 
 
 def problem_of(row: Measurement, device: Device, software: Software) -> PlanningProblem:
-    """Of a fully sharded row, one replica's."""
+    """Returns the planning problem of a row; for a fully sharded row, that of one replica."""
     assert row.mbs is not None
     cluster = cluster_of(row, device)
     num_replicas = 1 if row.is_fully_sharded else row.dp

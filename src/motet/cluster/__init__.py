@@ -37,9 +37,9 @@ class Device:
     within_node: str = "pcie4"
     """The link of the catalogue that joins such devices in the usual server."""
     source: str = ""
-    """Where the numbers are from."""
+    """Source of the numbers."""
     efficiency_source: str = "assumed"
-    """Where the efficiencies are from, and the rows that they were fitted to."""
+    """Source of the efficiencies, and the rows that they were fitted to."""
 
     def peak(self, dtype: str) -> float:
         if dtype not in self.peak_flops:
@@ -62,9 +62,9 @@ class Link:
     name: str
     latency_s: float
     bytes_per_s: float
-    """That messages and collectives reach, in one direction."""
+    """Bandwidth in one direction that messages and collectives reach."""
     source: str = ""
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s

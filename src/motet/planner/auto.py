@@ -15,7 +15,7 @@ microbatches. It takes the plan of the first that fits. Recomputation belongs to
 open; other options are the user's, so the plan then does not fit as it is, and the report's suggestions name them. A
 lower bound over all plans (`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be
 from the best.
-`motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
+`motet.planner.distmm.local_search` searches plans of contrastive towers.
 
 `own_layouts` has these families of layouts, some of which no paper has:
 
@@ -147,7 +147,7 @@ class EqualGroups(NamedTuple):
     size: int
     number: int
     shared: tuple[tuple[str, int], ...]
-    """As in `Layout`."""
+    """`Layout.shared` of the layout."""
 
     def layout(self, chunks: Sequence[Chunk], schedule: str | None = None) -> Layout:
         return Layout(
@@ -220,7 +220,7 @@ def spread(problem: PlanningProblem) -> Iterator[Layout]:
 @dataclass(frozen=True)
 class Choice:
     evaluation: Evaluation
-    """Of the chosen plan; its `planner` is auto."""
+    """Evaluation of the chosen plan, whose `planner` is auto."""
     found_by: str
     """The named planner whose plan was chosen, or auto."""
     named: Mapping[str, Evaluation]
