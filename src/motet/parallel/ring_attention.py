@@ -55,7 +55,9 @@ class _Ring(torch.autograd.Function):
             owner = (cp.rank - step) % cp.size
             hop = _Hop(held, rows[owner - 1], shared) if step + 1 < cp.size else None
             with torch.autocast(query.device.type, enabled=False):  # Parts are merged in more than half precision.
-                part, of_part = backend.forward_part(query[None], *held[:, None], shared.masks_of_owners[owner], scale)
+                part, of_part = backend.forward_part(
+                    query[None], held[0][None], held[1][None], shared.masks_of_owners[owner], scale
+                )
             if out is None or log_sums is None:
                 out, log_sums = part, of_part
             else:

@@ -117,6 +117,9 @@ class PlanningProblem:
     """A typical global batch."""
     num_microbatches: int
     """Per replica."""
+    shares_experts: bool = False
+    """Whether as many ranks as can be share a mixture's experts in searched layouts, and may in plans that bounds are
+    for."""
     schedule: str = "1f1b"
     schedules: tuple[str, ...] | None = None
     """Schedules from which planner `auto` may choose; None: all. Other planners take `schedule`."""
