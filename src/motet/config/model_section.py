@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from motet.config.section import Count, CountOrNever, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, LearningRate, PositiveNumber, Section
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
 
 
@@ -32,7 +32,7 @@ class PartConfig(Section):
     """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
     seed: CountOrNever = 0
     """Seed of the random weights."""
-    learning_rate: PositiveNumber | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of this part; null: `train.learning_rate`."""
 
     @model_validator(mode="after")
@@ -56,7 +56,7 @@ class EncoderConfig(PartConfig):
     projector: Literal["linear", "mlp"] | None = "mlp"
     """Layers that map the encoder's width to the language model's; null: none."""
     train: TrainableEncoder = TrainableEncoder()
-    projector_learning_rate: PositiveNumber | None = None
+    projector_learning_rate: LearningRate | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
     feature_select: Literal["patch", "full"] = "patch"
     """Outputs of vision encoders: the patches alone, or the class token too."""
@@ -86,7 +86,7 @@ class TowerConfig(PartConfig):
     """Layers that map the encoder's width to that of the features: a matrix (CLIP; the stored one, if `hub` or `path`
     has it), one linear layer or two; null: the feature is the encoder's pooled output (SigLIP)."""
     train: TrainableEncoder = TrainableEncoder()
-    projector_learning_rate: PositiveNumber | None = None
+    projector_learning_rate: LearningRate | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
 
     @model_validator(mode="after")
@@ -101,9 +101,9 @@ class CompositePartConfig(Section):
     `language_model`."""
 
     train: TrainableEncoder = TrainableEncoder()
-    learning_rate: PositiveNumber | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of this part; null: `train.learning_rate`."""
-    projector_learning_rate: PositiveNumber | None = None
+    projector_learning_rate: LearningRate | None = None
     """Peak learning rate of the projector of an encoder; null: `train.learning_rate`."""
 
 
@@ -135,7 +135,7 @@ class ContrastiveConfig(Section):
     """Whether scale and bias are trained."""
     loss_weight: PositiveNumber = 1.0
     """Weight of this loss beside that of a `decoder`."""
-    learning_rate: PositiveNumber | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of scale and bias; null: `train.learning_rate`."""
 
 

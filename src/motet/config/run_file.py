@@ -353,6 +353,7 @@ def load_catalogue(path: str | Path) -> CatalogueConfig:
 
 def _override(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
+    override = override if len(override) <= 200 else f"{override[:200]}..."
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise UserError(f"--set {override}: is not of the form a.b.c=value")
