@@ -288,7 +288,7 @@ def _planned(problem: PlanningProblem, layout: Layout, name: str) -> ModulePlan:
     return module.planned(
         replicas,
         sequence_parallel=layout.sequence_parallel and is_cut,
-        ep=largest_ep(problem, name, *tp_sizes, len(replicas)) if len(tp_sizes) == 1 else 1,
+        ep=largest_ep(problem, name, min(tp_sizes), len(replicas)) if len(tp_sizes) == 1 else 1,
         context=module.context if layout.cp(name) > 1 else DEFAULT_CONTEXT,
     )
 

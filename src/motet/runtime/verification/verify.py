@@ -163,6 +163,9 @@ def run_references(
         return References(plain, plain)
     for module in modules.values():
         module.double()
+        for part in module.modules():
+            if hasattr(getattr(part, "config", None), "_experts_implementation"):
+                part.config._experts_implementation = "eager"  # Kernels for experts do not compute in float64.
     for node in nodes.values():
         if isinstance(node, CompositeNode):
             node.double()  # Its parts are views of the parameters; the model has buffers besides.
