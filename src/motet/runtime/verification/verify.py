@@ -164,8 +164,9 @@ def run_references(
     for module in modules.values():
         module.double()
         for part in module.modules():
-            if hasattr(getattr(part, "config", None), "_experts_implementation"):
-                part.config._experts_implementation = "eager"  # Kernels for experts do not compute in float64.
+            config: Any = getattr(part, "config", None)
+            if hasattr(config, "_experts_implementation"):
+                config._experts_implementation = "eager"  # Kernels for experts do not compute in float64.
     for node in nodes.values():
         if isinstance(node, CompositeNode):
             node.double()  # Its parts are views of the parameters; the model has buffers besides.
