@@ -29,12 +29,12 @@ class _Hop:
         cp = shared.cp
         self._sent = sent.contiguous()  # Kept until it has arrived.
         self._received = sent.new_empty((*sent.shape[:2], num_received, sent.shape[3]))
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, group=cp.group, group_peer=(cp.rank + 1) % cp.size),
-                dist.P2POp(dist.irecv, self._received, group=cp.group, group_peer=(cp.rank - 1) % cp.size),
-            ]
-        )
+        operations = [
+            dist.P2POp(operation, tensor, group=cp.group, group_peer=(cp.rank + step) % cp.size)
+            for operation, tensor, step in ((dist.isend, self._sent, 1), (dist.irecv, self._received, -1))
+            if tensor.numel()
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor:
         for work in self._works:
