@@ -24,6 +24,7 @@ from motet.config import RunConfig
 from motet.data.loader import Loader
 from motet.data.run_file import open_data
 from motet.data.service.tickets import InProcess
+from motet.families.classes import compute_experts_in
 from motet.models.composite import CompositeNode
 from motet.models.from_run_file import plain_nodes, remove_dropout
 from motet.models.graph import ModuleNode
@@ -166,7 +167,7 @@ def run_references(
         for part in module.modules():
             config: Any = getattr(part, "config", None)
             if hasattr(config, "_experts_implementation"):
-                config._experts_implementation = "eager"  # Kernels for experts do not compute in float64.
+                compute_experts_in(config, torch.float64)
     for node in nodes.values():
         if isinstance(node, CompositeNode):
             node.double()  # Its parts are views of the parameters; the model has buffers besides.
