@@ -1,5 +1,6 @@
 from dataclasses import MISSING, fields, replace
 from random import Random
+from typing import Any
 
 import pytest
 from drawing import Limits, draw_problem
@@ -201,3 +202,24 @@ def test_a_wrong_loss_is_named(modules: dict[str, ModulePlan], edges: tuple[Edge
 def test_recomputation_names_modules() -> None:
     with pytest.raises(ValueError, match="recompute_features: there is no module 'audio'"):
         replace(TOWERS, recompute_features=("audio",))
+
+
+def _sharing(*replicas: Replica, number: int = 2, **changes: Any) -> Plan:
+    planned = replace(language_model(*replicas), fully_sharded=True, sharded_replicas=number)
+    return Plan(modules={"llm": replace(planned, **changes)}, edges=(), num_microbatches=1)
+
+
+def test_replicas_that_share_parameters() -> None:
+    plan = _sharing(replica(0, 1), replica(2, 3))
+    assert plan.modules["llm"].sharing_groups(1, 0) == [(0, 2)]
+    assert Plan.from_json(plan.to_json()) == plan
+    hybrid = _sharing(*(replica((4 * r, 4 * r + 1), (4 * r + 2, 4 * r + 3)) for r in range(4)))
+    assert hybrid.modules["llm"].sharing_groups(3, 1) == [(10, 14), (11, 15)]
+    for wrong, message in (
+        (lambda: _sharing(replica(0), replica(1), replica(2)), "is 2; give a divisor of its 3 replicas"),
+        (lambda: _sharing(replica(0), replica(1), fully_sharded=False), "is 2 without fully_sharded"),
+        (lambda: _sharing(replica(0, 1), replica(2, (3, 4))), "need equal stages"),
+        (lambda: _sharing(replica(0), replica(0)), "on the same ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()

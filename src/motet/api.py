@@ -87,6 +87,8 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
     """
     set_environment()
     config = _config(run, overrides)
+    if config.model.generators:
+        raise UserError("model.generators: cannot be profiled; leave cluster.costs out, and costs are computed")
     from motet.costs.cost_model import ModuleCosts
     from motet.families.configured_graph import read_graph
     from motet.runtime.launch import launch
@@ -306,11 +308,17 @@ def read_or_make_plan(plan: PlanFile | None, config: RunConfig, problem: "Planni
     if config.parallel.zero1 and config.train.failures is None:
         for name, module in plan.modules.items():
             stages = [stage for replica in module.replicas for stage in replica.stages]
-            if module.fully_sharded and any(stage.cp_size > 1 for stage in stages):
+            if module.shares_over_replicas or (module.fully_sharded and any(s.cp_size > 1 for s in stages)):
                 raise UserError(
                     f"--plan{path}: modules.{name}.fully_sharded shards the optimizer's state already; set "
                     "parallel.zero1 to false"
                 )
+    for name, module in plan.modules.items():
+        if config.train.failures is not None and module.shares_over_replicas:
+            raise UserError(
+                f"--plan{path}: modules.{name}.sharded_replicas: {module.sharded_replicas} replicas share the "
+                "parameters, so none can be lost; set it to 1, or leave train.failures out"
+            )
     keys = ["schedule"]
     # With a contrastive loss and with unequal replicas, numbers of microbatches are the planner's.
     if plan.loss_module is None and not plan.replica_microbatches:

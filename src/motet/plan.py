@@ -32,6 +32,11 @@ DECODER = "decoder"
 """Name of the caption decoder among the modules."""
 
 
+def queries_of(generator: str) -> str:
+    """Name of the module that holds a generator's query tokens."""
+    return f"{generator}_queries"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A run of layers on a group of ranks."""
@@ -86,8 +91,11 @@ class ModulePlan:
     sequence_parallel: bool = False
     """Inside tensor-parallel groups, norms and residuals hold a share of the sequence each."""
     fully_sharded: bool = False
-    """Inside context-parallel groups, each rank keeps a share of parameters, gradients and optimizer state only, and
-    gathers the others' parameters to compute (FSDP)."""
+    """Each rank of a group keeps a share of parameters, gradients and optimizer state only, and gathers the others'
+    parameters to compute (FSDP). The group: the stage's context-parallel ranks in `sharded_replicas` replicas."""
+    sharded_replicas: int = 1
+    """With `fully_sharded`: number of successive replicas whose ranks share the parameters. All replicas: nothing is
+    held twice; fewer: shares are summed over the groups (hybrid); 1: ranks of one context-parallel group share."""
     ep: int = 1
     """Ranks over which the experts of each layer are distributed, each expert whole on one of them: those of a
     tensor-parallel group, or of the groups of ep / tp_size replicas, which exchange tokens. 1: experts are cut as other
@@ -101,6 +109,20 @@ class ModulePlan:
 
     def is_trainable(self, layers: LayerRange) -> bool:
         return any(first < layers[1] and layers[0] < last for first, last in self.trainable)
+
+    @property
+    def shares_over_replicas(self) -> bool:
+        """Whether replicas share the parameters, each rank keeping some rows of every one."""
+        return self.fully_sharded and self.sharded_replicas > 1
+
+    def sharing_groups(self, replica: int, stage: int) -> list[tuple[int, ...]]:
+        """By place in the tensor-parallel groups, the ranks that share the stage's parameters with those of this
+        replica's stage, in the order of their shares."""
+        number = self.sharded_replicas
+        first = replica // number * number
+        replicas = self.replicas[first : first + number]
+        members = [sorted(ranks) for replica in replicas for ranks in tensor_parallel_groups(replica.stages[stage])]
+        return [tuple(sorted(ranks)) for ranks in zip(*members, strict=True)]
 
     @property
     def replicas_sharing_experts(self) -> int:
@@ -270,6 +292,7 @@ def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
         not module.fully_sharded or (module.kind != "loss" and module.copy_of is None),
         f"{where}.fully_sharded: is for modules with parameters of their own; set it to false",
     )
+    _check_sharing(where, module)
     _check_experts(plan, where, module)
     if module.copy_of is None:
         return
@@ -286,6 +309,30 @@ def _check_module(plan: Plan, name: str, module: ModulePlan) -> None:
         f"{where}: its num_layers and trainable differ from those of {module.copy_of}, whose copy it is; "
         "they must be equal",
     )
+
+
+def _check_sharing(where: str, module: ModulePlan) -> None:
+    """Checks the replicas that share parameters."""
+    number, total = module.sharded_replicas, len(module.replicas)
+    _require(
+        number >= 1 and total % number == 0,
+        f"{where}.sharded_replicas: is {number}; give a divisor of its {total} replicas",
+    )
+    if number == 1:
+        return
+    _require(module.fully_sharded, f"{where}.sharded_replicas: is {number} without fully_sharded; set that, or give 1")
+    looks = {tuple((s.layers, s.tp_size, s.cp_size) for s in replica.stages) for replica in module.replicas}
+    _require(
+        len(looks) == 1 and len({cp_size for _, _, cp_size in next(iter(looks))}) == 1,
+        f"{where}.sharded_replicas: replicas that share parameters need equal stages, and one cp_size in all of them; "
+        "make them alike, or give 1",
+    )
+    for s, stages in enumerate(zip(*(replica.stages for replica in module.replicas), strict=True)):
+        ranks = [rank for stage in stages for rank in stage.ranks]
+        _require(
+            len(set(ranks)) == len(ranks),
+            f"{where}.sharded_replicas: stage {s} of several replicas is on the same ranks; give 1",
+        )
 
 
 def _check_experts(plan: Plan, where: str, module: ModulePlan) -> None:

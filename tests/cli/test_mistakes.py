@@ -131,7 +131,8 @@ def test_files_that_are_no_run_files(
         ),
         (
             EXPLICIT % ("", "", "fully_sharded: true"),
-            "language_model.fully_sharded: context-parallel ranks share the parameters, but cp is 1; give a larger cp",
+            "language_model.fully_sharded: nobody shares the parameters, as cp and the number of replicas that do are "
+            "1; give a larger dp or cp",
         ),
         (
             EXPLICIT.replace("explicit,", "explicit, zero1: true,") % ("", "", "cp: 2, fully_sharded: true"),

@@ -1,4 +1,4 @@
-"""FSDP's plan and what sharding would make of it."""
+"""Planner `fsdp`, and plans whose replicas share parameters."""
 
 from dataclasses import replace
 
@@ -7,64 +7,63 @@ from small_problem import small_problem, with_memory
 
 from motet.costs.memory import RESERVE
 from motet.planner.evaluate import evaluate
-from motet.planner.fsdp import fsdp_iteration_s, fsdp_memory_bytes, fully_sharded
-from motet.planner.registry import make_plan
+from motet.planner.registry import choose, make_plan
+from motet.planner.sharing import sharing_plans
 from motet.report.plan_report import report_evaluation, report_text
 
 
 def test_fsdp_is_a_replica_per_device_and_needs_as_many_samples():
     plan = make_plan(small_problem(num_devices=5, dp_sizes=(1, 5)), "fsdp")
-    assert all(len(module.replicas) == 5 for module in plan.modules.values())
+    for module in plan.modules.values():
+        assert len(module.replicas) == module.sharded_replicas == 5
+        assert module.fully_sharded
     with pytest.raises(ValueError, match="fsdp needs a sample for each of 17 devices"):
         make_plan(small_problem(num_devices=17, dp_sizes=(1, 17)), "fsdp")
     with pytest.raises(ValueError, match="do not allow; allow 5"):
         make_plan(small_problem(num_devices=5), "fsdp")
 
 
-def test_fsdp_by_hand():
-    problem = small_problem(num_devices=4, frozen=())
-    parameters = sum(layer.num_parameters for m in problem.modules.values() for layer in m.workload.layers)
-    frozen = small_problem(num_devices=4, frozen=("vision", "audio", "language_model"))
-    # Parameter, gradient and two moments of 4 bytes each, over 4 devices.
-    assert fsdp_memory_bytes(problem) == 4 * parameters * 4 / 4
-    assert fsdp_memory_bytes(frozen) < fsdp_memory_bytes(problem) / 2
-    # Compute hides communication, or the other way round.
-    assert fsdp_iteration_s(problem, 100.0) == pytest.approx(100.0, rel=1e-3)
-    assert fsdp_iteration_s(problem, 0.0) > fsdp_iteration_s(frozen, 0.0) > 0
+def test_fsdp_is_refused_where_states_are_shared_or_replicas_may_be_lost():
+    problem = small_problem(num_devices=4, dp_sizes=(4,), may_share_parameters=False)
+    with pytest.raises(ValueError, match=r"nothing for parallel\.zero1 to shard and no replica"):
+        make_plan(problem, "fsdp")
 
 
-def test_every_microbatch_gathers_anew():
-    one, four = (small_problem(num_devices=4, frozen=(), num_microbatches=n) for n in (1, 4))
-    bare = (fsdp_iteration_s(problem, 0.0) for problem in (one, four))
-    shown_s = fsdp_iteration_s(one, 100.0) - 100.0  # The first layer's gather, that nothing hides.
-    first, second = (seconds - shown_s for seconds in bare)
-    assert shown_s > 0
-    assert second == pytest.approx(4 * first)
-
-
-def test_autocast_gathers_half_and_sums_whole_gradients():
-    problem = small_problem(num_devices=4, frozen=("language_model",), encoders=())
-    whole, half = (
-        fsdp_iteration_s(replace(problem, memory=replace(problem.memory, autocast_bytes=n)), 0.0) for n in (None, 2)
-    )
-    assert half == pytest.approx(whole / 2, rel=0.1)
-
-
-def test_what_sharding_saves_and_costs_is_told_beside_the_plan():
+def test_sharing_saves_memory_and_costs_time():
     problem = small_problem(num_devices=4, frozen=(), dp_sizes=(4,))
-    evaluation = evaluate(problem, make_plan(problem, "fsdp"))
-    sharded = fully_sharded(evaluation)
-    parameters = sum(layer.num_parameters for m in problem.modules.values() for layer in m.workload.layers)
-    saved = max(evaluation.result.peak_memory_bytes) - sharded.peak_memory_bytes
-    # Three quarters of 16 bytes a parameter, less what is gathered.
-    assert 0.5 * 12 * parameters < saved < 12 * parameters
-    assert sharded.iteration_time_s >= (evaluation.result.busy_s - evaluation.costs.fixed_s).max()
-    values = report_evaluation(evaluation)
-    assert values["fully_sharded"]["peak_memory_bytes"] == sharded.peak_memory_bytes
-    assert "FSDP, in closed form" in report_text(values)
-    limit = sharded.peak_memory_bytes / (1 - RESERVE) + 2
-    tight = with_memory(problem, limit)
-    tight_evaluation = evaluate(tight, make_plan(tight, "fsdp"))
-    assert not tight_evaluation.fits
-    assert fully_sharded(tight_evaluation).fits
-    assert "fully_sharded" not in report_evaluation(evaluate(problem, make_plan(problem, "megatron")))
+    sharded = evaluate(problem, make_plan(problem, "fsdp"))
+    modules = {n: replace(m, fully_sharded=False, sharded_replicas=1) for n, m in sharded.plan.modules.items()}
+    whole = evaluate(problem, replace(sharded.plan, modules=modules))
+    parameters = {n: sum(layer.num_parameters for layer in m.workload.layers) for n, m in problem.modules.items()}
+    layers = problem.modules["language_model"].workload.layers
+    gathered = max(layer.num_parameters for layer in layers if layer.part == "block")
+    gathered += sum(layer.num_parameters for layer in layers if layer.part != "block")
+    gathered += parameters["vision"] + parameters["audio"]
+    # Three quarters of 16 bytes a parameter, but for what is gathered: weights and gradients of 4 bytes each.
+    saved = sum(parameters.values()) * 16 * 3 // 4 - gathered * 8
+    assert whole.costs.static_bytes(0) - sharded.costs.static_bytes(0) == pytest.approx(saved, rel=1e-3)
+    assert sharded.iteration_time_s > whole.iteration_time_s
+    values = report_evaluation(sharded)
+    assert values["sharing"]["vision"]["replicas"] == 4
+    assert "4 replicas share parameters by rows; training restarts from the checkpoint" in report_text(values)
+    assert not report_evaluation(whole)["sharing"]
+
+
+def test_replicas_share_within_nodes_too():
+    problem = small_problem(num_devices=4, frozen=(), dp_sizes=(4,))
+    two_nodes = replace(problem, cluster=replace(problem.cluster, devices_per_node=2))
+    plan = make_plan(two_nodes, "fsdp")
+    plain = {n: replace(m, fully_sharded=False, sharded_replicas=1) for n, m in plan.modules.items()}
+    whole, hybrid = sharing_plans(two_nodes, replace(plan, modules=plain))
+    assert {m.sharded_replicas for m in whole.modules.values()} == {4}
+    assert {m.sharded_replicas for m in hybrid.modules.values()} == {2}
+    needs = [evaluate(two_nodes, each).costs.static_bytes(0) for each in (whole, hybrid)]
+    assert needs[0] < needs[1]
+
+
+def test_auto_shares_parameters_where_nothing_else_fits():
+    problem = small_problem(num_devices=2, encoders=(), frozen=(), dp_sizes=(2,), num_microbatches=2)
+    peak = max(evaluate(problem, make_plan(problem, "fsdp")).result.peak_memory_bytes)
+    choice = choose(with_memory(problem, 1.05 * peak / (1 - RESERVE)))
+    assert choice.evaluation.fits
+    assert choice.evaluation.plan.modules["language_model"].shares_over_replicas

@@ -24,7 +24,7 @@ def mailbox(
 ) -> Mailbox:
     deadline = Deadline(timedelta(seconds=10), CPU)
     deadline.start()
-    return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}, frozenset()), deadline)
+    return Mailbox(LocalProgram(rank, (), tags or {}, uses or {}, {}, frozenset(), frozenset()), deadline)
 
 
 def test_keeps_a_value_until_its_last_use() -> None:

@@ -38,13 +38,34 @@ class ModuleParallelConfig(Section):
     sequence_parallel: bool = False
     """Whether the ranks of a tensor-parallel group split norms and residuals along the sequence."""
     fully_sharded: bool = False
-    """Whether the ranks of a context-parallel group shard parameters and optimizer state (FSDP)."""
+    """Whether ranks shard parameters, gradients and optimizer state (FSDP): those of a context-parallel group, and of
+    as many replicas as `sharded_replicas` says."""
+    sharded_replicas: Count | None = None
+    """With `fully_sharded`: number of successive replicas that share the parameters. All `dp` of them: nothing is held
+    twice; fewer, such as those of a node: what they share is summed over the others (hybrid). null: all, or 1 where
+    `cp` is larger than 1."""
     ep: Degree = 1
     """Over how many ranks the experts of a mixture are distributed, each expert whole on one of them: `tp` (no tokens
     are exchanged), or `tp` times a divisor of `dp` (expert parallelism: tokens travel to their experts' ranks and back,
     none is dropped). 1: each expert is cut by its width over the tensor-parallel group."""
     context: ContextConfig = ContextConfig()
     """How context-parallel groups share tokens."""
+
+    @property
+    def shares_over_replicas(self) -> int:
+        """Number of replicas that share parameters; 1: none do."""
+        if not self.fully_sharded:
+            return 1
+        return (self.dp if self.cp == 1 else 1) if self.sharded_replicas is None else self.sharded_replicas
+
+    @model_validator(mode="after")
+    def _shards_over_whole_groups(self) -> "ModuleParallelConfig":
+        number = self.sharded_replicas
+        if number is not None and not self.fully_sharded:
+            raise ValueError("sharded_replicas: is read with fully_sharded: true only; set that, or leave it out")
+        if number is not None and self.dp % number:
+            raise ValueError(f"sharded_replicas: {number} does not divide dp {self.dp}; give a divisor of it")
+        return self
 
     @model_validator(mode="after")
     def _has_as_many_stages(self) -> "ModuleParallelConfig":

@@ -218,17 +218,36 @@ class RunConfig(Section):
         missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]
         if missing:
             raise ValueError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
-        if self.model.generators and self.data.kind != "described":
-            raise ValueError(
-                f"data.kind: {self.data.kind} has no images to generate; models with generators can be planned and "
-                "simulated only, so give described"
-            )
+        self._check_generators()
         self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
+        self._can_lose_replicas()
         self._check_experts()
         self._check_towers()
         return self
+
+    def _check_generators(self) -> None:
+        """Refuses what generators have not been shown with."""
+        if not self.model.generators:
+            return
+        if self.data.kind not in ("conversations", "described"):
+            raise ValueError(
+                f"data.kind: {self.data.kind} has no images to generate; give conversations with <generate>, or "
+                "described to plan and simulate"
+            )
+        if self.data.kind == "conversations":
+            self.model.check_trained_generators()
+        for name in self.model.generators:
+            layout = self.parallel.explicit.get(name)
+            for key, default in (("tp", 1), ("cp", 1), ("fully_sharded", False)):
+                if layout is not None and getattr(layout, key) != default:
+                    raise ValueError(
+                        f"parallel.explicit.{name}.{key}: is {getattr(layout, key)}, but a generator is whole on each "
+                        f"rank of a stage; leave it out, and give dp or pp"
+                    )
+        if self.train.failures is not None:
+            raise ValueError("train.failures: is not supported with model.generators; leave one of the two out")
 
     def _check_num_microbatches(self) -> None:
         number, size = self.parallel.num_microbatches, self.train.global_batch_size
@@ -269,6 +288,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"parallel.zero1: {where}.fully_sharded shards the optimizer's state already; leave one of the two out"
             )
+
+    def _can_lose_replicas(self) -> None:
+        """Refuses replicas that share parameters where one of them may be lost."""
+        for name, module in self.parallel.explicit.items():
+            if self.train.failures is not None and module.shares_over_replicas > 1:
+                raise ValueError(
+                    f"parallel.explicit.{name}.fully_sharded: {module.shares_over_replicas} replicas share the "
+                    "parameters, so none can be lost; give sharded_replicas: 1 with a larger cp, or leave "
+                    "train.failures out: after a failure, train.resume: latest goes on from the checkpoint"
+                )
 
     def _check_experts(self) -> None:
         """Refuses distributed experts where they are not shown to be right."""

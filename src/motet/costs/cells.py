@@ -21,6 +21,7 @@ from motet.costs.cost_model import LayerCost, Load, microbatch_load, total
 from motet.plan import Edge, LayerRange, Plan, Stage
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.routes import Cell, Routes
+from motet.schedule.shared_gathers import gathers_by_block
 from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 
@@ -119,14 +120,22 @@ class Cells:
         workloads: Mapping[str, ModuleWorkload],
         node: Callable[[int], int],
         sample_kinds: Sequence[int] | None = None,
+        replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
-        self._node = node
+        self._node, self._replica_of = node, replica_of
         self.routes, self.plan, self.samples, self._workloads = routes, routes.plan, samples, workloads
         self.kinds: list[CellKind] = []
         self._sample_kinds = kinds_of_samples(samples) if sample_kinds is None else sample_kinds
         self._load_of_kinds: dict[tuple[str, str, tuple[int, ...]], Load] = {}
-        self._outputs: dict[str, list[int]] = {}
+        self._outputs: dict[tuple[str, str], list[int]] = {}
+        self._by_block: dict[tuple[str, int], bool] = {}
         self._number()
+
+    def gathers_by_block(self, module: str, stage: int) -> bool:
+        """Whether a stage of a fully sharded module gathers its parameters block by block."""
+        if (module, stage) not in self._by_block:
+            self._by_block[module, stage] = gathers_by_block(self.routes, module, stage, self._replica_of)
+        return self._by_block[module, stage]
 
     def load_of(self, cell: Cell) -> Load:
         """The load of a cell's microbatch, the same for all stages of a replica."""
@@ -146,15 +155,16 @@ class Cells:
         workload = self.workload(module)
         return workload.packed() if self.plan.modules[module].replicas[replica].shares_context else workload
 
-    def num_outputs(self, module: str) -> list[int]:
-        """The number of outputs of each sample."""
-        if module not in self._outputs:
-            owner, of_kind = self.owner(module), {}
+    def num_outputs(self, module: str, target: str) -> list[int]:
+        """The number of rows of each sample that a module hands on to another one."""
+        key = module, target
+        if key not in self._outputs:
+            owner, reader, of_kind = self.owner(module), self.owner(target), {}
             for kind, sample in zip(self._sample_kinds, self.samples, strict=True):
                 if kind not in of_kind:
-                    of_kind[kind] = sample.num_outputs(owner)
-            self._outputs[module] = [of_kind[kind] for kind in self._sample_kinds]
-        return self._outputs[module]
+                    of_kind[kind] = sample.num_outputs(owner, reader)
+            self._outputs[key] = [of_kind[kind] for kind in self._sample_kinds]
+        return self._outputs[key]
 
     def model_flops(self, weights: Floats | None = None) -> float:
         """FLOPs of the forward and of the gradients that trainable layers need, without recomputation and copies.

@@ -281,7 +281,9 @@ class Estimator:
                 total_s += (1 + needs.input_gradient) * tokens_s
             if fully_sharded:
                 num_sent = 1 + is_gathered_in_backward(layer, needs, gradients) + needs.weight_gradient
-                total_s += num_sent * parameter_gather(layer, stage, self.cluster, self.memory).seconds(load)
+                total_s += num_sent * parameter_gather(layer, tp, stage.ranks[::tp], self.cluster, self.memory).seconds(
+                    load
+                )
             seconds.append(total_s)
         return seconds
 

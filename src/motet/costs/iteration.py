@@ -32,7 +32,7 @@ from motet.costs.memory import (
     static_layer_bytes,
     usable_bytes,
 )
-from motet.costs.stage_seconds import StageCosts, StageSeconds, loss_saved_bytes, loss_share
+from motet.costs.stage_seconds import StageCosts, StageSeconds, loss_saved_bytes, loss_share, parameter_gather
 from motet.plan import LayerRange, ModulePlan, Stage, expert_groups
 from motet.ragged_arrays import Floats, Ints
 from motet.schedule.action import Compute, Kind, Reduce
@@ -45,14 +45,15 @@ from motet.shapes.module_shape import LayerShape, ModuleWorkload
 
 def holders_and_shares(module: ModulePlan, cp_size: int) -> tuple[int, int]:
     """Number of ranks that hold the same part of a module, and number of ranks that share it (fully sharded)."""
-    num_replicas = len(module.replicas)
-    return (num_replicas, cp_size) if module.fully_sharded else (num_replicas * cp_size, 1)
+    num_ranks, num_shares = len(module.replicas) * cp_size, cp_size * module.sharded_replicas
+    return (num_ranks // num_shares, num_shares) if module.fully_sharded else (num_ranks, 1)
 
 
 class IterationCosts:
     """Costs of one iteration.
 
     `workloads`: by module (copies are looked up by the module they copy). `sample_kinds`: `kinds_of_samples`, if known.
+    `replica_of`: where equal pipelines are simulated once, the replica that stands for each.
     Raises `UserError` if the table has no costs for a module at the plan's tensor-parallel size.
     """
 
@@ -66,12 +67,13 @@ class IterationCosts:
         cluster: Cluster,
         memory: MemoryOptions = DEFAULT_MEMORY,
         sample_kinds: Sequence[int] | None = None,
+        replica_of: Mapping[tuple[str, int], tuple[str, int]] | None = None,
     ) -> None:
         self.routes, self.plan, self.samples = routes, routes.plan, samples
         self.workloads, self.table, self.cluster, self.memory = workloads, table, cluster, memory
-        self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds)
+        self.cells = Cells(routes, samples, workloads, cluster.node, sample_kinds, replica_of)
         self._saved: dict[tuple[int, int], tuple[int, int]] = {}
-        self._static: dict[tuple[str, LayerRange, int, int], int] = {}
+        self._static: dict[tuple[str, LayerRange, int, int, bool], int] = {}
         self._groups: dict[object, list[tuple[int, ...]]] = {}
 
     @cached_property
@@ -82,10 +84,27 @@ class IterationCosts:
 
     @cached_property
     def fixed_s(self) -> float:
-        """The optimizer's step of the rank that updates most."""
-        return self.table.optimizer_constant_s + self.table.optimizer_s_per_parameter * max(
+        """The optimizer's step of the rank that updates most, and the gathers and sums of parameters that replicas
+        share and gather once."""
+        optimizer_s = self.table.optimizer_constant_s + self.table.optimizer_s_per_parameter * max(
             self._num_updated().values()
         )
+        return optimizer_s + max(self._gathered_once_s().values(), default=0.0)
+
+    def _gathered_once_s(self) -> dict[int, float]:
+        """By rank: seconds of gathers before, and sums after, all actions of an iteration."""
+        result: dict[int, float] = defaultdict(float)
+        for name, r, s, stage in self.plan.stages():
+            module = self.plan.modules[name]
+            if not module.shares_over_replicas or self.cells.gathers_by_block(name, s):
+                continue
+            ranks = module.sharing_groups(r, s)[0]
+            for index in range(*stage.layers):
+                layer = self.cells.workload(name).layers[index]
+                gather = parameter_gather(layer, stage.tp_size, ranks, self.cluster, self.memory)
+                for rank in stage.ranks:
+                    result[rank] += gather.constant * (1 + module.is_trainable((index, index + 1)))
+        return result
 
     def compute_s(self, action: Compute) -> float:
         return self._seconds_of[KINDS.index(action.kind)][self.routes.number_of_cell[action.cell]]
@@ -205,9 +224,21 @@ class IterationCosts:
             groups: dict[tuple[int, ...], tuple[int, ...]] = {}
             for t in range(tp_size):
                 ranks = tuple(dict.fromkeys(rank for holder in holders for rank in self._holding(holder, t, tp_size)))
+                if self.plan.modules[reduce.module].shares_over_replicas:
+                    ranks = self._holding_alike(holders, ranks)
                 groups.setdefault(tuple(sorted(Counter(map(self.cluster.node, ranks)).values())), ranks)
             self._groups[key] = list(groups.values())
         return self._groups[key], self._reduced_bytes(reduce, tp_size)
+
+    def _holding_alike(self, holders: Sequence[Holder], ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Of ranks that share parameters over replicas, those that keep the same rows as the first one."""
+        groups = [
+            group
+            for holder in holders
+            for group in self.plan.modules[holder.module].sharing_groups(holder.replica, holder.stage)
+        ]
+        place = next(group.index(ranks[0]) for group in groups if ranks[0] in group)
+        return tuple(sorted({group[place] for group in groups if group[place] in ranks}))
 
     def _holding(self, holder: Holder, piece: int, num_pieces: int) -> tuple[int, ...]:
         """The ranks of a holder that hold a piece."""
@@ -222,7 +253,7 @@ class IterationCosts:
             receiver = self.routes.stage(target)
             return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source), receiver)
         route = next(route for route in self.routes.outgoing[source] if route.target == target)
-        return self._output_bytes(source.module, route.samples)
+        return self._output_bytes(source.module, target.module, route.samples)
 
     def carried_sizes(self, dependencies: Dependencies) -> Ints:
         """`message_bytes` of each route's activation, then of its gradient."""
@@ -238,11 +269,11 @@ class IterationCosts:
         crosses = to_other[routes.route_source] != to_other[routes.route_target]
         sizes = np.zeros((2, routes.num_routes), dtype=np.int64)
         for i, (kind, load) in enumerate(zip(stages, cells.load[routes.route_source].tolist(), strict=True)):
+            target = routes.stages[routes.cell_stage[routes.route_target[i]]]
             if crosses[i]:
-                sizes[:, i] = self._output_bytes(kind.module, routes.route_samples(i))
+                sizes[:, i] = self._output_bytes(kind.module, target.module, routes.route_samples(i))
             else:
-                target = routes.stages[routes.cell_stage[routes.route_target[i]]].planned
-                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], target)
+                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], target.planned)
         return sizes
 
     def _boundary_bytes(self, kind: CellKind, load: Load, target: Stage) -> int:
@@ -258,11 +289,11 @@ class IterationCosts:
             num_bytes / source.cp_size if resharded and workload.boundary(border)[0] != "tokens" else num_bytes
         )
 
-    def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
-        """A module's output for these samples, which another module receives."""
+    def _output_bytes(self, module: str, target: str, samples: Sequence[int]) -> int:
+        """A module's output for these samples, as far as another module receives it."""
         workload = self.cells.workload(module)
         _, width = workload.boundary(workload.num_layers)
-        outputs = self.cells.num_outputs(module)
+        outputs = self.cells.num_outputs(module, target)
         return sum([outputs[i] for i in samples]) * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:
@@ -337,8 +368,8 @@ class IterationCosts:
 
     def static_bytes(self, rank: int) -> int:
         num_bytes = 0
-        for name, _, _, stage in self.plan.stages_of_rank(rank):
-            run = (name, stage.layers, stage.tp_size, stage.cp_size)
+        for name, _, s, stage in self.plan.stages_of_rank(rank):
+            run = (name, stage.layers, stage.tp_size, stage.cp_size, self.cells.gathers_by_block(name, s))
             if run not in self._static:
                 self._static[run] = self._static_of_run(*run)
             num_bytes += self._static[run]
@@ -359,7 +390,7 @@ class IterationCosts:
                     result[rank] = max(result.get(rank, 0), graph)
         return result
 
-    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int) -> int:
+    def _static_of_run(self, name: str, layers: LayerRange, tp_size: int, cp_size: int, by_block: bool) -> int:
         module, workload = self.plan.modules[name], self.cells.workload(name)
         num_holders, num_shares = holders_and_shares(module, cp_size)
         static = sum(
@@ -377,7 +408,15 @@ class IterationCosts:
             for index in range(*layers)
         )
         of_stage = [(workload.layers[index], module.is_trainable((index, index + 1))) for index in range(*layers)]
-        return static + gathered_bytes(of_stage, tp_size=tp_size, num_shares=num_shares, options=self.memory)
+        gathered = gathered_bytes(
+            of_stage,
+            tp_size=tp_size,
+            num_shares=num_shares,
+            options=self.memory,
+            by_rows=module.shares_over_replicas,
+            by_block=by_block,
+        )
+        return static + gathered
 
     @cached_property
     def _gradients(self) -> Mapping[str, tuple[LayerGradients, ...]]:
@@ -416,6 +455,12 @@ class IterationCosts:
         return self.plan.modules[holder.module].replicas[holder.replica].stages[holder.stage]
 
     def _reduced_bytes(self, reduce: Reduce, tp_size: int) -> int:
+        module, cp_size = self.plan.modules[reduce.module], self._stage_of(self._reductions[reduce][0]).cp_size
+        if module.shares_over_replicas:
+            return self._bytes_of_gradients(reduce, tp_size) // holders_and_shares(module, cp_size)[1]
+        return self._bytes_of_gradients(reduce, tp_size)
+
+    def _bytes_of_gradients(self, reduce: Reduce, tp_size: int) -> int:
         workload = self.cells.workload(reduce.module)
         if reduce.tied:
             embed = workload.layers[reduce.first]

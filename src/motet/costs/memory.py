@@ -117,16 +117,26 @@ def _cast_bytes(linears: Iterable[Linear], layer: LayerShape, tp_size: int, opti
 
 
 def gathered_bytes(
-    layers: Sequence[tuple[LayerShape, bool]], *, tp_size: int, num_shares: int, options: MemoryOptions
+    layers: Sequence[tuple[LayerShape, bool]],
+    *,
+    tp_size: int,
+    num_shares: int,
+    options: MemoryOptions,
+    by_rows: bool = False,
+    by_block: bool = True,
 ) -> int:
     """Other ranks' parameters and gradients on a rank of a fully sharded stage while it computes: those of the largest
-    block and of all layers outside of blocks. `layers`: with whether each is trainable."""
+    block and of all layers outside of blocks. `layers`: with whether each is trainable. `by_rows`: replicas share the
+    parameters; the rank's own rows are there twice then. Without `by_block` all layers are gathered for the step."""
+    if num_shares == 1:
+        return 0
     sizes = [
         (layer.part == "block", layer.num_parameters_per_rank(tp_size) * (1 + trainable)) for layer, trainable in layers
     ]
-    block = max((size for is_block, size in sizes if is_block), default=0)
-    whole = (block + sum(size for is_block, size in sizes if not is_block)) * options.parameter_bytes
-    return whole - whole // num_shares
+    blocks = [size for is_block, size in sizes if is_block]
+    rest = sum(size for is_block, size in sizes if not is_block)
+    whole = (rest + (max(blocks, default=0) if by_block else sum(blocks))) * options.parameter_bytes
+    return whole if by_rows else whole - whole // num_shares
 
 
 def saved_layer_bytes(

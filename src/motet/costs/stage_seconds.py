@@ -283,9 +283,23 @@ class StageSeconds:
         return total(gathers[0]), total(gathers[1])
 
     def _parameter_gather(self, module: str, layer: LayerShape, stage: Stage) -> Quadratic:
-        if not self.cells.plan.modules[module].fully_sharded:
+        """Of one action; zero where parameters are gathered once in a step."""
+        planned = self.cells.plan.modules[module]
+        if not planned.fully_sharded or not self.cells.gathers_by_block(module, place_of(planned, stage)[1]):
             return ZERO
-        return parameter_gather(layer, stage, self.cluster, self.memory)
+        return parameter_gather(layer, stage.tp_size, sharing_ranks(planned, stage), self.cluster, self.memory)
+
+
+def place_of(module: ModulePlan, stage: Stage) -> tuple[int, int]:
+    """Replica and number of a stage of the plan."""
+    return next((r, s) for r, own in enumerate(module.replicas) for s, other in enumerate(own.stages) if other == stage)
+
+
+def sharing_ranks(module: ModulePlan, stage: Stage) -> tuple[int, ...]:
+    """One of the groups of ranks that share a fully sharded stage's parameters."""
+    if not module.shares_over_replicas:
+        return stage.ranks[:: stage.tp_size]
+    return module.sharing_groups(*place_of(module, stage))[0]
 
 
 def key_exchange(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
@@ -336,12 +350,14 @@ def token_gather(
     )
 
 
-def parameter_gather(layer: LayerShape, stage: Stage, cluster: Cluster, memory: MemoryOptions) -> Quadratic:
-    """Seconds in which a fully sharded stage gathers a layer's parameters or reduce-scatters its gradients."""
-    num_bytes = layer.num_parameters_per_rank(stage.tp_size) * memory.parameter_bytes
-    if stage.cp_size == 1 or not num_bytes:
+def parameter_gather(
+    layer: LayerShape, tp_size: int, ranks: Sequence[int], cluster: Cluster, memory: MemoryOptions
+) -> Quadratic:
+    """Seconds in which the ranks that share a layer's parameters gather them, or reduce-scatter their gradients."""
+    num_bytes = layer.num_parameters_per_rank(tp_size) * memory.parameter_bytes
+    if len(ranks) == 1 or not num_bytes:
         return ZERO
-    terms = collective_terms(cluster, "all_gather", stage.ranks[:: stage.tp_size], num_bytes)
+    terms = collective_terms(cluster, "all_gather", ranks, num_bytes)
     return Quadratic(constant=terms.seconds(num_bytes))
 
 

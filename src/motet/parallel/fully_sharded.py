@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from motet.parallel.context_attention import ContextParallel
+from motet.parallel.row_shards import RowShard, RowUnit, ShardGroup
 from motet.parallel.split_backward import SplitBackward
 
 
 class _Unit:
     """Parameters that are gathered together. Collective: all ranks of the group gather and drop alike."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], cp: ContextParallel) -> None:
-        self._cp = cp
+    def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], members: ShardGroup) -> None:
+        self._members = members
         self.parameters = frozenset(parameters)
         self._flat: dict[int, Tensor] = {}
         """Flat memory of each owner's parameters, by owner."""
@@ -57,9 +57,9 @@ class _Unit:
             return
         works = []
         for owner, flat in self._flat.items():
-            if owner != self._cp.rank:
+            if owner != self._members.rank:
                 flat.untyped_storage().resize_(self._num_bytes[owner])
-            works.append(dist.broadcast(flat, group=self._cp.group, group_src=owner, async_op=True))
+            works.append(dist.broadcast(flat, group=self._members.group, group_src=owner, async_op=True))
         for work in works:
             assert work is not None
             work.wait()
@@ -71,14 +71,14 @@ class _Unit:
         sums: dict[int, tuple[dist.Work | None, Tensor]] = {}
         for owner, parameters in self._trainable.items():
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
-            work = dist.reduce(flat, group=self._cp.group, group_dst=owner, async_op=True)
+            work = dist.reduce(flat, group=self._members.group, group_dst=owner, async_op=True)
             sums[owner] = work, flat
             for parameter in parameters:
                 parameter.grad = None
         for owner, (work, flat) in sums.items():
             assert work is not None
             work.wait()
-            if owner == self._cp.rank:
+            if owner == self._members.rank:
                 parameters = self._trainable[owner]
                 for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                     parameter.grad = total.view_as(parameter)
@@ -86,39 +86,76 @@ class _Unit:
     def drop(self) -> None:
         """Frees the parameters that other ranks own."""
         for owner, flat in self._flat.items():
-            if owner != self._cp.rank:
+            if owner != self._members.rank:
                 flat.untyped_storage().resize_(0)
         self.is_whole = False
+
+
+Unit = _Unit | RowUnit
 
 
 class FullySharded:
     """The parameters of one stage, sharded over its group, on this rank."""
 
-    def __init__(self, stage: nn.Module, cp: ContextParallel) -> None:
-        self._cp = cp
+    def __init__(self, stage: nn.Module, members: ShardGroup, *, by_rows: bool = False) -> None:
+        """`by_rows`: every rank keeps some rows of each parameter; otherwise each parameter has one owner."""
+        self._members, self._by_rows = members, by_rows
+        self._is_by_block = True
         self._is_backward = self._is_split = False
         self._in_backward: nn.Module | None = None
         """The block whose gradients are being computed."""
         blocks = _outermost(stage, GradientCheckpointingLayer)
         inside = {p for block in blocks for p in block.parameters()}
         rest = [p for p in stage.parameters() if p not in inside]
-        self._owners = _owners(stage.parameters(), cp.size)
+        self._owners = {} if by_rows else _owners(stage.parameters(), members.size)
+        self._shards: dict[nn.Parameter, RowShard] = {}
         self._rest = self._unit(rest)
-        self._blocks: dict[nn.Module, _Unit] = {block: self._unit(list(block.parameters())) for block in blocks}
+        self._blocks: dict[nn.Module, Unit] = {block: self._unit(list(block.parameters())) for block in blocks}
+        self._units: tuple[Unit, ...] = (self._rest, *self._blocks.values())
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward)
             block.register_forward_hook(self._after_forward)
         self._drop_all()
 
-    def _unit(self, parameters: Sequence[nn.Parameter]) -> _Unit:
-        return _Unit(parameters, [self._owners[p] for p in parameters], self._cp)
+    def _unit(self, parameters: Sequence[nn.Parameter]) -> Unit:
+        if not self._by_rows:
+            return _Unit(parameters, [self._owners[p] for p in parameters], self._members)
+        unit = RowUnit(parameters, self._members)
+        self._shards.update(unit.shards())
+        return unit
 
     def keeps(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the parameter's owner."""
-        return self._owners[parameter] == self._cp.rank
+        """Whether this rank is the parameter's owner, or keeps some of its rows."""
+        return self._by_rows or self._owners[parameter] == self._members.rank
+
+    def rows_of(self, parameter: nn.Parameter) -> RowShard | None:
+        """This rank's rows; None where parameters have one owner."""
+        return self._shards.get(parameter)
+
+    def begin_step(self, *, by_block: bool) -> None:
+        """Collective. `by_block`: all ranks of the group run the same actions in this step, and gather each block in
+        each of them. Otherwise everything is gathered now, and gradients are summed when the step ends."""
+        self._is_by_block = by_block
+        if not by_block:
+            for parameter in self._shards:
+                parameter.grad = None  # The step before may have failed.
+            self._drop_all()
+            for unit in self._units:
+                unit.gather()
+
+    def end_step(self, *, with_gradients: bool) -> None:
+        """Collective."""
+        if not self._is_by_block:
+            for unit in self._units:
+                if with_gradients:
+                    unit.sum_gradients()
+                unit.drop()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
+        if not self._is_by_block:
+            yield
+            return
         self._rest.gather()
         yield
         self._drop_all()
@@ -126,6 +163,9 @@ class FullySharded:
     @contextmanager
     def backward(self, *, is_split: bool) -> Iterator[None]:
         """`is_split`: its input half."""
+        if not self._is_by_block:
+            yield
+            return
         self._is_backward, self._is_split, self._in_backward = True, is_split, None  # The one before may have failed.
         self._rest.gather()
         yield
@@ -137,6 +177,9 @@ class FullySharded:
 
     def weight_half(self, split: SplitBackward) -> Iterator[Tensor]:
         """`SplitBackward.weight_half`, unit by unit, in the same order on every rank."""
+        if not self._is_by_block:
+            yield from split.weight_half()
+            return
         for unit in (self._rest, *reversed(self._blocks.values())):
             yield from split.weight_half(unit.parameters)
             unit.sum_gradients()
@@ -149,13 +192,16 @@ class FullySharded:
         self._in_backward = None
 
     def _drop_all(self) -> None:
-        for unit in (self._rest, *self._blocks.values()):
+        for unit in self._units:
             unit.drop()
 
     def _before_forward(self, block: nn.Module, _: object) -> None:
-        self._blocks[block].gather()
+        if self._is_by_block:
+            self._blocks[block].gather()
 
     def _after_forward(self, block: nn.Module, _: object, output: Any) -> None:
+        if not self._is_by_block:
+            return
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad and torch.is_grad_enabled():
             hidden.register_hook(lambda gradient: self._before_backward(block))

@@ -1,4 +1,5 @@
-"""Process groups of a plan: tensor- and context-parallel groups of stages, and the groups that sum gradients.
+"""Process groups of a plan: tensor- and context-parallel groups of stages, groups that share parameters, and groups
+that sum gradients.
 
 Every rank creates every group, in the same order (a rule of torch.distributed). Each reduction has a group of its own:
 its buckets start when the rank's own backward reaches them, so two reductions over the same ranks may start in
@@ -60,13 +61,23 @@ class ReduceGroups:
 
 
 @dataclass(frozen=True)
+class SharingGroup:
+    """This rank's place among the ranks of several replicas that share a stage's parameters."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Mesh:
     """This rank's view of the plan's groups."""
 
     rank: int
     world_size: int
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None]
-    """Process groups of the tensor- and context-parallel groups that this rank belongs to, by their ranks."""
+    """Process groups of the tensor- and context-parallel groups that this rank belongs to, and of replicas that share
+    parameters, by their ranks."""
     reduce: dict[Reduce, ReduceGroups]
     """The reductions that this rank takes part in."""
     has_mixed_tp_sizes: bool
@@ -94,6 +105,11 @@ class Mesh:
             options=options,
             tp_size=stage.tp_size,
         )
+
+    def sharing(self, module: ModulePlan, replica: int, stage: int) -> SharingGroup:
+        """This rank's place among those that share the stage's parameters over replicas."""
+        ranks = next(ranks for ranks in module.sharing_groups(replica, stage) if self.rank in ranks)
+        return SharingGroup(self.stage_groups[ranks], ranks.index(self.rank), len(ranks))
 
 
 def context_parallel_groups(stage: Stage) -> list[tuple[int, ...]]:
@@ -125,6 +141,10 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
         for ranks in [*tensor_parallel_groups(stage), *(context_parallel_groups(stage) if stage.cp_size > 1 else [])]
     ]
     for module in plan.modules.values():
+        if module.shares_over_replicas:
+            for r in range(0, len(module.replicas), module.sharded_replicas):
+                for s in range(len(module.replicas[r].stages)):
+                    shared += module.sharing_groups(r, s)
         if module.ep > 1:
             shared += [ranks for stage in module.replicas[0].stages for ranks in expert_groups(module, stage.layers)]
     for ranks in dict.fromkeys(shared):
@@ -134,19 +154,19 @@ def build_mesh(plan: Plan, timeout: timedelta, *, num_spare_ranks: int = 0) -> M
     reduce: dict[Reduce, ReduceGroups] = {}
     has_mixed_tp_sizes = False
     for reduction, holders in reductions(plan).items():
-        members = _members(plan, holders)
-        _check_members(reduction, members)
-        sizes = tuple(sorted({len(places) for places in members}))
-        made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
-        firsts = None
-        if len(sizes) > 1:
-            has_mixed_tp_sizes = True
-            ranks = tuple(sorted({places[0] for places in members}))
-            firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
-        pieces = tuple(group for group in made if rank in group.ranks)
-        if pieces:
-            firsts = firsts if firsts is not None and rank in firsts.ranks else None
-            reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts=firsts)
+        for members in _members_by_share(plan, holders):
+            _check_members(reduction, members)
+            sizes = tuple(sorted({len(places) for places in members}))
+            made = [ReduceGroup(_new_group(ranks, timeout), ranks) for ranks in _piece_groups(members, lcm(*sizes))]
+            firsts = None
+            if len(sizes) > 1:
+                has_mixed_tp_sizes = True
+                ranks = tuple(sorted({places[0] for places in members}))
+                firsts = ReduceGroup(_new_group(ranks, timeout), ranks)
+            pieces = tuple(group for group in made if rank in group.ranks)
+            if pieces:
+                firsts = firsts if firsts is not None and rank in firsts.ranks else None
+                reduce[reduction] = ReduceGroups(pieces, min(members), sizes, firsts=firsts)
         _add_expert_groups(plan, reduction, reduce, rank, timeout)
     return Mesh(rank, world_size, stage_groups, reduce, has_mixed_tp_sizes, timeout)
 
@@ -176,11 +196,29 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup 
     return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
 
 
-def _members(plan: Plan, holders: tuple[Holder, ...]) -> list[tuple[int, ...]]:
-    """Returns the tensor-parallel groups that hold a run of layers, in all replicas and for all members of
-    context-parallel groups, each of which has the gradients of its own tokens."""
-    stages = [plan.modules[holder.module].replicas[holder.replica].stages[holder.stage] for holder in holders]
-    return [tuple(_places(ranks)) for stage in stages for ranks in tensor_parallel_groups(stage)]
+def _members_by_share(plan: Plan, holders: tuple[Holder, ...]) -> list[list[tuple[int, ...]]]:
+    """Returns, for each share of the parameters, the tensor-parallel groups that hold it of a run of layers, in all
+    replicas and for all members of context-parallel groups, each of which has the gradients of its own tokens.
+
+    There is one share unless replicas share parameters."""
+    result: dict[int, list[tuple[int, ...]]] = {}
+    for holder in holders:
+        module = plan.modules[holder.module]
+        stage = module.replicas[holder.replica].stages[holder.stage]
+        for ranks in tensor_parallel_groups(stage):
+            places = _places(ranks)
+            share = 0
+            if module.shares_over_replicas:
+                groups = module.sharing_groups(holder.replica, holder.stage)
+                shares = {group.index(rank) for group, rank in zip(groups, places, strict=True)}
+                if len(shares) > 1:
+                    raise UserError(
+                        f"plan: modules.{holder.module}.sharded_replicas: the ranks of its tensor-parallel groups "
+                        "alternate; number those of a replica one after the other"
+                    )
+                share = shares.pop()
+            result.setdefault(share, []).append(tuple(places))
+    return list(result.values())
 
 
 def _piece_groups(members: Sequence[tuple[int, ...]], num_pieces: int) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ Limits: dropout is right only if the ranks of a group draw the same random numbe
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,14 +162,19 @@ def tp_reduce_gradients(module: nn.Module) -> None:
         if parameter.requires_grad:
             buckets.setdefault(parameter.dtype, []).append(parameter)
     for parameters in buckets.values():
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(bucket, group=layout.tp.group)
-        for gradient, total in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        sum_over_group(parameters, layout.tp.group)
+
+
+def sum_over_group(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sums the gradients of parameters of one dtype; those that are missing count as zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(bucket, group=group)
+    for gradient, total in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def _replace_parameters(module: nn.Module, cuts: TensorCuts, tp: TensorParallel) -> dict[str, Shard]:

@@ -7,8 +7,9 @@ Candidates are
 * layouts of `own_layouts`, ordered by a lower bound and an estimate of memory, and simulated only while their bound is
   below the fastest plan so far. A few that slightly exceed the memory are simulated under a memory-aware schedule.
 
-Then `auto` tries the best few under other schedules, and the best and the fastest that does not fit with sequence
-parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
+Then `auto` tries the fastest few that do not fit with parameters that their replicas share
+(`motet.planner.sharing`), the best few under other schedules, and the best and the fastest that does not fit with
+sequence parallelism. Plans that fit go before plans that are fast. A lower bound over all plans
 (`motet.planner.lower_bound`, which states its relaxation) tells how far the choice can be from the best.
 `motet.planner.distmm.local_search` searches plans of towers that a loss contrasts.
 
@@ -51,6 +52,7 @@ from motet.planner.partition import partition
 from motet.planner.problem import Degrees, PlanningProblem, TooSlowError
 from motet.planner.search import layouts_of
 from motet.planner.selection import PlanFunction, best_layout, device_counts, rank, within_memory
+from motet.planner.sharing import sharing_plans
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.stage_graph import (
     GroupsOfReplica,
@@ -71,6 +73,9 @@ MAX_ACTIONS = 15_000
 """Limit on the actions of all simulations of the best plan under other schedules, and of those of the next ones."""
 NUM_RESCHEDULED = 3
 """Number of the best plans that are tried under other schedules."""
+UNLIMITED_BYTES = 2**60
+NUM_SHARED = 4
+"""Number of plans that do not fit, the fastest ones, that are tried with parameters that replicas share."""
 NUM_PROMISING = 2
 """Number of schedules, those best for the best plan, that the next plans are tried under."""
 INTERLEAVED = "interleaved_1f1b_adjusted"
@@ -289,6 +294,7 @@ def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], plac
             evaluations += best_layout(sharing, layouts, max_simulated=MAX_SIMULATED, known=evaluations)
     if not evaluations:
         raise UserError(_why_none(problem, placement, refused))
+    evaluations += _sharing(problem, evaluations)
     evaluations += [found for each in _best(evaluations) for found in _sequence_parallel(each)]
     evaluations += _rescheduled(_best(evaluations), schedules)
     best = min(evaluations, key=rank)
@@ -300,6 +306,7 @@ def _choose(problem: PlanningProblem, planners: Mapping[str, PlanFunction], plac
         if best.fits and not e.fits and e.iteration_time_s < best.iteration_time_s and not _is_sequence_parallel(e.plan)
     ]
     evaluations += _sequence_parallel(min(missed, key=lambda e: e.iteration_time_s)) if missed else []
+    best = min(evaluations, key=rank)
     found_by = best.plan.planner if best.plan in [e.plan for e in named.values()] else PLANNER
     plan = replace(best.plan, planner=PLANNER)
     return Choice(
@@ -323,6 +330,18 @@ def _best(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
             best.append(evaluation)
             contents.append(content)
     return best
+
+
+def _sharing(problem: PlanningProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The fastest plans that do not fit, with parameters that replicas share."""
+    fastest = min((e.iteration_time_s for e in evaluations if e.fits), default=inf)
+    missed = [
+        e
+        for e in evaluations
+        if not e.fits and e.iteration_time_s < fastest and all(m.ep == 1 for m in e.plan.modules.values())
+    ]
+    tried = sorted(missed, key=lambda e: e.iteration_time_s)[:NUM_SHARED]
+    return [evaluate(problem, plan) for each in tried for plan in sharing_plans(problem, each.plan)]
 
 
 def _why_none(problem: PlanningProblem, placement: Placement | None, refused: Mapping[str, str]) -> str:
@@ -463,9 +482,14 @@ def _is_sequence_parallel(plan: Plan) -> bool:
 
 def _bound_of_choice(problem: PlanningProblem, candidates: Sequence[Plan], chosen: Plan) -> float:
     """The bound, with the costs of sequence parallelism too if it is chosen (in all modules or in none), and with the
-    memory of shared experts."""
+    memory of shared experts. If replicas share parameters in the chosen plan, whatever the memory, and with one owner
+    of each optimizer state."""
     if any(module.ep > 1 for module in chosen.modules.values()):
         problem = replace(problem, shares_experts=True)
+    if any(module.shares_over_replicas for module in chosen.modules.values()):
+        device = replace(problem.cluster.device, memory_bytes=UNLIMITED_BYTES)
+        cluster, memory = replace(problem.cluster, device=device), replace(problem.memory, zero1=True)
+        problem = replace(problem, cluster=cluster, memory=memory)
     bound_s = bound_of_all(problem, candidates, chosen)
     if not _is_sequence_parallel(chosen):
         return bound_s

@@ -46,10 +46,10 @@ def check_degrees(problem: PlanningProblem, name: str, degrees: Degrees) -> None
         _check_experts(problem, name, degrees)
     if degrees.cp > 1:
         _check_context(problem, name, degrees)
-    elif degrees.fully_sharded:
+    if degrees.fully_sharded and degrees.cp * degrees.sharded_replicas == 1:
         raise UserError(
-            f"parallel: {name}.fully_sharded: context-parallel ranks share the parameters, but cp is 1; "
-            "give a larger cp, or leave fully_sharded out"
+            f"parallel: {name}.fully_sharded: nobody shares the parameters, as cp and the number of replicas that do "
+            "are 1; give a larger dp or cp, or leave fully_sharded out"
         )
 
 
@@ -214,7 +214,7 @@ def check_within_limits(
     """Raises `UserError` if a plan is outside of the user's limits. `limits_dp`, `limits_dp_of_encoders`: whether the
     limit on replicas holds for this planner; it never holds for towers."""
     for name, planned in plan.modules.items():
-        if planned.kind == "loss":
+        if planned.kind == "loss" or name in problem.query_tokens:
             continue
         owner = planned.data_module(name)
         module = problem.modules[owner]

@@ -137,9 +137,9 @@ def _simulated(problem: PlanningProblem, plan: Plan, prepared: Prepared) -> Eval
 
 
 def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
-    workloads = {name: module.workload for name, module in problem.modules.items()}
+    workloads = {name: module.workload for name, module in problem.all_modules.items()}
 
-    def costs(assignment: BatchAssignment) -> IterationCosts:
+    def costs(assignment: BatchAssignment, folding: Folding | None = None) -> IterationCosts:
         return IterationCosts(
             derive_routes(plan, assignment, problem.samples),
             problem.samples,
@@ -148,6 +148,7 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
             cluster=problem.cluster,
             memory=problem.memory,
             sample_kinds=problem.sample_kinds,
+            replica_of=None if folding is None else folding.replica_of,
         )
 
     whole = assign(plan, problem.samples, workloads=workloads, table=problem.table)
@@ -155,31 +156,34 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
         return Prepared(costs(whole), None, None)
     folding = fold(plan, whole, problem.sample_kinds, problem.cluster.node)
     fewer = None
-    # Where members of a group exchange keys, or towers are contrasted, compute times depend on the place on the nodes.
+    # Where members of a group exchange keys or parameters, or towers are contrasted, compute times depend on the place
+    # on the nodes.
     depends_on_nodes = plan.loss_module is not None or any(stage.cp_size > 1 for *_, stage in plan.stages())
+    depends_on_nodes = depends_on_nodes or any(module.shares_over_replicas for module in plan.modules.values())
     if not depends_on_nodes and problem.cluster.num_nodes > 1:
         fewer = fold(plan, whole, problem.sample_kinds)
     if fewer is None or len(fewer.copies) == len(folding.copies):
-        return Prepared(costs(folding.assignment), folding, None)
-    return Prepared(costs(folding.assignment), folding, (fewer, costs(fewer.assignment)))
+        return Prepared(costs(folding.assignment, folding), folding, None)
+    return Prepared(costs(folding.assignment, folding), folding, (fewer, costs(fewer.assignment, fewer)))
 
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
     """Raises `UserError` if the plan is of another model."""
+    modules = problem.all_modules
     for name, module in plan.modules.items():
         owner = module.data_module(name)
-        if owner not in problem.modules:
-            raise UserError(f"plan: modules.{name}: the model has no such module; it has {', '.join(problem.modules)}")
-        num_layers = problem.modules[owner].workload.num_layers
+        if owner not in modules:
+            raise UserError(f"plan: modules.{name}: the model has no such module; it has {', '.join(modules)}")
+        num_layers = modules[owner].workload.num_layers
         if module.num_layers != num_layers:
             raise UserError(f"plan: modules.{name}.num_layers: is {module.num_layers}, but the model has {num_layers}")
-        trainable = problem.modules[owner].trainable
+        trainable = modules[owner].trainable
         if module.trainable != trainable:
             raise UserError(
                 f"plan: modules.{name}.trainable: is {_listed(module.trainable)}, but in the model it is "
                 f"{_listed(trainable)}; plan again"
             )
-    missing = [name for name in problem.modules if name not in plan.modules]
+    missing = [name for name in modules if name not in plan.modules]
     if missing:
         raise UserError(f"plan: has no module {', '.join(missing)}; the model has it")
     for edge in problem.edges:

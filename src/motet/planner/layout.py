@@ -84,6 +84,7 @@ def build_plan(
             [_replica(own, cuts[name], start) for start in starts],
             sequence_parallel=own.sequence_parallel,
             fully_sharded=own.fully_sharded,
+            sharded_replicas=own.sharded_replicas,
             ep=own.ep,
             context=own.context,
         )

@@ -17,7 +17,17 @@ from motet.costs.cost_model import CostTable
 from motet.costs.estimator import Estimator
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.errors import UserError
-from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
+from motet.plan import (
+    DEFAULT_ASSIGNMENT,
+    LANGUAGE_MODEL,
+    ContextOptions,
+    Edge,
+    LayerRange,
+    ModulePlan,
+    Plan,
+    Replica,
+    Stage,
+)
 from motet.shapes.module_shape import ModuleWorkload
 
 T = TypeVar("T")
@@ -46,6 +56,8 @@ class Degrees:
     """None: the planner's partition."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
+    sharded_replicas: int = 1
+    """With `fully_sharded`: number of replicas that share parameters."""
     ep: int = 1
     context: ContextOptions = field(default_factory=ContextOptions)
 
@@ -86,6 +98,7 @@ class ModuleProblem:
         *,
         sequence_parallel: bool = False,
         fully_sharded: bool = False,
+        sharded_replicas: int = 1,
         ep: int = 1,
         context: ContextOptions = DEFAULT_CONTEXT,
         num_microbatches: int | None = None,
@@ -100,6 +113,7 @@ class ModuleProblem:
             loss_weight=self.loss_weight,
             sequence_parallel=sequence_parallel,
             fully_sharded=fully_sharded,
+            sharded_replicas=sharded_replicas,
             ep=ep,
             context=context,
             num_microbatches=num_microbatches,
@@ -120,6 +134,9 @@ class PlanningProblem:
     shares_experts: bool = False
     """Whether as many ranks as can be share a mixture's experts in searched layouts, and may in plans that bounds are
     for."""
+    query_tokens: Mapping[str, ModuleProblem] = field(default_factory=dict)
+    """Query tokens of generators: a few rows, which every plan puts on the language model's first ranks. They are not
+    among `modules`, and their edges not among `edges`: no planner has to place them."""
     schedule: str = "1f1b"
     schedules: tuple[str, ...] | None = None
     """Schedules from which planner `auto` may choose; None: all. Other planners take `schedule`."""
@@ -131,6 +148,9 @@ class PlanningProblem:
     memory: MemoryOptions = DEFAULT_MEMORY
     dp_sizes: tuple[int, ...] = (1,)
     """Allowed data-parallel sizes, the same for all modules."""
+    may_share_parameters: bool = True
+    """Whether planners may let replicas share their parameters; they may not under ZeRO-1, nor where one may be
+    lost."""
     num_cores: float | None = None
     """Cores that all devices share (processes on one machine); None: each has its own."""
     contrastive_batch_size: int | None = None
@@ -161,12 +181,17 @@ class PlanningProblem:
         schedule: str | None = None,
         edges: tuple[Edge, ...] | None = None,
     ) -> Plan:
-        """A plan of these modules, with everything else from the problem. `schedule`, `edges`: None: the problem's.
+        """A plan of these modules and the query tokens, with everything else from the problem. `schedule`, `edges`:
+        None: the problem's.
 
         Ranks are renumbered if groups would span nodes unnecessarily."""
+        queries = {
+            name: module.planned(_first_ranks(modules[LANGUAGE_MODEL])) for name, module in self.query_tokens.items()
+        }
+        entering = tuple(Edge(source=name, target=LANGUAGE_MODEL) for name in queries)
         plan = Plan(
-            modules=modules,
-            edges=self.edges if edges is None else edges,
+            modules={**queries, **modules},
+            edges=entering + (self.edges if edges is None else edges),
             num_microbatches=self.num_microbatches,
             schedule=schedule or self.schedule,
             planner=planner,
@@ -175,6 +200,11 @@ class PlanningProblem:
             recompute=tuple(name for name in modules if (modules[name].copy_of or name) in self.recompute),
         )
         return on_nodes(plan, self.cluster.devices_per_node)
+
+    @property
+    def all_modules(self) -> dict[str, ModuleProblem]:
+        """With the query tokens."""
+        return {**self.query_tokens, **self.modules}
 
     @property
     def cuts_evenly(self) -> bool:
@@ -256,3 +286,8 @@ class PlanningProblem:
     def remembered(self, key: object, compute: Callable[[], T]) -> T:
         """Returns what `compute` returned for this key the first time."""
         return self.estimator.remembered(key, compute)
+
+
+def _first_ranks(module: ModulePlan) -> list[Replica]:
+    """A stage of one layer on the first rank of each replica."""
+    return [Replica(stages=(Stage(layers=(0, 1), ranks=replica.stages[0].ranks[:1]),)) for replica in module.replicas]

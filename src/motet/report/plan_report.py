@@ -1,13 +1,12 @@
 """Reports of a plan: the JSON of `motet plan` and `motet simulate` (`report`) and its text (`report_text`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from motet.plan import Plan
 from motet.planner.auto import Choice
 from motet.planner.evaluate import Evaluation, evaluate, memory_suggestions
-from motet.planner.fsdp import fully_sharded
 from motet.planner.problem import PlanningProblem
 from motet.schedule.action import Compute, Kind
 from motet.timeline import Timeline
@@ -45,7 +44,11 @@ def report_evaluation(
         "planning_time_s": planning_time_s,
         "costs": {"source": problem.table.source, "hardware": problem.table.hardware, "date": problem.table.date},
         "cost_comparison": compare_costs(problem, plan),
-        **({"fully_sharded": asdict(fully_sharded(evaluation))} if plan.planner == "fsdp" else {}),
+        "sharing": {
+            name: {"replicas": module.sharded_replicas, "after_a_failure": "training restarts from the checkpoint"}
+            for name, module in plan.modules.items()
+            if module.shares_over_replicas
+        },
     }
 
 
@@ -166,13 +169,10 @@ def report_text(values: Mapping[str, Any]) -> str:
     ]
     if values["mfu"] is not None:
         lines.append(f"model FLOPs utilization {values['mfu']:.1%}")
-    if "fully_sharded" in values:
-        sharded = values["fully_sharded"]
-        lines.append(
-            "with parameters, gradients and optimizer state sharded over all devices (FSDP, in closed form): iteration "
-            f"{_ms(sharded['iteration_time_s'])}, peak memory {sharded['peak_memory_bytes'] / 2**20:.0f} MiB, "
-            f"{'fits' if sharded['fits'] else 'does not fit'}"
-        )
+    lines += [
+        f"{name}: {module['replicas']} replicas share parameters by rows; {module['after_a_failure']}"
+        for name, module in values["sharing"].items()
+    ]
     rows: list[tuple[str, ...]] = [("module", "layers", "ranks", "forward", "backward")]
     for stage, num_replicas in _distinct_stages(values["stages"]):
         first, last = stage["layers"]

@@ -69,21 +69,25 @@ class Executor:
         Args:
             routes: of this batch; the program is one for routes of their form.
             loss_tokens: for each module with a loss, the loss tokens of the global batch.
-            seed: what dropout depends on, beside stage and microbatch; None: the state of torch's generator.
+            seed: what dropout depends on, beside stage and microbatch, and noise, beside sample and item; None: the
+                state of torch's generator, and the noise of evaluation.
         """
         self._program, self._routes, self._seed = program, routes, seed
         self._deadline.start()
         self._mailbox = Mailbox(program, self._deadline)
         self.spans = []
         self.started_s = time.perf_counter()
-        for runner in self.runners.values():
-            runner.begin_iteration(routes, batch, loss_tokens)
+        with self.doing("the beginning of the iteration"):
+            for stage, runner in self.runners.items():
+                by_block = stage in program.gathered_by_block
+                runner.begin_iteration(routes, batch, loss_tokens, seed, by_block=by_block)
         for step in program.steps:
             with self.doing(step):
                 if isinstance(step, Message):
                     self._exchange(step)
                 elif isinstance(step, Reduce):
-                    self.reducers[step].start()
+                    if not self.reducers[step].is_late:
+                        self.reducers[step].start()
                 elif step.kind is Kind.FORWARD:
                     self._forward(step)
                 elif step.kind is Kind.WEIGHT:
@@ -95,6 +99,8 @@ class Executor:
             for runner in self.runners.values():
                 runner.end_iteration()
             if not routes.forward_only:
+                for reducer in self.reducers.values():
+                    reducer.start()
                 for reduce, reducer in self.reducers.items():
                     reducer.finish(self._deadline, reduce)
 

@@ -99,9 +99,17 @@ class Bucket:
 
 class GradientReducer:
     """One reduction on this rank. `parameters`: in the order of the forward, the same on every holder. `portions`: what
-    of them is summed in which group. `elsewhere`: parameters that another rank of a fully sharded stage keeps."""
+    of them is summed in which group. `elsewhere`: parameters that another rank of a fully sharded stage keeps.
+    `is_late`: gradients may be complete only when the step ends, because replicas share the parameters."""
 
-    def __init__(self, parameters: Sequence[Copies], *portions: Portion, elsewhere: Set[Tensor] = frozenset()) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Copies],
+        *portions: Portion,
+        elsewhere: Set[Tensor] = frozenset(),
+        is_late: bool = False,
+    ) -> None:
+        self.is_late = is_late
         # Portion after portion for each run of parameters, so that none waits for the end of the backward.
         runs = zip_longest(*(_buckets(parameters, portion) for portion in portions))
         self._buckets = [bucket for run in runs for bucket in run if bucket is not None]

@@ -15,8 +15,14 @@ from motet.models.stages.stage import StageModule
 from motet.parallel.context_attention import ContextParallel
 from motet.parallel.fully_sharded import FullySharded
 from motet.parallel.mesh import Mesh
+from motet.parallel.row_shards import RowShard
 from motet.parallel.tensor_collectives import gather_full, shard_parameter
-from motet.parallel.tensor_parallel import TensorParallel, tensor_parallel_layout, tp_reduce_gradients
+from motet.parallel.tensor_parallel import (
+    TensorParallel,
+    sum_over_group,
+    tensor_parallel_layout,
+    tp_reduce_gradients,
+)
 from motet.parallel.tensor_plans import Shard
 from motet.plan import ModulePlan, Plan, Stage, tensor_parallel_groups
 from motet.runtime.gradient_reduction import (
@@ -44,11 +50,14 @@ StageMaker = Callable[[str, ModulePlan, Stage, TensorParallel], StageModule]
 class LocalParameter:
     name: str
     """Its name in the whole model, the same under every plan; copies of a module share it."""
+    stage: StageKey
     part: str
     """`<module>.module` or `<module>.projector`."""
     parameter: nn.Parameter
     shard: Shard | None
     """Its cut over the group `tp`; None: every rank has the whole parameter."""
+    rows: RowShard | None
+    """Where replicas share parameters: the cut of that part by rows; `parameter` is then this rank's rows."""
     tp: TensorParallel
     """The tensor-parallel group; of distributed experts, the group that shares them."""
     reduce: Reduce | None
@@ -72,19 +81,22 @@ class LocalParameter:
     @property
     def is_written(self) -> bool:
         """Whether this rank writes the whole parameter into checkpoints."""
-        return self.is_first and self.tp.rank == 0
+        return self.is_first and self.tp.rank == 0 and (self.rows is None or self.rows.members.rank == 0)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor that is cut as the parameter is. Collective over the tensor-parallel group."""
-        return gather_full(tensor, self.shard, self.tp)
+        """The whole of a tensor that is cut as the parameter is. Collective over the tensor-parallel group, and over
+        the ranks that share the parameter by rows."""
+        part = tensor if self.rows is None else self.rows.gather(tensor)
+        return gather_full(part, self.shard, self.tp)
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
-        return shard_parameter(full, self.shard, self.tp.rank, self.tp.size)
+        part = shard_parameter(full, self.shard, self.tp.rank, self.tp.size)
+        return part if self.rows is None else self.rows.cut(part)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        shape = list(self.parameter.shape)
+        shape = list(self.parameter.shape if self.rows is None else self.rows.shape)
         if self.shard is not None:
             shape[self.shard.dim] *= self.tp.size
         return tuple(shape)
@@ -117,7 +129,10 @@ class LocalModel:
             if isinstance(made, LanguageModelStage | EncoderStage) and made.has_own_attention:
                 self.attending[name, r, s] = made
             self._tp[name, r, s] = tp
-            if module.fully_sharded and stage.cp_size > 1:
+            if module.shares_over_replicas:
+                group = mesh.sharing(module, r, s)
+                self.sharded[name, r, s] = FullySharded(cast(nn.Module, made), group, by_rows=True)
+            elif module.fully_sharded and stage.cp_size > 1:
                 made_whole = cast(nn.Module, made)
                 self.sharded[name, r, s] = FullySharded(made_whole, self.context_parallel[name, r, s])
         self._reduce_of_layer = _reduce_of_layer(plan)
@@ -145,13 +160,17 @@ class LocalModel:
             of_experts = groups.experts if groups and holders is not tp else None
             first = groups.first_experts if groups and of_experts else groups.first if groups else None
             whole_group = groups.pieces[0].group if groups and len(groups.tp_sizes) == 1 else None
-            is_kept = key not in self.sharded or self.sharded[key].keeps(parameter)
+            sharded = self.sharded.get(key)
+            is_kept = sharded is None or sharded.keeps(parameter)
+            rows = None if sharded is None else sharded.rows_of(parameter)
             stands_first = is_kept and self._stands_first(key, first, layers)
             yield LocalParameter(
                 name=f"{owner}.{name}",
+                stage=key,
                 part=f"{owner}.{'projector' if name.startswith('projector.') else 'module'}",
-                parameter=parameter,
+                parameter=parameter if rows is None else rows.rows,
                 shard=shard,
+                rows=rows,
                 tp=holders,
                 reduce=reduce,
                 reduce_group=of_experts.group if of_experts else whole_group,
@@ -172,13 +191,15 @@ class LocalModel:
         who that is; None: they are frozen, have no reduction, and the module's first replica stands for them."""
         module = self.plan.modules[key[0]]
         stage = module.replicas[key[1]].stages[key[2]]
-        of_stage = stage.ranks if key in self.sharded else (self.mesh.rank,)
+        has_owners = key in self.sharded and not module.shares_over_replicas
+        of_stage = stage.ranks if has_owners else (self.mesh.rank,)
         if first is not None:
             return not set(first).isdisjoint(of_stage)
-        has_first_tokens = not set(tensor_parallel_groups(stage)[0]).isdisjoint(of_stage)
+        of_first = tensor_parallel_groups(stage)[0]
+        has_first_tokens = module.shares_over_replicas or not set(of_first).isdisjoint(of_stage)
         return (
             module.copy_of is None
-            and key[1] == 0
+            and key[1] < (module.sharded_replicas if module.shares_over_replicas else 1)
             and has_first_tokens
             and stage.layers[0] <= layers[0] < stage.layers[1]
         )
@@ -206,7 +227,13 @@ class LocalModel:
                 experts = [copies for copies in by_name.values() if copies[0].is_shared_expert]
                 others = [_tensors(copies) for copies in by_name.values() if not copies[0].is_shared_expert]
                 of_experts = [Portion(groups.experts, only=list(map(_tensors, experts)))] if groups.experts else []
-                reducers[reduce] = GradientReducer(others, Portion(groups.pieces[0]), *of_experts, elsewhere=elsewhere)
+                reducers[reduce] = GradientReducer(
+                    others,
+                    Portion(groups.pieces[0]),
+                    *of_experts,
+                    elsewhere=elsewhere,
+                    is_late=self.plan.modules[reduce.module].shares_over_replicas,
+                )
                 continue
             names = [name for name in by_name if (reduce, name) in cut]
             even = [_tensors(by_name[name]) for name in names]
@@ -222,8 +249,11 @@ class LocalModel:
     def finish_gradients(self) -> None:
         """Sums, inside tensor-parallel groups, the gradients of which each member has a share, and then those that are
         summed whole."""
-        for stage in self.stages.values():
-            tp_reduce_gradients(cast(nn.Module, stage))
+        for key, stage in self.stages.items():
+            if not self.plan.modules[key[0]].shares_over_replicas:
+                tp_reduce_gradients(cast(nn.Module, stage))
+            elif partial := [p for p in self.parameters if p.stage == key and p.is_partial and p.reduce is not None]:
+                sum_over_group([p.parameter for p in partial], self._tp[key].group)
         for whole_sum in self._whole_sums:
             whole_sum.run()
         for p in self.parameters:

@@ -23,7 +23,7 @@ from motet.config import (
     PreparedDataConfig,
     SameDigitsConfig,
 )
-from motet.data.example import PLACEHOLDERS, Example, ExampleSource, Modality
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, Example, ExampleSource, Modality
 from motet.data.formats.conversations import ConversationExamples
 from motet.data.formats.pairs import PairExamples
 from motet.data.formats.parquet import ParquetExamples
@@ -71,6 +71,7 @@ def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[
 def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
     folders = _folders(data)
     taken = [m for node in graph.of_kind("encoder").values() for m in modalities_of(node.workload.config)]
+    taken += [TO_GENERATE] if graph.of_kind("generator") else []
 
     def opened(files: Sequence[str]) -> ExampleSource:
         return open_conversations(files, folders, taken, data.limits)
@@ -95,7 +96,8 @@ def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
 def _folders(data: FilesConfig) -> dict[Modality, Path]:
     """By modality, what the paths of media are relative to."""
     own = getattr(data, "media_folder", ".")
-    return {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
+    folders = {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
+    return {**folders, TO_GENERATE: folders["image"]}
 
 
 DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {

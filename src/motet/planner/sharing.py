@@ -1,0 +1,52 @@
+"""Variants of a plan in which replicas share their parameters (fully sharded over data parallelism)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from motet.cluster import Cluster
+from motet.plan import ModulePlan, Plan
+from motet.planner.problem import PlanningProblem
+
+
+def sharing_plans(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
+    """The plan with the parameters of every module shared by all of its replicas; and, if they are on several nodes, by
+    the replicas of each node (hybrid). Nothing if no module can share, or if the run does not allow it."""
+    if not problem.may_share_parameters:
+        return
+    seen = [plan.modules]
+    for within_nodes in (False, True):
+        modules = {name: _shared(plan, name, problem.cluster if within_nodes else None) for name in plan.modules}
+        if modules not in seen:
+            seen.append(modules)
+            yield replace(plan, modules=modules)
+
+
+def _shared(plan: Plan, name: str, within_nodes_of: Cluster | None) -> ModulePlan:
+    """The module with as many replicas sharing as possible."""
+    module = plan.modules[name]
+    copies = {other.copy_of for other in plan.modules.values()}
+    if module.kind == "loss" or module.copy_of is not None or name in copies or module.fully_sharded:
+        return module
+    for number in range(len(module.replicas), 1, -1):
+        if len(module.replicas) % number or not _fit_together(module, number, within_nodes_of):
+            continue
+        changed = replace(module, fully_sharded=True, sharded_replicas=number)
+        try:
+            replace(plan, modules={**plan.modules, name: changed})
+        except ValueError:  # Replicas are not alike, or are on the same ranks.
+            continue
+        return changed
+    return module
+
+
+def _fit_together(module: ModulePlan, number: int, cluster: Cluster | None) -> bool:
+    """Whether the ranks that would share are on one node each."""
+    if cluster is None:
+        return True
+    changed = replace(module, sharded_replicas=number)
+    return all(
+        len({cluster.node(rank) for rank in ranks}) == 1
+        for r in range(0, len(module.replicas), number)
+        for s in range(min(len(replica.stages) for replica in module.replicas))
+        for ranks in changed.sharing_groups(r, s)
+    )
