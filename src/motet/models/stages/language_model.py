@@ -83,6 +83,11 @@ class LanguageModelStage(CausalStage):
     ) -> None:
         router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         super().__init__(name, model, layers, recompute=recompute)
+        if router_loss is not None and (recompute or packing or self.own_blocks != range(self.num_layers - 2)):
+            raise UserError(
+                f"{name}: router_aux_loss has been shown to be right in one stage only, without recomputation and "
+                "packing; use pp 1, leave these out, or set router_aux_loss to 0"
+            )
         self._router_loss = router_loss if find_routers(model) else None
         self.computes_loss = self.is_last or self._router_loss is not None
         """Whether its output has a loss."""
@@ -105,6 +110,11 @@ class LanguageModelStage(CausalStage):
 
         Raises `UserError` for what that attention cannot do."""
         config = self.module.config
+        if self._router_loss is not None:
+            raise UserError(
+                f"parallel: {self.name} has a router_aux_loss, which has not been shown to be right where samples are "
+                "packed or shared; use cp 1 and media_attention causal, or set router_aux_loss to 0"
+            )
         if self.cross_attends:
             raise UserError(
                 f"parallel: {self.name} has cross-attention, which context parallelism and media_attention do not "
@@ -117,14 +127,6 @@ class LanguageModelStage(CausalStage):
             )
         method = "ulysses" if cp.options.method == "ulysses" else "context_parallel"
         check_feature(config, method, "use cp 1 and media_attention causal")
-        for part in self.module.modules():
-            kinds = getattr(part, "rope_type", None)
-            changing = {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds])
-            if changing and cp.size > 1:
-                raise UserError(
-                    f"parallel: {self.name} has {changing.pop()} rotary positions, whose frequencies follow from the "
-                    "whole sequence; no rank of a context-parallel group sees it, so use cp 1"
-                )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
         self._context, self.packing = cp, True
@@ -218,12 +220,14 @@ class LanguageModelStage(CausalStage):
             options = {"context": context, "position_ids": positions[:, context.tokens]}
         if self.cross_attends:
             options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
+        lengths = sequences.length_of_token()
         num_calls = 0 if context is None else context.num_calls
         made = self.run_layers(
             self._token_ids(inputs, sequences, context),
             inputs.hidden,
             enter=lambda embedded: self._enter(embedded, inputs, sequences, context),
             rows=rows,
+            lengths=lengths if context is None else lengths[:, context.tokens.cpu()],
             options=options,
         )
         assert context is None or context.num_calls - num_calls == len(self.own_blocks)
