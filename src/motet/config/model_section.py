@@ -74,8 +74,7 @@ class LanguageModelConfig(PartConfig):
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
     """Of mixtures of experts: weight of the auxiliary loss that makes routers use all experts alike. It is taken of
     each sample (the mean over its mixtures; Switch Transformers, equations 4 to 6) and weighted by the sample's loss
-    tokens, so it does not depend on how the batch is cut; it is part of the reported loss. It needs pp 1 and cp 1, and
-    neither packing nor recomputation. 0: none."""
+    tokens, so it does not depend on how the batch is cut; it is part of the reported loss. 0: none."""
 
 
 class GeneratorConfig(PartConfig):

@@ -102,13 +102,21 @@ def test_experts_cut_by_their_widths(sequence_parallel: bool) -> None:
 
 BALANCED = {
     "three microbatches": Scenario(num_microbatches=3, placement="shared"),
-    "replicas": replace(REPLICAS, num_samples=3),
+    "one microbatch, three stages": Scenario(num_microbatches=1, num_samples=5, llm_pp=3, placement="replicated"),
+    "packed, recomputed": Scenario(llm_pp=2, packing=True, recompute=True, placement="replicated"),
+    "shared tokens": Scenario(cp=2, llm_pp=2, placement="parallel", units=(1, 1, 1)),
+    "group, sequence parallel": replace(GROUP, sequence_parallel=True, llm_pp=2),
+    "replicas, split backward": replace(REPLICAS, llm_pp=2, schedule="zero_bubble_h1", num_samples=3),
 }
 
 
-@pytest.mark.parametrize("name", ["replicas", *in_campaigns(["three microbatches"])])
-def test_auxiliary_loss_is_the_same_however_the_batch_is_cut(name: str) -> None:
-    check(replace(BALANCED[name], llm="qwen3_moe", router_aux_loss=0.7))
+@pytest.mark.parametrize(
+    "name", ["packed, recomputed", *in_campaigns(n for n in BALANCED if n != "packed, recomputed")]
+)
+def test_auxiliary_loss_is_the_same_however_the_batch_is_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = ("qwen3_moe", "mixtral")[sorted(BALANCED).index(name) % 2]
+    monkeypatch.setitem(SHOWN_EQUAL, family, frozenset(FEATURES))
+    check(replace(BALANCED[name], llm=family, router_aux_loss=0.7))
 
 
 def compare_bytes(engine: Engine, config: RunConfig, batch: ScenarioBatch) -> None:

@@ -83,11 +83,6 @@ class LanguageModelStage(CausalStage):
     ) -> None:
         router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         super().__init__(name, model, layers, recompute=recompute)
-        if router_loss is not None and (recompute or packing or self.own_blocks != range(self.num_layers - 2)):
-            raise UserError(
-                f"{name}: router_aux_loss has been shown to be right in one stage only, without recomputation and "
-                "packing; use pp 1, leave these out, or set router_aux_loss to 0"
-            )
         self._router_loss = router_loss if find_routers(model) else None
         self.computes_loss = self.is_last or self._router_loss is not None
         """Whether its output has a loss."""
@@ -110,11 +105,6 @@ class LanguageModelStage(CausalStage):
 
         Raises `UserError` for what that attention cannot do."""
         config = self.module.config
-        if self._router_loss is not None:
-            raise UserError(
-                f"parallel: {self.name} has a router_aux_loss, which has not been shown to be right where samples are "
-                "packed or shared; use cp 1 and media_attention causal, or set router_aux_loss to 0"
-            )
         if self.cross_attends:
             raise UserError(
                 f"parallel: {self.name} has cross-attention, which context parallelism and media_attention do not "
