@@ -31,6 +31,7 @@ from motet.models.graph import ModuleNode
 from motet.models.materialize import float64_throughout
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
+from motet.parallel.adapters import is_second_matrix
 from motet.plan import Plan
 from motet.runtime.agreement import communication_device, gather_values
 from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_engine, pick_device
@@ -242,6 +243,7 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
         loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
         for stage in engine.model.modules():
             remove_dropout(stage)
+        fill_adapters(engine.model)
         comparison = verify_batch(
             engine,
             _InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]),
@@ -251,6 +253,17 @@ def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
             autocast=autocast_for(config, torch.device("cpu")),
         )
     return comparison.to_json() if comparison is not None else {}
+
+
+@torch.no_grad()
+def fill_adapters(model: LocalModel) -> None:
+    """Draws the second matrices of adapters, alike on all ranks: they are zeros at first, and then gradients of the
+    first matrices are zeros, which show nothing."""
+    for p in model.parameters:
+        if p.is_kept and is_second_matrix(p.name):
+            generator = torch.Generator().manual_seed(int(hashlib.sha256(p.name.encode()).hexdigest()[:15], 16))
+            drawn = 0.1 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
+            p.parameter.copy_(p.cut(drawn.to(p.parameter.dtype)))
 
 
 class _InDtype:
