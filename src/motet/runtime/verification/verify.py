@@ -12,7 +12,7 @@ differ). Dropout must be off.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -162,7 +162,7 @@ def run_references(
             loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
         if loss.requires_grad:
             loss.backward()
-        return LossAndGradients(loss.item(), _take_gradients(modules))
+        return LossAndGradients(loss.item(), take_gradients(modules, weights))
 
     plain = run(held, autocast())
     if dtype == "float64":
@@ -197,10 +197,14 @@ def _is_tied_or_buffer(module: nn.Module, key: str, own: Mapping[str, Tensor]) -
     )
 
 
-def _take_gradients(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[str, Tensor]:
+    """Of a tied parameter under the name that is among `names`: models register their heads before or behind."""
     gradients = {}
     for name, module in modules.items():
-        for key, parameter in module.named_parameters():
+        own = {id(p): key for key, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
+        own |= {id(p): key for key, p in module.named_parameters(remove_duplicate=False) if f"{name}.{key}" in names}
+        for parameter in module.parameters():
+            key = own[id(parameter)]
             if parameter.requires_grad:
                 taken = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[f"{name}.{key}"] = taken.detach().cpu()
