@@ -9,7 +9,7 @@ distribution: `policy`.)
 Limits: every member gets all keys, also those that none of its queries sees (`all_gather` leaves these out).
 """
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from motet.attention.kernels.backends import Backend, PartialBackend
 
-if TYPE_CHECKING:
-    from motet.parallel.context_attention import SharedAttention
+SharedAttention = Any
+"""`motet.parallel.context_attention.SharedAttention`, which imports this module."""
 
 
 class _Hop:
     """A started hop: rows to the next member, and those of the one before."""
 
-    def __init__(self, sent: Tensor, num_received: int, shared: "SharedAttention") -> None:
+    def __init__(self, sent: Tensor, num_received: int, shared: SharedAttention) -> None:
         cp = shared.cp
         self._sent = sent.contiguous()  # Kept until it has arrived.
         self._received = sent.new_empty((*sent.shape[:2], num_received, sent.shape[3]))
@@ -46,7 +46,7 @@ class _Ring(torch.autograd.Function):
     """query [heads, Q, dim], key and value [key heads, K, dim] of this rank's tokens -> [heads, Q, dim]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: "SharedAttention", scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
         cp, rows, backend = shared.cp, shared.rows_of_ranks, _partial(shared.backend)
         held = torch.stack([key, value])
         out: Tensor | None = None
@@ -115,7 +115,7 @@ def _merge(out: Tensor, log_sums: Tensor, part: Tensor, of_part: Tensor) -> tupl
     )
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, shared: "SharedAttention", scale: float) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, shared: SharedAttention, scale: float) -> Tensor:
     """Attention of this rank's queries to the keys of all members; shapes as `_Ring`'s."""
     result: Tensor = _Ring.apply(query, key, value, shared, scale)
     return result
