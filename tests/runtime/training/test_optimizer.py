@@ -226,8 +226,9 @@ def updated(values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> dict[str
     """A parameter and its moments, after a step with each of the gradients."""
     parameter = torch.nn.Parameter(values.clone())
     local = LocalParameter(
-        name="x", part="x.module", parameter=parameter, shard=None, tp=TensorParallel(None, 0, 1), reduce=None,
-        reduce_group=None, is_partial=False, is_first=True, is_kept=True,
+        name="x", stage=("x", 0, 0), part="x.module", parameter=parameter, shard=None, rows=None,
+        tp=TensorParallel(None, 0, 1), reduce=None, reduce_group=None, is_shared_expert=False, is_partial=False,
+        is_first=True, is_kept=True,
     )  # fmt: skip
     config = OptimizerConfig(
         learning_rate=0.1,
