@@ -11,28 +11,19 @@ differ). Dropout must be off.
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.config import RunConfig
-from motet.data.loader import Loader
-from motet.data.run_file import open_data
-from motet.data.service.tickets import InProcess
 from motet.models.composite import CompositeNode
-from motet.models.from_run_file import plain_nodes, remove_dropout
 from motet.models.graph import ModuleNode
 from motet.models.materialize import float64_throughout
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
-from motet.plan import Plan
 from motet.runtime.agreement import communication_device, gather_values
-from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_engine, pick_device
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
 from motet.runtime.verification.comparison import Comparison, LossAndGradients, References, compare
@@ -148,15 +139,15 @@ def run_references(
 
     Raises `ValueError` if the weights are not exactly theirs."""
     modules: dict[str, nn.Module] = {name: nn.ModuleDict(node.parts) for name, node in nodes.items()}
-    _load(modules, weights)
-    held = _HeldBatch(batch, modules)
+    load_weights(modules, weights)
+    held = HeldBatch(batch, modules)
 
     def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
         with context:
             loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size)
         if loss.requires_grad:
             loss.backward()
-        return LossAndGradients(loss.item(), _take_gradients(modules))
+        return LossAndGradients(loss.item(), *_take_gradients(modules))
 
     plain = run(held, autocast())
     if dtype == "float64":
@@ -170,7 +161,7 @@ def run_references(
         return References(plain, run(held.double(), nullcontext()))
 
 
-def _load(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> None:
+def load_weights(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> None:
     for name, module in modules.items():
         own = {key.removeprefix(f"{name}."): tensor for key, tensor in weights.items() if key.startswith(f"{name}.")}
         missing, unexpected = module.load_state_dict(own, strict=False)
@@ -187,18 +178,21 @@ def _is_tied_or_buffer(module: nn.Module, key: str, own: Mapping[str, Tensor]) -
     )
 
 
-def _take_gradients(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    gradients = {}
+def _take_gradients(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
+    """Returns the gradients, and the names of parameters that have none, for which zeros stand there."""
+    gradients, unreached = {}, set()
     for name, module in modules.items():
         for key, parameter in module.named_parameters():
             if parameter.requires_grad:
                 taken = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[f"{name}.{key}"] = taken.detach().cpu()
+                if parameter.grad is None:
+                    unreached.add(f"{name}.{key}")
                 parameter.grad = None
-    return gradients
+    return gradients, unreached
 
 
-class _HeldBatch:
+class HeldBatch:
     """A batch whose features are all there: processors that compute when asked must not do it in the model's autocast,
     nor in its dtype."""
 
@@ -214,43 +208,10 @@ class _HeldBatch:
     def features(self, module: str, sample: int) -> dict[str, Tensor]:
         return self._features[module, sample]
 
-    def double(self) -> "_HeldBatch":
+    def double(self) -> "HeldBatch":
         """Turns the features into float64."""
         self._features = {
             key: {name: value.double() if value.is_floating_point() else value for name, value in features.items()}
             for key, features in self._features.items()
         }
         return self
-
-
-def verify_worker(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """One batch of the run's own data against plain transformers; what `motet verify --json` prints, on rank 0."""
-    torch.backends.cudnn.allow_tf32 = False  # Convolutions in float32 are to be just that.
-    with float64_throughout() if config.train.dtype == "float64" else nullcontext():
-        device = pick_device(config, int(os.environ.get("LOCAL_RANK", "0")))
-        data = open_data(config)
-        engine = build_engine(config, plan, device)
-        loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
-        for stage in engine.model.modules():
-            remove_dropout(stage)
-        comparison = verify_batch(
-            engine,
-            _InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]),
-            lambda: plain_nodes(config, data.preparation.placeholder_ids),
-            dtype=config.train.dtype,
-            contrastive_batch_size=config.train.contrastive_batch_size,
-            autocast=autocast_for(config, torch.device("cpu")),
-        )
-    return comparison.to_json() if comparison is not None else {}
-
-
-class _InDtype:
-    """A batch whose pixels and sounds are of the model's dtype."""
-
-    def __init__(self, batch: Any, dtype: torch.dtype) -> None:
-        self._batch, self._dtype = batch, dtype
-        self.samples = batch.samples
-
-    def features(self, module: str, sample: int) -> dict[str, torch.Tensor]:
-        values = self._batch.features(module, sample)
-        return {key: v.to(self._dtype) if v.is_floating_point() else v for key, v in values.items()}
