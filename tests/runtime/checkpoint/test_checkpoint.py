@@ -26,12 +26,12 @@ from motet.runtime.checkpoint.folder import find_checkpoints
 
 PP2: Layout = {"language_model": {"pp": 2}}
 TP2: Layout = {"language_model": {"tp": 2}}
-FSSHARED: Layout = {
+FSDP2: Layout = {"language_model": {"cp": 2, "fully_sharded": True, "context": {"block_size": 4}}}
+SHARED: Layout = {
     "vision": {"dp": 2, "fully_sharded": True},
     "audio": {"dp": 2},
     "language_model": {"dp": 2, "pp": 2, "fully_sharded": True},
 }
-DP2: Layout = {"language_model": {"cp": 2, "fully_sharded": True, "context": {"block_size": 4}}}
 DP2: Layout = {name: {"dp": 2} for name in ("vision", "audio", "language_model")}
 
 
