@@ -14,6 +14,8 @@ from sampling import in_campaigns
 from scenario import FROZEN, Scenario, ScenarioBatch
 from training import first_samples, run_config
 
+from motet.costs.memory import MemoryOptions, static_layer_bytes
+from motet.families.configured_graph import read_workloads
 from motet.parallel import fully_sharded, row_shards
 from motet.planner.from_run_file import plan_for, planning_problem
 from motet.runtime.assembly import build_engine, build_optimizer
@@ -128,6 +130,7 @@ def trained(scenario: Scenario) -> tuple[list[float], int, int]:
     batch = ScenarioBatch(scenario, config)
     values = []
     for step in range(3):
+        engine.model.zero_gradients()
         result = engine.run(batch)
         values += [result.loss, result.gradient_norm]
         optimizer.step(step)
@@ -144,10 +147,18 @@ def trained(scenario: Scenario) -> tuple[list[float], int, int]:
 def test_training_keeps_a_share_of_everything(dp: int) -> None:
     scenario = replace(SHARED, dp=dp, sharded_replicas=dp, dtype="float32", num_samples=2 * dp)
     plain = replace(scenario, fully_sharded=False, sharded_replicas=1)
+    predicted = sum(
+        static_layer_bytes(
+            layer, trainable=True, tp_size=1, num_holders=1, num_shares=dp, fully_sharded=True, options=MemoryOptions()
+        )
+        for workload in read_workloads(scenario.config()).values()
+        for layer in workload.layers
+    )
     expected, _, _ = run_distributed(lambda rank: trained(plain), dp)[0]
     for values, num_bytes, whole in run_distributed(lambda rank: trained(scenario), dp):
         assert values == pytest.approx(expected, rel=2e-6)
         assert num_bytes <= 1.1 * whole / dp
+        assert num_bytes == pytest.approx(predicted, rel=0.02)
 
 
 def units_at_once(scenario: Scenario) -> tuple[int, int]:
