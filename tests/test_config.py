@@ -118,7 +118,10 @@ def _types_in(annotation: Any) -> list[Any]:
         ("model.language_model.config=null", "model.language_model: has no source; give one of hub, path and config"),
         ("model.language_model.hub=x", "model.language_model: hub and config are given; keep one"),
         ("model.encoders.language_model={config: X}", "model.encoders.language_model: is the language model's name"),
-        ("model.placeholder_tokens={x: a}", "model.placeholder_tokens.x: is no encoder; give one of vision"),
+        (
+            "model.placeholder_tokens={x: a}",
+            "model.placeholder_tokens.x: is no encoder or generator; give one of vision",
+        ),
         ("cluster={num_devices: 5, num_nodes: 2}", "cluster.num_devices: is 5, which 2 nodes cannot share equally"),
         ("parallel.explicit={vision: {}, language_model: {}}", "parallel.planner: is 'cornstarch', so explicit"),
         ("parallel.planner=explicit", "parallel.explicit: is empty"),

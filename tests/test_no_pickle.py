@@ -41,6 +41,26 @@ def unpickling(tree: ast.AST) -> Iterator[str]:
                 yield f"{node.lineno}: receives an object from a connection"
 
 
+def trusting(tree: ast.AST) -> Iterator[str]:
+    """Calls that would run code of a model's folder if stdin says yes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="from_pretrained", value=of), keywords=given):
+                by_name = isinstance(of, ast.Call) or (isinstance(of, ast.Name) and of.id.startswith("Auto"))
+                keys = {each.arg: each.value for each in given}
+                refuses = isinstance(value := keys.get("trust_remote_code"), ast.Constant) and value.value is False
+                if by_name and not refuses:
+                    yield f"{node.lineno}: from_pretrained without trust_remote_code=False"
+
+
+def test_no_code_of_a_models_folder_is_run() -> None:
+    found = {path.name: [*trusting(ast.parse(path.read_text()))] for path in SOURCE.rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert [*trusting(ast.parse("AutoTokenizer.from_pretrained(x)"))]
+    assert [*trusting(ast.parse("AutoConfig.from_pretrained(x, trust_remote_code=y)"))]
+    assert not [*trusting(ast.parse("AutoConfig.from_pretrained(x, trust_remote_code=False)"))]
+
+
 def test_nothing_from_another_machine_is_unpickled() -> None:
     found = {
         path.relative_to(SOURCE).as_posix(): lines

@@ -1,139 +1,94 @@
-"""Wrong run files and plans: each is refused in one line that names the key or the place, and none hangs."""
+"""Wrong inputs: each is refused in one line that names the key or the place, and none hangs."""
 
 import json
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 from sampling import examples
 from training import plan_of, run_config
+from wrong_inputs import CORPUS, RIGHT, RIGHT_VALUES, WrongInput, write_right_files
 
+from motet.cli.main import main
 from motet.config import load_run_config
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.strict_parsing import parse_yaml
 
-CONFIG = run_config(Path("run"), train__failures={})
-RIGHT: dict[str, Any] = json.loads(CONFIG.model_dump_json())
-TEXTS = {
-    "deeply nested": ("model: " + "[" * 50_000, "nested more than 50 deep"),
-    "nested": ("model: " + "[" * 60 + "]" * 60, "nested more than 50 deep"),
-    "a date that is none": ("train: {steps: 2026-13-45}", "'2026-13-45' is no timestamp"),
-    "a word as a whole number": ("train: {steps: !!int frobnicate}", "'frobnicate' is no int"),
-    "a word as a number": ("train: {eps: !!float frobnicate}", "'frobnicate' is no float"),
-    "a word as a truth": ("train: {overwrite: !!bool frobnicate}", "'frobnicate' is no bool"),
-    "a word as a date": ("train: {steps: !!timestamp frobnicate}", "'frobnicate' is no timestamp"),
-    "bytes that are none": ("train: {steps: !!binary frobnicate!}", "failed to decode base64 data"),
-    "5000 digits": ("train: {steps: " + "9" * 5000 + "}", "is no int"),
-    "a value in itself": ("model: &a [*a]", "a value contains itself"),
-    "a mapping in itself": ("model: &a {b: *a}", "a value contains itself"),
-    "an alias bomb": (
-        "a: &a [x, x, x, x, x, x, x, x, x]\n"
-        + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)),
-        "more than 200000 values",
-    ),
-    "an object of Python": ("model: !!python/object/apply:os.system [id]", "could not determine a constructor"),
-    "a key that stands twice": ("train: {steps: 1, steps: 2}", "key 'steps' stands twice"),
-    "a list as a key": ("? [a]\n: 1", "a key must be a word"),
-    "an unknown alias": ("model: *nowhere", "undefined alias"),
-    "two documents": ("model: 1\n---\nmodel: 2", "found another document"),
-    "nothing": ("", "holds no mapping"),
-    "a list": ("- model", "holds no mapping"),
-    "a tab": ("train:\n\tsteps: 1", "cannot start any token"),
-    "a control character": ("train: \x00", "is not YAML|special characters"),
-    "no end": ("train: {steps: 1", "expected ',' or '}'"),
-    "100 MB": ("x" * (5 * 2**20), "is larger than 4 MiB"),
-}
-VALUES = {
-    "train.learning_rate": (1e300, -1, 0, "fast", None, [1]),
-    "train.betas": ([1, 0.9], [0.9, 1], [0.9], [-0.1, 0.9], "ab"),
-    "train.steps": (0, -1, 1.5, "many", 10**30 * -1, True),
-    "train.keep_checkpoints": (0, -1, "all"),
-    "train.global_batch_size": (0, -8, 0.5),
-    "train.failures.detect_s": (0, -1, "soon"),
-    "train.failures.slow_ratio": (1, 0, "slow"),
-    "train.eps": (0, -1e-8),
-    "cluster.num_devices": (0, -1, "all"),
-    "cluster.device": ("gpu", "tpu", 1),
-    "parallel.planner": ("best", 1),
-    "parallel.num_microbatches": (0, -1),
-    "data.kind": ("nothing", 1),
-}
+LONGEST_LINE = 2000
+HANGS_S = 120
+"""On a busy machine; alone each takes a few seconds."""
 
 
-def leaves(model: BaseModel | Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Paths of all keys that a run file's sections have, and whether each is a section itself."""
-    for name in type(model).model_fields:
-        inner = getattr(model, name)
-        yield (*path, name), isinstance(inner, BaseModel)
-        if isinstance(inner, BaseModel):
-            yield from leaves(inner, (*path, name))
+@pytest.fixture(scope="module")
+def right_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_right_files(tmp_path_factory.mktemp("right"))
 
 
-KEYS = list(leaves(CONFIG))
-SECTIONS = [(), *(path for path, is_section in KEYS if is_section)]
+def arguments_for(given: WrongInput, folder: Path, right_files: Path) -> list[str]:
+    """Writes the input into a folder. Returns the arguments of the command line."""
+    if given.text is None:
+        shutil.copytree(right_files, folder, dirs_exist_ok=True)
+        given.change(folder)
+    else:
+        (folder / "run.yaml").write_text(given.text)
+    return ["plan", "run.yaml", *(part for override in given.overrides for part in ("--set", override))]
 
 
-def with_value(path: tuple[str, ...], value: object) -> str:
-    values = json.loads(json.dumps(RIGHT))
-    at = values
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    return yaml.safe_dump(values)
+def check_refusal(given: WrongInput, status: int, out: str, err: str, folder: Path) -> None:
+    assert status == 2, err[-2000:]
+    assert out == ""
+    (line,) = err.splitlines()
+    assert len(line) < LONGEST_LINE
+    assert re.search(f"^motet: error: .*{given.expected}" if given.expected else "^motet: error: ", line), line
+    assert not (folder / "executed").exists()
 
 
-def refusal(folder: Path, text: str) -> str:
-    path = folder / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError) as refused:
-        load_run_config(path)
-    message = str(refused.value)
-    assert "\n" not in message
-    assert len(message) < 2000
-    return message.removeprefix(f"{path}: ")
+def test_there_are_many() -> None:
+    assert len(CORPUS) >= 350
+    assert len({given.name for given in CORPUS}) == len(CORPUS)
 
 
-@pytest.mark.parametrize(("text", "expected"), TEXTS.values(), ids=TEXTS)
-def test_texts(tmp_path: Path, text: str, expected: str) -> None:
-    assert re.search(expected, refusal(tmp_path, text))
+def test_the_right_files_are_read(
+    tmp_path: Path, right_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RIGHT_VALUES))
+    assert load_run_config(tmp_path / "run.yaml") == RIGHT
+    monkeypatch.chdir(right_files)
+    assert main(["plan", "run.yaml"]) == 0, capsys.readouterr().err
 
 
-def test_the_right_one_is_read(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RIGHT))
-    assert load_run_config(tmp_path / "run.yaml") == CONFIG
+@pytest.mark.parametrize("given", CORPUS, ids=str)
+def test_each_is_refused(
+    given: WrongInput,
+    tmp_path: Path,
+    right_files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = arguments_for(given, tmp_path, right_files)
+    monkeypatch.chdir(tmp_path)
+    status = main(arguments)
+    check_refusal(given, status, *capsys.readouterr(), tmp_path)
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=".".join)
-def test_misspelt_keys(tmp_path: Path, section: tuple[str, ...]) -> None:
-    key = ".".join((*section, "frobnicate"))
-    assert f"{key}: is not a known key" in refusal(tmp_path, with_value((*section, "frobnicate"), 3))
-
-
-@pytest.mark.parametrize("key", [path for path, _ in KEYS if path[-1] != "values"], ids=".".join)
-def test_values_of_another_type(tmp_path: Path, key: tuple[str, ...]) -> None:
-    """A mapping with a key that nothing has, and a list of lists."""
-    for value in ({"frobnicate": {"x": 3}}, [[[1]]]):
-        assert refusal(tmp_path, with_value(key, value)).startswith(".".join(key)), value
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in VALUES.items() for value in values])
-def test_values_out_of_range(tmp_path: Path, key: str, value: object) -> None:
-    assert refusal(tmp_path, with_value(tuple(key.split(".")), value)).startswith(key)
-
-
-@pytest.mark.parametrize("value", ["&a [*a]", "[" * 9999, "2026-13-45", "!!int x", "9" * 5000, "{", "&a", "*a", "\x07"])
-def test_overrides(tmp_path: Path, value: str) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RIGHT))
-    with pytest.raises(UserError) as refused:
-        load_run_config(tmp_path / "run.yaml", [f"train.steps={value}"])
-    assert "\n" not in str(refused.value)
+@pytest.mark.campaign
+@pytest.mark.parametrize("given", CORPUS, ids=str)
+def test_each_is_refused_by_the_command_line(given: WrongInput, tmp_path: Path, right_files: Path) -> None:
+    """A process of its own, without torch, whose stdin says yes to whatever it asks."""
+    arguments = arguments_for(given, tmp_path, right_files)
+    command = [sys.executable, "-m", "motet", *arguments]
+    result = subprocess.run(
+        command, cwd=tmp_path, input="yes\n" * 9, capture_output=True, text=True, timeout=HANGS_S, env=os.environ
+    )
+    check_refusal(given, result.returncode, result.stdout, result.stderr, tmp_path)
 
 
 def test_a_device_without_an_end_is_not_read_to_it() -> None:

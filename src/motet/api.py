@@ -87,6 +87,8 @@ def profile(run: RunFile, overrides: Sequence[str] = ()) -> "CostTable":
     """
     set_environment()
     config = _config(run, overrides)
+    if config.model.generators:
+        raise UserError("model.generators: cannot be profiled; leave cluster.costs out, and costs are computed")
     from motet.costs.cost_model import ModuleCosts
     from motet.families.configured_graph import read_graph
     from motet.runtime.launch import launch

@@ -32,6 +32,11 @@ DECODER = "decoder"
 """Name of the caption decoder among the modules."""
 
 
+def queries_of(generator: str) -> str:
+    """Name of the module that holds a generator's query tokens."""
+    return f"{generator}_queries"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A run of layers on a group of ranks."""

@@ -74,6 +74,17 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses duplicate keys, values that are not of their tags, and documents that grow without
     limit, and reads 1e-3 as a number, as YAML 1.2 does."""
 
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_YAML_DEPTH + 1:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call, unused-ignore]
+            raise yaml.composer.ComposerError(None, None, f"values are nested more than {MAX_YAML_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None:

@@ -1,8 +1,8 @@
-"""FLOPs and parameters of U-Nets and DiTs by formula against torch's count on modules of the same shapes."""
+"""FLOPs and parameters of U-Nets by formula against torch's count on modules of the same shapes."""
 
 import pytest
 import torch
-from diffusion_modules import DiT, UNet
+from diffusion_modules import UNet
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.costs.analytic import layer_flops
@@ -20,15 +20,6 @@ UNET = {
     "attention_head_dim": [2, 4, 6],
     "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
 }
-DIT = {
-    "_class_name": "DiTTransformer2DModel",
-    "in_channels": 4,
-    "out_channels": 8,
-    "num_attention_heads": 4,
-    "attention_head_dim": 8,
-    "num_layers": 3,
-    "patch_size": 2,
-}
 STABLE_DIFFUSION_2_1 = {
     "_class_name": "UNet2DConditionModel",
     "attention_head_dim": [5, 10, 20, 20],
@@ -44,15 +35,9 @@ def unet_case():
     return UNet(UNET), inputs, load, UNET
 
 
-def dit_case():
-    inputs = (torch.randn(2, 4, 16, 16), torch.randn(2, 256))
-    return DiT(DIT), inputs, Load(tokens=128, pairs=2 * 64**2, sequences=2), DIT
-
-
-@pytest.mark.parametrize("case", [unet_case, dit_case], ids=["unet", "dit"])
-def test_flops_of_forward_and_backward(case):
+def test_flops_of_forward_and_backward():
     torch.manual_seed(0)
-    model, inputs, load, config = case()
+    model, inputs, load, config = unet_case()
     inputs = tuple(x.requires_grad_() for x in inputs)
     with FlopCounterMode(display=False) as forward:
         output = model(*inputs)
@@ -61,7 +46,7 @@ def test_flops_of_forward_and_backward(case):
     costs = [layer_flops(layer) for layer in generator_workload(config).layers]
     assert sum(cost.forward.seconds(load) for cost in costs) == pytest.approx(forward.get_total_flops(), rel=0.01)
     both = sum(cost.passes(input_gradient=True, weight_gradient=True).backward.seconds(load) for cost in costs[1:])
-    embed = model.conv_in if config is UNET else model.patches
+    embed = model.conv_in
     # The first layer has no input gradient here; torch computes one for the latent image.
     first = costs[0].weight_gradient_alone.seconds(load) + counted_input_gradient(embed, inputs[0])
     time = counted_input_gradient(model.time[0], inputs[1])
@@ -78,9 +63,8 @@ def counted_input_gradient(layer, given):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("case", [unet_case, dit_case], ids=["unet", "dit"])
-def test_parameters(case):
-    model, _, _, config = case()
+def test_parameters():
+    model, _, _, config = unet_case()
     assert generator_workload(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -89,14 +73,6 @@ def test_stable_diffusion_2_1_has_as_many_parameters_as_published():
     assert generator_workload(STABLE_DIFFUSION_2_1).num_parameters == pytest.approx(865.9e6, rel=1e-3)
 
 
-def test_dit_xl_2_has_as_many_flops_as_published():
-    """Peebles and Xie 2023, table 4: 118.64 billion multiply-adds for an image of 256 x 256 pixels."""
-    load = Load(tokens=256, pairs=256**2, sequences=1)
-    workload = generator_workload({"_class_name": "DiTTransformer2DModel", "out_channels": 8})
-    total = sum(layer_flops(layer).forward.seconds(load) for layer in workload.layers)
-    assert total / 2 == pytest.approx(118.64e9, rel=0.01)
-
-
 def test_an_unknown_class_is_refused():
-    with pytest.raises(UserError, match="_class_name 'VAE' is not known; known are UNet2DConditionModel, DiT"):
+    with pytest.raises(UserError, match="_class_name 'VAE' is not known; known are UNet2DConditionModel"):
         generator_workload({"_class_name": "VAE"})

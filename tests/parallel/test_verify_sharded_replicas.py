@@ -109,7 +109,7 @@ def test_the_plan_of_planner_fsdp_equals_one_process(tmp_path: Path) -> None:
         parallel__planner="fsdp",
         parallel__explicit={},
         parallel__placement=None,
-        parallel__limits={"dp": [2]},
+        parallel__limits={"dp": (2,)},
         cluster__num_devices=2,
     )
     plan = plan_for(config, planning_problem(config, first_samples(config.train.global_batch_size)))

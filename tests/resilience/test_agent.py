@@ -48,7 +48,9 @@ class FullStore:
 
 
 def agent_of(node: int, store: FullStore, successor: Successor | None = None) -> NodeAgent:
-    return NodeAgent(node, store, (), successor or (lambda membership, _: membership), 1.0, PATIENCE_S, Path())
+    return NodeAgent(
+        node, store, (), successor or (lambda membership, _, is_settled: membership), 1.0, PATIENCE_S, Path()
+    )
 
 
 def a_process() -> WatchedProcess:
@@ -124,7 +126,7 @@ def test_where_it_cannot_be_told_what_follows_newcomers_wait(capsys: pytest.Capt
     store = FullStore({key("alive", 2): ""})
     asked = Counter[str]()
 
-    def fail_for_joined(membership: Membership, changes: Sequence[Change]) -> Membership:
+    def fail_for_joined(membership: Membership, changes: Sequence[Change], *, is_settled: bool) -> Membership:
         asked.update(change.kind for change in changes)
         if any(change.kind == "joined" for change in changes):
             raise KeyError("a template that is missing")
@@ -147,7 +149,7 @@ def test_a_loss_that_cannot_be_dealt_with_ends_the_training() -> None:
     """And all start anew."""
     store = FullStore()
 
-    def fail(membership: Membership, changes: Sequence[Change]) -> Membership:
+    def fail(membership: Membership, changes: Sequence[Change], *, is_settled: bool) -> Membership:
         raise KeyError("a template that is missing")
 
     del store.values[key("alive", 1)]

@@ -1,5 +1,6 @@
 """Who has a part in the next membership, and under which plan."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -54,6 +55,24 @@ def test_two_losses_that_leave_a_holder_of_each_layer_are_survived(at_once: bool
     told = after(first, second) if at_once else SUCCESSION(after(first), [second])
     assert told.stop is None
     assert set(told.nodes) == {1, 2}
+
+
+def test_a_second_loss_before_the_first_is_recovered_from() -> None:
+    """The spare that takes the first place has nothing yet: node 2 alone holds the first stage."""
+    first = SUCCESSION(after(), [Change("joined", 4, "", 0.0)])
+    told = SUCCESSION(first, [Change("lost", 0, "", 0.0)])
+    assert set(told.nodes) == {1, 2, 3, 4}
+    settled = SUCCESSION(told, [Change("lost", 3, "", 0.0)])
+    assert set(settled.all_nodes) == {4, 1}
+    unsettled = SUCCESSION(told, [Change("lost", 3, "", 0.0)], is_settled=False)
+    assert (set(unsettled.nodes), unsettled.leaving, unsettled.staying) == ({4, 1}, (2,), (2,))
+
+
+def test_a_spare_that_held_something_comes_again_if_what_it_waited_for_is_not_done() -> None:
+    told = after(Change("lost", 0, "", 0.0))
+    assert (told.nodes, told.waiting) == ((2, 3), (1,))
+    told = SUCCESSION(told, [Change("joined", 4, "", 0.0), Change("joined", 5, "", 0.0)], is_settled=False)
+    assert {1, 2, 3} <= set(told.all_nodes)
 
 
 def test_after_a_loss_and_a_join_the_redundancy_is_that_of_the_beginning() -> None:
@@ -188,6 +207,56 @@ def check(before: Membership, changes: list[Change], now: Membership, size: int,
         assert not warned & set(now.nodes)
     if before.stop is not None:
         assert now.stop is not None
+
+
+def held_under(plan: Plan, nodes: Sequence[int], size: int) -> dict[int, set[tuple[str, int]]]:
+    """The layers of each node of a plan that has been recovered to."""
+    held: dict[int, set[tuple[str, int]]] = {node: set() for node in nodes}
+    for name, module in plan.modules.items():
+        for stage in (stage for replica in module.replicas for stage in replica.stages):
+            for rank in stage.ranks:
+                held[nodes[rank // size]] |= {(name, layer) for layer in range(*stage.layers)}
+    return held
+
+
+@examples(300)
+@given(st.integers(0, 2**32))
+def test_while_some_living_node_holds_each_layer_training_goes_on(seed: int) -> None:
+    """Losses come one after the other or together, before or after the recovery from those before them."""
+    random = Random(seed)
+    failures, size = random.randint(0, 2), random.choice([1, 2])
+    fewest = random.randint(1, 3)
+    templates = draw_templates(
+        random, failures=failures, min_nodes=fewest, max_nodes=fewest + random.randint(0, 3), devices_per_node=size
+    )
+    sizes = [random.randint(fewest, templates.max_nodes) for _ in range(failures + 1 + random.randint(0, 1))]
+    plan = plan_with_sizes(templates, sizes, len(sizes) + random.choice([0, 1, 50]))
+    successor = Succession(size, random.choice([templates, None]), first_plan=plan.to_json())
+    now = Membership(generation=1, nodes=tuple(range(sum(sizes))), num_admitted=sum(sizes), plan=plan.to_json())
+    held = held_under(plan, now.nodes, size)
+    everything = set().union(*held.values())
+    for _ in range(6):
+        is_settled = random.choice([True, False])
+        if is_settled:
+            held |= {node: set() for node in now.all_nodes} | held_under(Plan.from_json(now.plan), now.nodes, size)
+            # Others have gone on without whoever had no part.
+            held = {node: held[node] if node in now.all_nodes else set() for node in held}
+        changes = [Change("joined", now.num_admitted + i, "", 0.0) for i in range(random.choice([0, 0, 1]))]
+        alive = [*now.all_nodes, *now.waiting]
+        lost = random.sample(alive, random.randint(0, min(2, len(alive))))
+        changes += [Change("lost", node, "", 0.0) for node in lost]
+        now = successor(now, changes, is_settled=is_settled)
+        held = {node: of for node, of in held.items() if node not in lost} | {
+            c.node: set() for c in changes if c.kind == "joined"
+        }
+        living = [node for node in held if node in {*now.all_nodes, *now.waiting}]
+        is_whole = set().union(*(held[node] for node in living)) == everything
+        if not now.saves_checkpoint:
+            assert len(living) < max(sizes) if successor.templates is None else len(living) < fewest * (failures + 1)
+            return
+        assert not is_whole or set().union(*(held[node] for node in now.all_nodes)) == everything
+        if not is_whole:
+            return
 
 
 @examples(150)

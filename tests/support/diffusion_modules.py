@@ -1,4 +1,4 @@
-"""A small U-Net and a small DiT in plain torch, in the shapes of diffusers' classes, for counting FLOPs."""
+"""A small U-Net in plain torch, in the shape of diffusers' class, for counting FLOPs."""
 
 import torch
 from torch import Tensor, nn
@@ -115,40 +115,3 @@ class UNet(nn.Module):
             if level < len(self.upsample):
                 hidden = self.upsample[level](F.interpolate(hidden, scale_factor=2.0))
         return self.conv_out(F.silu(self.norm_out(hidden)))
-
-
-class DiTBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
-        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-        self.modulation = nn.Linear(width, 6 * width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        parts = self.modulation(F.silu(time))[:, None].chunk(6, dim=-1)
-        normed = self.norms[0](x) * (1 + parts[0]) + parts[1]
-        query, key, value = (linear(normed) for linear in self.linears[:3])
-        x = x + parts[2] * self.linears[3](attend(query, key, value, self.heads))
-        normed = self.norms[1](x) * (1 + parts[3]) + parts[4]
-        return x + parts[5] * self.down(F.gelu(self.up(normed)))
-
-
-class DiT(nn.Module):
-    def __init__(self, config: dict) -> None:
-        super().__init__()
-        width = config["num_attention_heads"] * config["attention_head_dim"]
-        patch = config["patch_size"]
-        self.time = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
-        self.patches = nn.Conv2d(config["in_channels"], width, patch, stride=patch)
-        self.blocks = nn.ModuleList(DiTBlock(width, config["num_attention_heads"]) for _ in range(config["num_layers"]))
-        self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.modulation, self.out = nn.Linear(width, 2 * width), nn.Linear(width, patch**2 * config["out_channels"])
-
-    def forward(self, latent: Tensor, time: Tensor) -> Tensor:
-        time, hidden = self.time(time), self.patches(latent).flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            hidden = block(hidden, time)
-        shift, scale = self.modulation(F.silu(time))[:, None].chunk(2, dim=-1)
-        return self.out(self.norm(hidden) * (1 + scale) + shift)

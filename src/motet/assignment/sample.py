@@ -23,6 +23,8 @@ class Segment:
     """Encoders: what the family derives positions and masks from (patch rows and columns, frames)."""
     num_frames: int = 0
     """Encoders: frames that are read of a video; 0: the item is none."""
+    target: str | None = None
+    """Language models: the generator that reads the hidden states of this run, for its item `item`."""
 
     @property
     def outputs(self) -> int:
@@ -47,9 +49,23 @@ class Sample:
         """Length of the module's sequence."""
         return sum(segment.num_tokens for segment in self.layouts.get(module, ()))
 
-    def num_outputs(self, module: str) -> int:
-        """Tokens that the module hands on."""
-        return sum([segment.outputs for segment in self.layouts.get(module, ())])
+    def num_outputs(self, module: str, target: str | None = None) -> int:
+        """Tokens that the module hands on to `target`: of the runs that name it, or of all if none does."""
+        segments = self.layouts.get(module, ())
+        named = [segment.outputs for segment in segments if segment.target == target is not None]
+        return sum(named or [segment.outputs for segment in segments])
+
+    def output_places(self, module: str, target: str) -> list[int]:
+        """Which of all tokens that the module hands on go to `target`."""
+        segments = self.layouts.get(module, ())
+        is_named = any(segment.target == target for segment in segments)
+        places: list[int] = []
+        start = 0
+        for segment in segments:
+            if segment.target == target or not is_named:
+                places += range(start, start + segment.outputs)
+            start += segment.outputs
+        return places
 
 
 def members_of_cell(samples: Sequence[Sample], indices: Sequence[int], module: str) -> list[Sample]:

@@ -1,9 +1,11 @@
 """The run file: its schema and how it is read. Imports no torch."""
 
 from motet.config.data_section import (
+    USUAL_LIMITS,
     ConversationsConfig,
     DescribedConfig,
     DialADigitConfig,
+    FileLimits,
     FilesConfig,
     PairsConfig,
     PreparedDataConfig,
@@ -32,6 +34,7 @@ from motet.config.run_file import (
 )
 
 __all__ = [
+    "USUAL_LIMITS",
     "CatalogueConfig",
     "ClusterConfig",
     "CompositePartConfig",
@@ -41,6 +44,7 @@ __all__ = [
     "DescribedConfig",
     "DialADigitConfig",
     "EncoderConfig",
+    "FileLimits",
     "FilesConfig",
     "GeneratorConfig",
     "LanguageModelConfig",

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from motet.config.section import CountOrNever, Fraction, PositiveNumber, Section
+from motet.config.section import Count, CountOrNever, Fraction, PositiveNumber, Section
 
 
 def _one_or_many(value: Any) -> Any:
@@ -85,6 +85,26 @@ class VideoConfig(Section):
         return self
 
 
+class FileLimits(Section):
+    """Limits of the files that samples are read from, and what else of them is refused."""
+
+    image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = 100_000_000
+    """Most pixels of an image, and of a frame of a video; decoded, each takes 3 bytes. Pillow opens none larger."""
+    audio_s: PositiveNumber = 7200.0
+    """Longest clip."""
+    audio_samples: Count = 2**28
+    """Most samples of a clip, over all of its channels, and at the rate that the encoder takes; each takes 4 bytes."""
+    records_bytes: Count = 4 * 2**30
+    """Largest file of JSON; every rank holds its content in memory."""
+    outside_folders: bool = False
+    """Whether paths of media may leave their folder: absolute ones, those with `..`, and links to elsewhere."""
+    repeated_ids: bool = False
+    """Whether several samples may have the same id."""
+
+
+USUAL_LIMITS = FileLimits()
+
+
 class FilesConfig(PreparedDataConfig):
     """Keys of the kinds of data that are read from files."""
 
@@ -102,6 +122,8 @@ class FilesConfig(PreparedDataConfig):
     """By encoder or tower, hub id or folder of its image processor or feature extractor; not given: its own."""
     seed: CountOrNever | None = None
     """Seed of the samples' order; null: `train.seed`."""
+    limits: FileLimits = USUAL_LIMITS
+    """Limits of files, and what else is refused."""
 
 
 class ConversationsConfig(FilesConfig):

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from motet.config.section import Count, CountOrNever, PositiveNumber, Section
-from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
+from motet.config.section import Count, CountOrNever, LearningRate, PositiveNumber, Section
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, queries_of
 
 
 class TrainableModule(Section):
@@ -17,6 +17,11 @@ class TrainableModule(Section):
 class TrainableEncoder(TrainableModule):
     projector: bool = True
     """Whether the projector is trained; false: it is frozen."""
+
+
+class TrainableGenerator(TrainableEncoder):
+    queries: bool = True
+    """Whether the query tokens are trained; false: they are frozen."""
 
 
 class PartConfig(Section):
@@ -32,7 +37,7 @@ class PartConfig(Section):
     """Arguments of the configuration class; with `hub` and `path`, values that replace the stored ones."""
     seed: CountOrNever = 0
     """Seed of the random weights."""
-    learning_rate: PositiveNumber | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of this part; null: `train.learning_rate`."""
 
     @model_validator(mode="after")
@@ -56,7 +61,7 @@ class EncoderConfig(PartConfig):
     projector: Literal["linear", "mlp"] | None = "mlp"
     """Layers that map the encoder's width to the language model's; null: none."""
     train: TrainableEncoder = TrainableEncoder()
-    projector_learning_rate: PositiveNumber | None = None
+    projector_learning_rate: LearningRate | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
     feature_select: Literal["patch", "full"] = "patch"
     """Outputs of vision encoders: the patches alone, or the class token too."""
@@ -73,10 +78,32 @@ class LanguageModelConfig(PartConfig):
 
 
 class GeneratorConfig(PartConfig):
-    """A diffusion model that generates images from the language model's output; `config` names a class of diffusers:
-    UNet2DConditionModel or DiTTransformer2DModel. A U-Net's cross-attention reads the language model's width."""
+    """A diffusion model that generates images from the language model's hidden states (docs/generators.md); `config`
+    names a class of diffusers, for random weights. SD3Transformer2DModel and PixArtTransformer2DModel can be trained;
+    UNet2DConditionModel can be planned and simulated, and its cross-attention reads the language model's width."""
 
-    train: TrainableModule = TrainableModule()
+    queries: Count | None = None
+    """Learned query tokens at each placeholder `<generate>`, whose hidden states condition the image; null: all hidden
+    states up to the placeholder do, in samples with one image."""
+    projector: Literal["linear", "mlp"] = "mlp"
+    """The connector: layers, behind a norm, that map the language model's width to that of the generator's
+    conditions."""
+    objective: Literal["flow", "epsilon", "v"] = "flow"
+    """What is predicted: the velocity of flow matching with logit-normal time steps, or the noise or the velocity of a
+    diffusion of 1000 steps whose beta is linear from 0.0001 to 0.02."""
+    loss_per: Literal["image", "place"] = "image"
+    """The squared error is averaged over each image and then over the images of the global batch, or over all places
+    of their latents, so that a large image weighs more."""
+    loss_weight: PositiveNumber = 1.0
+    """Weight of this loss beside the language model's."""
+    null_condition: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Probability with which a training image's conditions are replaced by a learned null condition, for
+    classifier-free guidance."""
+    train: TrainableGenerator = TrainableGenerator()
+    projector_learning_rate: LearningRate | None = None
+    """Peak learning rate of the connector and the null condition; null: `train.learning_rate`."""
+    queries_learning_rate: LearningRate | None = None
+    """Peak learning rate of the query tokens; null: `train.learning_rate`."""
 
 
 class TowerConfig(PartConfig):
@@ -86,7 +113,7 @@ class TowerConfig(PartConfig):
     """Layers that map the encoder's width to that of the features: a matrix (CLIP; the stored one, if `hub` or `path`
     has it), one linear layer or two; null: the feature is the encoder's pooled output (SigLIP)."""
     train: TrainableEncoder = TrainableEncoder()
-    projector_learning_rate: PositiveNumber | None = None
+    projector_learning_rate: LearningRate | None = None
     """Peak learning rate of the projector; null: `train.learning_rate`."""
 
     @model_validator(mode="after")
@@ -101,9 +128,9 @@ class CompositePartConfig(Section):
     `language_model`."""
 
     train: TrainableEncoder = TrainableEncoder()
-    learning_rate: PositiveNumber | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of this part; null: `train.learning_rate`."""
-    projector_learning_rate: PositiveNumber | None = None
+    projector_learning_rate: LearningRate | None = None
     """Peak learning rate of the projector of an encoder; null: `train.learning_rate`."""
 
 
@@ -135,7 +162,7 @@ class ContrastiveConfig(Section):
     """Whether scale and bias are trained."""
     loss_weight: PositiveNumber = 1.0
     """Weight of this loss beside that of a `decoder`."""
-    learning_rate: PositiveNumber | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of scale and bias; null: `train.learning_rate`."""
 
 
@@ -195,7 +222,7 @@ class ModelConfig(Section):
     language_model: LanguageModelConfig | None = None
     """The language model; required unless there are `towers`."""
     generators: dict[str, GeneratorConfig] = {}
-    """Generators by name, which read the language model. To plan and simulate only, with data of kind `described`."""
+    """Generators by name, which read the language model's hidden states (docs/generators.md)."""
     towers: dict[str, TowerConfig] = {}
     """Encoders of a contrastive model by name; the names are those of the modules everywhere (docs/contrastive.md)."""
     contrastive: ContrastiveConfig = ContrastiveConfig()
@@ -211,7 +238,8 @@ class ModelConfig(Section):
     `family`: as in multimodal models of the language model's family (Gemma3: `block_causal`). Samples are packed unless
     it is `causal`. For custom masks see docs/attention.md."""
     placeholder_tokens: dict[str, str] = {}
-    """By encoder, the tokenizer's token at the positions of its outputs; not given: `<image>` or `<audio>`."""
+    """By encoder, the tokenizer's token at the positions of its outputs, by generator at those of its query tokens; not
+    given: `<image>`, `<audio>` or `<generate>`."""
 
     def _is_given(self, key: str) -> bool:
         """Whether the value differs from the default, which may be given explicitly."""
@@ -287,17 +315,47 @@ class ModelConfig(Section):
         for name in self.generators:
             if name in (*self.encoders, LANGUAGE_MODEL):
                 raise ValueError(f"generators.{name}: is the name of another module; give the generator another one")
+            if queries_of(name) in (*self.encoders, *self.generators):
+                raise ValueError(
+                    f"generators.{name}: its query tokens are called {queries_of(name)}, as another module is; rename "
+                    "one of the two"
+                )
         for name, token in self.placeholder_tokens.items():
-            if name not in self.encoders:
-                raise ValueError(f"placeholder_tokens.{name}: is no encoder; give one of {', '.join(self.encoders)}")
+            known = (*self.encoders, *self.generators)
+            if name not in known:
+                raise ValueError(
+                    f"placeholder_tokens.{name}: is no encoder or generator; give one of {', '.join(known)}"
+                )
             if not token:
                 raise ValueError(f"placeholder_tokens.{name}: is empty; give a token of the tokenizer, or leave it out")
-        parts: list[EncoderConfig | TowerConfig] = [*self.encoders.values(), *self.towers.values()]
+        parts: list[EncoderConfig | TowerConfig | GeneratorConfig] = [
+            *self.encoders.values(),
+            *self.towers.values(),
+            *self.generators.values(),
+        ]
         trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
-        models = [part for part in (self.language_model, self.decoder, *self.generators.values()) if part is not None]
-        if not (trains_encoder or any(part.train.module for part in models)):
+        models = [part for part in (self.language_model, self.decoder) if part is not None]
+        trains_queries = any(part.queries and part.train.queries for part in self.generators.values())
+        if not (trains_encoder or trains_queries or any(part.train.module for part in models)):
             raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
         return self
+
+    def check_trained_generators(self) -> None:
+        """Refuses what has not been shown with generators that are trained."""
+        names = list(self.generators)
+        if len(names) > 1:
+            raise ValueError(
+                f"generators: {' and '.join(names)} are given, but one can be trained at a time; leave out the others"
+            )
+        if self.merge != "placeholder":
+            raise ValueError(
+                f"merge: is {self.merge}, but what generators.{names[0]} reads stands at placeholders; leave it out"
+            )
+        if self.media_attention != "causal":
+            raise ValueError(
+                f"media_attention: is {self.media_attention}, but what generators.{names[0]} reads attends causally; "
+                "leave it out"
+            )
 
     @property
     def causal_lm(self) -> LanguageModelConfig:

@@ -221,11 +221,7 @@ class RunConfig(Section):
         missing = [name for name in names if self.parallel.explicit and name not in self.parallel.explicit]
         if missing:
             raise ValueError(f"parallel.explicit: has no {', '.join(missing)}; give the layout of every module")
-        if self.model.generators and self.data.kind != "described":
-            raise ValueError(
-                f"data.kind: {self.data.kind} has no images to generate; models with generators can be planned and "
-                "simulated only, so give described"
-            )
+        self._check_generators()
         self._check_num_microbatches()
         self._check_limits()
         self._shards_states_once()
@@ -233,6 +229,28 @@ class RunConfig(Section):
         self._check_experts()
         self._check_towers()
         return self
+
+    def _check_generators(self) -> None:
+        """Refuses what generators have not been shown with."""
+        if not self.model.generators:
+            return
+        if self.data.kind not in ("conversations", "described"):
+            raise ValueError(
+                f"data.kind: {self.data.kind} has no images to generate; give conversations with <generate>, or "
+                "described to plan and simulate"
+            )
+        if self.data.kind == "conversations":
+            self.model.check_trained_generators()
+        for name in self.model.generators:
+            layout = self.parallel.explicit.get(name)
+            for key, default in (("tp", 1), ("cp", 1), ("fully_sharded", False)):
+                if layout is not None and getattr(layout, key) != default:
+                    raise ValueError(
+                        f"parallel.explicit.{name}.{key}: is {getattr(layout, key)}, but a generator is whole on each "
+                        f"rank of a stage; leave it out, and give dp or pp"
+                    )
+        if self.train.failures is not None:
+            raise ValueError("train.failures: is not supported with model.generators; leave one of the two out")
 
     def _check_num_microbatches(self) -> None:
         number, size = self.parallel.num_microbatches, self.train.global_batch_size
@@ -367,6 +385,7 @@ def load_catalogue(path: str | Path) -> CatalogueConfig:
 
 def _override(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
+    override = override if len(override) <= 200 else f"{override[:200]}..."
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise UserError(f"--set {override}: is not of the form a.b.c=value")

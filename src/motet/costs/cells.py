@@ -127,7 +127,7 @@ class Cells:
         self.kinds: list[CellKind] = []
         self._sample_kinds = kinds_of_samples(samples) if sample_kinds is None else sample_kinds
         self._load_of_kinds: dict[tuple[str, str, tuple[int, ...]], Load] = {}
-        self._outputs: dict[str, list[int]] = {}
+        self._outputs: dict[tuple[str, str], list[int]] = {}
         self._by_block: dict[tuple[str, int], bool] = {}
         self._number()
 
@@ -155,15 +155,16 @@ class Cells:
         workload = self.workload(module)
         return workload.packed() if self.plan.modules[module].replicas[replica].shares_context else workload
 
-    def num_outputs(self, module: str) -> list[int]:
-        """The number of outputs of each sample."""
-        if module not in self._outputs:
-            owner, of_kind = self.owner(module), {}
+    def num_outputs(self, module: str, target: str) -> list[int]:
+        """The number of rows of each sample that a module hands on to another one."""
+        key = module, target
+        if key not in self._outputs:
+            owner, reader, of_kind = self.owner(module), self.owner(target), {}
             for kind, sample in zip(self._sample_kinds, self.samples, strict=True):
                 if kind not in of_kind:
-                    of_kind[kind] = sample.num_outputs(owner)
-            self._outputs[module] = [of_kind[kind] for kind in self._sample_kinds]
-        return self._outputs[module]
+                    of_kind[kind] = sample.num_outputs(owner, reader)
+            self._outputs[key] = [of_kind[kind] for kind in self._sample_kinds]
+        return self._outputs[key]
 
     def model_flops(self, weights: Floats | None = None) -> float:
         """FLOPs of the forward and of the gradients that trainable layers need, without recomputation and copies.

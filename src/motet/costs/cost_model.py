@@ -97,9 +97,11 @@ class _Sums(NamedTuple):
     sequences: float
     incoming: float
     outputs: float
+    seen: float
+    """Of a generator: its own tokens times the incoming ones that they attend to."""
 
 
-NOTHING = _Sums(0, 0, 0, 0, 0, 0)
+NOTHING = _Sums(0, 0, 0, 0, 0, 0, 0)
 
 Value = TypeVar("Value", float, Floats)
 
@@ -112,6 +114,7 @@ def _load(
     sequences: Value,
     incoming: Value,
     outputs: Value,
+    seen: Value,
 ) -> tuple[Value, Value, Value, Value, Value, Value, Value]:
     """Converts the values of `_Sums` into those of a `Load`, for one microbatch or for arrays of many."""
     tokens, pairs, entering, seeing = length, squared_length, incoming, length
@@ -124,6 +127,8 @@ def _load(
         )
     elif workload.arrangement == "packed":
         pairs = length**2
+    if workload.kind == "generator":
+        return tokens, pairs, sequences, entering, seen, outputs, tokens**2
     return tokens, pairs, sequences, entering, seeing * incoming, outputs, tokens**2
 
 
@@ -134,15 +139,18 @@ def _sums(
     sources: Sequence[str],
     known: dict[tuple[int, ...], int],
 ) -> _Sums:
-    """Each item of an encoder, and each tile of an item if the family's tiles are known, is a sequence; other modules
-    have one sequence per sample. `known`: tokens of an item by its grid, as far as they have been computed."""
+    """Each item of an encoder or a generator, and each tile of an item if the family's tiles are known, is a sequence;
+    other modules have one sequence per sample. `known`: tokens of an item by its grid, as far as they have been
+    computed."""
+    if workload.kind == "generator":
+        return _sums_of_generator(data_module, samples, sources)
     length = squared = longest = sequences = incoming = outputs = 0
     encodes_items = workload.encodes_items
     is_whole = encodes_items and not has_token_counts(workload.config)
     for sample in samples:
         layout = sample.layouts.get(data_module, ())
         for source in sources:
-            incoming += sample.num_outputs(source)
+            incoming += sample.num_outputs(source, data_module)
         if not encodes_items:
             outputs += sample.num_loss_tokens.get(data_module, 0)
             if layout:
@@ -163,7 +171,28 @@ def _sums(
             squared += num_tokens**2 * num_tiles
             longest = max(longest, num_tokens)
             sequences += num_tiles
-    return _Sums(length, squared, longest, sequences, incoming, outputs)
+    return _Sums(length, squared, longest, sequences, incoming, outputs, 0)
+
+
+def _sums_of_generator(data_module: str, samples: Sequence[Sample], sources: Sequence[str]) -> _Sums:
+    """Each image is a sequence, and attends to its own conditions, or to all that enters where none are its own."""
+    length = squared = longest = sequences = incoming = outputs = 0
+    seen = 0.0
+    for sample in samples:
+        outputs += sample.num_loss_tokens.get(data_module, 0)
+        images = [segment.num_tokens for segment in sample.layouts.get(data_module, ())]
+        if not images:
+            continue
+        length += sum(images)
+        squared += sum([num_tokens**2 for num_tokens in images])
+        longest = max(longest, *images)
+        sequences += len(images)
+        for source in sources:
+            entering = sample.num_outputs(source, data_module)
+            is_shared_out = any(segment.target == data_module for segment in sample.layouts.get(source, ()))
+            incoming += entering * (1 if is_shared_out else len(images))
+            seen += sum(images) * entering / (len(images) if is_shared_out else 1)
+    return _Sums(length, squared, longest, sequences, incoming, outputs, seen)
 
 
 class Quadratic(NamedTuple):

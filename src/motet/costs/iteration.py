@@ -253,7 +253,7 @@ class IterationCosts:
             receiver = self.routes.stage(target)
             return self._boundary_bytes(self.cells.kind_of(source), self.cells.load_of(source), receiver)
         route = next(route for route in self.routes.outgoing[source] if route.target == target)
-        return self._output_bytes(source.module, route.samples)
+        return self._output_bytes(source.module, target.module, route.samples)
 
     def carried_sizes(self, dependencies: Dependencies) -> Ints:
         """`message_bytes` of each route's activation, then of its gradient."""
@@ -269,11 +269,11 @@ class IterationCosts:
         crosses = to_other[routes.route_source] != to_other[routes.route_target]
         sizes = np.zeros((2, routes.num_routes), dtype=np.int64)
         for i, (kind, load) in enumerate(zip(stages, cells.load[routes.route_source].tolist(), strict=True)):
+            target = routes.stages[routes.cell_stage[routes.route_target[i]]]
             if crosses[i]:
-                sizes[:, i] = self._output_bytes(kind.module, routes.route_samples(i))
+                sizes[:, i] = self._output_bytes(kind.module, target.module, routes.route_samples(i))
             else:
-                target = routes.stages[routes.cell_stage[routes.route_target[i]]].planned
-                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], target)
+                sizes[:, i] = self._boundary_bytes(kind, cells.loads[load], target.planned)
         return sizes
 
     def _boundary_bytes(self, kind: CellKind, load: Load, target: Stage) -> int:
@@ -289,11 +289,11 @@ class IterationCosts:
             num_bytes / source.cp_size if resharded and workload.boundary(border)[0] != "tokens" else num_bytes
         )
 
-    def _output_bytes(self, module: str, samples: Sequence[int]) -> int:
-        """A module's output for these samples, which another module receives."""
+    def _output_bytes(self, module: str, target: str, samples: Sequence[int]) -> int:
+        """A module's output for these samples, as far as another module receives it."""
         workload = self.cells.workload(module)
         _, width = workload.boundary(workload.num_layers)
-        outputs = self.cells.num_outputs(module)
+        outputs = self.cells.num_outputs(module, target)
         return sum([outputs[i] for i in samples]) * width * self.memory.activation_bytes
 
     def saved_bytes(self, cell: Cell, half: bool) -> int:

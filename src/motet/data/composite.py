@@ -268,7 +268,7 @@ def load_processor(part: PartConfig, given: str | None) -> Any:
     if source is None:
         raise UserError("data.tokenizer: is missing, and the model has random weights; give the folder of a processor")
     try:
-        processor = AutoProcessor.from_pretrained(source)
+        processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         missing = missing_package(error)
         reason = str(missing) if missing else f"cannot be loaded: {' '.join(str(error).split())[:200]}"

@@ -215,6 +215,10 @@ class EncoderLayout:
                 )
 
     @property
+    def target(self) -> None:
+        """Its outputs are read by the language model alone."""
+
+    @property
     def token(self) -> str:
         """The token at the positions of its outputs."""
         return self.placeholder or PLACEHOLDERS[self.modality]

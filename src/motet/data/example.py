@@ -14,7 +14,15 @@ from motet.errors import UserError
 Modality = str
 """A key of `PLACEHOLDERS`."""
 
-PLACEHOLDERS: dict[Modality, str] = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
+TO_GENERATE: Modality = "generate"
+"""The key of images that a generator is to make."""
+
+PLACEHOLDERS: dict[Modality, str] = {
+    "image": "<image>",
+    "audio": "<audio>",
+    "video": "<video>",
+    TO_GENERATE: "<generate>",
+}
 """Markers of the positions of media in the text of a conversation."""
 
 

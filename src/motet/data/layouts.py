@@ -15,7 +15,7 @@ the last position; one of BERT is left as it is. Longer texts are truncated.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.data.chat import check_tokenizer, tokenize_conversation, tokenize_prompt
 from motet.data.encoder_layout import EncoderLayout, Layouts
 from motet.data.example import PLACEHOLDERS, Example, Message
+from motet.data.generated import QueryLayout
 from motet.errors import UserError
 from motet.families.token_counts import LEGACY_END, Pooling, config_value, pooled
 from motet.plan import DECODER, LANGUAGE_MODEL
@@ -53,10 +54,21 @@ class ConversationText:
             self.labels += [i if answer else IGNORED_LABEL for i, answer in zip(ids, is_answer, strict=True)]
             self.layout.append(Segment(len(ids)))
 
-    def add_outputs(self, source: str, segment: Segment, placeholder_id: int) -> None:
+    def add_outputs(
+        self,
+        source: str,
+        segment: Segment,
+        placeholder_id: int,
+        *,
+        target: str | None = None,
+        is_answer: bool = False,
+    ) -> None:
+        """`target`: the generator that reads these places. In an answer the first of them is learned: that something
+        is to be generated now."""
         self.input_ids += [placeholder_id] * segment.outputs
-        self.labels += [IGNORED_LABEL] * segment.outputs
-        self.layout.append(Segment(segment.outputs, source=source, item=segment.item))
+        first = placeholder_id if is_answer else IGNORED_LABEL
+        self.labels += [first] + [IGNORED_LABEL] * (segment.outputs - 1)
+        self.layout.append(Segment(segment.outputs, source=source, item=segment.item, target=target))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +79,8 @@ class ConversationLayout:
 
     tokenizer: Any
     """A fast tokenizer of transformers, or a `motet.data.chat.PlainTokenizer`."""
-    encoders: Mapping[str, EncoderLayout]
-    """By module, one for each modality."""
+    encoders: Mapping[str, EncoderLayout | QueryLayout]
+    """By module, one for each modality; the query tokens of generators stand in the text as encoder outputs do."""
     merge: str = "placeholder"
     placeholder_ids: dict[str, int] = field(default_factory=dict, init=False)
     """By encoder, the token id at the positions of its outputs."""
@@ -130,11 +142,21 @@ class ConversationLayout:
                 continue
             text.add_tokens(ids[first:at], is_answer[first:at])
             first, name = at + 1, encoder_of[token]
+            reader = self.encoders[name]
+            if isinstance(reader, QueryLayout) and reader.num_queries is None:
+                if any(segment.target == reader.target for segment in text.layout):
+                    raise UserError(
+                        f"generate: has several images, but {reader.target} reads the whole prompt of one; give one in "
+                        "each sample, or set the generator's queries"
+                    )
+                text.add_tokens([token], [is_answer[at]])
+                text.layout = [replace(segment, target=reader.target) for segment in text.layout]
+                continue
             if not remaining[name]:
                 raise UserError(f"its text holds {self.encoders[name].token!r}, which stands for encoder outputs")
             segment = remaining[name].pop(0)
             if self.merge == "placeholder":
-                text.add_outputs(name, segment, token)
+                text.add_outputs(name, segment, token, target=self.encoders[name].target, is_answer=is_answer[at])
         text.add_tokens(ids[first:], is_answer[first:])
         if any(remaining.values()):
             raise UserError("the chat template leaves out a placeholder; give another template")

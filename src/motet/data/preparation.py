@@ -20,6 +20,7 @@ from motet.data.composite import CompositePartLayout
 from motet.data.encoder_layout import EncoderLayout, Size
 from motet.data.example import Example, ExampleSource, Media, Modality
 from motet.data.formats.media import resample
+from motet.data.generated import GeneratedLayout, QueryLayout
 from motet.data.layouts import CaptionLayout, ConversationLayout, ConversationText, SampleLayouts, TextLayout
 from motet.errors import UserError
 from motet.families.token_counts import temporal_patch_size
@@ -117,6 +118,10 @@ class Preparation(SampleLayouts):
         if isinstance(layout, CaptionLayout):
             ids = torch.tensor(layout.ids(example.text))
             return {"input_ids": ids, "labels": ids}
+        if isinstance(layout, QueryLayout):
+            return {}
+        if isinstance(layout, GeneratedLayout):
+            return {"latents": torch.from_numpy(layout.latents(example))}
         assert isinstance(layout, EncoderInput)
         try:
             return layout.features(layout.items(example))

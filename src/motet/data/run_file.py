@@ -3,7 +3,7 @@
 Importing this module does not import torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,7 @@ from motet.config import (
     DecoderConfig,
     DescribedConfig,
     EncoderConfig,
+    GeneratorConfig,
     PartConfig,
     PreparedDataConfig,
     RunConfig,
@@ -22,6 +23,7 @@ from motet.data.encoder_layout import EncoderLayout
 from motet.data.example import ExampleSource
 from motet.data.formats.described import described_samples
 from motet.data.formats.registry import DATA_KINDS, Examples
+from motet.data.generated import GeneratedLayout, QueryLayout
 from motet.data.layouts import (
     CaptionLayout,
     ComparisonLayout,
@@ -36,6 +38,8 @@ from motet.data.tools import NeedsTransformersError, PlainTools, Tools, Transfor
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.families.token_counts import modality_of, reads_text
+from motet.plan import queries_of
+from motet.shapes.diffusion_transformers import TRANSFORMERS
 
 if TYPE_CHECKING:
     from motet.data.preparation import ExampleDataset, Preparation
@@ -159,14 +163,29 @@ def _module_layouts(
 
     Raises `UserError` naming the key that is wrong, and `NeedsTransformersError`."""
     layouts: dict[str, ModuleLayout] = {}
-    encoders: dict[str, E] = {}
+    encoders: dict[str, E | QueryLayout] = {}
     for name, node in graph.modules.items():
         part, values = node.part, node.workload.config
         if isinstance(part, ContrastiveConfig):
             layouts[name] = ComparisonLayout(graph.compared)
         elif isinstance(part, DecoderConfig):
             layouts[name] = CaptionLayout(tools.tokenizer(node), values, part.reads)
+        elif isinstance(part, GeneratorConfig) and node.workload.kind == "generator":
+            if node.workload.family not in TRANSFORMERS:
+                raise UserError(
+                    f"{node.key}: a {node.workload.family} can be planned and simulated only, with data.kind "
+                    f"described; give {' or '.join(TRANSFORMERS)}"
+                )
+            layouts[name] = GeneratedLayout(values, part.loss_per, node.key)
+        elif isinstance(part, GeneratorConfig):
+            reader = next(other for other in config.model.generators if queries_of(other) == name)
+            placeholder = config.model.placeholder_tokens.get(reader)
+            encoders[name] = layouts[name] = QueryLayout(values["num_queries"], reader, placeholder)
         elif node.workload.kind == "language_model":
+            for reader, generator in config.model.generators.items():
+                if generator.queries is None:
+                    placeholder = config.model.placeholder_tokens.get(reader)
+                    encoders[reader] = QueryLayout(None, reader, placeholder)
             _check_modalities(encoders)
             tokenizer = tools.tokenizer(node)
             check_vocabulary(tokenizer, values, node.key)
@@ -201,7 +220,7 @@ def own_encoder_class() -> Any:
     return OwnEncoderInput
 
 
-def _check_modalities(encoders: dict[str, E]) -> None:
+def _check_modalities(encoders: Mapping[str, EncoderLayout | QueryLayout]) -> None:
     modalities = [encoder.modality for encoder in encoders.values()]
     for modality in modalities:
         if modalities.count(modality) > 1:

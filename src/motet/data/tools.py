@@ -6,6 +6,7 @@ that make tensors.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ PROCESSOR_FILES = (
     ("processor_config.json", ("image_processor", "feature_extractor")),
 )
 """Files that hold a processor's values, and the keys under which they hold them."""
+POSITIVE = ("rescale_factor", "sampling_rate", "feature_size", "hop_length", "n_fft", "chunk_length")
+"""Values of processors that are above 0."""
 
 
 class NeedsTransformersError(Exception):
@@ -47,7 +50,11 @@ class PlainTools:
     def tokenizer(self, node: ConfiguredModule) -> Any:
         if self._words:
             return plain_word_level_tokenizer(self._words)
-        tokenizer = read_tokenizer(partial(_stored_file, self._data.tokenizer or _source_of(node)))
+        source = self._data.tokenizer or _source_of(node)
+        try:
+            tokenizer = read_tokenizer(partial(_stored_file, source))
+        except Exception as error:  # Whatever stands in the files: the library has no exceptions of its own.
+            raise UserError(f"data.tokenizer: {source} cannot be loaded: {_one_line(error)}") from None
         if tokenizer is None:
             raise NeedsTransformersError
         return tokenizer
@@ -60,9 +67,12 @@ class PlainTools:
         for file_name, keys in PROCESSOR_FILES:
             file = _stored_file(source, file_name)
             if file is not None:
-                values = json.loads(file.read_text(encoding="utf-8"))
-                nested = [values[key] for key in keys if key in values]
-                return nested[0] if nested else values
+                try:
+                    values = json.loads(file.read_text(encoding="utf-8"))
+                    nested = [values[key] for key in keys if key in values]
+                except (OSError, ValueError, TypeError, RecursionError) as error:
+                    raise UserError(f"data.processors.{name}: {file} cannot be read: {_one_line(error)}") from None
+                return _checked(nested[0] if nested else values, f"data.processors.{name}: {file}")
         raise NeedsTransformersError
 
 
@@ -81,7 +91,10 @@ class TransformersTools:
         if not self._words:
             modality = modality_of(node.workload.config)
             kind = "AutoImageProcessor" if modality == "image" else "AutoFeatureExtractor"
-            return self._stored(kind, self._data.processors.get(name), node, f"data.processors.{name}")
+            key = f"data.processors.{name}"
+            processor = self._stored(kind, self._data.processors.get(name), node, key)
+            _checked(processor.to_dict(), key)
+            return processor
         from transformers import WhisperFeatureExtractor
         from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -106,8 +119,28 @@ class TransformersTools:
             raise UserError(f"{key}: is missing, and the model has random weights; give a hub id or a folder")
         try:
             return getattr(transformers, kind).from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UserError(f"{key}: {source} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+        except Exception as error:  # Whatever stands in the files: the libraries raise what they meet.
+            raise UserError(f"{key}: {source} cannot be loaded: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _checked(values: Any, where: str) -> Mapping[str, Any]:
+    """The values of a processor. Raises `UserError` for those that make its outputs no numbers."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where}: holds no mapping; save the processor again")
+    std = values.get("image_std")
+    each = std if isinstance(std, list | tuple) else [] if std is None else [std]
+    for key, given in (*(("image_std", one) for one in each), *((key, values.get(key)) for key in POSITIVE)):
+        if given is not None and not (_is_number(given) and 0 < given < math.inf):
+            raise UserError(f"{where}: {key} holds {given!r}; give numbers above 0")
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def task_processor(node: ConfiguredModule) -> dict[str, Any]:

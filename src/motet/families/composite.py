@@ -19,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 from motet.config import PartConfig
 from motet.errors import UserError
 from motet.families.classes import config_class_named
+from motet.families.config_values import check_values
 from motet.families.discovery import CausalPaths, causal_paths
 from motet.families.hf_config import stored_folder
 from motet.families.language_models import is_tied
@@ -151,10 +152,14 @@ def read_composite_config(part: PartConfig) -> PretrainedConfig:
     """The configuration of a model of several modalities. Raises `UserError` naming the key and what is wrong."""
     try:
         if part.config is not None:
-            return config_class_named(part.config)(**part.values)
-        return AutoConfig.from_pretrained(stored_folder(part), **part.values)
+            config_class = config_class_named(part.config)
+            check_values(config_class, part.values)
+            return config_class(**part.values)
+        stored = AutoConfig.from_pretrained(stored_folder(part), trust_remote_code=False)
+        check_values(type(stored), part.values)
+        return AutoConfig.from_pretrained(stored_folder(part), **part.values, trust_remote_code=False)
     except UserError as error:
-        raise UserError(f"model.{error}") from None
+        raise UserError(f"model{'' if str(error).startswith('.') else '.config: '}{error}") from None
     except (OSError, TypeError, ValueError, KeyError, StrictDataclassError) as error:
         key = "config" if part.config else "path" if part.path else "hub"
         raise UserError(f"model.{key}: {' '.join(str(error).split())}") from None

@@ -5,7 +5,7 @@ data layouts and the runtime ask the graph instead of the keys of `model`. Only 
 torch is not imported.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -25,9 +25,15 @@ from motet.families.hf_config import read_generator, shape_request
 from motet.families.module_shapes import make_shapes, shape_of
 from motet.families.token_counts import Pooling
 from motet.parallel.tensor_plans import setting
-from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, Edge, LayerRange, queries_of
 from motet.schedule.batch_sync import Pair, pairs_of
-from motet.shapes.module_shape import ModuleWorkload, contrastive_loss, with_feature_layer, with_projector
+from motet.shapes.module_shape import (
+    ModuleWorkload,
+    contrastive_loss,
+    query_tokens,
+    with_feature_layer,
+    with_projector,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +175,11 @@ def _trainable_of_part(workload: ModuleWorkload, own: CompositePartConfig) -> tu
         (own.train.projector if layer.part == "projector" else own.train.module) and layer.num_parameters > 0
         for layer in workload.layers
     ]
+    return runs_of(wanted)
+
+
+def runs_of(wanted: Sequence[bool]) -> tuple[LayerRange, ...]:
+    """The runs of layers that are wanted."""
     runs = groupby(range(len(wanted)), key=lambda layer: wanted[layer])
     found = [list(run) for is_wanted, run in runs if is_wanted]
     return tuple((run[0], run[-1] + 1) for run in found)
@@ -184,10 +195,35 @@ def _language_model_graph(config: RunConfig) -> Graph:
         for name, part in model.encoders.items()
     }
     modules[LANGUAGE_MODEL] = _whole(f"model.{LANGUAGE_MODEL}", model.causal_lm, language_model, loss_weight=1.0)
+    queries = {queries_of(name): _queries(name, part, width) for name, part in model.generators.items() if part.queries}
+    modules = {**{name: modules[name] for name in model.encoders}, **queries, LANGUAGE_MODEL: modules[LANGUAGE_MODEL]}
     for name, generator in model.generators.items():
-        shape = read_generator(generator, name, width)
-        modules[name] = _whole(f"model.generators.{name}", generator, shape, loss_weight=1.0)
+        modules[name] = _generator(name, generator, width)
     return modules, tuple(_edges(config, language_model))
+
+
+def _queries(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule:
+    """The query tokens of a generator."""
+    assert part.queries is not None
+    return ConfiguredModule(
+        part=part,
+        key=f"model.generators.{name}",
+        workload=query_tokens(part.queries, width),
+        trainable=((0, 1),) if part.train.queries else (),
+    )
+
+
+def _generator(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule:
+    """The connector is the first layer of those that can be trained; others have none."""
+    shape = read_generator(part, name, width)
+    trained = [part.train.projector if layer.part == "projector" else part.train.module for layer in shape.layers]
+    return ConfiguredModule(
+        part=part,
+        key=f"model.generators.{name}",
+        workload=shape,
+        trainable=runs_of(trained),
+        loss_weight=part.loss_weight,
+    )
 
 
 def _encoder(key: str, part: EncoderConfig, width: int) -> ModuleWorkload:
@@ -217,7 +253,9 @@ def _edges(config: RunConfig, language_model: ModuleWorkload) -> Iterator[Edge]:
         layers = tuple(1 + layer for layer in crossing)
     for name in config.model.encoders:
         yield Edge(source=name, target=LANGUAGE_MODEL, layers=layers)
-    for name in config.model.generators:
+    for name, part in config.model.generators.items():
+        if part.queries:
+            yield Edge(source=queries_of(name), target=LANGUAGE_MODEL)
         yield Edge(source=LANGUAGE_MODEL, target=name)
 
 
@@ -312,7 +350,7 @@ def _read_shape(part: PartConfig, key: str, *, packing: bool = False) -> ModuleW
 
 def _whole(
     key: str,
-    part: LanguageModelConfig | GeneratorConfig | DecoderConfig,
+    part: LanguageModelConfig | DecoderConfig,
     workload: ModuleWorkload,
     *,
     loss_weight: float,

@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from motet.config import DecoderConfig, LanguageModelConfig, PartConfig, TowerConfig
+from motet.config import DecoderConfig, GeneratorConfig, LanguageModelConfig, PartConfig, TowerConfig
 from motet.errors import UserError, closest
-from motet.shapes.diffusion import DIT_DEFAULTS, GENERATORS, UNET_DEFAULTS, generator_workload
+from motet.shapes.diffusion import GENERATORS, UNET_DEFAULTS, generator_workload
+from motet.shapes.diffusion_transformers import (
+    PIXART_DEFAULTS,
+    SD3_DEFAULTS,
+    TRANSFORMERS,
+    Connection,
+    transformer_workload,
+)
 from motet.shapes.module_shape import ModuleWorkload
 from motet.shapes.shape_card import Role, ShapeRequest
 
@@ -80,7 +87,7 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
         role = "decoder"
     if part.config is not None:
         return ShapeRequest(role=role, config=part.config, values=part.values)
-    stored = _stored_values(part, where)
+    stored = stored_values(part, where)
     if isinstance(part, TowerConfig):
         try:
             stored = tower_values(stored, part.part)
@@ -89,7 +96,8 @@ def shape_request(part: PartConfig, where: str) -> ShapeRequest:
     return ShapeRequest(role=role, stored=stored, values=part.values)
 
 
-def _stored_values(part: PartConfig, where: str) -> dict[str, Any]:
+def stored_values(part: PartConfig, where: str) -> dict[str, Any]:
+    """What stands in the config.json of a part. Raises `UserError` if it cannot be had."""
     path = _config_file(part, where)
     try:
         stored = json.loads(path.read_text())
@@ -130,21 +138,34 @@ def stored_folder(part: PartConfig) -> Path:
         raise UserError(f"hub: {part.hub!r} cannot be had ({' '.join(str(error).split())}); use path") from None
 
 
-def read_generator(part: PartConfig, name: str, incoming_size: int) -> ModuleWorkload:
+CLASS_CONDITIONAL = ("DiTTransformer2DModel", "Transformer2DModel")
+"""Classes of diffusers that nothing but a class label conditions."""
+
+
+def read_generator(part: GeneratorConfig, name: str, incoming_size: int) -> ModuleWorkload:
     """A diffusion model's shape, from its class's name in diffusers or from its config.json. `incoming_size`: of what
     conditions it."""
     where = f"model.generators.{name}"
-    if part.config is not None and part.config not in GENERATORS:
-        near = closest(part.config, GENERATORS, "give one of")
+    if part.config in CLASS_CONDITIONAL:
+        raise UserError(
+            f"{where}.config: a {part.config} takes class labels and no hidden states, so it cannot read a language "
+            f"model; give {' or '.join(TRANSFORMERS)}"
+        )
+    if part.config is not None and part.config not in (known := (*TRANSFORMERS, *GENERATORS)):
+        near = closest(part.config, known, "give one of")
         raise UserError(f"{where}.config: {part.config!r} is not known; {near}")
-    stored = _stored_values(part, where) if part.config is None else {"_class_name": part.config}
-    for key in {**UNET_DEFAULTS, **DIT_DEFAULTS}:
+    stored = stored_values(part, where) if part.config is None else {"_class_name": part.config}
+    for key in {**UNET_DEFAULTS, **SD3_DEFAULTS, **PIXART_DEFAULTS}:
         value = part.values.get(key)
         if isinstance(value, int) and value < 1:
             raise UserError(f"{where}.values.{key}: is {value}; give a whole number of at least 1")
     try:
+        if stored["_class_name"] in TRANSFORMERS:
+            connection = Connection(incoming_size=incoming_size, projector=part.projector)
+            return transformer_workload({**stored, **part.values}, connection)
         return generator_workload({**stored, **part.values, "cross_attention_dim": incoming_size})
     except UserError as error:
-        raise UserError(f"{where}: {str(error).removeprefix('model: ')}") from None
+        message = str(error).removeprefix("model: ")
+        raise UserError(f"{where}{'.' if message.startswith('values.') else ': '}{message}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, IndexError, AttributeError) as error:
         raise UserError(f"{where}.values: do not make a {stored['_class_name']} ({error}); see diffusers") from None

@@ -8,13 +8,12 @@ activations with activations are an attention too, whose cost follows from two l
 """
 
 import copy
-import difflib
 import importlib
 import inspect
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +27,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPP
 
 from motet.errors import UserError
 from motet.families.classes import MODEL_CLASSES, Kind, config_class_named, model_class_of
+from motet.families.config_values import check_values
 from motet.families.discovery import CausalPaths, causal_paths
 from motet.families.encoders import ENCODER_FAMILIES, Arrangement
 from motet.families.shape_trace import ATTENTION, Attend, Elementwise, Event, Mix, Product, Trace, trace
@@ -36,7 +36,6 @@ from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkl
 from motet.shapes.shape_card import Role, ShapeCard, ShapeRequest
 
 CAUSAL = MODEL_FOR_CAUSAL_LM_MAPPING
-MOST_LAYERS, MOST_OF_A_SIZE = 10_000, 10**8
 WAYS = (
     (torch.bfloat16, False, False),
     (torch.bfloat16, False, True),
@@ -57,8 +56,6 @@ UNBUILDABLE = (
     ImportError,
 )
 """What transformers raises for sizes that do not fit each other, and torch for operators without a meta kernel."""
-SAME_KEY = 0.85
-"""Likeness (`difflib`) of a key to the one that was meant; no key of transformers' own is so like another."""
 NUM_AUDIO_SAMPLES = 16_000
 NUM_TOKENS = 64
 """Length of the sequence that a language model is run on; a whole number of chunks, where it has some."""
@@ -89,17 +86,22 @@ def _configuration(request: ShapeRequest) -> tuple[PretrainedConfig, Role]:
     try:
         if request.config is not None:
             config_class = config_class_named(request.config)
-            _check(config_class, values)
+            try:
+                check_values(config_class, values)
+            except UserError:
+                if request.role is not None:  # A class of another kind is the larger mistake.
+                    _model_class(config_class(), request.role)
+                raise
             config = config_class(**values)
         else:
             stored = {key: value for key, value in request.stored.items() if key != "transformers_version"}
             config = _part_of(_config_class(str(stored.pop("model_type", None))).from_dict(stored), request.role)
             if values:
-                _check(type(config), values)
+                check_values(type(config), values)
                 config = type(config).from_dict({**config.to_dict(), **values})
     except UserError as error:
         message = str(error)
-        where = "" if message.startswith(".") else ".config: " if request.config else ": "
+        where = "" if message.startswith((".", ":")) else ".config: " if request.config else ": "
         raise UserError(f"{where}{message}") from None
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{'.values' if values else ''}: {' '.join(str(error).split())}") from None
@@ -115,30 +117,6 @@ def _part_of(config: Any, role: Role | None) -> Any:
         return config.get_text_config()
     parts = [getattr(config, key, None) for key in ("audio_config", "vision_config")] if role == "encoder" else []
     return next((part for part in parts if isinstance(part, PretrainedConfig)), config)
-
-
-def _check(config_class: Any, values: Mapping[str, Any]) -> None:
-    """Refuses what transformers would take: a key that is nearly that of a setting, and sizes that are none."""
-    usual = {name: each.default for name, each in inspect.signature(config_class.__init__).parameters.items()}
-    known = {*usual, *config_class.attribute_map}
-    for key, value in values.items():
-        near = difflib.get_close_matches(key, known, n=1, cutoff=SAME_KEY)
-        # `decoder_layers` is none of `encoder_layers`.
-        if key not in known and near and near[0][0] == key[0]:
-            raise UserError(f".values.{key}: is not a known key; did you mean {near[0]!r}?")
-        default = usual.get(config_class.attribute_map.get(key, key))
-        if not _is_count(default) or value is None:
-            continue
-        is_pair = isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
-        if not (_is_count(value) or is_pair or "token_id" in key):
-            raise UserError(f".values.{key}: is {value!r}; give a whole number of at least 1")
-        most = MOST_LAYERS if "layer" in key or key == "depth" else MOST_OF_A_SIZE
-        if isinstance(value, int) and value > most:
-            raise UserError(f".values.{key}: is {value}; give at most {most}")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _config_class(model_type: str) -> Any:

@@ -16,6 +16,7 @@ from motet.config import (
     ContrastiveConfig,
     DecoderConfig,
     EncoderConfig,
+    GeneratorConfig,
     LanguageModelConfig,
     RunConfig,
     TowerConfig,
@@ -24,6 +25,7 @@ from motet.families.classes import Kind, default_dtype, model_class_of
 from motet.families.composite import Composite, composite_class_of, find_parts, read_composite_config
 from motet.families.configured_graph import ConfiguredGraph, read_graph
 from motet.models.composite import CompositeNode
+from motet.models.generation import generator_node, query_node
 from motet.models.graph import (
     DecoderNode,
     EncoderNode,
@@ -37,6 +39,7 @@ from motet.models.hub.clip import initial_loss, read_projection
 from motet.models.materialize import build_own, layer_seed, materialize, materialize_composite, read_part_config
 from motet.models.stages.encoder import num_encoder_layers
 from motet.plan import LANGUAGE_MODEL, LayerRange
+from motet.shapes.module_shape import QUERY_TOKENS
 
 KIND_OF: Mapping[type, Kind] = {
     EncoderConfig: "encoder",
@@ -115,6 +118,11 @@ def _node(
     graph = read_graph(config)
     described = graph.modules[name]
     part, loss_weight = described.part, described.loss_weight
+    if isinstance(part, GeneratorConfig):
+        is_queries = described.workload.family == QUERY_TOKENS
+        return (
+            query_node(name, described, dtype) if is_queries else generator_node(name, described, graph.modules, dtype)
+        )
     if isinstance(part, EncoderConfig | TowerConfig):
         return _encoder_node(name, graph, build, dtype)
     if isinstance(part, ContrastiveConfig):

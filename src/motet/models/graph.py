@@ -510,7 +510,7 @@ class ModuleGraph(nn.Module, ABC):
         found = {}
         for source in (edge.source for edge in self.edges if edge.target == name and edge.source in outputs):
             rows = outputs[source].split([sample.num_outputs(source) for sample in batch.samples])
-            found[source] = torch.cat([rows[i] for i in members])
+            found[source] = torch.cat([rows[i][batch.samples[i].output_places(source, name)] for i in members])
         return found
 
 

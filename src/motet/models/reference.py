@@ -7,6 +7,7 @@ in their papers, over the whole similarity matrix. So an error in the stages can
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,17 +22,24 @@ from motet.attention.masks.rules import OwnRule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
 from motet.families.own_encoders import own_config
 from motet.models.composite import CompositeNode
+from motet.models.draws import Key, draw_noise, draw_normal, draw_uniform, has_null_condition
+from motet.models.generation import GeneratorNode, QueryNode
 from motet.models.graph import DecoderNode, EncoderNode, LanguageModelNode, LossNode, ModuleNode, TowerNode
 from motet.models.stages.stage import Batch
 
 
 def reference_loss(
-    nodes: Mapping[str, ModuleNode], batch: Batch, *, contrastive_batch_size: int | None = None
+    nodes: Mapping[str, ModuleNode], batch: Batch, *, contrastive_batch_size: int | None = None, draw_key: Key = None
 ) -> Tensor:
     """The weighted sum of the losses of all modules, with its graph.
 
-    `contrastive_batch_size`: the samples that a contrastive loss compares; None: all."""
+    Args:
+        contrastive_batch_size: the samples that a contrastive loss compares; None: all.
+        draw_key: on which noise and time steps of generators depend.
+    """
     total: Any = 0.0
+    states: list[Tensor] = []
+    placeholder_ids: Mapping[str, int] = {}
     for node in nodes.values():
         if isinstance(node, LanguageModelNode):
             loss = plain_loss(
@@ -42,8 +50,13 @@ def reference_loss(
                 placeholder_token_ids=node.placeholder_token_ids,
                 media_attention=node.media_attention,
                 language_model_name=node.name,
+                queries={name: other.queries.weight for name, other in nodes.items() if isinstance(other, QueryNode)},
+                states=states if any(isinstance(other, GeneratorNode) for other in nodes.values()) else None,
                 router_aux_loss=node.router_aux_loss,
             )
+            placeholder_ids = node.placeholder_token_ids
+        elif isinstance(node, GeneratorNode):
+            loss = plain_generation_loss(node, states, batch, placeholder_ids[node.queries or node.name], draw_key)
         elif isinstance(node, LossNode):
             towers = {name: tower.module for name, tower in nodes.items() if isinstance(tower, TowerNode)}
             size = contrastive_batch_size or len(batch.samples)
@@ -162,6 +175,8 @@ def plain_loss(
     placeholder_token_ids: Mapping[str, int],
     media_attention: str = "causal",
     language_model_name: str = "language_model",
+    queries: Mapping[str, Tensor] | None = None,
+    states: list[Tensor] | None = None,
     router_aux_loss: float = 0.0,
 ) -> Tensor:
     """Mean loss over all tokens of the batch that have a label and a token before them, with its graph.
@@ -173,6 +188,8 @@ def plain_loss(
         placeholder_token_ids: by encoder, for "placeholder".
         media_attention: as in a run file, but not "family", or a registered mask's name; anything but "causal" is given
             to the model as a matrix.
+        queries: by module, the query tokens of one item of a generator.
+        states: gets the last hidden states of each sample.
         router_aux_loss: weight of the auxiliary loss of a mixture of experts.
     """
     total: Any = 0.0
@@ -188,6 +205,9 @@ def plain_loss(
             for name, encoder in encoders.items()
             if sample.layouts.get(name)
         }
+        for name, rows in (queries or {}).items():
+            if sample.layouts.get(name):
+                tokens[name] = torch.cat([rows] * len(sample.layouts[name]))
         embeddings, extra = _merged(
             language_model.get_input_embeddings()(ids), ids, tokens, merge, placeholder_token_ids
         )
@@ -195,7 +215,11 @@ def plain_loss(
             items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
             segments = tuple(sample.layouts[language_model_name])
             extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention, segments)
-        logits = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra).logits[0]
+        extra |= {} if states is None else {"output_hidden_states": True}
+        output = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra)
+        logits = output.logits[0]
+        if states is not None:
+            states.append(output.hidden_states[-1][0])
         wide = logits if logits.dtype == torch.float64 else logits.float()
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")
         own_tokens = int((labels[1:] != IGNORED_LABEL).sum())
@@ -205,6 +229,69 @@ def plain_loss(
     for hook in hooks:
         hook.remove()
     return total / num_tokens
+
+
+def plain_generation_loss(
+    node: GeneratorNode, states: Sequence[Tensor], batch: Batch, placeholder_id: int, key: Key
+) -> Tensor:
+    """Mean over images (or over their places) of the mean squared error, with its graph. Images are made one by one.
+
+    Args:
+        states: of each sample of the batch, the language model's last hidden states.
+        key: on which noise and time steps depend.
+    """
+    total: Any = 0.0
+    count = 0.0
+    model: Any = node.model
+    channels, patch = model.config.in_channels, model.config.patch_size
+    language_model = node.reads
+    for i, sample in enumerate(batch.samples):
+        segments = sample.layouts.get(node.name, ())
+        if not segments:
+            continue
+        here = batch.features(language_model, i)["input_ids"] == placeholder_id
+        if not node.queries:  # It reads everything up to the placeholder.
+            here = torch.arange(len(here)) <= here.nonzero().item()
+        conditions = states[i][here].chunk(len(segments))
+        latents = batch.features(node.name, i)["latents"]
+        first = 0
+        for segment, own in zip(segments, conditions, strict=True):
+            shape = (channels, segment.grid[0] * patch, segment.grid[1] * patch)
+            size = shape[0] * shape[1] * shape[2]
+            clean = latents[first : first + size].view(1, *shape).to(own.dtype)
+            first += size
+            drawn = (key, node.name, sample.id, segment.item)
+            noise = torch.from_numpy(draw_noise(*drawn, shape))[None].to(clean)
+            noised, timestep, target = _noised(node.loss.objective, clean, noise, drawn)
+            context = node.connector.projector(node.connector.norm(own))
+            if has_null_condition(*drawn, node.loss.null_condition):
+                context = node.connector.null.repeat(len(own), 1)
+            error = (_denoise(model, node.connector, noised, timestep, context[None]) - target).square().mean()
+            weight = segment.num_tokens if node.loss.per == "place" else 1
+            total, count = total + weight * error, count + weight
+    return torch.as_tensor(total) / max(count, 1)
+
+
+def _noised(objective: str, clean: Tensor, noise: Tensor, drawn: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The noised latents, the time step [1], and what is to be predicted."""
+    if objective == "flow":
+        sigma = 1 / (1 + math.exp(-draw_normal(*drawn)))
+        timestep = torch.tensor([1000 * sigma], dtype=torch.float32)
+        sigma = timestep.item() / 1000
+        return (1 - sigma) * clean + sigma * noise, timestep, noise - clean
+    place = math.floor(1000 * draw_uniform(*drawn))
+    kept = math.prod(1 - (1e-4 + (0.02 - 1e-4) * step / 999) for step in range(place + 1))
+    signal, amount = math.sqrt(kept), math.sqrt(1 - kept)
+    target = noise if objective == "epsilon" else signal * noise - amount * clean
+    return signal * clean + amount * noise, torch.tensor([float(place)], dtype=torch.float32), target
+
+
+def _denoise(model: Any, connector: Any, noised: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
+    """What diffusers' own forward makes of one image."""
+    given = {"hidden_states": noised, "timestep": timestep, "encoder_hidden_states": context}
+    if connector.pooled is not None:
+        given["pooled_projections"] = connector.pooled(context.mean(1))
+    return model(**given).sample
 
 
 def _record_router_logits(model: Any, routed: list[Tensor]) -> list[Any]:

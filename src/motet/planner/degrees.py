@@ -200,7 +200,7 @@ def check_within_limits(
     """Raises `UserError` if a plan is outside of the user's limits. `limits_dp`, `limits_dp_of_encoders`: whether the
     limit on replicas holds for this planner; it never holds for towers."""
     for name, planned in plan.modules.items():
-        if planned.kind == "loss":
+        if planned.kind == "loss" or name in problem.query_tokens:
             continue
         owner = planned.data_module(name)
         module = problem.modules[owner]

@@ -137,7 +137,7 @@ def _simulated(problem: PlanningProblem, plan: Plan, prepared: Prepared) -> Eval
 
 
 def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
-    workloads = {name: module.workload for name, module in problem.modules.items()}
+    workloads = {name: module.workload for name, module in problem.all_modules.items()}
 
     def costs(assignment: BatchAssignment, folding: Folding | None = None) -> IterationCosts:
         return IterationCosts(
@@ -169,20 +169,21 @@ def _prepare(problem: PlanningProblem, plan: Plan, *, folded: bool) -> Prepared:
 
 def check_same_model(problem: PlanningProblem, plan: Plan) -> None:
     """Raises `UserError` if the plan is of another model."""
+    modules = problem.all_modules
     for name, module in plan.modules.items():
         owner = module.data_module(name)
-        if owner not in problem.modules:
-            raise UserError(f"plan: modules.{name}: the model has no such module; it has {', '.join(problem.modules)}")
-        num_layers = problem.modules[owner].workload.num_layers
+        if owner not in modules:
+            raise UserError(f"plan: modules.{name}: the model has no such module; it has {', '.join(modules)}")
+        num_layers = modules[owner].workload.num_layers
         if module.num_layers != num_layers:
             raise UserError(f"plan: modules.{name}.num_layers: is {module.num_layers}, but the model has {num_layers}")
-        trainable = problem.modules[owner].trainable
+        trainable = modules[owner].trainable
         if module.trainable != trainable:
             raise UserError(
                 f"plan: modules.{name}.trainable: is {_listed(module.trainable)}, but in the model it is "
                 f"{_listed(trainable)}; plan again"
             )
-    missing = [name for name in problem.modules if name not in plan.modules]
+    missing = [name for name in modules if name not in plan.modules]
     if missing:
         raise UserError(f"plan: has no module {', '.join(missing)}; the model has it")
     for edge in problem.edges:

@@ -29,7 +29,7 @@ from motet.planner.problem import Degrees, ModuleProblem, PlanningProblem
 from motet.planner.registry import make_plan
 from motet.schedule.generators import CONTRASTING, GENERATORS
 from motet.schedule.routes import Routes
-from motet.shapes.module_shape import ModuleWorkload
+from motet.shapes.module_shape import QUERY_TOKENS, ModuleWorkload
 
 MIN_SHARED_TOKENS = 4096
 """Fewest tokens of a sample on each rank of a context-parallel group, unless the user sets limits: with fewer,
@@ -60,21 +60,24 @@ def planning_problem(config: RunConfig, samples: Sequence[Sample]) -> PlanningPr
             "parallel.limits.fully_sharded: ranks that share tokens share parameters, but parallel.limits.cp allows 1 "
             "alone; give larger sizes, or leave fully_sharded out"
         )
+    modules = {
+        name: ModuleProblem(
+            workload=node.workload,
+            trainable=node.trainable,
+            loss_weight=node.loss_weight,
+            tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
+            max_stages=node.workload.max_stages or _max_stages(config, name),
+            cp_sizes=cp[name],
+            may_be_sharded=config.parallel.limits.fully_sharded,
+            context=_context(config, node.workload) if name == LANGUAGE_MODEL else ContextOptions(),
+        )
+        for name, node in graph.modules.items()
+    }
+    queries = {name: modules.pop(name) for name, w in workloads.items() if w.family == QUERY_TOKENS}
     return PlanningProblem(
-        modules={
-            name: ModuleProblem(
-                workload=node.workload,
-                trainable=node.trainable,
-                loss_weight=node.loss_weight,
-                tp_sizes=_known_sizes(table, name, _tp_sizes(config, name)),
-                max_stages=node.workload.max_stages or _max_stages(config, name),
-                cp_sizes=cp[name],
-                may_be_sharded=config.parallel.limits.fully_sharded,
-                context=_context(config, node.workload) if name == LANGUAGE_MODEL else ContextOptions(),
-            )
-            for name, node in graph.modules.items()
-        },
-        edges=graph.edges,
+        modules=modules,
+        query_tokens=queries,
+        edges=tuple(edge for edge in graph.edges if edge.source not in queries),
         cluster=cluster,
         table=table,
         computed=_compute_costs(config, workloads, cluster, measured_sizes) if is_measured else None,
@@ -260,11 +263,11 @@ def _read_costs(
 ) -> CostTable:
     if config.cluster.costs is not None:
         table = CostTable.load(config.cluster.costs)
-        losses = {name: workload for name, workload in workloads.items() if workload.kind == "loss"}
-        if not losses:
+        # They take little time, a loss one that depends on the ranks that share it: their costs are always computed.
+        short = {n: workload for n, workload in workloads.items() if workload.family in (CONTRASTIVE, QUERY_TOKENS)}
+        if not short:
             return table
-        # A loss takes little time, which depends on the ranks that share it: its costs are always computed.
-        computed = _compute_costs(config, losses, cluster, {1})
+        computed = _compute_costs(config, short, cluster, {1})
         return replace(table, modules={**table.modules, **computed.modules})
     return _compute_costs(config, workloads, cluster, tp_sizes)
 

@@ -17,7 +17,17 @@ from motet.costs.cost_model import CostTable
 from motet.costs.estimator import Estimator
 from motet.costs.memory import DEFAULT_MEMORY, MemoryOptions
 from motet.errors import UserError
-from motet.plan import DEFAULT_ASSIGNMENT, ContextOptions, Edge, LayerRange, ModulePlan, Plan, Replica
+from motet.plan import (
+    DEFAULT_ASSIGNMENT,
+    LANGUAGE_MODEL,
+    ContextOptions,
+    Edge,
+    LayerRange,
+    ModulePlan,
+    Plan,
+    Replica,
+    Stage,
+)
 from motet.shapes.module_shape import ModuleWorkload
 
 T = TypeVar("T")
@@ -121,6 +131,9 @@ class PlanningProblem:
     """A typical global batch."""
     num_microbatches: int
     """Per replica."""
+    query_tokens: Mapping[str, ModuleProblem] = field(default_factory=dict)
+    """Query tokens of generators: a few rows, which every plan puts on the language model's first ranks. They are not
+    among `modules`, and their edges not among `edges`: no planner has to place them."""
     schedule: str = "1f1b"
     schedules: tuple[str, ...] | None = None
     """Schedules from which planner `auto` may choose; None: all. Other planners take `schedule`."""
@@ -165,12 +178,17 @@ class PlanningProblem:
         schedule: str | None = None,
         edges: tuple[Edge, ...] | None = None,
     ) -> Plan:
-        """A plan of these modules, with everything else from the problem. `schedule`, `edges`: None: the problem's.
+        """A plan of these modules and the query tokens, with everything else from the problem. `schedule`, `edges`:
+        None: the problem's.
 
         Ranks are renumbered if groups would span nodes unnecessarily."""
+        queries = {
+            name: module.planned(_first_ranks(modules[LANGUAGE_MODEL])) for name, module in self.query_tokens.items()
+        }
+        entering = tuple(Edge(source=name, target=LANGUAGE_MODEL) for name in queries)
         plan = Plan(
-            modules=modules,
-            edges=self.edges if edges is None else edges,
+            modules={**queries, **modules},
+            edges=entering + (self.edges if edges is None else edges),
             num_microbatches=self.num_microbatches,
             schedule=schedule or self.schedule,
             planner=planner,
@@ -179,6 +197,11 @@ class PlanningProblem:
             recompute=tuple(name for name in modules if (modules[name].copy_of or name) in self.recompute),
         )
         return on_nodes(plan, self.cluster.devices_per_node)
+
+    @property
+    def all_modules(self) -> dict[str, ModuleProblem]:
+        """With the query tokens."""
+        return {**self.query_tokens, **self.modules}
 
     @property
     def cuts_evenly(self) -> bool:
@@ -260,3 +283,8 @@ class PlanningProblem:
     def remembered(self, key: object, compute: Callable[[], T]) -> T:
         """Returns what `compute` returned for this key the first time."""
         return self.estimator.remembered(key, compute)
+
+
+def _first_ranks(module: ModulePlan) -> list[Replica]:
+    """A stage of one layer on the first rank of each replica."""
+    return [Replica(stages=(Stage(layers=(0, 1), ranks=replica.stages[0].ranks[:1]),)) for replica in module.replicas]

@@ -112,7 +112,7 @@ def _modules(problem: PlanningProblem, plan: Plan, samples: Sequence[Sample]) ->
     def own_tokens(sample: Sample, name: str) -> int:
         return sum(segment.num_tokens for segment in sample.layouts.get(name, ()) if segment.source is None)
 
-    workloads = {name: module.workload for name, module in problem.modules.items()}
+    workloads = {name: module.workload for name, module in problem.all_modules.items()}
     stats = {}
     for name, work in sample_work(plan, samples, workloads=workloads, table=problem.table).items():
         if plan.modules[name].kind == "loss":

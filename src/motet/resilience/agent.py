@@ -17,10 +17,10 @@ import contextlib
 import json
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from motet.addresses import address_text, host_and_port
 from motet.resilience.failure_log import Recovery, write_recovery
@@ -53,8 +53,10 @@ from motet.resilience.store.store import Store, StoreAwayError
 
 POLL_S = 0.02
 
-Successor = Callable[[Membership, Sequence[Change]], Membership]
-"""Computes the next membership; the same one for every agent that has seen the same changes."""
+
+class Successor(Protocol):
+    def __call__(self, membership: Membership, changes: Sequence[Change], *, is_settled: bool) -> Membership:
+        """Computes the next membership; the same one for every agent that has seen the same changes."""
 
 
 @dataclass
@@ -276,6 +278,9 @@ class NodeAgent:
         """Computes the next membership. A failure of the successor would end all agents equally, so it is caught: the
         next membership is then without joining and warned nodes, or None; after a loss that the successor cannot
         handle, a stop, from which all nodes restart."""
+        # Whoever has left has seen the recovery end.
+        has_ended = key("logged", membership.generation) in self.store.values
+        is_settled = has_ended or any(change.kind == "left" for change in changes)
         question = (membership.generation, [(change.kind, change.node) for change in changes])
         if question == self._unanswered:
             return None
@@ -283,7 +288,7 @@ class NodeAgent:
         failed = ""
         for some in (changes, losses) if 0 < len(losses) < len(changes) else (changes,):
             try:
-                return self.successor(membership, some)
+                return self.successor(membership, some, is_settled=is_settled)
             except Exception as error:
                 traceback.print_exc()
                 failed = f"{type(error).__name__}: {error}"

@@ -53,9 +53,12 @@ class Succession:
     first_plan: str | None = None
     """JSON of the plan to return to without templates, when there are nodes for pipelines that were dropped."""
 
-    def __call__(self, membership: Membership, changes: Sequence[Change]) -> Membership:
+    def __call__(self, membership: Membership, changes: Sequence[Change], *, is_settled: bool = True) -> Membership:
         """Nodes that were lost or have left are out; nodes about to leave stay to send what they hold; nodes that
         joined come last.
+
+        `is_settled`: the members hold what the membership's plan gives them. Else its recovery may not have ended, and
+        whoever has no place in the next plan, a spare too, may hold what nobody else does: it sends that first.
 
         Where all remaining nodes are about to leave, they save what they hold, and training stops. A training that is
         to stop does so, whatever happens before.
@@ -72,12 +75,12 @@ class Succession:
         plan = Plan.from_json(membership.plan)
         lost = [place for place, node in enumerate(membership.nodes) if node in gone]
         leaving = [place for place, node in enumerate(membership.nodes) if node in going]
-        next_plan = self._next_plan(plan, lost, leaving, len(candidates))
+        next_plan = self._next_plan(plan, lost, leaving, len(candidates), is_settled)
         order = [*membership.nodes, *candidates]
         warned = [node for node in (*membership.leaving, *going) if node not in {*gone, *candidates}]
         if next_plan.plan is None and warned:
             back = [node for node in warned if node not in membership.nodes]
-            last = self._next_plan(plan, lost, (), len(back))
+            last = self._next_plan(plan, lost, (), len(back), is_settled)
             if last.plan is not None:
                 listed = ", ".join(map(str, warned))
                 stop = f"without the nodes that leave ({listed}) no pipeline is whole"
@@ -87,9 +90,10 @@ class Succession:
         # Nodes without a place in the plan become spares. Others may still wait for them, or need what they hold, but
         # where pipelines are left out and all are told to stop.
         have_left = {change.node for change in changes if change.kind == "left"}
+        spares_before = () if is_settled else membership.waiting
         unplaced = [
             node
-            for node in (*membership.nodes, *membership.staying)
+            for node in (*membership.nodes, *membership.staying, *spares_before)
             if node not in {*nodes, *gone, *warned, *have_left} and next_plan.plan is not None
         ]
         staying = unplaced if next_plan.needs_unplaced or not is_urgent else []
@@ -114,7 +118,9 @@ class Succession:
             saves_checkpoint=next_plan.plan is not None,
         )
 
-    def _next_plan(self, plan: Plan, lost: Sequence[int], leaving: Sequence[int], num_candidates: int) -> "_NextPlan":
+    def _next_plan(
+        self, plan: Plan, lost: Sequence[int], leaving: Sequence[int], num_candidates: int, is_settled: bool
+    ) -> "_NextPlan":
         """`lost`, `leaving`: places (positions in the membership) of nodes that the next plan cannot use."""
         num_nodes, out = plan.num_ranks // self.node_size, (*lost, *leaving)
         if not out and not num_candidates:
@@ -131,7 +137,7 @@ class Succession:
             whole, used = self._with_dropped_pipelines(whole, used, unused)
             is_intact = any(not set(nodes) & {*lacking, *instead} for nodes in pipelines)
             note = f"{num_pipelines(whole)} whole pipeline{'s' * (num_pipelines(whole) > 1)}"
-            return _NextPlan(whole, used, note=note, needs_unplaced=not is_intact)
+            return _NextPlan(whole, used, note=note, needs_unplaced=not (is_intact and is_settled))
         found, too_few = reconfigure_below(plan, self.templates, lost=lost, leaving=leaving, num_joined=num_candidates)
         if found.plan is None:
             return _NextPlan(None, (), stop=too_few)

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from motet.config import CompositePartConfig, EncoderConfig, RunConfig, TowerConfig
+from motet.config import CompositePartConfig, EncoderConfig, GeneratorConfig, RunConfig, TowerConfig
 from motet.errors import UserError
 from motet.families.configured_graph import read_graph
 from motet.families.family_features import check_feature
@@ -20,6 +20,7 @@ from motet.planner.from_run_file import assignment_by_costs, iteration_costs
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel, StageMaker
 from motet.runtime.training.optimizer import LearningRateSchedule, Optimizer, OptimizerConfig
+from motet.shapes.module_shape import QUERY_TOKENS
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """By `train.dtype`. bfloat16 is autocast: parameters, gradients and what travels between stages stay in float32."""
@@ -44,6 +45,11 @@ def stage_maker(config: RunConfig, plan: Plan, device: torch.device) -> StageMak
 
     def make(name: str, module_plan: ModulePlan, stage: Stage, tp: TensorParallel) -> StageModule:
         owner = module_plan.data_module(name)
+        if module_plan.kind == "generator" and (stage.tp_size, stage.cp_size) != (1, 1):
+            raise UserError(
+                f"plan: modules.{name}: has stages on groups of {stage.tp_size} x {stage.cp_size} ranks; generators "
+                "are whole on each rank of a stage; give tp_size 1 and cp_size 1"
+            )
         recompute = name in plan.recompute or owner in plan.recompute
         return build_stage(config, owner, stage.layers, tp, device, recompute=recompute)
 
@@ -120,12 +126,14 @@ def build_engine(config: RunConfig, plan: Plan, device: torch.device, *, num_spa
 
 def part_learning_rates(config: RunConfig) -> dict[str, float]:
     """Peak learning rate of each part: `<module>.module`, `<module>.projector`."""
-    rates = {}
+    rates, default = {}, config.train.learning_rate
     for name, module in read_graph(config).modules.items():
         part = module.part
-        rates[f"{name}.module"] = part.learning_rate or config.train.learning_rate
-        if isinstance(part, EncoderConfig | TowerConfig | CompositePartConfig):
-            rates[f"{name}.projector"] = part.projector_learning_rate or config.train.learning_rate
+        rates[f"{name}.module"] = part.learning_rate or default
+        if isinstance(part, GeneratorConfig) and module.workload.family == QUERY_TOKENS:
+            rates[f"{name}.module"] = part.queries_learning_rate or default
+        if isinstance(part, EncoderConfig | TowerConfig | CompositePartConfig | GeneratorConfig):
+            rates[f"{name}.projector"] = part.projector_learning_rate or default
     return rates
 
 

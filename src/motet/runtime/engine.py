@@ -3,7 +3,7 @@
 import hashlib
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -61,7 +61,10 @@ class IterationResult:
 
     loss: float
     """Weighted sum over modules of the sum of the global batch's losses over its number of loss tokens."""
-    num_loss_tokens: int
+    loss_sums: Mapping[str, float]
+    """By module with a loss, the sum of the global batch's losses, neither weighted nor averaged."""
+    loss_tokens: Mapping[str, int]
+    """By module with a loss, what its sum is divided by: the loss tokens of the global batch."""
     gradient_norm: float
     """Norm of the whole model's gradient; 0 for a forward-only iteration."""
     pause: bool = False
@@ -165,7 +168,8 @@ class Engine:
     def run(self, batch: Batch, *, forward_only: bool = False, seed: tuple[int, ...] | None = None) -> IterationResult:
         """One iteration. Gradients are *added* to `.grad` of the local parameters, unless `forward_only`.
 
-        `seed`: what dropout depends on, beside stage and microbatch; None: the state of torch's generator.
+        `seed`: what dropout and the noise of generators depend on, beside stage and microbatch, or sample and item;
+        None: the state of torch's generator, and the noise of evaluation.
         Raises `StepFailedError` if a rank died, or the iteration did not end in time."""
         assignment = self.assignment(batch.samples)
         routes = derive_routes(self.plan, assignment, batch.samples, forward_only=forward_only)
@@ -199,11 +203,12 @@ class Engine:
                 f"rank {dist.get_rank()}: the ranks cut the batch into different microbatches; "
                 "do all processes read the same costs, data and version of motet?"
             )
-        loss = sum(
-            module.loss_weight * value / max(1, tokens[name])
-            for (name, module), value in zip(losses.items(), values[:-2], strict=True)
-        )
-        return IterationResult(loss, sum(tokens.values()), values[-2] ** 0.5, values[-1] > 0)
+        sums = dict(zip(losses, values[:-2], strict=True))
+        return IterationResult(self.weighted_loss(sums, tokens), sums, tokens, values[-2] ** 0.5, values[-1] > 0)
+
+    def weighted_loss(self, sums: Mapping[str, float], tokens: Mapping[str, int]) -> float:
+        """The weighted sum of the modules' mean losses."""
+        return sum(self.plan.modules[name].loss_weight * value / max(1, tokens[name]) for name, value in sums.items())
 
     def _forget_unreached(self, mine: Set[str]) -> None:
         """Leaves parameters without gradient that no rank's microbatches have reached. Collective.

@@ -69,7 +69,8 @@ class Executor:
         Args:
             routes: of this batch; the program is one for routes of their form.
             loss_tokens: for each module with a loss, the loss tokens of the global batch.
-            seed: what dropout depends on, beside stage and microbatch; None: the state of torch's generator.
+            seed: what dropout depends on, beside stage and microbatch, and noise, beside sample and item; None: the
+                state of torch's generator, and the noise of evaluation.
         """
         self._program, self._routes, self._seed = program, routes, seed
         self._deadline.start()
@@ -78,7 +79,8 @@ class Executor:
         self.started_s = time.perf_counter()
         with self.doing("the beginning of the iteration"):
             for stage, runner in self.runners.items():
-                runner.begin_iteration(routes, batch, loss_tokens, by_block=stage in program.gathered_by_block)
+                by_block = stage in program.gathered_by_block
+                runner.begin_iteration(routes, batch, loss_tokens, seed, by_block=by_block)
         for step in program.steps:
             with self.doing(step):
                 if isinstance(step, Message):

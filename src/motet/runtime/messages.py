@@ -8,6 +8,7 @@ does not, and relies on the total order of the program).
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -77,31 +78,37 @@ def _has_own_piece(routes: Routes, value: Carried, rank: int) -> bool:
     return is_resharded(source, target) and rank in makers.ranks
 
 
-def rows_of(wanted: Sequence[int], present: Sequence[int], samples: Sequence[Sample], module: str) -> Tensor | None:
-    """The rows of the samples `wanted` in a module's output [sum of num_outputs, width] of the samples `present`.
+def rows_of(
+    wanted: Sequence[int], present: Sequence[int], samples: Sequence[Sample], module: str, target: str
+) -> Tensor | None:
+    """The rows that go to `target`, of the samples `wanted`, in a module's output [sum of num_outputs, width] of the
+    samples `present`.
 
     None if that is the whole output as it stands."""
-    if tuple(wanted) == tuple(present):
+    sizes = [samples[i].num_outputs(module) for i in present]
+    if tuple(wanted) == tuple(present) and sizes == [samples[i].num_outputs(module, target) for i in present]:
         return None
-    starts, position = {}, 0
-    for i in present:
-        starts[i] = position
-        position += samples[i].num_outputs(module)
-    return torch.tensor(
-        [row for i in wanted for row in range(starts[i], starts[i] + samples[i].num_outputs(module))],
-        dtype=torch.long,
-    )
+    starts = dict(zip(present, accumulate(sizes, initial=0), strict=False))
+    rows = [starts[i] + place for i in wanted for place in samples[i].output_places(module, target)]
+    return torch.tensor(rows, dtype=torch.long)
 
 
 def merge_order(
-    parts: Sequence[Sequence[int]], whole: Sequence[int], samples: Sequence[Sample], module: str
+    parts: Sequence[Sequence[int]], whole: Sequence[int], samples: Sequence[Sample], module: str, target: str
 ) -> Tensor | None:
-    """The index that sorts the concatenation of `parts` (samples of each route) into the order of `whole`.
+    """The index that sorts the concatenation of `parts` (samples of each route from `module` to `target`) into the
+    order of `whole`.
 
     Samples of `whole` that no part brings have no tokens of the module. None if nothing has to move."""
     present = [i for part in parts for i in part]
     brought = set(present)
-    return rows_of([i for i in whole if i in brought], present, samples, module)
+    wanted = [i for i in whole if i in brought]
+    if wanted == present:
+        return None
+    sizes = [samples[i].num_outputs(module, target) for i in present]
+    starts = dict(zip(present, accumulate(sizes, initial=0), strict=False))
+    lengths = dict(zip(present, sizes, strict=True))
+    return torch.tensor([row for i in wanted for row in range(starts[i], starts[i] + lengths[i])], dtype=torch.long)
 
 
 MAX_UNANSWERED_SENDS = 16

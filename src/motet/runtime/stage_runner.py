@@ -77,11 +77,20 @@ class StageRunner:
         """Sum of the stage's losses in the iteration so far, unweighted."""
 
     def begin_iteration(
-        self, routes: Routes, batch: Batch, loss_tokens: Mapping[str, int], *, by_block: bool = True
+        self,
+        routes: Routes,
+        batch: Batch,
+        loss_tokens: Mapping[str, int],
+        draw_key: tuple[int, ...] | None = None,
+        *,
+        by_block: bool = True,
     ) -> None:
-        """`loss_tokens`: for each module with a loss, the loss tokens of the whole global batch. `by_block`: whether a
-        fully sharded stage gathers its parameters block by block; otherwise once, now."""
-        self._routes, self._batch = routes, batch
+        """Args:
+        loss_tokens: for each module with a loss, the loss tokens of the whole global batch.
+        draw_key: as that of `StageInput`.
+        by_block: whether a fully sharded stage gathers its parameters block by block; otherwise once, now.
+        """
+        self._routes, self._batch, self._draw_key = routes, batch, draw_key
         self._loss_scale = self._loss_weight / max(1, loss_tokens.get(self.data_module, 0))
         self._saved.clear()
         self._half_done.clear()
@@ -126,13 +135,14 @@ class StageRunner:
         source = self._data_module_of(route.source.module)
         # Outputs that enter at several layers come side by side.
         incoming_size = getattr(self.module, "incoming_size", lambda source: self.module.hidden_size)
-        return (sum(sample.num_outputs(source) for sample in samples), incoming_size(source))
+        return (sum(sample.num_outputs(source, self.data_module) for sample in samples), incoming_size(source))
 
     def output_shape(self, route: Route) -> tuple[int, ...]:
         """The shape of what a route takes from this stage."""
         samples = members_of_cell(self._batch.samples, route.samples, self.data_module)
         if route.target.module != self.name:
-            return (sum(sample.num_outputs(self.data_module) for sample in samples), self.module.output_size)
+            target = self._data_module_of(route.target.module)
+            return (sum(sample.num_outputs(self.data_module, target) for sample in samples), self.module.output_size)
         return self.module.output_shape(samples)
 
     def forward(self, cell: Cell, inputs: Mapping[Route, Tensor], *, is_split: bool = False) -> None:
@@ -175,6 +185,7 @@ class StageRunner:
             hidden=next((leaf for route, leaf in leaves.items() if route.source.module == self.name), None),
             incoming=self._incoming(leaves, members),
             hands_on=bool(self._routes.outgoing[cell]),
+            draw_key=self._draw_key,
             shares=self._shares(cell),
         )
 
@@ -284,7 +295,9 @@ class StageRunner:
         """The rows of the stage's output that a route to another module carries; None: all of them."""
         if route.target.module == self.name:
             return None
-        return rows_of(route.samples, self._routes.samples(route.source), self._batch.samples, self.data_module)
+        target = self._data_module_of(route.target.module)
+        present = self._routes.samples(route.source)
+        return rows_of(route.samples, present, self._batch.samples, self.data_module, target)
 
     def _incoming(self, leaves: Mapping[Route, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
         """By source module, its rows in the order of this microbatch's samples."""
@@ -295,7 +308,8 @@ class StageRunner:
         incoming = {}
         for source, routes in parts.items():
             tokens = torch.cat([leaves[route] for route in routes])
-            order = merge_order([route.samples for route in routes], members, self._batch.samples, source)
+            brought = [route.samples for route in routes]
+            order = merge_order(brought, members, self._batch.samples, source, self.data_module)
             order = self.rows.order_of_received(order, routes)
             incoming[source] = tokens if order is None else tokens.index_select(0, order.to(tokens.device))
         return incoming

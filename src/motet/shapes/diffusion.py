@@ -1,14 +1,13 @@
-"""The shape of diffusion models from their configurations: U-Nets and diffusion transformers. Pure, for costs alone.
+"""The shape of U-Nets from their configurations. Pure, for costs alone.
 
-Configurations are diffusers' (`UNet2DConditionModel`, Rombach et al. 2022; `DiTTransformer2DModel`, Peebles and Xie
-2023). A token is a place of the latent image at full resolution; a U-Net's inner levels have a quarter as many each
-(`LayerShape.resolution`). Text or language-model outputs that condition a U-Net are `incoming` tokens.
+Configurations are diffusers' (`UNet2DConditionModel`, Rombach et al. 2022). A token is a place of the latent image at
+full resolution; inner levels have a quarter as many each (`LayerShape.resolution`). Text or language-model outputs that
+condition a U-Net are `incoming` tokens.
 
-A U-Net's layers are its residual blocks, the two halves of its transformer blocks (self-attention; cross-attention and
-MLP, with the projections in and out), and the changes of resolution. A DiT's time embedding is computed once, as in the
-paper; diffusers computes it in each block.
+Its layers are its residual blocks, the two halves of its transformer blocks (self-attention; cross-attention and MLP,
+with the projections in and out), and the changes of resolution.
 
-Limits: skip connections are not among what a layer saves; no runtime executes these models yet.
+Limits: skip connections are not among what a layer saves; U-Nets are planned and simulated, but not trained.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +26,6 @@ UNET_DEFAULTS: Mapping[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
     "transformer_layers_per_block": 1,
 }
-DIT_DEFAULTS: Mapping[str, Any] = {
-    "in_channels": 4,
-    "out_channels": None,
-    "num_attention_heads": 16,
-    "attention_head_dim": 72,
-    "num_layers": 28,
-    "patch_size": 2,
-}
-TIME_CHANNELS = 256
-"""Width of a DiT's sinusoidal time embedding."""
 
 
 def generator_workload(config: Config) -> ModuleWorkload:
@@ -159,37 +148,6 @@ def _per_level(value: Any, num_levels: int) -> list[int]:
     return [value] * num_levels if isinstance(value, int) else list(value)
 
 
-def _dit(config: Config) -> ModuleWorkload:
-    values = {**DIT_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
-    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
-    width, area = heads * head_dim, values["patch_size"] ** 2
-    out = area * (values["out_channels"] or values["in_channels"])
-
-    def square() -> Linear:
-        return Linear(width, width, bias=True)
-
-    def per_sequence(factor: int) -> Linear:
-        return Linear(width, factor * width, bias=True, rows="sequences")
-
-    block = LayerShape(
-        "block",
-        width,
-        (
-            *(square(), square(), square(), square()),
-            per_sequence(6),
-            *(Linear(width, 4 * width, bias=True), Linear(4 * width, width, bias=True)),
-        ),
-        Attention(heads, heads, head_dim),
-        saved_vectors=2,
-        saved_vectors_for_weights=4,
-    )
-    time = (Linear(TIME_CHANNELS, width, True, rows="sequences"), per_sequence(1))
-    patches = Linear(area * values["in_channels"], width, bias=True, reads_layer_input=True)
-    embed = LayerShape("embed", width, (patches, *time))
-    head = LayerShape("head", out, (per_sequence(2), Linear(width, out, bias=True)), saved_vectors=1)
-    return _generator("DiTTransformer2DModel", values, width, out, [embed, *[block] * values["num_layers"], head])
-
-
 def _generator(
     family: str, values: Mapping[str, Any], width: int, out: int, layers: list[LayerShape]
 ) -> ModuleWorkload:
@@ -200,7 +158,5 @@ def _generator(
 
 GENERATORS: Mapping[str, Callable[[Config], ModuleWorkload]] = {
     "UNet2DConditionModel": _unet,
-    "DiTTransformer2DModel": _dit,
-    "Transformer2DModel": _dit,
 }
 """Readers by the class that diffusers' configuration names."""

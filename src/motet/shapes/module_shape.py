@@ -263,6 +263,23 @@ def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num
     )
 
 
+QUERY_TOKENS = "query_tokens"
+"""`family` of a generator's query tokens."""
+
+
+def query_tokens(number: int, width: int) -> ModuleWorkload:
+    """The learned rows that condition a generator, as a source module of one layer."""
+    return ModuleWorkload(
+        kind="encoder",
+        family=QUERY_TOKENS,
+        config={"model_type": QUERY_TOKENS, "num_queries": number, "modalities": []},
+        hidden_size=width,
+        output_size=width,
+        layers=(LayerShape("embed", width, other_parameters=number * width),),
+        shares_tokens=False,
+    )
+
+
 WITHOUT_INNER_FEATURES = ("whisper", "qwen2_audio_encoder", "qwen2_5_vl_vision")
 """Encoder families whose features are those of their head, by `model_type`: it merges or pools, or (Whisper's)
 transformers gives the normed features for the last of `hidden_states`."""

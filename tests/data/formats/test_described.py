@@ -87,7 +87,7 @@ def generating(tmp_path: Path, *overrides: str) -> Any:
 def test_generators_work_on_latents(tmp_path: Path) -> None:
     sample = open_samples(generating(tmp_path)).sample(0)
     assert [segment.num_tokens for segment in sample.layouts["image"]] == 3 * [8 * 16]
-    assert sample.num_loss_tokens == {"language_model": 100, "image": 3 * 8 * 16}
+    assert sample.num_loss_tokens == {"language_model": 100, "image": 3}
 
 
 def test_a_generator_is_a_module_that_reads_the_language_model(tmp_path: Path) -> None:
@@ -110,14 +110,14 @@ def test_a_generator_is_a_module_that_reads_the_language_model(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data={kind: dial-a-digit}", "data.kind: dial-a-digit has no images to generate; .* so give described"),
+        ("data={kind: dial-a-digit}", "data.kind: dial-a-digit has no images to generate; .* or described to plan"),
         ("data.generated={}", "data.generated: says nothing of image; give the height and width"),
         (
             "data.generated.img={height: 8, width: 8}",
             "data.generated: there is no generator 'img'; the model has image",
         ),
         ("data.generated.image.height=60", "data.generated.image: is 60 x 128; give multiples of 8"),
-        ("model.generators.image.config=UNet", "generators.image.config: 'UNet' is not known; give one of UNet2D"),
+        ("model.generators.image.config=UNet", "generators.image.config: 'UNet' is not known; give one of SD3"),
         ("model.generators.image.values.block_out_channels=3", "generators.image.values: do not make a UNet2DCond"),
         ("model.generators.image.values.layers_per_block=-1", "values.layers_per_block: is -1; give a whole number"),
         ("model.generators.image={path: /nowhere}", "generators.image.path: /nowhere/config.json cannot be read"),

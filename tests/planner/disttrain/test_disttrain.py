@@ -19,7 +19,7 @@ from motet.planner.disttrain.planner import disttrain, orchestrated_plan, orches
 from motet.planner.evaluate import evaluate
 from motet.planner.problem import ModuleProblem
 from motet.planner.registry import make_plan
-from motet.shapes.diffusion import generator_workload
+from motet.shapes.diffusion_transformers import Connection, transformer_workload
 
 
 def with_tp(problem, sizes):
@@ -87,13 +87,16 @@ def test_a_generator_comes_behind_the_language_model():
 
 def test_encoder_language_model_and_generator_simulate():
     """A small diffusion transformer behind the language model, with a loss of its own."""
-    generator = generator_workload(
+    values = {"num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 16, "cross_attention_dim": 64}
+    generator = transformer_workload(
         {
-            "_class_name": "DiTTransformer2DModel",
-            "num_layers": 4,
-            "num_attention_heads": 4,
-            "attention_head_dim": 16,
-        }
+            "_class_name": "PixArtTransformer2DModel",
+            **values,
+            "sample_size": 64,
+            "out_channels": 4,
+            "caption_channels": 64,
+        },
+        Connection(incoming_size=64, projector="mlp"),
     )
     small = small_problem(num_devices=8, encoders=("vision",), frozen=(), dp_sizes=(1, 2, 4))
     samples = [replace(s, layouts={**s.layouts, "image": (Segment(64, grid=(8, 8)),)}) for s in small.samples]

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from motet.config import FileLimits
 from motet.data.example import Example
-from motet.data.formats.records import RecordReader
+from motet.data.formats.records import RecordReader, check_ids
 from motet.errors import UserError
 
 
@@ -20,7 +21,8 @@ class ConversationExamples:
 
     def __init__(self, reader: RecordReader) -> None:
         """Raises `UserError` naming file and line."""
-        self._examples = [reader.example(record, where) for where, record in read_records(reader.file)]
+        self._examples = [reader.example(record, where) for where, record in read_records(reader.file, reader.limits)]
+        check_ids(((example.id, example.where) for example in self._examples), reader.limits)
         self.fingerprint = hashlib.sha256(reader.file.read_bytes()).hexdigest()[:16]
         self.notes = reader.notes
 
@@ -31,9 +33,16 @@ class ConversationExamples:
         return self._examples[index]
 
 
-def read_records(file: Path) -> Iterator[tuple[str, Any]]:
+def read_records(file: Path, limits: FileLimits) -> Iterator[tuple[str, Any]]:
     """Yields (file and line, or file and index in the list; record). Raises `UserError`."""
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file}: is no file that ends; give a file of JSON lines")
     try:
+        if file.stat().st_size > limits.records_bytes:
+            raise UserError(
+                f"{file}: has {file.stat().st_size} bytes; cut it into several files, or give more than "
+                f"data.limits.records_bytes: {limits.records_bytes}"
+            )
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); give a file of conversations") from None

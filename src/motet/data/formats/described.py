@@ -9,8 +9,8 @@ from motet.config.data_section import DescribedImagesConfig
 from motet.errors import UserError
 from motet.families.configured_graph import ConfiguredGraph, ConfiguredModule
 from motet.families.token_counts import config_value, encoder_segment, grid_of, pooled, reads_text
-from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
-from motet.shapes.module_shape import ModuleWorkload
+from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, queries_of
+from motet.shapes.module_shape import QUERY_TOKENS, ModuleWorkload
 
 MEL_FRAMES_PER_S = 100
 LATENT_SIDE = 8
@@ -44,9 +44,16 @@ def described_samples(config: RunConfig, data: DescribedConfig, graph: Configure
         if config.model.merge != "cross_attention":
             media = [Segment(s.outputs, source=name, item=s.item) for name, items in layouts.items() for s in items]
             text = media + text
+        for name, part in config.model.generators.items():
+            if part.queries and name in data.generated:
+                numbers = range(data.generated[name].count)
+                layouts[queries_of(name)] = tuple(Segment(part.queries, item=i) for i in numbers)
+                text += [Segment(part.queries, source=queries_of(name), item=i, target=name) for i in numbers]
         layouts[LANGUAGE_MODEL], num_loss_tokens[LANGUAGE_MODEL] = tuple(text), data.text_tokens
-    for name, images in _latents(config, data).items():
-        layouts[name], num_loss_tokens[name] = images, sum(image.num_tokens for image in images)
+    for name, images in _latents(config, data, graph).items():
+        layouts[name] = images
+        is_per_image = config.model.generators[name].loss_per == "image"
+        num_loss_tokens[name] = len(images) if is_per_image else sum(image.num_tokens for image in images)
     if CONTRASTIVE in graph.modules:
         num_loss_tokens[CONTRASTIVE] = len(graph.compared)
         if DECODER in graph.modules:
@@ -56,7 +63,9 @@ def described_samples(config: RunConfig, data: DescribedConfig, graph: Configure
 
 
 def _encoder_layouts(data: DescribedConfig, graph: ConfiguredGraph) -> dict[str, tuple[Segment, ...]]:
-    encoders = graph.of_kind("encoder", "tower")
+    encoders = {
+        name: node for name, node in graph.of_kind("encoder", "tower").items() if node.workload.family != QUERY_TOKENS
+    }
     for name in (*data.images, *data.sounds):
         if name not in encoders:
             raise UserError(f"data: there is no encoder {name!r}; the model has {', '.join(encoders)}")
@@ -94,8 +103,8 @@ def _image_grid(workload: ModuleWorkload, image: DescribedImagesConfig) -> tuple
     return grid_of(values, image_size=size, image_grid_thw=(1, size[0] // rows, size[1] // columns))
 
 
-def _latents(config: RunConfig, data: DescribedConfig) -> dict[str, tuple[Segment, ...]]:
-    """The layouts of generators: every position of their latents carries loss."""
+def _latents(config: RunConfig, data: DescribedConfig, graph: ConfiguredGraph) -> dict[str, tuple[Segment, ...]]:
+    """The layouts of generators: the places of U-Nets are those of the latents, of transformers patches of them."""
     for name in data.generated:
         if name not in config.model.generators:
             known = ", ".join(config.model.generators) or "none"
@@ -105,11 +114,12 @@ def _latents(config: RunConfig, data: DescribedConfig) -> dict[str, tuple[Segmen
         if name not in data.generated:
             raise UserError(f"data.generated: says nothing of {name}; give the height and width of its images")
         image = data.generated[name]
-        if image.height % LATENT_SIDE or image.width % LATENT_SIDE:
+        side = LATENT_SIDE * graph.modules[name].workload.config.get("patch_size", 1)
+        if image.height % side or image.width % side:
             raise UserError(
-                f"data.generated.{name}: is {image.height} x {image.width}; give multiples of {LATENT_SIDE}, which a "
-                "place of the latents stands for"
+                f"data.generated.{name}: is {image.height} x {image.width}; give multiples of {side}, which a place "
+                "of the generator stands for"
             )
-        places = (image.height // LATENT_SIDE) * (image.width // LATENT_SIDE)
-        latents[name] = tuple(Segment(places, item=i) for i in range(image.count))
+        rows, columns = image.height // side, image.width // side
+        latents[name] = tuple(Segment(rows * columns, item=i, grid=(rows, columns)) for i in range(image.count))
     return latents

@@ -1,10 +1,13 @@
 """Images and sounds in files. Sizes are read from the headers; files are decoded on `load`. Imports no torch.
 
+What a header says is compared with the limits before anything is decoded.
+
 Images: what Pillow reads. Sounds: what libsndfile reads (WAV, FLAC, Ogg, MP3); several channels are averaged. Videos:
 `motet.data.formats.video`.
 """
 
 import io
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +21,8 @@ import soundfile
 from PIL import Image
 from scipy.signal import resample_poly
 
-from motet.data.example import PLACEHOLDERS, Media, Modality
+from motet.config import USUAL_LIMITS, FileLimits
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, Media, Modality
 from motet.data.formats.video import VideoFile
 from motet.errors import UserError
 
@@ -43,6 +47,14 @@ class InMemory:
         return io.BytesIO(self.content)
 
 
+MOST_HZ = 768_000
+"""Highest rate of a clip; resampling one of another rate takes memory in proportion to both."""
+RESAMPLED_HZ = 48_000
+"""What encoders' feature extractors take at most."""
+UNKNOWN_LENGTHS = (8, 8 + 0xFFFFFFFF)
+"""Of a WAV file that was written into a pipe."""
+
+
 def _to_read(path: Path | StoredFile) -> Path | BinaryIO:
     return path if isinstance(path, Path) else path.open()
 
@@ -50,6 +62,7 @@ def _to_read(path: Path | StoredFile) -> Path | BinaryIO:
 @dataclass(frozen=True)
 class ImageFile:
     path: Path | StoredFile
+    limits: FileLimits = USUAL_LIMITS
 
     def size(self) -> tuple[int, int]:
         """(height, width). Raises `UserError` if it is not an image."""
@@ -58,10 +71,17 @@ class ImageFile:
     @cached_property
     def _size(self) -> tuple[int, int]:
         with self._opened() as image:
-            return image.height, image.width
+            height, width = image.height, image.width
+        if height * width > self.limits.image_pixels:
+            raise UserError(
+                f"{self.path}: has {height} x {width} pixels; replace the image, or give more than "
+                f"data.limits.image_pixels: {self.limits.image_pixels}"
+            )
+        return height, width
 
     def load(self) -> Image.Image:
         """Raises `UserError` if it cannot be decoded."""
+        self.size()
         with self._opened() as image:
             try:
                 return image.convert("RGB")
@@ -83,6 +103,7 @@ class ImageFile:
 @dataclass(frozen=True)
 class SoundFile:
     path: Path | StoredFile
+    limits: FileLimits = USUAL_LIMITS
 
     def size(self) -> tuple[int, int]:
         """(samples, Hz). Raises `UserError` if it is not a sound, or an empty one."""
@@ -97,11 +118,37 @@ class SoundFile:
             raise UserError(f"{self.path}: is no sound that libsndfile reads ({error}); replace the file") from None
         if not header.frames:
             raise UserError(f"{self.path}: is an empty clip; replace the file, or leave it out")
+        if not 1 <= header.samplerate <= MOST_HZ:
+            raise UserError(f"{self.path}: has {header.samplerate} samples in a second; replace the clip")
+        seconds, samples = header.frames / header.samplerate, header.frames * header.channels
+        if seconds > self.limits.audio_s:
+            raise UserError(
+                f"{self.path}: lasts {seconds:.6g} s; replace the clip, or give more than data.limits.audio_s: "
+                f"{self.limits.audio_s:g}"
+            )
+        if max(samples, header.frames * RESAMPLED_HZ / header.samplerate) > self.limits.audio_samples:
+            raise UserError(
+                f"{self.path}: has {samples} samples, {seconds:.6g} s; replace the clip, or give more than "
+                f"data.limits.audio_samples: {self.limits.audio_samples}"
+            )
+        self._check_length()
         return header.frames, header.samplerate
+
+    def _check_length(self) -> None:
+        """Refuses a WAV file that is shorter than its header says, which libsndfile reads as far as it goes."""
+        file = self.path.open("rb") if isinstance(self.path, Path) else self.path.open()
+        with file:
+            header = file.read(12)
+            told = 8 + int.from_bytes(header[4:8], "little")
+            if header[:4] != b"RIFF" or header[8:] != b"WAVE" or told in UNKNOWN_LENGTHS:
+                return
+            length = file.seek(0, os.SEEK_END)
+        if length < told:
+            raise UserError(f"{self.path}: is cut short, {length} of {told} bytes; replace the clip")
 
     def load(self) -> np.ndarray:
         """Raises `UserError` if it cannot be decoded, or is shorter than its header says."""
-        self._check_presence()
+        self.size()
         try:
             samples, _ = soundfile.read(_to_read(self.path), dtype="float32", always_2d=True)
         except (soundfile.SoundFileError, OSError) as error:
@@ -129,7 +176,7 @@ def resample(wave: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
 class MediaKind:
     """Files of one modality."""
 
-    open: Callable[[Path | StoredFile], Media]
+    open: Callable[[Path | StoredFile, FileLimits], Media]
     suffixes: tuple[str, ...]
     """Of members of WebDataset shards."""
 
@@ -138,6 +185,7 @@ MEDIA_KINDS: dict[Modality, MediaKind] = {
     "image": MediaKind(ImageFile, ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")),
     "audio": MediaKind(SoundFile, ("wav", "flac", "ogg", "mp3")),
     "video": MediaKind(VideoFile, ("mp4", "m4v", "mov", "webm", "mkv", "avi")),
+    TO_GENERATE: MediaKind(ImageFile, ()),
 }
 """By modality."""
 
@@ -148,4 +196,4 @@ def register_modality(
     """Adds a modality, or replaces one that was added. Records name its files under its name, or it with an s, and mark
     their places by `<name>`."""
     PLACEHOLDERS[modality] = f"<{modality}>"
-    MEDIA_KINDS[modality] = MediaKind(open_file, suffixes)
+    MEDIA_KINDS[modality] = MediaKind(lambda path, limits: open_file(path), suffixes)

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from motet.config import USUAL_LIMITS, FileLimits
 from motet.data.example import PLACEHOLDERS, Example, Message, Modality
 from motet.data.formats.conversations import read_records
-from motet.data.formats.records import RecordReader, is_text
+from motet.data.formats.records import RecordReader, check_ids, is_text
 from motet.errors import UserError
 
 
@@ -22,17 +23,22 @@ class PairExamples:
     """The records of some files, in their order."""
 
     def __init__(
-        self, files: Sequence[str | Path], folders: Mapping[Modality, Path], pairs: Sequence[tuple[str, str]]
+        self,
+        files: Sequence[str | Path],
+        folders: Mapping[Modality, Path],
+        pairs: Sequence[tuple[str, str]],
+        limits: FileLimits = USUAL_LIMITS,
     ) -> None:
         """`folders`: folders to which the paths of media are relative. `pairs`: the modalities ("image", "audio",
         "text") that are compared. Raises `UserError` naming file and line."""
         kinds = list(dict.fromkeys(kind for pair in pairs for kind in pair))
-        readers = [RecordReader(Path(file), folders, [kind for kind in kinds if kind != "text"]) for file in files]
-        self._examples = [
-            _example(record, where, reader, kinds, pairs)
-            for reader in readers
-            for where, record in read_records(reader.file)
-        ]
+        modalities = [kind for kind in kinds if kind != "text"]
+        readers = [RecordReader(Path(file), folders, modalities, limits) for file in files]
+        self._examples: list[Example] = []
+        for reader in readers:
+            own = [_example(record, where, reader, kinds, pairs) for where, record in read_records(reader.file, limits)]
+            check_ids(((example.id, example.where) for example in own), limits)
+            self._examples += own
         if not self._examples:
             raise UserError(f"{', '.join(str(file) for file in files)}: no sample in it; give at least one")
         self.notes = tuple(note for reader in readers for note in reader.notes)

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from motet.data.example import PLACEHOLDERS, Example
-from motet.data.formats.records import TURNS, RecordReader
+from motet.data.formats.records import TURNS, RecordReader, check_ids
 from motet.errors import UserError
 
 COLUMNS = ("id", "system", *TURNS, *(f"{modality}{s}" for modality in PLACEHOLDERS for s in ("", "s")))
@@ -42,6 +42,8 @@ class ParquetExamples:
             raise UserError(f"{self._file}: has no column {' or '.join(TURNS)}; it has {', '.join(columns)}")
         self._columns = [name for name in columns if name in COLUMNS]
         reader.skip("its header", columns, COLUMNS)
+        if "id" in columns and not reader.limits.repeated_ids:
+            check_ids(((own, f"{self._file}: row {row}") for row, own in enumerate(self._ids()) if own), reader.limits)
         self.notes = reader.notes
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._first_rows = [0, *accumulate(group.num_rows for group in groups)]
@@ -60,6 +62,20 @@ class ParquetExamples:
             return ParquetFile(self._file, pre_buffer=False)
         except (OSError, ArrowException) as error:
             raise UserError(f"{self._file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+
+    def _ids(self) -> list[str | None]:
+        """The ids of all rows; those of row groups that cannot be read are None, and told when their turn comes."""
+        from pyarrow import ArrowException
+
+        ids: list[str | None] = []
+        file = self._open()
+        for group in range(file.metadata.num_row_groups):
+            try:
+                column = file.read_row_group(group, columns=["id"], use_threads=False).column("id")
+                ids += [None if own is None else str(own) for own in column.to_pylist()]
+            except (OSError, ArrowException, UnicodeDecodeError):
+                ids += [None] * file.metadata.row_group(group).num_rows
+        return ids
 
     def __len__(self) -> int:
         return self._first_rows[-1]

@@ -12,6 +12,8 @@ them, or `{"type": "image_url", "image_url": {"url": ...}}`, as OpenAI has them;
 that names no file stands for the next one of the record's list. A file is a path, bytes, `{"bytes", "path"}` as HF
 `datasets` writes it, or a `data:` URL.
 
+`generate` names images that a generator is to make, in questions or answers, at `<generate>`.
+
 A conversation may begin with a system turn; then user and assistant alternate, and the last one is the assistant's.
 Nothing is downloaded.
 """
@@ -19,12 +21,13 @@ Nothing is downloaded.
 import base64
 import binascii
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from motet.data.example import PLACEHOLDERS, Example, Media, Message, Modality, placeholders_in
+from motet.config import USUAL_LIMITS, FileLimits
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, Example, Media, Message, Modality, placeholders_in
 from motet.data.formats.media import MEDIA_KINDS, InMemory
 from motet.errors import UserError
 
@@ -44,6 +47,7 @@ class RecordReader:
     """What the paths of media are relative to."""
     modalities: Collection[Modality]
     """What the model's modules take."""
+    limits: FileLimits = USUAL_LIMITS
     unread: dict[str, str] = field(default_factory=dict)
     """Keys that are not read, and where the first one of each stands."""
 
@@ -92,12 +96,13 @@ class RecordReader:
             given = next((given[k] for k in ("bytes", "path", "url", "data") if given.get(k) is not None), None)
         kind = MEDIA_KINDS[modality]
         if isinstance(given, bytes):
-            return kind.open(InMemory(f"{where}, {key}", given))
+            return kind.open(InMemory(f"{where}, {key}", given), self.limits)
         if not isinstance(given, str):
             raise UserError(f"{key}: is {_short(given)}; give a path or a list of paths")
         if given.startswith("data:"):
             try:
-                return kind.open(InMemory(f"{where}, {key}", base64.b64decode(given.partition(",")[2], validate=True)))
+                content = base64.b64decode(given.partition(",")[2], validate=True)
+                return kind.open(InMemory(f"{where}, {key}", content), self.limits)
             except binascii.Error:
                 raise UserError(f"{key}: {_short(given)} is not base64; give a path") from None
         path = given.removeprefix("file://")
@@ -106,7 +111,34 @@ class RecordReader:
         folder = self.folders.get(modality, Path())
         if not os.path.isfile(folder / path):  # Unlike `Path.is_file`, it accepts any path.
             raise UserError(f"{key}: {folder / path}: there is no such file")
-        return kind.open(folder / path)
+        if not self.limits.outside_folders and not _is_inside(folder, path):
+            raise UserError(
+                f"{key}: {path} leaves {modality}_folder {folder}; give the folder that holds it, or "
+                "data.limits.outside_folders: true"
+            )
+        return kind.open(folder / path, self.limits)
+
+
+def _is_inside(folder: Path, path: str) -> bool:
+    """Whether a path is relative and leads to a file in the folder, also after links."""
+    if os.path.isabs(path) or ".." in Path(path).parts:
+        return False
+    return Path(os.path.realpath(folder / path)).is_relative_to(os.path.realpath(folder))
+
+
+def check_ids(ids: Iterable[tuple[str, str]], limits: FileLimits) -> None:
+    """Raises `UserError` for a second sample of an id, unless the limits allow it. `ids`: ids of samples of one file,
+    each with its place."""
+    if limits.repeated_ids:
+        return
+    places: dict[str, str] = {}
+    for own, where in ids:
+        if own in places:
+            raise UserError(
+                f"{where}: id {_short(own)} stands at {places[own]} too; give each sample its own, or "
+                "data.limits.repeated_ids: true"
+            )
+        places[own] = where
 
 
 class _Conversation:
@@ -175,7 +207,7 @@ class _Conversation:
         content = self._read_content(f"{key}.{text_key}", turn.get(text_key)).strip()
         if role == "assistant" and not content:
             raise UserError(f"{key}.{text_key}: is an empty answer; give its text, or leave the turn out")
-        if role == "assistant" and len(self._placed) > num_placed:
+        if role == "assistant" and any(modality != TO_GENERATE for modality, _ in self._placed[num_placed:]):
             raise UserError(f"{key}.{text_key}: an answer cannot hold images or clips; put them into a question")
         unset = {k for k, value in turn.items() if value is None}
         self._reader.skip(self._where, turn, {speaker, text_key, *unset}, f"{key.partition('[')[0]}[].")

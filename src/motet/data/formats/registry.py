@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import (
+    USUAL_LIMITS,
     ConversationsConfig,
     DialADigitConfig,
+    FileLimits,
     FilesConfig,
     PairsConfig,
     PreparedDataConfig,
     SameDigitsConfig,
 )
-from motet.data.example import PLACEHOLDERS, Example, ExampleSource, Modality
+from motet.data.example import PLACEHOLDERS, TO_GENERATE, Example, ExampleSource, Modality
 from motet.data.formats.conversations import ConversationExamples
 from motet.data.formats.pairs import PairExamples
 from motet.data.formats.parquet import ParquetExamples
@@ -69,8 +71,12 @@ def _open_task(task_class: Any, examples_class: type[TaskExamples]) -> Callable[
 def _open_conversations(data: ConversationsConfig, graph: ConfiguredGraph) -> Examples:
     folders = _folders(data)
     taken = [m for node in graph.of_kind("encoder").values() for m in modalities_of(node.workload.config)]
-    train = open_conversations(data.files, folders, taken)
-    return Examples(train, open_conversations(data.eval_files, folders, taken) if data.eval_files else None)
+    taken += [TO_GENERATE] if graph.of_kind("generator") else []
+
+    def opened(files: Sequence[str]) -> ExampleSource:
+        return open_conversations(files, folders, taken, data.limits)
+
+    return Examples(opened(data.files), opened(data.eval_files) if data.eval_files else None)
 
 
 def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
@@ -80,14 +86,18 @@ def _open_pairs(data: PairsConfig, graph: ConfiguredGraph) -> Examples:
         if workload.kind == "tower"
     }
     pairs = [(kinds[first], kinds[second]) for first, second in graph.compared]
-    train = PairExamples(data.files, _folders(data), pairs)
-    return Examples(train, PairExamples(data.eval_files, _folders(data), pairs) if data.eval_files else None)
+
+    def opened(files: Sequence[str]) -> ExampleSource:
+        return PairExamples(files, _folders(data), pairs, data.limits)
+
+    return Examples(opened(data.files), opened(data.eval_files) if data.eval_files else None)
 
 
 def _folders(data: FilesConfig) -> dict[Modality, Path]:
     """By modality, what the paths of media are relative to."""
     own = getattr(data, "media_folder", ".")
-    return {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
+    folders = {modality: Path(getattr(data, f"{modality}_folder", own)) for modality in PLACEHOLDERS}
+    return {**folders, TO_GENERATE: folders["image"]}
 
 
 DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {
@@ -100,16 +110,20 @@ DATA_KINDS: Mapping[type[PreparedDataConfig], DataKind] = {
 
 
 def open_conversations(
-    files: Sequence[str], folders: Mapping[Modality, Path], modalities: Collection[Modality] = tuple(PLACEHOLDERS)
+    files: Sequence[str],
+    folders: Mapping[Modality, Path],
+    modalities: Collection[Modality] = tuple(PLACEHOLDERS),
+    limits: FileLimits = USUAL_LIMITS,
 ) -> ExampleSource:
     """Opens files of conversations. Raises `UserError` naming the file that is wrong.
 
     Args:
         files: paths, or patterns such as `shards/*.tar`, whose matches are sorted by name.
         folders: by modality, what the paths of media are relative to.
-        modalities: what the model's modules take; media of others are errors."""
+        modalities: what the model's modules take; media of others are errors.
+        limits: of files, and what else is refused."""
     parts = [
-        FILE_FORMATS.get(Path(path).suffix, ConversationExamples)(RecordReader(Path(path), folders, modalities))
+        FILE_FORMATS.get(Path(path).suffix, ConversationExamples)(RecordReader(Path(path), folders, modalities, limits))
         for file in files
         for path in _matches(file)
     ]

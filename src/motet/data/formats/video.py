@@ -13,6 +13,7 @@ from typing import Any
 
 from PIL import Image
 
+from motet.config import USUAL_LIMITS, FileLimits
 from motet.data.example import VideoSize
 from motet.errors import UserError
 
@@ -30,6 +31,7 @@ LAST_FRAME_S = 1.0
 class VideoFile:
     path: Any
     """A `Path` or a `motet.data.formats.media.StoredFile`."""
+    limits: FileLimits = USUAL_LIMITS
 
     def size(self) -> VideoSize:
         """From the header and the first frame. Raises `UserError` if it is not a video, or PyAV is not installed."""
@@ -49,6 +51,11 @@ class VideoFile:
                 raise UserError(
                     f"{self.path}: its header does not say how long it is; write it anew, e.g. by "
                     "ffmpeg -i OLD -c copy NEW.mp4"
+                )
+            if stream.width * stream.height > self.limits.image_pixels:
+                raise UserError(
+                    f"{self.path}: has frames of {stream.height} x {stream.width} pixels; replace the video, or give "
+                    f"more than data.limits.image_pixels: {self.limits.image_pixels}"
                 )
             first = next(container.decode(stream), None)
             if first is None:

@@ -5,6 +5,8 @@ with the record (`motet.data.formats.records`), and its media in the order of th
 Keys and members that are not read are those of the first sample. The offsets of members
 are read when the shard is opened, their contents when they are needed. Nothing is unpickled.
 
+Of samples' ids, the names of members are compared when the shard is opened, those in records are not.
+
 Limits: local files only; compressed shards are refused, since they have no offsets.
 """
 
@@ -20,7 +22,7 @@ from typing import BinaryIO
 
 from motet.data.example import Example
 from motet.data.formats.media import MEDIA_KINDS
-from motet.data.formats.records import RecordReader
+from motet.data.formats.records import RecordReader, check_ids
 from motet.errors import UserError
 
 
@@ -70,6 +72,7 @@ class ShardExamples:
             raise UserError(
                 f"{file}: cannot be read as a tar file ({error}); give a WebDataset shard that is not compressed"
             ) from None
+        check_ids(((key, f"{own[0]}") for own in self._members for key in [_key(own[0].name)]), reader.limits)
         digest = hashlib.sha256(repr([(m.name, m.num_bytes) for own in self._members for m in own]).encode())
         self.fingerprint = digest.hexdigest()[:16]
 
@@ -95,7 +98,9 @@ class ShardExamples:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{texts[0]}: is not JSON: {error}") from None
         media = {
-            modality: tuple(kind.open(member) for member in members if _suffix(member.name) in kind.suffixes)
+            modality: tuple(
+                kind.open(member, self._reader.limits) for member in members if _suffix(member.name) in kind.suffixes
+            )
             for modality, kind in MEDIA_KINDS.items()
         }
         for modality, files in media.items():

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -32,6 +33,10 @@ CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconn
 T = TypeVar("T")
 Take = Callable[[dict[str, Any], pa.Buffer], list[T]]
 """Reads the requested samples, in their order, from the header and bytes of a message."""
+
+
+FACTS = ("data", "contents", "sizes", "software")
+"""What a server says of itself."""
 
 
 class ServersFailedError(RuntimeError):
@@ -61,13 +66,40 @@ class Connection:
         self._retry_s = RETRY_S
 
     def describe(self) -> dict[str, Any]:
-        (result,) = self._client.do_action(flight.Action(DESCRIBE, b""), self._options)
-        return json.loads(result.body.to_pybytes())
+        with self._understood():
+            (result,) = self._client.do_action(flight.Action(DESCRIBE, b""), self._options)
+            facts = json.loads(result.body.to_pybytes())
+            if not isinstance(facts, dict) or any(not isinstance(facts.get(key), dict) for key in FACTS):
+                raise ValueError(f"no facts with {', '.join(FACTS)}")
+            if not all(
+                isinstance(size, int) and size > 0 and split in facts["contents"]
+                for split, size in facts["sizes"].items()
+            ):
+                raise ValueError("sizes that are none")
+            return facts
 
-    def messages(self, request: Request) -> Iterator[tuple[dict[str, Any], pa.Buffer]]:
+    def answers(self, request: Request, take: Take[T]) -> Iterator[list[T]]:
+        """What `take` makes of each message."""
         for chunk in self._client.do_get(flight.Ticket(request.to_bytes()), self._options):
-            data = chunk.data.column(0).buffers()[2]
-            yield json.loads(chunk.app_metadata.to_pybytes()), data if data is not None else pa.py_buffer(b"")
+            with self._understood():
+                data = chunk.data.column(0).buffers()[2]
+                header = json.loads(chunk.app_metadata.to_pybytes())
+                answers = take(header, data if data is not None else pa.py_buffer(b""))
+            yield answers
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Whatever a message holds that is none of ours is told in one line."""
+        try:
+            yield
+        except (UserError, flight.FlightError, pa.ArrowException, OSError):
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise UserError(
+                f"data.servers: {self.address} sent what cannot be read ({reason}); start motet serve-data of this "
+                "version there"
+            ) from None
 
     def close(self) -> None:
         self._client.close()
@@ -111,8 +143,8 @@ class Servers:
             connection = self._first_that_is_up(home)
             rest = Ticket(ticket.split, ticket.indices[len(answers) :], ticket.module)
             try:
-                for header, data in connection.messages(Request(self._agreed, rest)):
-                    answers += take(header, data)
+                for taken in connection.answers(Request(self._agreed, rest), take):
+                    answers += taken
                     failed.clear()
                     answered_s = time.monotonic()
                 connection.note_success()

@@ -7,6 +7,8 @@
       motet.json            how they are put together
       README.md             how to load them without motet
 
+A generator is written as `motet.models.hub.generators` says.
+
 A contrastive model has its towers in place of the encoders, `contrastive/` (the loss: logit_scale and logit_bias),
 `decoder/` if there is a caption decoder, and `whole/`: the same as one CLIPModel or SiglipModel, if transformers has
 such a model. The features of a tower are its encoder's `pooler_output` (Whisper: the mean of its `last_hidden_state`
@@ -22,7 +24,7 @@ Limits: callbacks are code and are not exported; a projector of the user's own i
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,15 @@ from motet.families.token_counts import FeatureSelect
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
 from motet.models.graph import Merge, ModalityModule, ModuleGraph
 from motet.models.hub.clip import is_transformers_model, to_transformers
+from motet.models.hub.generators import (
+    GeneratorDescription,
+    check_names,
+    describe_generators,
+    generator_parts,
+    manifest_entry,
+    sampling_code,
+    save_generator,
+)
 from motet.models.hub.weights import (
     MAX_SHARD_SIZE,
     check_tensors,
@@ -170,6 +181,7 @@ class ModelDescription:
     media_attention: str = "causal"
     """`model.media_attention` of a run file: what tokens of images and clips see in the language model."""
     loss: LossDescription | None = None
+    generators: Mapping[str, GeneratorDescription] = field(default_factory=dict)
 
     @property
     def encoders(self) -> dict[str, PartDescription]:
@@ -202,7 +214,8 @@ def describe_config(model: ModelConfig, placeholder_token_ids: Mapping[str, int]
     media = model.media_attention
     if media == "family":
         media = rule_of_family(language_model.model_type).media
-    return ModelDescription(parts=parts, merge=model.merge, media_attention=media)
+    generators = describe_generators(model, language_model.get_text_config().hidden_size, placeholder_token_ids)
+    return ModelDescription(parts=parts, merge=model.merge, media_attention=media, generators=generators)
 
 
 def _describe_towers(model: ModelConfig) -> ModelDescription:
@@ -308,10 +321,14 @@ def export_parts(
                 processors[name].save_pretrained(partial / name)
             if name in processors and part.kind == "language_model":
                 generation_config(processors[name]).save_pretrained(partial / name)
+        for name, generator in description.generators.items():
+            save_generator(partial, name, generator, tensors)
         manifest = _manifest(description)
         write_json(partial / MANIFEST, manifest)
         if description.loss is None:
             readme = export_readme(manifest, has_tokenizer=LANGUAGE_MODEL in processors)
+            for name, generator in description.generators.items():
+                readme += f"\nAn image is drawn by `{name}`:\n\n```python\n{sampling_code(name, generator)}```\n"
             (partial / "README.md").write_text(readme)
             return
         (partial / CONTRASTIVE).mkdir()
@@ -421,6 +438,8 @@ def load_model(folder: Path, class_of: Callable[[str], Any]) -> Any:
 
 def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], processors: Mapping[str, Any]) -> None:
     parts = set() if description.loss is None else {f"{CONTRASTIVE}.module"}
+    parts |= generator_parts(description.generators)
+    check_names(description.parts, description.generators)
     for name, part in description.parts.items():
         parts |= {f"{name}.module"} | ({f"{name}.projector"} if part.projector else set())
         if f"{name}_projector" in description.parts:
@@ -495,6 +514,11 @@ def _manifest(description: ModelDescription) -> dict[str, Any]:
             for name, encoder in description.encoders.items()
         },
         LANGUAGE_MODEL: _class_entry(description.language_model, "language_model"),
+        **(
+            {"generators": {n: manifest_entry(own) for n, own in description.generators.items()}}
+            if description.generators
+            else {}
+        ),
     }
 
 

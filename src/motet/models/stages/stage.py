@@ -36,6 +36,8 @@ class StageInput:
     """By source module, the rows that it hands on [num_rows, width], in the order (sample, item)."""
     hands_on: bool = False
     """Whether other modules read the hidden states of a last stage that computes a loss too."""
+    draw_key: tuple[int, ...] | None = None
+    """Seed and step, on which noise and time steps of generators depend; None: evaluation (`motet.models.draws`)."""
     shares: Shares | None = None
     """For a contrastive loss: which rank holds which rows of the contrastive batch."""
 

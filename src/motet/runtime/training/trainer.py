@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,6 +190,7 @@ class Trainer:
                 self.summary.iteration_s.append(ended - loaded)
                 values = {
                     "loss": result.loss,
+                    **_losses_by_module(result),
                     "gradient_norm": result.gradient_norm,
                     "learning_rate": self.settings.learning_rate * self.optimizer.factor(self.finished_steps - 1),
                     "step_s": ended - started,
@@ -311,20 +313,22 @@ class Trainer:
         return every > 0 and (self.finished_steps % every == 0 or self.is_done)
 
     def evaluate(self) -> float:
-        """Mean loss per loss token over the held-out samples, forward only and without dropout."""
+        """Mean loss per loss token over the held-out samples, forward only and without dropout; of several losses the
+        weighted sum of their means."""
         assert self.held_out is not None
         stages = self.engine.model.modules()
         was_training = [stage.training for stage in stages]
         for stage in stages:
             stage.eval()
-        total, tokens = 0.0, 0
+        sums: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
         for batch in self.held_out:
             result = self.engine.run(batch, forward_only=True)
-            total += result.loss * result.num_loss_tokens
-            tokens += result.num_loss_tokens
+            sums.update(result.loss_sums)
+            tokens.update(result.loss_tokens)
         for stage, mode in zip(stages, was_training, strict=True):
             stage.train(mode)
-        return total / max(1, tokens)
+        return self.engine.weighted_loss(sums, tokens)
 
     def _save(self) -> None:
         metrics = {} if math.isinf(self.summary.best_loss) else {"best_loss": self.summary.best_loss}
@@ -351,6 +355,14 @@ class Trainer:
     def _write(self, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(self.finished_steps, values)
+
+
+def _losses_by_module(result: IterationResult) -> dict[str, float]:
+    """Each mean loss, unweighted, where the model has several."""
+    if len(result.loss_sums) == 1:
+        return {}
+    tokens = result.loss_tokens
+    return {f"loss_{name}": value / max(1, tokens[name]) for name, value in result.loss_sums.items()}
 
 
 def _is_finite(result: IterationResult) -> bool:

@@ -35,6 +35,10 @@ BuildReference = Callable[[], Mapping[str, ModuleNode]]
 """Builds the model's modules plainly, in the dtype of the run's parameters; what the run froze is frozen in them."""
 
 
+DRAW_KEY = (0, 0)
+"""Seed and step of the noise of generators."""
+
+
 @torch.no_grad()
 def collect_gradients(model: LocalModel) -> Versions | None:
     """The whole gradient of every trainable parameter, on rank 0 (None elsewhere). Collective.
@@ -106,7 +110,7 @@ def verify_batch(
     """
     engine.model.zero_gradients()
     weights = collect_weights(engine.model)
-    result = engine.run(batch)
+    result = engine.run(batch, seed=DRAW_KEY)
     gradients = collect_gradients(engine.model)
     comparison = None
     if gradients is not None and weights is not None:
@@ -144,7 +148,7 @@ def run_references(
 
     def run(batch: Batch, context: AbstractContextManager[object]) -> LossAndGradients:
         with context:
-            loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size)
+            loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
         if loss.requires_grad:
             loss.backward()
         return LossAndGradients(loss.item(), *_take_gradients(modules))

@@ -1,0 +1,183 @@
+"""Exports a generator as folders that plain diffusers and torch load.
+
+    image/                config.json, diffusion_pytorch_model.safetensors: for diffusers' `from_pretrained`
+    image_scheduler/      scheduler_config.json: of the noise that it was trained with
+    image_projector/      config.json, model.safetensors: the connector and the null condition
+    image_queries/        model.safetensors: the query tokens, if it has them
+
+`sampling_code` is the part of the README that makes an image with them; a test runs it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.config import GeneratorConfig, ModelConfig
+from motet.errors import UserError
+from motet.families.diffusion_models import diffusion_class
+from motet.families.hf_config import read_generator
+from motet.models.hub.weights import check_tensors, save_tensors, tensors_under, write_json
+from motet.models.stages.generator import NUM_TIMESTEPS, Connector
+from motet.plan import queries_of
+
+GUIDANCE = 2.0
+NUM_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorDescription:
+    """A generator without weights."""
+
+    model_class: str
+    values: Mapping[str, Any]
+    """Of its configuration."""
+    objective: str
+    projector: str
+    sizes: tuple[int, int, int]
+    """Widths of the hidden states that it reads, of its conditions, and of the pooled condition."""
+    num_queries: int | None
+    placeholder_token_id: int
+
+    @property
+    def scheduler_class(self) -> str:
+        return "FlowMatchEulerDiscreteScheduler" if self.objective == "flow" else "DDIMScheduler"
+
+    def scheduler(self) -> Any:
+        """Of diffusers, for the noise of the training."""
+        made = diffusion_class(self.scheduler_class)
+        if self.objective == "flow":
+            return made(num_train_timesteps=NUM_TIMESTEPS, shift=1.0)
+        prediction = {"epsilon": "epsilon", "v": "v_prediction"}[self.objective]
+        return made(
+            num_train_timesteps=NUM_TIMESTEPS,
+            beta_start=1e-4,
+            beta_end=0.02,
+            beta_schedule="linear",
+            prediction_type=prediction,
+            clip_sample=False,
+            timestep_spacing="trailing",
+        )
+
+
+def describe_generators(
+    model: ModelConfig, width: int, placeholder_token_ids: Mapping[str, int]
+) -> dict[str, GeneratorDescription]:
+    """Of a run file. `width`: of the language model's hidden states."""
+    return {name: _described(name, part, width, placeholder_token_ids) for name, part in model.generators.items()}
+
+
+def _described(
+    name: str, part: GeneratorConfig, width: int, placeholder_ids: Mapping[str, int]
+) -> GeneratorDescription:
+    shape = read_generator(part, name, width)
+    values = dict(shape.config)
+    sizes = width, int(values.pop("condition_size")), int(values.pop("pooled_size"))
+    return GeneratorDescription(
+        model_class=shape.family,
+        values=values,
+        objective=part.objective,
+        projector=part.projector,
+        sizes=sizes,
+        num_queries=part.queries,
+        placeholder_token_id=placeholder_ids[queries_of(name) if part.queries else name],
+    )
+
+
+def generator_parts(described: Mapping[str, GeneratorDescription]) -> set[str]:
+    """Beginnings of the names of their tensors. Raises `UserError` for folders of one name."""
+    parts = set()
+    for name, own in described.items():
+        parts |= {f"{name}.module", f"{name}.projector"}
+        if own.num_queries:
+            parts.add(f"{queries_of(name)}.module")
+    return parts
+
+
+def save_generator(folder: Path, name: str, described: GeneratorDescription, tensors: Mapping[str, Tensor]) -> None:
+    """Raises `UserError` if the tensors are not those of the model."""
+    own = dict(tensors_under(tensors, f"{name}.module"))
+    model = diffusion_class(described.model_class).from_config(
+        {**described.values, "_class_name": described.model_class}
+    )
+    dtypes = check_tensors(dict(model.named_parameters()), own, where=f"{name}.module")
+    model.to(next(iter(dtypes.values()))).load_state_dict(own, strict=False)
+    model.save_pretrained(folder / name)
+    described.scheduler().save_pretrained(folder / f"{name}_scheduler")
+    connector = dict(tensors_under(tensors, f"{name}.projector"))
+    with torch.device("meta"):
+        expected = Connector(*described.sizes, described.projector, dtype=torch.float32, seed=None)
+    check_tensors(dict(expected.named_parameters()), connector, where=f"{name}.projector")
+    (folder / f"{name}_projector").mkdir()
+    save_tensors(folder / f"{name}_projector" / "model.safetensors", connector)
+    write_json(
+        folder / f"{name}_projector" / "config.json", {"projector": described.projector, "sizes": described.sizes}
+    )
+    if described.num_queries:
+        (folder / queries_of(name)).mkdir()
+        save_tensors(
+            folder / queries_of(name) / "model.safetensors", dict(tensors_under(tensors, f"{queries_of(name)}.module"))
+        )
+
+
+def manifest_entry(described: GeneratorDescription) -> dict[str, Any]:
+    return {
+        "model_class": described.model_class,
+        "imported_from": "diffusers",
+        "scheduler_class": described.scheduler_class,
+        "projector": described.projector,
+        "num_queries": described.num_queries,
+        "placeholder_token_id": described.placeholder_token_id,
+    }
+
+
+def sampling_code(name: str, described: GeneratorDescription) -> str:
+    """A program that makes one image with plain transformers, diffusers and torch."""
+    linears = ["linear"] if described.projector == "linear" else ["linear_1", "linear_2"]
+    projected = f'layer("projector.{linears[0]}", states)'
+    if len(linears) == 2:
+        projected = f'layer("projector.{linears[1]}", F.gelu({projected}))'
+    reads = "ids = tokenizer(prompt, return_tensors='pt').input_ids[0]"
+    embedded = "language_model.get_input_embeddings()(ids)"
+    rows = ""
+    if described.num_queries:
+        embedded = f"torch.cat([{embedded}, queries])"
+        rows = ", -len(queries):"
+    given = ", pooled_projections=layer('pooled', conditions.mean(1))" if described.sizes[2] else ""
+    side, channels = described.values["sample_size"], described.values["in_channels"]
+    return f"""import torch
+import torch.nn.functional as F
+from diffusers import {described.model_class}, {described.scheduler_class}
+from safetensors.torch import load_file
+
+generator = {described.model_class}.from_pretrained("{name}", torch_dtype=language_model.dtype)
+scheduler = {described.scheduler_class}.from_pretrained("{name}_scheduler")
+weights = load_file("{name}_projector/model.safetensors")
+{f'queries = load_file("{queries_of(name)}/model.safetensors")["weight"]' if described.num_queries else ""}
+layer = lambda at, x: F.linear(x, weights[at + ".weight"], weights[at + ".bias"])
+
+@torch.no_grad()
+def draw(prompt, guidance={GUIDANCE}, steps={NUM_STEPS}, height={side}, width={side}):
+    {reads}
+    states = language_model(inputs_embeds={embedded}[None], output_hidden_states=True).hidden_states[-1][0{rows}]
+    states = F.layer_norm(states, states.shape[-1:], weights["norm.weight"], weights["norm.bias"])
+    conditions = torch.stack([{projected}, weights["null"].expand(len(states), -1)])
+    image = torch.randn(1, {channels}, height, width, dtype=states.dtype)
+    scheduler.set_timesteps(steps)
+    for time in scheduler.timesteps:
+        given = dict(encoder_hidden_states=conditions, timestep=time.expand(2){given})
+        wanted, other = generator(image.repeat(2, 1, 1, 1), **given).sample.split(1)
+        image = scheduler.step(other + guidance * (wanted - other), time, image).prev_sample
+    return image.clamp(-1, 1)  # [1, {channels}, height, width]; -1 is black.
+"""
+
+
+def check_names(modules: Mapping[str, Any], generators: Mapping[str, GeneratorDescription]) -> None:
+    """Raises `UserError` if two parts would have one folder."""
+    for name in generators:
+        for folder in (f"{name}_scheduler", f"{name}_projector", queries_of(name)):
+            if folder in modules:
+                raise UserError(f"export: {folder} is a folder of generator {name}; rename that module")

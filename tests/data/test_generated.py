@@ -1,0 +1,102 @@
+"""Images to generate in conversations: layouts, labels, pixels, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from generator_run import SD3, generator_config, generator_run
+from PIL import Image
+
+from motet.assignment.sample import Sample, Segment
+from motet.config import RunConfig
+from motet.data.run_file import open_data, open_samples
+from motet.errors import UserError
+
+
+def test_queries_stand_at_placeholders_and_name_their_reader(tmp_path: Path) -> None:
+    data = open_data(generator_config(tmp_path)).train
+    sample = data.sample(3)  # Two images to draw, 8 x 12 pixels.
+    grid = {"num_tokens": 24, "grid": (4, 6)}
+    assert sample.layouts["image"] == (Segment(item=0, **grid), Segment(item=1, **grid))
+    assert sample.layouts["image_queries"] == (Segment(3, item=0), Segment(3, item=1))
+    queries = [segment for segment in sample.layouts["language_model"] if segment.source == "image_queries"]
+    assert queries == [Segment(3, source="image_queries", item=i, target="image") for i in (0, 1)]
+    assert sample.num_loss_tokens["image"] == 2
+    text = data.features(3, "language_model")
+    marks = text["input_ids"] == text["input_ids"].max()  # The last token that was added.
+    # That an image comes is learned at the first of its places.
+    assert text["labels"][marks].tolist() == 2 * [text["input_ids"].max().item(), -100, -100]
+    assert data.features(3, "image")["latents"].shape == (2 * 8 * 12,)
+    assert "image" not in data.sample(4).layouts
+    assert data.sample(4).num_loss_tokens["image"] == 0
+
+
+def test_without_queries_the_prompt_is_read(tmp_path: Path) -> None:
+    config = generator_config(tmp_path, queries=None)
+    data = open_data(config).train
+    sample = data.sample(1)  # An image to see, and one to draw.
+    ids = data.features(1, "language_model")["input_ids"]
+    mark = ids.tolist().index(ids.max())
+    assert sample.output_places("language_model", "image") == list(range(mark + 1))
+    assert data.features(1, "language_model")["labels"][mark] == ids.max()
+    with pytest.raises(UserError, match="has several images, but image reads the whole prompt of one"):
+        data.sample(3)
+
+
+def test_pixels_are_grey_between_minus_one_and_one(tmp_path: Path) -> None:
+    data = open_data(generator_config(tmp_path)).train
+    pixels = np.asarray(Image.open(tmp_path / "generate_0_0.png").convert("L"), dtype=np.float32)
+    np.testing.assert_allclose(data.features(0, "image")["latents"].view(8, 8), pixels / 127.5 - 1)
+
+
+def test_metadata_read_without_torch_are_the_same(tmp_path: Path) -> None:
+    config = generator_config(tmp_path)
+    plain, whole = open_samples(config), open_data(config).train
+    assert [plain.sample(i) for i in range(8)] == [whole.sample(i) for i in range(8)]
+
+
+def test_rows_that_a_generator_reads() -> None:
+    text = (
+        Segment(2),
+        Segment(3, source="q", target="image"),
+        Segment(1),
+        Segment(3, source="q", item=1, target="image"),
+    )
+    sample = Sample("a", {"language_model": text})
+    assert sample.num_outputs("language_model") == 9
+    assert sample.num_outputs("language_model", "image") == 6
+    assert sample.output_places("language_model", "image") == [2, 3, 4, 6, 7, 8]
+    assert sample.output_places("language_model", "other") == list(range(9))
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"generator": {**SD3, "config": "DiTTransformer2DModel"}}, r"config: a DiTTransformer2DModel takes class labels"),
+    ({"generator": {**SD3, "config": "SD4"}}, r"model\.generators\.image\.config: 'SD4' is not known"),
+    ({"generator": {**SD3, "values": {**SD3["values"], "in_channels": 16, "out_channels": 16}}}, "in_channels: is 16"),
+    ({"explicit": {"image": {"tp": 2}}}, r"parallel\.explicit\.image\.tp: is 2, but a generator is whole"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES)
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    given = dict(changes)
+    run = generator_run(tmp_path, given.pop("generator", SD3), **given)
+    with pytest.raises((UserError, ValueError), match=message):
+        open_data(RunConfig.model_validate(run))
+
+
+def test_an_image_that_patches_do_not_divide_is_refused(tmp_path: Path) -> None:
+    config = generator_config(tmp_path)
+    Image.new("L", (9, 8)).save(tmp_path / "generate_0_0.png")
+    with pytest.raises(UserError, match=r"data\.jsonl:1: generate: an image has 8 x 9 pixels; give multiples of 2"):
+        open_data(config).train.sample(0)
+
+
+def test_two_generators_with_queries_are_refused(tmp_path: Path) -> None:
+    run = generator_run(tmp_path)
+    run["model"]["generators"]["other"] = run["model"]["generators"]["image"]
+    run["parallel"]["explicit"]["other"] = {}
+    with pytest.raises(ValueError, match="generators: image and other are given, but one can be trained at a time"):
+        RunConfig.model_validate_json(json.dumps(run))

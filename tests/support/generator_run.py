@@ -1,0 +1,192 @@
+"""Run files of a tiny SigLIP, a tiny Llama and a tiny diffusion transformer, with conversations in which to draw."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import SiglipImageProcessor
+
+from motet.config import RunConfig
+from motet.data.chat import word_level_tokenizer
+from motet.data.run_file import open_samples
+from motet.plan import ModulePlan, Plan, Replica
+from motet.planner.from_run_file import plan_for, planning_problem
+
+WIDTH = 24
+SD3 = {
+    "config": "SD3Transformer2DModel",
+    "values": {
+        "sample_size": 8,
+        "patch_size": 2,
+        "in_channels": 1,
+        "out_channels": 1,
+        "num_layers": 3,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 20,
+        "caption_projection_dim": 16,
+        "pooled_projection_dim": 12,
+        "pos_embed_max_size": 8,
+    },
+}
+PIXART = {
+    "config": "PixArtTransformer2DModel",
+    "values": {
+        "sample_size": 8,
+        "patch_size": 2,
+        "in_channels": 1,
+        "out_channels": 1,
+        "num_layers": 3,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "cross_attention_dim": 16,
+        "caption_channels": 20,
+    },
+}
+VISION = {
+    "config": "SiglipVisionConfig",
+    "values": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+        "vision_use_head": False,
+    },
+}
+LANGUAGE_MODEL = {
+    "config": "LlamaConfig",
+    "values": {
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 48,
+    },
+}
+KINDS = (
+    ("draw 1", "Here is {} .", 1, 0),
+    ("see <image> and draw 2", "It is 3 and here is {} .", 1, 1),
+    ("what is <image> ?", "It is 4 .", 0, 1),
+    ("draw 5 and 6", "Here is {} and {} .", 2, 0),
+    ("what is 7 ?", "It is 8 .", 0, 0),
+)
+"""Question, answer, images to draw, images to see."""
+
+
+ONE_EACH = tuple(kind for kind in KINDS if kind[2] < 2)
+
+
+def write_drawings(folder: Path, num_samples: int = 8, *, kinds: Sequence[tuple[str, str, int, int]] = KINDS) -> Path:
+    """Samples with one image to draw, with two, and with none; of two sizes."""
+    random = np.random.default_rng(0)
+    records, texts = [], []
+    for i in range(num_samples):
+        question, answer, num_drawn, num_seen = kinds[i % len(kinds)]
+        record: dict[str, Any] = {"id": f"s{i}"}
+        for key, number, size in (("generate", num_drawn, (8, 8 + 4 * (i % 2))), ("image", num_seen, (16, 16))):
+            for k in range(number):
+                pixels = random.integers(0, 255, (*size, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{key}_{i}_{k}.png")
+            if number:
+                record[key] = [f"{key}_{i}_{k}.png" for k in range(number)]
+        turns = [question, answer.format(*["<generate>"] * num_drawn)]
+        texts += turns
+        record["conversations"] = [
+            {"from": who, "value": text} for who, text in zip(("human", "gpt"), turns, strict=True)
+        ]
+        records.append(record)
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    plain = [text.replace("<image>", "").replace("<generate>", "") for text in texts]
+    tokenizer = word_level_tokenizer(plain)
+    tokenizer.add_tokens(["<generate>"], special_tokens=True)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    processor = SiglipImageProcessor(size={"height": 16, "width": 16})
+    processor.save_pretrained(folder / "vision")
+    return folder / "data.jsonl"
+
+
+def generator_run(
+    folder: Path,
+    generator: dict[str, Any] = SD3,
+    *,
+    parallel: dict[str, Any] | None = None,
+    num_devices: int = 3,
+    frozen: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    language_model: dict[str, Any] = LANGUAGE_MODEL,
+    explicit: dict[str, Any] | None = None,
+    kinds: Sequence[tuple[str, str, int, int]] = KINDS,
+    held_out: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """The run file's content: encoder, language model and generator on a rank each, unless `explicit` says otherwise.
+
+    Args:
+        frozen: by module, its `train` section.
+        kinds: of the samples.
+        options: of the generator.
+    """
+    if not (folder / "data.jsonl").exists():
+        write_drawings(folder, kinds=kinds)
+    frozen = frozen or {}
+    own = {name: {"train": frozen[name]} if name in frozen else {} for name in ("vision", "language_model", "image")}
+    layout = {name: (explicit or {}).get(name, {}) for name in own}
+    return {
+        "model": {
+            "encoders": {"vision": {**VISION, **own["vision"]}},
+            "language_model": {**language_model, **own["language_model"]},
+            "generators": {"image": {**generator, "queries": 3, "null_condition": 0.3, **options, **own["image"]}},
+        },
+        "data": {
+            "kind": "conversations",
+            "files": [str(folder / "data.jsonl")],
+            **({"eval_files": [str(folder / "data.jsonl")]} if held_out else {}),
+            "image_folder": str(folder),
+            "tokenizer": str(folder / "tokenizer"),
+            "workers": 0,  # The ranks of a test are daemons, which may have no children.
+            "processors": {"vision": str(folder / "vision")},
+        },
+        "cluster": {"num_devices": num_devices},
+        "parallel": {"planner": "explicit", "num_microbatches": 2, "explicit": layout, **(parallel or {})},
+        "train": {"global_batch_size": 8, "dtype": "float64", "steps": 2, **(train or {})},
+    }
+
+
+def generator_config(folder: Path, *args: Any, **options: Any) -> RunConfig:
+    return RunConfig.model_validate_json(json.dumps(generator_run(folder, *args, **options)))
+
+
+def planned(folder: Path, case: dict[str, Any]) -> tuple[RunConfig, Plan]:
+    """The run file and its plan. `case`: arguments of `generator_run`, and `ranks` that stand for others."""
+    given = dict(case)
+    ranks = given.pop("ranks", {})
+    config = generator_config(folder, given.pop("generator", SD3), **given)
+    source = open_samples(config)
+    samples = [source.sample(index) for index in range(config.train.global_batch_size)]
+    plan = plan_for(config, planning_problem(config, samples))
+    return config, _on_ranks(plan, ranks)
+
+
+def _on_ranks(plan: Plan, ranks: Mapping[int, int]) -> Plan:
+    """The plan with some ranks' stages on other ranks."""
+
+    def moved(module: ModulePlan) -> ModulePlan:
+        replicas = [
+            Replica(
+                stages=tuple(
+                    replace(stage, ranks=tuple(ranks.get(rank, rank) for rank in stage.ranks))
+                    for stage in replica.stages
+                )
+            )
+            for replica in module.replicas
+        ]
+        return replace(module, replicas=tuple(replicas))
+
+    return replace(plan, modules={name: moved(module) for name, module in plan.modules.items()})
