@@ -8,6 +8,10 @@ How soon losses are noticed is seen with the usual `detect_s`, on a quiet machin
     MOTET_CHAOS_DETECT_S=1 MOTET_CHAOS_TRIALS=40 MOTET_CHAOS_LOG=detection.jsonl make chaos
     python -m benchmarks.chaos --name detection detection.jsonl
 
+Losses beyond nodes and beyond what is tolerated have a log of their own (tests/resilience/test_wild_chaos.py):
+
+    python -m benchmarks.chaos --wild wild.jsonl
+
 A trial whose outcome was not as it must be ends `make chaos`, so it is not in the file.
 """
 
@@ -34,8 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--name", default="chaos", help="of the report")
+    parser.add_argument("--wild", action="store_true", help="logs of tests/resilience/test_wild_chaos.py")
+    parser.add_argument("--note", default="", help="a sentence on the circumstances")
     arguments = parser.parse_args()
     trials = [json.loads(line) for path in arguments.logs for line in path.read_text().splitlines()]
+    if arguments.wild:
+        _report_wild(trials, arguments.note)
+        return
     report = Report(arguments.name, "Random losses at random moments")
     seeds = Counter(trial["seed"].rpartition("/")[0] for trial in trials)
     told = ", ".join(f"{number} of seed {seed}" for seed, number in seeds.items())
@@ -60,6 +69,33 @@ def main() -> None:
     )
     if lengths := [trial["seconds"] for trial in trials if "seconds" in trial]:
         report.add(f"A trial took {median(lengths):.0f} s (median), the longest {max(lengths):.0f} s.")
+    report.write()
+
+
+def _report_wild(trials: list[dict[str, Any]], note: str) -> None:
+    report = Report("wild-chaos", "Losses beyond nodes, and beyond what is tolerated")
+    worst = max(trial["max_loss_error"] for trial in trials)
+    report.add(
+        f"{len(trials)} trials, each a training of 4 or 5 nodes of one process that tolerates one loss. In all of "
+        f"them the losses were within {worst:.1g} (relative, float64) of the undisturbed run's, each step had the "
+        "samples of the undisturbed run, and no process, descriptor or temporary file was left. Wherever nodes that "
+        "were not lost had held each layer, and the store was not lost, training went on without a checkpoint."
+    )
+    if note:
+        report.add(note)
+    kinds: Counter[tuple[str, str]] = Counter()
+    for trial in trials:
+        hits = sorted(each.partition(" in ")[0] for each in trial["killed"])
+        doubles = len(hits) == 2 and any(each.endswith("recovery") for each in trial["killed"])
+        what = f"{' and '.join(hits) or 'nothing'}{', within one recovery' if doubles else ''}"
+        kinds[f"{trial['trial']['store']}: {what}", "went on" if trial["went_on"] else "from a checkpoint"] += 1
+    rows = [
+        (what, kinds[what, "went on"], kinds[what, "from a checkpoint"]) for what in sorted({what for what, _ in kinds})
+    ]
+    report.table(("what was hit", "went on", "from a checkpoint"), rows)
+    doubles = sum(any(each.endswith("recovery") for each in trial["killed"]) for trial in trials)
+    joins = sum(trial["trial"]["joins"] for trial in trials)
+    report.add(f"Two nodes within one recovery: {doubles} trials. A node that joined after the first loss: {joins}.")
     report.write()
 
 

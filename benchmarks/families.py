@@ -1,12 +1,15 @@
-"""Probes every causal language model that transformers declares: which features are equal to one process?
+"""Probes every causal language model and every model of several modalities that transformers declares: which features
+are equal to one process?
 
 Beside the features of `motet family check`, tensor and pipeline parallelism together on four processes. Results are
 written after each family; started again, the script goes on after those that the file has:
 
     python -m benchmarks.families results.json
-    python -m benchmarks.families results.json --only 'qwen|llama' --publish
+    python -m benchmarks.families results.json --only 'qwen|llama' --features pipeline 'tensor and pipeline'
+    python -m benchmarks.families results.json --only composites/
+    python -m benchmarks.families results.json --publish
 
-`--publish` puts the results into the package (`motet families`, docs/families.md) and writes a report.
+`--publish` puts the results into the package (`motet families`) and docs/families.md, and writes a report.
 """
 
 import argparse
@@ -20,60 +23,135 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from benchmarks.reporting import Report
 from motet.errors import UserError
 from motet.families.capabilities import FEATURES, KNOWN, cache_folder, digest_of, probed_versions, write_capabilities
 from motet.families.tiny import tiny_config
+from motet.runtime.verification.composite_probe import TRIALS as COMPOSITE_TRIALS
+from motet.runtime.verification.composite_probe import probe_composite
 from motet.runtime.verification.family_probe import TRIALS, Trial, config_of, probe
 
 TOGETHER = "tensor and pipeline"
 ALL_TRIALS = {**TRIALS, TOGETHER: Trial(stages=((0, 1), (2, 3)), tp_size=2)}
+COMPOSITES = "composites/"
+"""Before the type of a model of several modalities, in results."""
 WANTED = {"pipeline": 130, TOGETHER: 75}
+WANTED_COMPOSITES = {"pipeline": 30, TOGETHER: 15}
 """Goals: families that are equal."""
+PUBLISHED = Path(__file__).parents[1] / "docs" / "generate" / "probed_families.json"
+OF_CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "nemotron": {"num_key_value_heads": 8},
+    "xmod": {"languages": ("en_XX",), "default_language": "en_XX"},
+}
+"""Values without a usable default in transformers' class: every checkpoint has its own."""
+_WITH_SECTIONS = (
+    "exaone4_5",
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "glmga",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen2_vl",
+)
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
+OF_COMPOSITES: Mapping[str, Mapping[str, Any]] = {
+    **{key: {"text_config": {"rope_parameters": _SECTIONS}} for key in _WITH_SECTIONS},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "voxtral": {"audio_token_id": 24},
+}
+"""The same, and tables that a smaller image would not be found in."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the JSON file; families that it has are not probed again")
     parser.add_argument("--only", metavar="PATTERN", default="", help="model types in which this pattern is found")
+    parser.add_argument("--features", nargs="+", choices=ALL_TRIALS, default=list(ALL_TRIALS), help="default: all")
     parser.add_argument("--publish", action="store_true", help="put the results into the package")
     options = parser.parse_args(arguments)
     results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if model_type in results or not re.search(options.only, model_type):
+    for name in names():
+        missing = missing_trials(name, options.features, results)
+        if not missing or not re.search(options.only, name):
             continue
         started = time.perf_counter()
-        results[model_type] = _probe(model_type)
+        results[name] = probed(name, missing, results.get(name, {}))
         options.out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        print(f"{model_type}: {time.perf_counter() - started:.1f} s, {_short(results[model_type])}", file=sys.stderr)
+        print(f"{name}: {time.perf_counter() - started:.1f} s, {_short(results[name])}", file=sys.stderr)
     if options.publish:
-        _publish()
+        _publish(results)
     _report(results, options.publish)
     return 0
 
 
-def _probe(model_type: str) -> dict[str, Any]:
+def names() -> list[str]:
+    """Of all families. A model of several modalities that transformers declares causal too is listed as the former."""
+    composites = [COMPOSITES + model_type for model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]
+    return [*(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if COMPOSITES + name not in composites), *composites]
+
+
+def missing_trials(name: str, features: Sequence[str], results: Mapping[str, Any]) -> list[str]:
+    """Those of a family that the results do not have."""
+    before = results.get(name, {})
+    known = COMPOSITE_TRIALS if name.startswith(COMPOSITES) else ALL_TRIALS
+    wanted = [feature for feature in features if feature in known]
+    return [] if "refused" in before else [f for f in wanted if f not in before.get("reasons", {})]
+
+
+def probed(name: str, features: Sequence[str], before: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of a family with those of these features. `before`: its earlier ones."""
+    model_type = name.removeprefix(COMPOSITES)
     try:
-        tiny = tiny_config(config_of(model_type))
-        found = probe(tiny, ALL_TRIALS)
+        if name.startswith(COMPOSITES):
+            config = CONFIG_MAPPING[model_type](**OF_COMPOSITES.get(model_type, {}))
+            found = probe_composite(tiny_config(config, media=True), {f: COMPOSITE_TRIALS[f] for f in features})
+        else:
+            tiny = tiny_config(usual_config(model_type))
+            found = probe(tiny, {feature: ALL_TRIALS[feature] for feature in features})
     except UserError as error:
         return {"refused": str(error)}
     except Exception as error:  # Whatever a configuration raises that has no default values.
         return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    reasons = {feature: found.reasons[feature] for feature in FEATURES}
-    write_capabilities(digest_of(tiny.to_dict()), replace(found, reasons=reasons))
-    return asdict(found)
+    reasons = {**before.get("reasons", {}), **found.reasons}
+    if not name.startswith(COMPOSITES) and reasons.keys() >= FEATURES.keys():
+        of_package = {feature: reasons[feature] for feature in FEATURES}
+        write_capabilities(digest_of(tiny.to_dict()), replace(found, reasons=of_package))
+    return asdict(replace(found, reasons=reasons))
 
 
-def _publish() -> None:
-    """Puts all results in the cache into the package: those of trainings with other flags, too."""
+def usual_config(model_type: str) -> PretrainedConfig:
+    """The class's default values; of a class that leaves some to checkpoints, with such as they have."""
+    values = dict(OF_CHECKPOINTS.get(model_type, {}))
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and hasattr(config_of(model_type), "is_decoder"):
+        values["is_decoder"] = True  # Else it is an encoder.
+    return CONFIG_MAPPING[model_type](**values) if values else config_of(model_type)
+
+
+def _publish(results: Mapping[str, Any]) -> None:
+    """Writes what docs/families.md is generated from, and puts complete results of the cache into the package: those of
+    trainings with other flags, too."""
+    short = {
+        name: {key: each[key] for key in ("reasons", "refused", "date") if key in each}
+        for name, each in results.items()
+    }
+    published = {"versions": probed_versions(), "families": short}
+    PUBLISHED.write_text(json.dumps(published, indent=1, sort_keys=True) + "\n")
     paths = sorted((cache_folder() / "families").glob("*.json"))
     known = {**json.loads(KNOWN.read_text()), **{path.stem: json.loads(path.read_text()) for path in paths}}
     current = {digest: each for digest, each in known.items() if each["versions"] == probed_versions()}
@@ -81,30 +159,46 @@ def _publish() -> None:
 
 
 def _report(results: dict[str, Any], is_written: bool) -> None:
-    report = Report("families", "Language models under each feature, against one process")
-    probed = {name: result["reasons"] for name, result in results.items() if "reasons" in result}
-    counts = {feature: sum(reasons[feature] is None for reasons in probed.values()) for feature in ALL_TRIALS}
-    differing = {f: sum("differ" in (r[f] or "") for r in probed.values()) for f in ALL_TRIALS}
-    report.add(f"{len(results)} model types, of which {len(results) - len(probed)} could not be built as a tiny model.")
-    report.table(
-        ["feature", "equal", "refused because gradients differ", "refused for another reason"],
-        [[f, counts[f], differing[f], len(probed) - counts[f] - differing[f]] for f in ALL_TRIALS],
+    report = Report(
+        "families", "Language models and models of several modalities under each feature, against one process"
     )
-    for feature, wanted in WANTED.items():
-        report.goal(
-            f"at least {wanted} families equal under {feature}", counts[feature] >= wanted, str(counts[feature])
-        )
-    causes = Counter(result["refused"] for result in results.values() if "refused" in result)
-    report.table(["why no tiny model could be built", "families"], causes.most_common())
-    for feature in WANTED:
-        report.table(
-            [f"refused: {feature}", "why"],
-            [[name, reasons[feature]] for name, reasons in sorted(probed.items()) if reasons[feature] is not None],
-        )
+    kinds = {
+        "language models": ({n: r for n, r in results.items() if not n.startswith(COMPOSITES)}, ALL_TRIALS, WANTED),
+        "models of several modalities": (
+            {n.removeprefix(COMPOSITES): r for n, r in results.items() if n.startswith(COMPOSITES)},
+            COMPOSITE_TRIALS,
+            WANTED_COMPOSITES,
+        ),
+    }
+    for kind, (own, trials, wanted) in kinds.items():
+        _report_kind(report, kind, own, list(trials), wanted)
     if is_written:
         report.write()
     else:
         print(report.text())
+
+
+def _report_kind(
+    report: Report, kind: str, results: Mapping[str, Any], trials: Sequence[str], wanted: Mapping[str, int]
+) -> None:
+    probed = {name: result["reasons"] for name, result in results.items() if "reasons" in result}
+    found = {f: [reasons[f] for reasons in probed.values() if f in reasons] for f in trials}
+    counts = {f: found[f].count(None) for f in trials}
+    differing = {f: sum("differ" in (reason or "") for reason in found[f]) for f in trials}
+    report.add(f"{len(results)} {kind}, of which {len(results) - len(probed)} could not be built as a tiny model.")
+    report.table(
+        ["feature", "equal", "refused because gradients differ", "refused for another reason"],
+        [[f, counts[f], differing[f], len(found[f]) - counts[f] - differing[f]] for f in trials],
+    )
+    for feature, least in wanted.items():
+        report.goal(f"at least {least} {kind} equal under {feature}", counts[feature] >= least, str(counts[feature]))
+    causes = Counter(result["refused"] for result in results.values() if "refused" in result)
+    report.table(["why no tiny model could be built", "families"], causes.most_common())
+    for feature in wanted:
+        report.table(
+            [f"refused: {feature}", "why"],
+            [[name, reasons[feature]] for name, reasons in sorted(probed.items()) if reasons.get(feature) is not None],
+        )
 
 
 def _short(result: dict[str, Any]) -> str:

@@ -231,7 +231,7 @@ def train(
     if not evaluation.fits:
         raise UserError(f"cluster.memory_bytes: the plan does not fit: {evaluation.overflows[0]}")
     from motet.runtime.training.output_folder import claimed_output
-    from motet.runtime.verification.family_probe import check_features
+    from motet.runtime.verification.feature_check import check_features
 
     check_features(config, plan)
 

@@ -24,6 +24,7 @@ from motet.data.chat import CHAT_TEMPLATE, word_level_tokenizer
 from motet.data.run_file import open_data
 from motet.errors import UserError
 from motet.families import own_encoders
+from motet.families.entry_points import loaded
 from motet.models.hub.export import export_module, load_export
 from motet.models.materialize import float64_throughout
 from motet.strict_parsing import parse_strictly
@@ -427,7 +428,7 @@ def test_a_family_from_another_package(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "site" / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    own_encoders._import_entry_points.cache_clear()
+    loaded.cache_clear()
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2}
     values = write_run(tmp_path, vision={"module": "registers", "values": small})
     values["data"]["image_folder"] = str(tmp_path)

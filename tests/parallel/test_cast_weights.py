@@ -197,9 +197,9 @@ def trained(scenario: Scenario) -> tuple[list[float], dict[str, Tensor], int]:
 
 def assert_same_bits(scenario: Scenario) -> None:
     """As with copies of its own for each microbatch."""
-    shared = run_distributed(lambda rank: trained(scenario), scenario.num_ranks, timeout=120)
+    shared = run_distributed(lambda rank: trained(scenario), scenario.num_ranks)
     with patch.object(StageRunner, "_casting", lambda self: nullcontext()):
-        own = run_distributed(lambda rank: trained(scenario), scenario.num_ranks, timeout=120)
+        own = run_distributed(lambda rank: trained(scenario), scenario.num_ranks)
     for (losses, found, most), (expected_losses, expected, none) in zip(shared, own, strict=True):
         assert losses == expected_losses
         assert found.keys() == expected.keys()

@@ -90,6 +90,21 @@ def test_own_losses_and_new_nodes_are_told() -> None:
     assert changes_of(BOTH) == []
 
 
+def test_a_slow_node_leaves_if_there_is_a_spare() -> None:
+    """One for each spare: after that, somebody else's report is of another membership."""
+    with_spare = replace(BOTH, waiting=(2,), num_admitted=3)
+    store = FullStore({key("alive", 2): "", key("node", 2): ""})
+    agent = agent_of(0, store)
+    agent.known.append(with_spare)
+    assert agent._changes(0, with_spare, None) == []
+    agent._handle_message(a_process(), "slow", with_spare.generation)
+    assert [(change.kind, change.node) for change in agent._changes(0, with_spare, None)] == [("leaving", 0)]
+    assert agent._changes(0, replace(with_spare, waiting=()), None) == []
+    assert agent._changes(0, replace(with_spare, generation=with_spare.generation + 1), None) == []
+    del store.values[key("alive", 2)]
+    assert agent._changes(0, with_spare, None) == []
+
+
 def test_nodes_that_leave_do_so_at_once() -> None:
     """Others would wait under the next membership for whoever is in it and has gone."""
     leaving = Membership(generation=5, nodes=(0,), leaving=(1, 2), num_admitted=3, plan="")
@@ -114,7 +129,7 @@ def test_what_fails_in_a_node_that_is_out_is_no_failure(newest: Membership) -> N
     ours, theirs = multiprocessing.Pipe()
     theirs.send(("failed", json.dumps({"kind": "failure", "message": "a connection was closed"})))
     process = SimpleNamespace(exitcode=0, join=lambda timeout=None: None, pid=None)
-    agent = agent_of(1, store, lambda membership, changes: newest)
+    agent = agent_of(1, store, lambda membership, changes, is_settled: newest)
     agent.silence_s, agent.processes = 1e6, [WatchedProcess(process, ours)]  # type: ignore[arg-type]
     why = agent.run()
     assert (FAILURE in store.values) == (newest == BOTH)

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +23,9 @@ from interrupted_training import (
 from ledger import applied_ids, recorded
 from training import plan_of
 
+from motet.config import RunConfig
+from motet.plan import Plan
+from motet.resilience import stragglers
 from motet.resilience.launch_nodes import run_agent, train_on_nodes
 from motet.resilience.membership import MembershipNotice
 from motet.resilience.recover import TrainingProcess
@@ -28,6 +33,7 @@ from motet.resilience.store.embedded import StoreProcess
 from motet.resilience.succession import Succession
 from motet.runtime.training.trainer import Trainer
 
+FORK = multiprocessing.get_context("fork")
 STEPS = set(range(1, len(undisturbed()) + 1))
 
 
@@ -55,24 +61,54 @@ def test_two_losses_within_one_recovery(tmp_path: Path) -> None:
     assert log[-1]["done"].startswith("went on with step 3")
 
 
-def test_a_survivor_takes_a_place_when_another_node_joins(tmp_path: Path) -> None:
-    """After the loss and the join there are as many pipelines as in the beginning."""
-    config, plan = config_of(tmp_path), plan_of(config_of(tmp_path))
-    fork = multiprocessing.get_context("fork")
-    addresses, is_small = fork.SimpleQueue(), fork.Event()
-    start = StoreProcess.start
+@contextmanager
+def one_that_joins(config: RunConfig, plan: Plan, wait: Callable[[], object]) -> Iterator[None]:
+    """A node of a process of its own, which joins the training that is started meanwhile when `wait` has returned."""
+    addresses, start = FORK.SimpleQueue(), StoreProcess.start
 
     def started(self: StoreProcess, *args: Any) -> None:
         start(self, *args)
         addresses.put((self.address, self._secret))
 
-    def joiner() -> None:
-        is_small.wait()
+    def join() -> None:
+        wait()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         run_agent(config, *addresses.get(), None, 1, Succession(1, None, first_plan=plan.to_json()))
 
-    helper = fork.Process(target=joiner)
+    helper = FORK.Process(target=join)
     helper.start()
+    with mock.patch.object(StoreProcess, "start", started):
+        yield
+    helper.join()
+
+
+@pytest.mark.campaign
+def test_a_spare_takes_the_place_of_a_slow_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = {"tolerate": 1, "detect_s": 10, "replace_stragglers_after_s": 1e-9}
+    config = config_of(tmp_path, train__failures=failing)
+    plan, first, is_slow, seen = plan_of(config), once(), [False], set[int]()
+    monkeypatch.setattr(stragglers, "WINDOW", 1)
+    monkeypatch.setattr(stragglers, "action_s", lambda _: 5e-3 if is_slow[0] else 1e-3)
+
+    def note(trainer: Trainer) -> None:
+        is_slow[0] = is_slow[0] or (trainer.engine.model.mesh.rank == 3 and first())
+        step = trainer.finished_steps
+        is_new = step not in seen
+        seen.add(step)
+        if step in (2, 3) and is_new and 0 in seen:  # The node joins; it takes the slow one's place.
+            wait_for_a_change(trainer)
+
+    with one_that_joins(config, plan, lambda: None), before_each_step(note):
+        result = train_on_nodes(config, plan, None, num_nodes=4, node_size=1)
+    assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
+    assert {("joined", 4), ("leaving", 3), ("left", 3)} <= set(kinds(failures(config)))
+    assert sorted([line for line in failures(config) if "nodes" in line][-1]["nodes"]) == [0, 1, 2, 4]
+
+
+def test_a_survivor_takes_a_place_when_another_node_joins(tmp_path: Path) -> None:
+    """After the loss and the join there are as many pipelines as in the beginning."""
+    config, plan = config_of(tmp_path), plan_of(config_of(tmp_path))
+    is_small = FORK.Event()
     act = at(2, 3, die)
 
     def lose_and_wait(trainer: Trainer) -> None:
@@ -81,9 +117,8 @@ def test_a_survivor_takes_a_place_when_another_node_joins(tmp_path: Path) -> Non
             is_small.set()
             wait_for_a_change(trainer)
 
-    with mock.patch.object(StoreProcess, "start", started), before_each_step(lose_and_wait):
+    with one_that_joins(config, plan, is_small.wait), before_each_step(lose_and_wait):
         result = train_on_nodes(config, plan, None, num_nodes=4, node_size=1)
-    helper.join()
     assert result["losses"] == pytest.approx(undisturbed(), rel=1e-12)
     assert result["world_size"] == 4
     lost, joined = failures(config)

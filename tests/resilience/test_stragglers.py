@@ -69,6 +69,7 @@ def test_each_time_that_a_rank_becomes_slow_it_is_told_once(plan: Plan) -> None:
     told = [
         [straggler.rank for straggler in watch.after_step(spans(1.0))] for _ in range(len(speeds) * stragglers.WINDOW)
     ]
+    assert watch.slow_s(3) > watch.slow_s(2) == 0
     last = [told[i] for i in range(stragglers.WINDOW - 1, len(told), stragglers.WINDOW)]
     assert last == [[], [3], [], [], [3]]
     assert sum(map(len, told)) == 2

@@ -190,6 +190,6 @@ def test_mixtures(replicas: tuple[int, int]) -> None:
                 microbatches_with_images.append(sum(map(bool, own[min(rank, len(own) - 1)])))
         return microbatches_with_images
 
-    of_rank_0 = run_distributed(work, num_ranks, timeout=120)[0]
+    of_rank_0 = run_distributed(work, num_ranks)[0]
     assert min(of_rank_0) == 0
     assert max(of_rank_0) > 0

@@ -189,10 +189,10 @@ def undisturbed(
         config = config_of(Path(folder), tolerate, layout, zero1)
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero1": False})})
         if layout == "alike":
-            result = train(config, timeout=120)[0]
+            result = train(config, timeout=500)[0]
         else:
             plan, _ = plan_and_templates(layout, tolerate, (2,) * (tolerate + 1))
-            result = run_distributed(lambda _: train_worker(config, plan), plan.num_ranks, timeout=120)[0]
+            result = run_distributed(lambda _: train_worker(config, plan), plan.num_ranks, timeout=500)[0]
         return tuple(result["losses"]), applied_ids(Path(folder))
 
 

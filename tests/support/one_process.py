@@ -12,6 +12,7 @@ from distributed import run_distributed
 from scenario import PLACEHOLDERS, Scenario, ScenarioBatch
 
 from motet.config import RunConfig
+from motet.families.configured_graph import read_graph
 from motet.models.from_run_file import plain_nodes
 from motet.models.materialize import float64_throughout
 from motet.runtime.assembly import autocast_for, build_engine
@@ -56,9 +57,16 @@ def verify(scenario: Scenario, before: Before = lambda engine, config, batch: No
         )
 
 
+def _prepare(scenario: Scenario) -> None:
+    """Reads shapes and numbers of layers before processes are forked, which would read them all again."""
+    scenario.plan(scenario.config())
+    read_graph(scenario.config())
+
+
 def check(scenario: Scenario, *, tolerance: float = 1e-9, before: Before = lambda engine, config, batch: None) -> None:
     """On processes of its own."""
-    comparison = run_distributed(lambda rank: verify(scenario, before), scenario.num_ranks, timeout=120)[0]
+    _prepare(scenario)
+    comparison = run_distributed(lambda rank: verify(scenario, before), scenario.num_ranks)[0]
     assert comparison.failures == []
     assert comparison.max_grad_rel_err <= tolerance
 
@@ -70,7 +78,9 @@ def check_together(scenarios: Sequence[Scenario]) -> dict[Scenario, Comparison]:
         by_size[scenario.num_ranks].append(scenario)
     found = {}
     for num_ranks, group in sorted(by_size.items()):
-        comparisons = run_distributed(_verify_all, num_ranks, group, timeout=120 + 10 * len(group))[0]
+        for scenario in group:
+            _prepare(scenario)
+        comparisons = run_distributed(_verify_all, num_ranks, group, timeout=500)[0]
         found.update(zip(group, comparisons, strict=True))
     return found
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from motet.assignment.sample import Sample, Segment
 from motet.config import RunConfig
-from motet.families.classes import model_class_of
+from motet.config.model_section import EncoderConfig, LanguageModelConfig
+from motet.families.classes import Kind, model_class_of
 from motet.families.discovery import num_causal_layers
 from motet.families.language_models import cross_attention_layers, is_tied
 from motet.families.token_counts import encoder_segment
@@ -120,7 +122,7 @@ class Scenario:
                 },
                 "data": {"kind": "dial-a-digit"},
                 "parallel": {"packing": self.packing},
-                "train": {"dtype": self.dtype, "step_timeout_s": 60.0},
+                "train": {"dtype": self.dtype, "step_timeout_s": 300.0},
             }
         )
         # Registered masks are no words of a run file.
@@ -130,8 +132,8 @@ class Scenario:
     def plan(self, config: RunConfig) -> Plan:
         """Layers split evenly; ranks: each replica's encoders, then its language model, tensor parallelism fastest."""
         families = {"vision": self.vision, "audio": self.audio}
-        models = {name: _on_meta(config.model.encoders[name], "encoder") for name in families}
-        llm = _on_meta(config.model.language_model, "language_model")
+        models = {name: _on_meta(config.model.encoders[name].model_dump_json(), "encoder") for name in families}
+        llm = _on_meta(config.model.language_model.model_dump_json(), "language_model")
         num_layers = {name: num_encoder_layers(model, nn.Identity()) for name, model in models.items()}
         num_layers["language_model"] = num_causal_layers(llm)
 
@@ -272,8 +274,11 @@ def even_bounds(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _on_meta(part, kind: str) -> nn.Module:
-    config = read_part_config(part, kind, where="model")
+@cache
+def _on_meta(part: str, kind: Kind) -> nn.Module:
+    """`part`: of the run file's model, as JSON."""
+    part_config = (EncoderConfig if kind == "encoder" else LanguageModelConfig).model_validate_json(part)
+    config = read_part_config(part_config, kind, where="model")
     with torch.device("meta"):
         return model_class_of(config.model_type, kind)(config)
 

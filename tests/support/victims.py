@@ -35,6 +35,10 @@ from motet.schedule.action import Compute, Kind, Reduce
 MOST_SHARDS = 2
 """Of tensor parallelism in these trials."""
 PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "recovery", "other")
+ALL_PHASES = (*PHASES, "evaluation")
+OF_AGENTS = {"agent": signal.SIGKILL, "stopped agent": signal.SIGSTOP, "warning": signal.SIGTERM}
+SERVER_SIGNALS = {"store": signal.SIGKILL, "stopped store": signal.SIGSTOP, "etcd member": signal.SIGKILL}
+"""What is done to the server whose number stands on the board."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,13 @@ class Kill:
     """Which entry of the phase, from then on."""
     delay_s: float
     how: str
-    """process: SIGKILL; hang: SIGSTOP; agent: SIGKILL for the agent, which takes its processes along;
-    warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host."""
+    """process: SIGKILL; hang: SIGSTOP; agent: SIGKILL for the agent, which takes its processes along; stopped agent:
+    SIGSTOP for it; warning: SIGTERM for the agent, so that the node leaves; cut: the cable of its host. The others hit
+    no node, but a server (`SERVER_SIGNALS`)."""
+
+    @property
+    def hits_node(self) -> bool:
+        return self.how not in SERVER_SIGNALS
 
 
 class Board:
@@ -60,10 +69,10 @@ class Board:
         self._memory = mmap.mmap(-1, 4096)
 
     def set_phase(self, node: int, phase: str) -> None:
-        self._PHASE.pack_into(self._memory, 4 * node, PHASES.index(phase))
+        self._PHASE.pack_into(self._memory, 4 * node, ALL_PHASES.index(phase))
 
     def phase(self, node: int) -> str:
-        return PHASES[self._PHASE.unpack_from(self._memory, 4 * node)[0]]
+        return ALL_PHASES[self._PHASE.unpack_from(self._memory, 4 * node)[0]]
 
     def set_saving(self, node: int, saving: bool) -> None:
         """A thread saves while others compute."""
@@ -73,6 +82,14 @@ class Board:
         """In which its victim was."""
         saved = kill.phase == "saving" and self._memory[2048 + kill.node]
         return "saving" if saved else self.phase(kill.node)
+
+    def set_server(self, pid: int) -> None:
+        """The process of the store, or of a member of etcd."""
+        self._PHASE.pack_into(self._memory, 2560, pid)
+
+    @property
+    def server(self) -> int:
+        return self._PHASE.unpack_from(self._memory, 2560)[0]
 
     def is_fired(self, kill: int) -> bool:
         return self._memory[1024 + kill] != 0
@@ -108,8 +125,10 @@ class Victim:
             self._entries[i] += 1
             if self._entries[i] > kill.nth:
                 self.board.fire(i)
-                if kill.how in ("agent", "warning"):
-                    os.kill(os.getppid(), signal.SIGKILL if kill.how == "agent" else signal.SIGTERM)
+                if kill.how in OF_AGENTS:
+                    os.kill(os.getppid(), OF_AGENTS[kill.how])
+                elif kill.how in SERVER_SIGNALS:
+                    os.kill(self.board.server, SERVER_SIGNALS[kill.how])
                 elif kill.how != "cut":  # The board is watched by who cuts.
                     signal_after(kill.delay_s, signal.SIGSTOP if kill.how == "hang" else signal.SIGKILL)
 
@@ -180,6 +199,7 @@ def observed(victim: Victim) -> Iterator[None]:
         before(Optimizer, "exchange", lambda *_: "optimizer step"),
         mock.patch.object(CheckpointWriter, "_write", write),
         before(Trainer, "step", of_trainer),
+        before(Trainer, "evaluate", lambda *_: "evaluation"),
         before(TrainingProcess, "_join_world", join),
         mock.patch.object(TrainingProcess, "_recovered", checked),
     ):

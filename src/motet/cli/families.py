@@ -16,11 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.overrides:
         raise UserError("--set: motet families reads no run file; leave it out")
-    from motet.families.capabilities import FEATURES, known_capabilities
+    from motet.families.capabilities import known_capabilities
 
     known = known_capabilities()
     for family in known:
-        refused = [feature for feature in FEATURES if family.reasons.get(feature, "") is not None]
+        refused = [feature for feature, reason in family.reasons.items() if reason is not None]
         print(f"{family.model_type:24} {family.date}  {'all' if not refused else 'not ' + ', '.join(refused)}")
     print(
         f"{len(known)} families probed with these versions; any other causal language model of transformers is probed "

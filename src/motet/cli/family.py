@@ -18,13 +18,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.overrides:
         raise UserError("--set: motet family reads no run file; leave it out")
-    from motet.families.capabilities import FEATURES
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+    from motet.families.capabilities import COMPOSITE_FEATURES, FEATURES
+    from motet.runtime.verification.composite_probe import composite_capabilities
     from motet.runtime.verification.family_probe import capabilities_of, config_of
 
-    found = capabilities_of(config_of(arguments.model), again=arguments.again)
+    config = config_of(arguments.model)
+    features = FEATURES
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        features = COMPOSITE_FEATURES
+        found = composite_capabilities(config, again=arguments.again)
+    else:
+        found = capabilities_of(config, again=arguments.again)
     print(f"{found.model_class} ({found.model_type}), probed {found.date} with {_versions(found.versions)}")
-    width = max(map(len, FEATURES))
-    for feature, description in FEATURES.items():
+    width = max(map(len, features))
+    for feature, description in features.items():
         reason = found.reasons.get(feature)
         print(f"  {feature:{width}}  {'equal' if reason is None else 'refused'}: {reason or description}")
     return asdict(found)

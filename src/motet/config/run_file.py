@@ -131,10 +131,19 @@ class FailuresConfig(Section):
     slow_ratio: Annotated[float, Field(gt=1)] | None = 1.5
     """A rank that computes this many times as long as ranks with the same layers is listed in the failure log. null:
     none is."""
+    replace_stragglers_after_s: PositiveNumber | None = None
+    """Seconds for which a rank must have been slow until its node leaves and a spare takes its place, if there is one;
+    null: it stays."""
     stop_below_guarantee: bool = False
     """Whether to save and stop when too few nodes are left to survive `tolerate` failures; false: continue."""
     restarts: CountOrNever = 3
     """How often all nodes are restarted from the last checkpoint when too few are left."""
+
+    @model_validator(mode="after")
+    def _looks_for_stragglers(self) -> "FailuresConfig":
+        if self.replace_stragglers_after_s is not None and self.slow_ratio is None:
+            raise ValueError("replace_stragglers_after_s: slow_ratio is null, so no rank is slow; give both or neither")
+        return self
 
 
 class TrainConfig(Section):

@@ -1,9 +1,9 @@
 """Capabilities: which features a model family is known to work with, because a probe showed equality with one process.
 
-A probe (`motet.runtime.verification.family_probe`) runs a tiny model of the family under each feature and compares loss
-and every gradient with plain transformers. Its result is a JSON file, kept in the user's cache folder under a digest of
-the tiny configuration and of the versions that were probed; results for common families come with the package. Reading
-them needs no torch, and nothing in them is executed.
+A probe (`motet.runtime.verification.family_probe`, `composite_probe`) runs a tiny model under each feature and compares
+loss and every gradient with plain transformers. Its result is a JSON file, kept in the user's cache folder under a
+digest of the tiny configuration and of the versions that were probed; results for common families come with the
+package. Reading them needs no torch, and nothing in them is executed.
 """
 
 import hashlib
@@ -43,6 +43,12 @@ FEATURES: Mapping[str, str] = {
 """By name: what the probe runs."""
 
 
+COMPOSITE_FEATURES: Mapping[str, str] = {
+    "pipeline": "encoders apart from two stages of the language model",
+    "tensor and pipeline": "tensor parallelism of the language model",
+}
+"""The same of models of several modalities."""
+
 OF_EXPERTS = frozenset({"experts", "expert_parallel"})
 """Features of mixtures of experts."""
 
@@ -72,9 +78,8 @@ class Capabilities:
         for feature, instead in needed.items():
             reason = self.reasons.get(feature, "it has not been probed")
             if reason is not None:
-                raise UserError(
-                    f"{where}: {FEATURES[feature]} is not supported for {self.model_type}: {reason}; {instead}"
-                )
+                described = {**COMPOSITE_FEATURES, **FEATURES}[feature]
+                raise UserError(f"{where}: {described} is not supported for {self.model_type}: {reason}; {instead}")
 
 
 def cache_folder() -> Path:

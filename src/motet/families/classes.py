@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from motet.errors import UserError
 from motet.families.caption_decoders import DECODER_FAMILIES
 from motet.families.encoders import ENCODER_FAMILIES
-from motet.families.language_models import LANGUAGE_MODELS
+from motet.families.language_models import LANGUAGE_MODELS, exceptional_families, registered_class
 
 Kind = Literal["encoder", "language_model", "decoder"]
 
@@ -59,13 +59,16 @@ def transformers_class(name: str) -> Any:
 
 def config_class_named(name: str) -> type[PretrainedConfig]:
     """Raises `ValueError` unless it is the name of a configuration class."""
-    if name not in _NOT_EXPORTED and not (name.endswith("Config") and hasattr(transformers, name)):
+    exceptional_families()
+    of_packages = {own.__name__: own for own in transformers.CONFIG_MAPPING._extra_content.values()}
+    is_known = name in _NOT_EXPORTED or (name.endswith("Config") and hasattr(transformers, name))
+    if name not in of_packages and not is_known:
         # transformers takes a third of a second to list its names.
         near = difflib.get_close_matches(name, [known for known in dir(transformers) if known.endswith("Config")], n=1)
         raise UserError(
             f"{name} is not known; {f'did you mean {near[0]}?' if near else 'give one, such as LlamaConfig'}"
         )
-    found = transformers_class(name)
+    found = of_packages.get(name) or transformers_class(name)
     if not (isinstance(found, type) and issubclass(found, PretrainedConfig)):
         raise UserError(f"{name} is not a configuration class of transformers; give one, such as LlamaConfig")
     return found
@@ -76,6 +79,8 @@ def model_class_of(model_type: str, kind: Kind) -> Any:
 
     Raises `ValueError` if motet knows no such family of this kind."""
     known = MODEL_CLASSES[kind]
+    if kind == "language_model" and (own := registered_class(model_type)) is not None:
+        return own
     if model_type not in known:
         choice = "AutoModelForCausalLM's" if kind == "language_model" else ", ".join(known)
         raise UserError(

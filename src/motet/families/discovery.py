@@ -1,9 +1,9 @@
 """Finds the parts of a causal language model in its modules: embedding, list of blocks, head.
 
-Nothing is looked up by the model's name. The blocks are the largest list of modules beside the table of tokens; the
-modules that run before the first block are the embedding's, found by a forward of two tokens that ends there; all
-others with parameters are the head's. Modules on the meta device run there, for their shapes, so a model without
-weights can be searched too.
+Nothing is looked up by the model's name, unless a package says it (`motet.families.entry_points`). The blocks are the
+largest list of modules beside the table of tokens; the modules that run before the first block are the embedding's,
+found by a forward of two tokens that ends there; all others with parameters are the head's. Modules on the meta device
+run there, for their shapes, so a model without weights can be searched too.
 
 A text model inside of a model of several modalities is found by the same rules: its parts are those beside its table of
 tokens, and the head.
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from motet.errors import UserError
+from motet.families.language_models import exceptional_families
 from motet.families.meta_run import copy_on_meta, prepare_run, run_model
 
 
@@ -49,7 +50,8 @@ def causal_paths(model: Any) -> CausalPaths:
 
     Raises `UserError` for a model that is not made of an embedding, a list of blocks and a head."""
     if model not in _FOUND:
-        _FOUND[model] = _find(model)
+        find_exception = exceptional_families().get(model.config.model_type, _find)
+        _FOUND[model] = find_exception(model)
     return _FOUND[model]
 
 

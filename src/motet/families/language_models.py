@@ -1,17 +1,19 @@
 """What holds of every supported causal language model: its family, its cross-attention, its labels."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from motet.assignment.sample import IGNORED_LABEL
 from motet.errors import UserError
+from motet.families.entry_points import loaded
 
 LANGUAGE_MODELS: Mapping[str, str] = {
     model_type: names[0] if isinstance(names, tuple) else names
@@ -31,9 +33,24 @@ def cross_attention_layers(model: nn.Module) -> tuple[int, ...]:
     return tuple(1 + block for block in getattr(model.config, "cross_attention_layers", ()))
 
 
+def exceptional_families() -> Mapping[str, Callable[[Any], Any]]:
+    """By `model_type`: functions of installed packages from a model to its `motet.families.discovery.CausalPaths`."""
+    return loaded("motet.language_models")
+
+
+def registered_class(model_type: str) -> Any:
+    """The causal model that an installed package has registered with transformers' `AutoConfig` and
+    `AutoModelForCausalLM`; None."""
+    exceptional_families()  # Imported, packages register.
+    known = {config.model_type: model for config, model in MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.items()}
+    return known.get(model_type)
+
+
 def is_language_model(model: nn.Module) -> bool:
-    """Whether it is a causal language model of transformers."""
-    return type(model).__name__ in LANGUAGE_MODELS.values()
+    """Whether it is a causal language model of transformers, or of a package that registers with it."""
+    return type(model).__name__ in LANGUAGE_MODELS.values() or type(model) is registered_class(
+        getattr(model.config, "model_type", "")
+    )
 
 
 def check_causal(config: Any) -> None:

@@ -23,14 +23,21 @@ def copy_on_meta(model: nn.Module) -> Any:
 
 def prepare_run(model: nn.Module, blocks: str) -> None:
     """Lets the modules of a copy on the meta device that do not hold the list `blocks`, nor are in it, be called with
-    tensors on the CPU."""
+    tensors on the CPU. Those without parameters run there: rotary positions ask for the largest position."""
+    on_meta: list[str] = []
     for path, module in model.named_modules():
+        if path.startswith(f"{blocks}."):
+            continue
         buffers = dict(module.named_buffers(recurse=False))
-        if not path or f"{blocks}.".startswith(f"{path}."):
+        holds_blocks = not path or f"{blocks}.".startswith(f"{path}.")
+        has_parameters = any(True for _ in module.parameters())
+        is_inside = any(path.startswith(f"{outer}.") for outer in on_meta)
+        if holds_blocks or not (has_parameters or is_inside):
             for key, buffer in buffers.items():
                 setattr(module, key, torch.zeros(buffer.shape, dtype=buffer.dtype))
-        elif not path.startswith(f"{blocks}.") and (buffers or any(True for _ in module.parameters(recurse=False))):
-            module.forward = _for_shapes(module.forward, any(True for _ in module.parameters()))
+        elif buffers or any(True for _ in module.parameters(recurse=False)):
+            on_meta.append(path)
+            module.forward = _for_shapes(module.forward, has_parameters)
 
 
 def run_model(model: nn.Module, rows: int, columns: int) -> None:

@@ -22,8 +22,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import entry_points
 from itertools import groupby
 from typing import Any
 
@@ -32,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from motet.errors import UserError
+from motet.families.entry_points import loaded
 from motet.families.own_blocks import OwnBlocks, find_own_blocks
 from motet.families.shape_trace import Product, trace
 from motet.families.token_counts import TokenCounts, register_counter
@@ -142,7 +141,7 @@ def adopt(module: nn.Module) -> OwnConfig | None:
     found = own_config(module)
     if found is not None:
         return found
-    _import_entry_points()
+    loaded(GROUP)
     encoder = next((_REGISTERED[base] for base in type(module).__mro__ if base in _REGISTERED), None)
     if encoder is None:
         return None
@@ -155,18 +154,6 @@ def adopt(module: nn.Module) -> OwnConfig | None:
     register_counter(model_type, _count, encoder.modality)
     module.__dict__[_ATTRIBUTE] = config
     return config
-
-
-@cache
-def _import_entry_points() -> None:
-    for found in entry_points(group=GROUP):
-        try:
-            found.load()
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                f"entry point {GROUP} {found.name}: cannot be imported ({reason}); mend the package"
-            ) from None
 
 
 def build(source: str, values: Mapping[str, Any], key: str) -> nn.Module:
@@ -190,16 +177,15 @@ def build(source: str, values: Mapping[str, Any], key: str) -> nn.Module:
 
 def _maker(source: str, key: str) -> Any:
     name, _, attribute = source.partition(":")
-    _import_entry_points()
+    packages = loaded(GROUP)
     try:
         if not attribute:
-            (found,) = entry_points(group=GROUP, name=name)
-            return found.load()
+            return packages[name]
         maker: Any = importlib.import_module(name)
         for part in attribute.split("."):
             maker = getattr(maker, part)
         return maker
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, KeyError) as error:
         reason = error if attribute else f"there is no entry point of this name in the group {GROUP}"
         raise UserError(
             f"{key}.module: {source} cannot be imported ({reason}); give package.module:name of an installed package"

@@ -13,8 +13,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -26,10 +25,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 
 from motet.errors import UserError
-from motet.families.classes import MODEL_CLASSES, Kind, config_class_named, model_class_of
+from motet.families.classes import MODEL_CLASSES, Kind, config_class_named, default_dtype, model_class_of
 from motet.families.config_values import check_values
 from motet.families.discovery import CausalPaths, causal_paths
 from motet.families.encoders import ENCODER_FAMILIES, Arrangement
+from motet.families.language_models import exceptional_families
 from motet.families.shape_trace import ATTENTION, Attend, Elementwise, Event, Mix, Product, Trace, trace
 from motet.parallel.tensor_cuts import TensorCuts, tensor_cuts
 from motet.shapes.module_shape import Attention, LayerShape, Linear, ModuleWorkload, Part
@@ -69,7 +69,7 @@ def walk(request: ShapeRequest) -> ShapeCard:
     reasons: list[str] = []
     for dtype, has_mask, is_short in WAYS:
         try:
-            with torch.random.fork_rng(devices=[]), _default_dtype(dtype):
+            with torch.random.fork_rng(devices=[]), default_dtype(dtype):
                 with torch.device("meta"):
                     model = model_class(copy.deepcopy(config)).eval()
                 return ShapeCard.of(_Walk(model, config, role, has_mask, is_short).workload)
@@ -120,6 +120,7 @@ def _part_of(config: Any, role: Role | None) -> Any:
 
 
 def _config_class(model_type: str) -> Any:
+    exceptional_families()  # Packages may have registered it.
     if model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type]
     for kind, known in MODEL_CLASSES.items():
@@ -155,16 +156,6 @@ def _model_class(config: PretrainedConfig, role: Role) -> Any:
     if len(own) != 1:
         raise UserError(f": {family} is no encoder of transformers; give one")
     return own[0]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential]:

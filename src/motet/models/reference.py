@@ -9,6 +9,7 @@ in their papers, over the whole similarity matrix. So an error in the stages can
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from motet.assignment.sample import IGNORED_LABEL, Sample, Segment
 from motet.attention.masks.rules import OwnRule, mask_of_documents, rule_named
 from motet.attention.masks.token_layout import Document
 from motet.families.own_encoders import own_config
+from motet.families.rotary import forget_sequences
 from motet.models.composite import CompositeNode
 from motet.models.draws import Key, draw_noise, draw_normal, draw_uniform, has_null_condition
 from motet.models.generation import GeneratorNode, QueryNode
@@ -208,15 +210,23 @@ def plain_loss(
         for name, rows in (queries or {}).items():
             if sample.layouts.get(name):
                 tokens[name] = torch.cat([rows] * len(sample.layouts[name]))
-        embeddings, extra = _merged(
-            language_model.get_input_embeddings()(ids), ids, tokens, merge, placeholder_token_ids
-        )
+        extra: dict[str, Any] = {} if states is None else {"output_hidden_states": True}
+        if merge == "cross_attention" and tokens:
+            extra |= _cross_attention(ids, torch.cat(list(tokens.values())))
         if media_attention != "causal":
             items = _items_of_tokens(sample, ids, merge, placeholder_token_ids)
             segments = tuple(sample.layouts[language_model_name])
             extra["attention_mask"] = _attention_masks(language_model.config, items, media_attention, segments)
-        extra |= {} if states is None else {"output_hidden_states": True}
-        output = language_model(inputs_embeds=embeddings[None], use_cache=False, **extra)
+        merged = partial(_merged, ids=ids, tokens=tokens, merge=merge, placeholder_token_ids=placeholder_token_ids)
+        # Not inputs_embeds: some models scale what they embed themselves only, or embed the ids again (Gemma 3n).
+        hook = language_model.get_input_embeddings().register_forward_hook(
+            lambda module, args, words, merged=merged: merged(words[0])[None]
+        )
+        forget_sequences(language_model)
+        try:
+            output = language_model(input_ids=ids[None], use_cache=False, **extra)
+        finally:
+            hook.remove()
         logits = output.logits[0]
         if states is not None:
             states.append(output.hidden_states[-1][0])
@@ -313,21 +323,22 @@ def _balance(routed: list[Tensor], num_chosen: int) -> Any:
 
 def _merged(
     embeddings: Tensor, ids: Tensor, tokens: Mapping[str, Tensor], merge: str, placeholder_token_ids: Mapping[str, int]
-) -> tuple[Tensor, dict[str, Any]]:
-    """What the language model reads of a sample: [T, H], and further arguments. `tokens`: each encoder's outputs."""
+) -> Tensor:
+    """[T, H]: a sample's embedded tokens with the encoders' outputs, `tokens`, in their places."""
     if merge == "placeholder":
         for name, outputs in tokens.items():
             here = (ids == placeholder_token_ids[name]).nonzero().squeeze(-1)
             embeddings = embeddings.index_put((here,), outputs.to(embeddings.dtype))
-        return embeddings, {}
-    if not tokens:
-        return embeddings, {}
-    media = torch.cat(list(tokens.values()))
-    if merge == "prepend":
-        return torch.cat([media.to(embeddings.dtype), embeddings[len(media) :]]), {}
+    elif merge == "prepend" and tokens:
+        media = torch.cat(list(tokens.values()))
+        embeddings = torch.cat([media.to(embeddings.dtype), embeddings[len(media) :]])
+    return embeddings
+
+
+def _cross_attention(ids: Tensor, media: Tensor) -> dict[str, Any]:
     # Without a mask, transformers' attention would take the keys for a causal sequence.
     everything = media.new_zeros(1, 1, len(ids), len(media))
-    return embeddings, {"cross_attention_states": media[None], "cross_attention_mask": everything}
+    return {"cross_attention_states": media[None], "cross_attention_mask": everything}
 
 
 def _items_of_tokens(
@@ -403,6 +414,7 @@ def plain_composite_loss(model: Any, batch: Batch, modules: Sequence[str]) -> Te
             if key == "input_ids" or key.endswith("token_type_ids"):
                 inputs[key] = value[None]
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        forget_sequences(model)
         logits = model(**inputs, use_cache=False).logits[0]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         total = total + cross_entropy(wide[:-1], labels[1:], ignore_index=IGNORED_LABEL, reduction="sum")

@@ -85,6 +85,8 @@ class NodeAgent:
     """The generation since which it has been one."""
     _left_in: int = 0
     """The newest generation in which this node has sent what it held, to leave."""
+    _slow_in: int = 0
+    """The newest generation in which a process of this node has been slow for too long."""
     _met_in: int = 0
     """The newest generation whose processes know where to meet."""
     _unwritten: dict[str, str] = field(default_factory=dict)
@@ -246,6 +248,8 @@ class NodeAgent:
             return
         elif word == "interrupted":
             self._is_interrupted = True
+        elif word == "slow":
+            self._slow_in = self.membership.generation
         elif word == "left":
             self._left_in = self.membership.generation
             self._write(key("left", self._left_in, self.node), "")
@@ -319,8 +323,12 @@ class NodeAgent:
         ):
             # All together: the next membership would wait for nodes that left before the others.
             changes += [Change("left", each, "it has handed over what it held", at) for each in membership.leaving]
-        elif self.is_warned and node in membership.nodes and membership.stop is None:
-            changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
+        elif node in membership.nodes and membership.stop is None:
+            has_spare = any(key("alive", spare) in values for spare in membership.waiting)
+            if self.is_warned:
+                changes.append(Change("leaving", node, "it was told to end (SIGTERM)", at))
+            elif self._slow_in == membership.generation and has_spare:
+                changes.append(Change("leaving", node, "it computes slowly, and a spare takes its place", at))
         joined = range(membership.num_admitted, num_registered(values))
         changes += [Change("joined", other, "", at) for other in joined if key("alive", other) in values]
         if changes:  # A spare that has gone is no reason for another membership, but must not be used in one.

@@ -33,6 +33,7 @@ from motet.data.service.opening import open_producers
 from motet.errors import UserError
 from motet.plan import Plan
 from motet.resilience.failure_log import Recovery, write_straggler
+from motet.resilience.health import why_unfit
 from motet.resilience.interruptible_wait import release_in_background
 from motet.resilience.membership import FIRST_GENERATION, Membership, MembershipNotice, RunRecord, store_timeout_s
 from motet.resilience.process_control import AgentLink
@@ -115,6 +116,9 @@ class TrainingProcess:
             self._producers.close()
 
     def _run(self) -> None:
+        if (reason := why_unfit(self._device)) is not None:
+            self._link.send("hung", reason)
+            time.sleep(RENDEZVOUS_S)  # The agent ends this node.
         self._link.send("ready")
         notice = self._link.wait_for_next(None)
         while notice is not None:
@@ -185,6 +189,9 @@ class TrainingProcess:
                     node = membership.all_nodes[straggler.rank // self._node_size]
                     print(f"motet: node {node}: {straggler}", file=sys.stderr, flush=True)
                     write_straggler(self._output, straggler, node=node, step=trainer.finished_steps)
+            patience_s = self._failures.replace_stragglers_after_s
+            if patience_s is not None and watch.slow_s(dist.get_rank()) >= patience_s:
+                self._link.send("slow", membership.generation)
 
         trainer.after_step = after_step
 

@@ -1,4 +1,4 @@
-"""Finds ranks that compute more slowly than others with the same work. They are reported, and nothing else is done.
+"""Finds ranks that compute more slowly than others with the same work. They are reported; what is done is the caller's.
 
 The peers of a rank are the ranks with the same layers in other replicas. They may have other numbers of microbatches,
 so the time of one action over the last steps is compared.
@@ -8,6 +8,7 @@ group wait for each other inside their computation, so if one is slow, all of th
 reported. It imports no torch.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class StragglerWatch:
     def __init__(self, plan: Plan, ratio: float, gather: Callable[[float], Sequence[float]]) -> None:
         self._plan, self._ratio, self._gather = plan, ratio, gather
         self._action_s: list[float] = []
-        self._reported: frozenset[int] = frozenset()
+        self._since: dict[int, float] = {}
+        """By rank that is slow, when it was first found so, by `time.monotonic()`."""
 
     def after_step(self, spans: Iterable[Span]) -> list[Straggler]:
         """Returns the ranks that have become slow, the same on every rank; collective. `spans`: this rank's, of the
@@ -56,9 +58,14 @@ class StragglerWatch:
         everyone = self._gather(median(self._action_s))
         self._action_s.clear()
         slow = find_stragglers(self._plan, everyone, self._ratio)
-        new = [straggler for straggler in slow if straggler.rank not in self._reported]
-        self._reported = frozenset(straggler.rank for straggler in slow)
+        new = [straggler for straggler in slow if straggler.rank not in self._since]
+        now = time.monotonic()
+        self._since = {straggler.rank: self._since.get(straggler.rank, now) for straggler in slow}
         return new
+
+    def slow_s(self, rank: int) -> float:
+        """Seconds since a rank was first found slow, and at every look since; 0 if it is not."""
+        return time.monotonic() - self._since[rank] if rank in self._since else 0.0
 
 
 def action_s(spans: Iterable[Span]) -> float:

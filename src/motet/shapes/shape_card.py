@@ -116,6 +116,7 @@ def write_card(request: ShapeRequest, card: ShapeCard) -> None:
         return
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

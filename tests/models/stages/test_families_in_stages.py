@@ -12,8 +12,6 @@ from motet.families.tiny import perturb, tiny_config
 from motet.models.materialize import float64_throughout
 from motet.models.stage_chain import largest_difference, run_chain, run_whole, text_samples
 from motet.models.stages.language_model import LanguageModelStage
-from motet.parallel.context_attention import ContextParallel
-from motet.plan import ContextOptions
 
 SAMPLE = {
     "granite": "multiplies embeddings, residuals and logits",
@@ -81,16 +79,3 @@ def test_models_that_cannot_be_cut_are_refused(model_type: str, reason: str) -> 
         model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[model_type]()))
     with pytest.raises(UserError, match=reason):
         LanguageModelStage("language_model", model, (0, 2))
-
-
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_frequencies_of_the_whole_sequence_need_all_of_it(rope_type: str) -> None:
-    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
-    if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    config = tiny_config(CONFIG_MAPPING["llama"]())
-    config.rope_parameters = rope
-    stage = LanguageModelStage("language_model", AutoModelForCausalLM.from_config(config), (0, 6))
-    stage.enable_context_parallel(ContextParallel(group=None, rank=0, size=1, options=ContextOptions()))
-    with pytest.raises(UserError, match=f"has {rope_type} rotary positions"):
-        stage.enable_context_parallel(ContextParallel(group=None, rank=0, size=2, options=ContextOptions()))

@@ -53,6 +53,7 @@ class CaptionDecoderStage(CausalStage):
             ids,
             hidden,
             rows=rows,
+            lengths=sequences.length_of_token(),
             options={
                 "attention_mask": None if mask is None else mask.to(ids.device),
                 "position_ids": sequences.position_ids().to(ids.device),

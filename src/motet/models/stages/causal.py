@@ -17,6 +17,7 @@ from motet.assignment.sample import IGNORED_LABEL, Sample, places_in_sample
 from motet.errors import UserError
 from motet.families.discovery import causal_paths, num_causal_layers
 from motet.families.language_models import is_tied, next_labels
+from motet.families.rotary import SequenceRotary
 from motet.models.stages.stage import keep_frozen_in_eval_mode
 from motet.models.stages.stand_ins import Handover, LeftForward, put_stand_ins
 from motet.parallel.vocab_parallel import cross_entropy_sum, vocabulary_group
@@ -61,6 +62,13 @@ class SequenceLayout:
         if self.packed or min(self.lengths) == max(self.lengths):
             return None
         return (torch.arange(self.shape[1])[None] < torch.tensor(self.lengths)[:, None]).long()
+
+    def length_of_token(self) -> Tensor:
+        """[rows, columns]: tokens of the sample that stands there."""
+        lengths = torch.tensor(self.lengths)
+        if self.packed:
+            return torch.repeat_interleave(lengths, lengths)[None]
+        return lengths[:, None].expand(self.shape)
 
     def sample_of_token(self) -> Tensor:
         """[rows, columns]: which sample of the microbatch stands there; -1 where nothing does."""
@@ -112,6 +120,7 @@ class CausalStage(nn.Module):
             self._handover = put_stand_ins(
                 model, self.paths, self.own_blocks, is_first=self.is_first, is_last=self.is_last
             )
+        self._rotary = SequenceRotary(model, self.paths.blocks)
         self._takes = set(inspect.signature(model.forward).parameters)
         if "kwargs" in self._takes:
             self._takes |= set(inspect.signature(model.get_submodule(self.paths.base).forward).parameters)
@@ -171,6 +180,7 @@ class CausalStage(nn.Module):
         *,
         enter: Callable[[Tensor], Tensor] | None = None,
         rows: Tensor | None = None,
+        lengths: Tensor,
         options: Mapping[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the model's forward from the stage's first layer to its last.
@@ -181,6 +191,8 @@ class CausalStage(nn.Module):
             enter: from embedded tokens to what is to stand in their place.
             rows: indices into the flattened [rows * columns], of the logits that are wanted on the last stage; None:
                 all.
+            lengths: [rows, columns], of each token's sample, which is longer than what stands here where a
+                context-parallel group shares it.
             options: of the model's forward; those that it does not know are left out.
 
         Returns:
@@ -189,6 +201,7 @@ class CausalStage(nn.Module):
         """
         if self._handover is not None:
             self._handover.begin(hidden)
+        self._rotary.begin(lengths)
         states: list[Tensor] = []
 
         def keep_rows(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

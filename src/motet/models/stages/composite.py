@@ -182,6 +182,7 @@ class CompositeLanguageModelStage(CausalStage):
                 inputs.hidden,
                 rows=rows,
                 enter=lambda words: put_in(words, ids, outputs),
+                lengths=sequences.length_of_token(),
                 options={**options, **given},
             )
         unread = [function.modality for function, made in outputs.items() if function.name and not made.was_read]

@@ -117,14 +117,6 @@ class LanguageModelStage(CausalStage):
             )
         method = "ulysses" if cp.options.method == "ulysses" else "context_parallel"
         check_feature(config, method, "use cp 1 and media_attention causal")
-        for part in self.module.modules():
-            kinds = getattr(part, "rope_type", None)
-            changing = {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds])
-            if changing and cp.size > 1:
-                raise UserError(
-                    f"parallel: {self.name} has {changing.pop()} rotary positions, whose frequencies follow from the "
-                    "whole sequence; no rank of a context-parallel group sees it, so use cp 1"
-                )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         check_shared(self.name, self.module, config, cp, config.num_attention_heads, head_dim)
         self._context, self.packing = cp, True
@@ -217,12 +209,14 @@ class LanguageModelStage(CausalStage):
             options = {"context": context, "position_ids": positions[:, context.tokens]}
         if self.cross_attends:
             options |= self._cross_attention(inputs.incoming, inputs.samples, sequences, device)
+        lengths = sequences.length_of_token()
         num_calls = 0 if context is None else context.num_calls
         made = self.run_layers(
             self._token_ids(inputs, sequences, context),
             inputs.hidden,
             enter=lambda embedded: self._enter(embedded, inputs, sequences, context),
             rows=rows,
+            lengths=lengths if context is None else lengths[:, context.tokens.cpu()],
             options=options,
         )
         assert context is None or context.num_calls - num_calls == len(self.own_blocks)

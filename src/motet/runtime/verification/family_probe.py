@@ -12,7 +12,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from motet.assignment.sample import Sample, Segment
-from motet.config import RunConfig
 from motet.errors import UserError
 from motet.families.capabilities import (
     FEATURES,
@@ -36,23 +36,24 @@ from motet.families.capabilities import (
 from motet.families.family_features import probing
 from motet.families.language_models import is_tied
 from motet.families.tiny import perturb, tiny_config
-from motet.models.graph import LanguageModelNode
-from motet.models.materialize import float64_throughout, read_part_config
+from motet.models.composite import CompositeNode
+from motet.models.graph import LanguageModelNode, ModuleNode
+from motet.models.materialize import float64_throughout
 from motet.models.multimodal import MultimodalModule
-from motet.plan import DEFAULT_ASSIGNMENT, LANGUAGE_MODEL, ContextOptions, ModulePlan, Plan, Replica, Stage
+from motet.models.stages.stage import Batch
+from motet.plan import LANGUAGE_MODEL, ContextOptions, Edge, ModulePlan, Plan, Replica, Stage
 from motet.runtime.assembly import make_stage
 from motet.runtime.engine import Engine
 from motet.runtime.launch import WorkerFailedError, launch, started_by_torchrun
 from motet.runtime.verification.verify import verify_batch
-from motet.schedule.generators import SPLIT_BACKWARDS
 
 LENGTHS = (23, 9, 17, 5)
 """Tokens of the samples. The longest exceeds the tiny model's attention window and the length at which its rotary
 positions begin to scale."""
 TIMEOUT = datetime.timedelta(seconds=60)
 
-BuildModel = Callable[[], Any]
-"""Makes the tiny model, with the same weights each time."""
+BuildNodes = Callable[[], Mapping[str, ModuleNode]]
+"""Makes the parts of the tiny model, with the same weights each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,53 +120,20 @@ def capabilities_of(config: PretrainedConfig, *, again: bool = False) -> Capabil
     digest = digest_of(tiny.to_dict())
     known = None if again else read_capabilities(digest)
     if known is None:
-        if started_by_torchrun():
-            raise UserError(
-                f"model.language_model: {config.model_type} has not been probed on this machine; run motet family "
-                "check with its folder or hub id here, before torchrun"
-            )
-        print(f"probing {config.model_type}, which is new here: tiny models on two processes", file=sys.stderr)
+        announce_probe(config.model_type)
         known = probe(tiny)
         write_capabilities(digest, known)
     return known
 
 
-def check_features(config: RunConfig, plan: Plan) -> None:
-    """Raises `UserError` unless every feature that the plan's language model needs was equal in its family's probe."""
-    part = config.model.language_model
-    if part is None or LANGUAGE_MODEL not in plan.modules:
-        return
-    key = f"model.{LANGUAGE_MODEL}"
-    capabilities = capabilities_of(read_part_config(part, "language_model", where=key))
-    capabilities.require(needed_features(config, plan), key)
-
-
-def needed_features(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """The features of the language model's plan, and what to set instead of each."""
-    module = plan.modules[LANGUAGE_MODEL]
-    stages = [stage for replica in module.replicas for stage in replica.stages]
-    num_microbatches = sum(plan.replica_microbatches) or len(module.replicas) * plan.num_microbatches
-    is_packed = config.parallel.packing or config.model.media_attention != "causal"
-    is_packed |= any(replica.shares_context for replica in module.replicas)
-    has_one_sample = plan.assignment == DEFAULT_ASSIGNMENT and config.train.global_batch_size <= num_microbatches
-    methods = {module.context.method for stage in stages if stage.cp_size > 1}
-    needed = {
-        "pipeline": (len(stages) > len(module.replicas), "use one stage"),
-        "packing": (is_packed, "set parallel.packing to false"),
-        "padding": (not is_packed and not has_one_sample, "use as many microbatches as samples"),
-        "recompute": (LANGUAGE_MODEL in plan.recompute, "leave it out of parallel.recompute"),
-        "split_backward": (plan.schedule in SPLIT_BACKWARDS, "use parallel.schedule 1f1b"),
-        "context_parallel": ("all_gather" in methods, "use cp 1"),
-        "ulysses": ("ulysses" in methods, "use cp 1 or parallel.context.method all_gather"),
-        "tensor_parallel": (any(stage.tp_size > 1 for stage in stages), "use tp 1"),
-        "sequence_parallel": (
-            module.sequence_parallel and any(stage.tp_size > 1 for stage in stages),
-            "set sequence_parallel to false",
-        ),
-        "experts": (module.ep > 1 and any(stage.tp_size > 1 for stage in stages), "use ep 1"),
-        "expert_parallel": (module.replicas_sharing_experts > 1, "use ep 1, or ep equal to tp"),
-    }
-    return {feature: instead for feature, (is_needed, instead) in needed.items() if is_needed}
+def announce_probe(model_type: str) -> None:
+    """Raises `UserError` under torchrun, whose processes are the training's."""
+    if started_by_torchrun():
+        raise UserError(
+            f"model: {model_type} has not been probed on this machine; run motet family check with its folder or hub "
+            "id here, before torchrun"
+        )
+    print(f"probing {model_type}, which is new here: tiny models on a few processes", file=sys.stderr)
 
 
 def probe(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS) -> Capabilities:
@@ -187,18 +155,28 @@ def probe(tiny: PretrainedConfig, trials: Mapping[str, Trial] = TRIALS) -> Capab
                 "supported"
             ) from None
         batch = _Batch(int(tiny.get_text_config().vocab_size))
-        reasons = _run_all(trials, build_model, batch)
+        reasons = run_trials(trials, lambda: {LANGUAGE_MODEL: _node_of(build_model())}, batch)
+    return found_out(tiny.model_type, name, reasons)
+
+
+def found_out(model_type: str, model_class: str, reasons: dict[str, str | None]) -> Capabilities:
+    """Today, with these versions."""
     return Capabilities(
-        model_type=tiny.model_type,
-        model_class=name,
+        model_type=model_type,
+        model_class=model_class,
         reasons=reasons,
         versions=probed_versions(),
         date=datetime.date.today().isoformat(),
     )
 
 
-def _run_all(trials: Mapping[str, Trial], build_model: BuildModel, batch: "_Batch") -> dict[str, str | None]:
-    """A feature that ends a process ends the launch: those after it are run in the next one."""
+def run_trials(
+    trials: Mapping[str, Trial], build_nodes: BuildNodes, batch: Batch, edges: tuple[Edge, ...] = ()
+) -> dict[str, str | None]:
+    """By trial: None if gradients were equal, else why not. Trials are of the language model; encoders are one stage
+    each on the first rank. `edges`: from encoders to the language model.
+
+    A feature that ends a process ends the launch: those after it are run in the next one."""
     found: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory(prefix="motet-probe-") as folder:
         results = Path(folder) / "results"
@@ -208,7 +186,7 @@ def _run_all(trials: Mapping[str, Trial], build_model: BuildModel, batch: "_Batc
             alike = {feature: trial for feature, trial in left.items() if trial.num_ranks == num_processes}
             failure = "its process ended"
             try:
-                launch(_run_features, alike, build_model, batch, results, num_processes=num_processes)
+                launch(_run_features, alike, build_nodes, batch, edges, results, num_processes=num_processes)
             except WorkerFailedError as error:
                 failure = _first_line(error)
             found |= dict(json.loads(line) for line in results.read_text().splitlines())
@@ -217,27 +195,28 @@ def _run_all(trials: Mapping[str, Trial], build_model: BuildModel, batch: "_Batc
     return {feature: found[feature] for feature in trials}
 
 
-def _run_features(trials: Mapping[str, Trial], build_model: BuildModel, batch: "_Batch", results: Path) -> None:
+def _run_features(
+    trials: Mapping[str, Trial], build_nodes: BuildNodes, batch: Batch, edges: tuple[Edge, ...], results: Path
+) -> None:
     """On every rank. Rank 0 writes down a line for each feature."""
     for feature, trial in trials.items():
         with probing():
-            reason = _run_feature(trial, build_model, batch)
+            reason = _run_feature(trial, build_nodes, batch, edges)
         if dist.get_rank() == 0:
             with results.open("a") as file:
                 file.write(json.dumps((feature, reason)) + "\n")
 
 
-def _run_feature(trial: Trial, build_model: BuildModel, batch: "_Batch") -> str | None:
+def _run_feature(trial: Trial, build_nodes: BuildNodes, batch: Batch, edges: tuple[Edge, ...]) -> str | None:
     """None if gradients were equal; on rank 0 else why not."""
-    model = build_model()
-    node = _node_of(model)
+    nodes = build_nodes()
     engine, refusal = None, None
     try:
-        plan = _plan(trial, node.num_layers, is_tied=is_tied(model))
+        plan = _plan(trial, nodes, edges)
         engine = Engine(
             plan,
             lambda name, module, stage, tp: make_stage(
-                _node_of(build_model()),
+                build_nodes()[name],
                 stage.layers,
                 tp,
                 torch.device("cpu"),
@@ -253,9 +232,11 @@ def _run_feature(trial: Trial, build_model: BuildModel, batch: "_Batch") -> str 
     if refusal := _on_any_rank(refusal):
         return refusal
     assert engine is not None
-    comparison = verify_batch(engine, batch, lambda: {LANGUAGE_MODEL: node}, dtype="float64")
+    comparison = verify_batch(engine, batch, lambda: nodes, dtype="float64")
     if comparison is None or comparison.passed:
         return None
+    if comparison.max_raw_grad_rel_err < comparison.tolerance:
+        return comparison.failures[0][:200]
     return (
         f"gradients differ from one process by {comparison.max_raw_grad_rel_err:.1e} ({comparison.worst_raw_parameter})"
     )
@@ -267,42 +248,61 @@ def _node_of(model: Any) -> LanguageModelNode:
     return node
 
 
-def _plan(trial: Trial, num_layers: int, *, is_tied: bool) -> Plan:
+def _plan(trial: Trial, nodes: Mapping[str, ModuleNode], edges: tuple[Edge, ...]) -> Plan:
+    return Plan(
+        modules={name: _module_plan(trial, node) for name, node in nodes.items()},
+        edges=edges,
+        num_microbatches=trial.num_microbatches,
+        schedule=trial.schedule,
+        recompute=tuple(nodes) if trial.recompute else (),
+    )
+
+
+def _module_plan(trial: Trial, node: ModuleNode) -> ModulePlan:
+    num_layers = node.num_layers
+    if node.name != LANGUAGE_MODEL:
+        replica = Replica(stages=(Stage(layers=(0, num_layers), ranks=(0,)),))
+        with_parameters = [layer.num_parameters > 0 for layer in node.workload().layers]
+        return ModulePlan(kind="encoder", num_layers=num_layers, replicas=(replica,), trainable=_runs(with_parameters))
+    if isinstance(node, CompositeNode):
+        tied = node.composite.is_tied
+    else:
+        assert isinstance(node, LanguageModelNode)
+        tied = is_tied(node.module.module)
     num_stages = len(trial.stages)
     # The middle stage has neither embedding nor head.
     bounds = [0, *(1 + (num_layers - 2) * s // num_stages for s in range(1, num_stages)), num_layers]
-    replica = Replica(
-        stages=tuple(
-            Stage(layers=(bounds[s], bounds[s + 1]), ranks=ranks, tp_size=trial.tp_size, cp_size=trial.cp_size)
-            for s, ranks in enumerate(trial.stages)
-        )
-    )
     replicas = tuple(
-        replace(
-            replica,
-            stages=tuple(replace(stage, ranks=tuple(rank + r for rank in stage.ranks)) for stage in replica.stages),
+        Replica(
+            stages=tuple(
+                Stage(
+                    layers=(bounds[s], bounds[s + 1]),
+                    ranks=tuple(rank + r for rank in ranks),
+                    tp_size=trial.tp_size,
+                    cp_size=trial.cp_size,
+                )
+                for s, ranks in enumerate(trial.stages)
+            )
         )
         for r in range(trial.num_replicas)
     )
-    return Plan(
-        modules={
-            LANGUAGE_MODEL: ModulePlan(
-                kind="language_model",
-                num_layers=num_layers,
-                replicas=replicas,
-                trainable=((0, num_layers),),
-                tied=((0, num_layers - 1),) if is_tied else (),
-                sequence_parallel=trial.sequence_parallel,
-                ep=trial.ep,
-                loss_weight=1.0,
-                context=ContextOptions(block_size=4, method=trial.method),
-            )
-        },
-        edges=(),
-        num_microbatches=trial.num_microbatches,
-        schedule=trial.schedule,
-        recompute=(LANGUAGE_MODEL,) if trial.recompute else (),
+    return ModulePlan(
+        kind="language_model",
+        num_layers=num_layers,
+        replicas=replicas,
+        trainable=((0, num_layers),),
+        tied=((0, num_layers - 1),) if tied else (),
+        sequence_parallel=trial.sequence_parallel,
+        ep=trial.ep,
+        loss_weight=1.0,
+        context=ContextOptions(block_size=4, method=trial.method),
     )
+
+
+def _runs(wanted: list[bool]) -> tuple[tuple[int, int], ...]:
+    """Half-open runs of true entries."""
+    found = [list(run) for is_wanted, run in groupby(range(len(wanted)), key=wanted.__getitem__) if is_wanted]
+    return tuple((run[0], run[-1] + 1) for run in found)
 
 
 class _Batch:

@@ -1,0 +1,24 @@
+"""What installed packages add to motet, by entry points: encoders (`motet.encoders`) and exceptional language models
+(`motet.language_models`, see docs/adding-a-model-family.md)."""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from motet.errors import UserError
+
+
+@cache
+def loaded(group: str) -> Mapping[str, Any]:
+    """By name: what the entry points of a group are. Imports them all. Raises `UserError` for one that cannot be."""
+    found = {}
+    for entry in entry_points(group=group):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"entry point {group} {entry.name}: cannot be imported ({reason}); mend the package"
+            ) from None
+    return found

@@ -1,0 +1,3 @@
+"""Commands run in the process of the tests: with torch imported, they make shape cards there."""
+
+import motet.families.shape_walker  # noqa: F401

@@ -1,0 +1,50 @@
+"""Random losses beyond nodes, and beyond what is tolerated: training goes on while each layer lives, else from a
+checkpoint.
+
+`MOTET_CHAOS_TRIALS`, `MOTET_CHAOS_FIRST`, `MOTET_CHAOS_SEED` and `MOTET_CHAOS_LOG` are those of test_chaos.py.
+benchmarks/chaos.py makes a report of the log.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from wild_chaos import WildOutcome, WildTrial, draw_wild, run_wild
+
+NUM_TRIALS = int(os.environ.get("MOTET_CHAOS_TRIALS", "300"))
+NUM_WITH_ETCD = int(os.environ.get("MOTET_CHAOS_ETCD_TRIALS", "100"))
+FIRST = int(os.environ.get("MOTET_CHAOS_FIRST", "0"))
+SEED = os.environ.get("MOTET_CHAOS_SEED") or str(time.time_ns())
+
+
+def run(trial: WildTrial) -> WildOutcome:
+    print(f"run_wild({trial})", flush=True)
+    try:
+        outcome = run_wild(trial)
+    except BaseException as error:
+        error.add_note(f"run_wild({trial})")
+        raise
+    print(outcome.to_json(), flush=True)
+    if path := os.environ.get("MOTET_CHAOS_LOG"):
+        with Path(path).open("a") as file:
+            file.write(outcome.to_json() + "\n")
+    return outcome
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(8 * 3600)
+def test_many_wild_trials() -> None:
+    print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_TRIALS={NUM_TRIALS}")
+    outcomes = [
+        run(draw_wild(f"{SEED}/{i}", is_double=True if i % 3 == 0 else None)) for i in range(FIRST, FIRST + NUM_TRIALS)
+    ]
+    assert all(outcome.killed for outcome in outcomes)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(8 * 3600)
+def test_many_wild_trials_with_etcd() -> None:
+    print(f"MOTET_CHAOS_SEED={SEED} MOTET_CHAOS_FIRST={FIRST} MOTET_CHAOS_ETCD_TRIALS={NUM_WITH_ETCD}")
+    outcomes = [run(draw_wild(f"etcd/{SEED}/{i}", "etcd")) for i in range(FIRST, FIRST + NUM_WITH_ETCD)]
+    assert all(outcome.went_on for outcome in outcomes if outcome.survives)

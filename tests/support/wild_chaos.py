@@ -1,0 +1,233 @@
+"""Trainings of which more is lost than they tolerate, or something else than a node, and what they must come to.
+
+Two nodes within one recovery, stopped agents, the store, members of etcd, nodes that join meanwhile. Where some node
+that was not lost has held each layer since the beginning, training goes on without a restart. Else it goes on from the
+last checkpoint. In both cases losses and samples are those of the undisturbed run, and nothing is left behind.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+from unittest import mock
+
+from chaos import DETECT_S, STEPS, Layout, _draw_kill, config_of, pipelines_of, plan_and_templates, undisturbed
+from etcd_servers import EtcdServers, etcd_servers
+from ledger import Ids, recorded
+from victims import Board, Kill, Victim, observed
+from waiting import wait_until
+
+from motet.config import RunConfig
+from motet.plan import Plan
+from motet.resilience.failure_log import FAILURES
+from motet.resilience.launch_nodes import run_agent, train_on_nodes
+from motet.resilience.store.embedded import StoreProcess
+from motet.resilience.succession import Succession
+
+Store = Literal["embedded", "etcd"]
+OF_NODES = ("process", "process", "hang", "agent", "stopped agent")
+OF_STORES = {"embedded": ("store", "stopped store"), "etcd": ("etcd member",)}
+PHASES = ("forward", "backward", "reduction", "optimizer step", "saving", "evaluation")
+PR_SET_CHILD_SUBREAPER = 36
+FORK = multiprocessing.get_context("fork")
+LONGEST_ERROR = 1e-9
+"""Relative. Sums are taken in other orders."""
+
+
+@dataclass(frozen=True)
+class WildTrial:
+    seed: str
+    layout: Layout
+    store: Store
+    kills: tuple[Kill, ...]
+    joins: bool
+    """Whether a node comes after the first loss."""
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(pipelines_of(self.layout, 1, False))
+
+
+def draw_wild(seed: str, store: Store = "embedded", *, is_double: bool | None = None) -> WildTrial:
+    """`is_double`: whether a node is lost within the recovery from the loss of another."""
+    rng = Random(seed)
+    layout: Layout = rng.choice(["alike", "unlike"])
+    nodes = rng.sample(range(sum(pipelines_of(layout, 1, False))), k=2)
+    is_double = rng.random() < 0.4 if is_double is None else is_double
+
+    def kill(node: int, phase: str, ways: tuple[str, ...]) -> Kill:
+        drawn = _draw_kill(rng, node, "saving" if phase == "evaluation" else phase)
+        return Kill(node, max(1, drawn.after_steps), phase, 0, drawn.delay_s, rng.choice(ways))
+
+    kills = [kill(nodes[0], rng.choice(PHASES), OF_NODES)]
+    if is_double:
+        kills.append(kill(nodes[1], "recovery", OF_NODES))
+    elif rng.random() < 0.6:
+        kills.append(kill(nodes[1], rng.choice(PHASES), OF_STORES[store]))
+    return WildTrial(seed, layout, store, tuple(kills), rng.random() < 0.3)
+
+
+def config_for(trial: WildTrial, output: Path) -> RunConfig:
+    config = config_of(output, 1, trial.layout)
+    failures = {"tolerate": 1, "detect_s": DETECT_S, "restarts": 3}
+    values = config.model_dump(exclude_unset=True)
+    values["train"] |= {"failures": failures, "eval_every": 2, "eval_samples": 4, "output": str(output)}
+    return RunConfig.model_validate(values)
+
+
+def survives(trial: WildTrial, fired: tuple[Kill, ...], plan: Plan) -> bool:
+    """Whether nodes that were not lost have held each layer since the beginning, where losses are close together; or
+    fewer were lost than are tolerated."""
+    lost = {kill.node for kill in fired if kill.hits_node}
+    if len(lost) <= 1:
+        return True
+    held = {
+        (name, layer)
+        for name, module in plan.modules.items()
+        for replica in module.replicas
+        for stage in replica.stages
+        if not lost & {*stage.ranks}
+        for layer in range(*stage.layers)
+    }
+    return held == {(name, layer) for name, module in plan.modules.items() for layer in range(module.num_layers)}
+
+
+@dataclass(frozen=True)
+class WildOutcome:
+    trial: WildTrial
+    killed: tuple[str, ...]
+    """How and in which phase."""
+    survives: bool
+    went_on: bool
+    """Without a checkpoint."""
+    max_loss_error: float
+    seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def run_wild(trial: WildTrial) -> WildOutcome:
+    """Raises `AssertionError` if something is not as it must be."""
+    losses, ids = undisturbed(1, trial.layout)
+    plan, templates = plan_and_templates(trial.layout, 1, pipelines_of(trial.layout, 1, False))
+    board = Board()
+    # What loses its parent becomes a child of this process, which sees it.
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    before, descriptors = children(), len(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        output, temporary = Path(folder) / "run", Path(folder) / "temporary"
+        temporary.mkdir()
+        output.mkdir()
+        config = config_for(trial, output)
+        etcd = None
+        if trial.store == "etcd":
+            (Path(folder) / "etcd").mkdir()
+            servers = stack.enter_context(etcd_servers(Path(folder) / "etcd"))
+            board.set_server(_pid_of_member(servers, Random(trial.seed).randrange(3)))
+            etcd = servers.address("trial")
+        apart = children()
+        stack.enter_context(mock.patch.object(tempfile, "tempdir", str(temporary)))
+        stack.enter_context(recorded(output))
+        stack.enter_context(observed(Victim(trial.kills, board)))
+        if trial.joins:
+            stack.enter_context(joining(config, plan, templates, board, etcd))
+        else:
+            stack.enter_context(noted_store(board))
+        started = time.monotonic()
+        result = train_on_nodes(config, plan, templates, num_nodes=trial.num_nodes, node_size=1, store=etcd)
+        seconds = time.monotonic() - started
+        path = output / FAILURES
+        log = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        fired = tuple(kill for i, kill in enumerate(trial.kills) if board.is_fired(i))
+        if not trial.joins:
+            wait_until(lambda: children() <= apart, f"processes are left: {children() - apart}")
+        assert [*temporary.iterdir()] == [], "temporary files are left"
+        seen = ids_by_step(output)
+    wait_until(lambda: children() <= before, "processes are left")
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2, "descriptors are left"
+    error = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], losses, strict=True))
+    assert error <= LONGEST_ERROR, (trial, error, log)
+    assert seen == ids, (trial, log)
+    went_on = all(line["done"].startswith(("went on", "nothing had been trained")) for line in log if "done" in line)
+    lives = survives(trial, fired, plan)
+    store_was_lost = trial.store == "embedded" and any(not kill.hits_node for kill in fired)
+    if lives and not store_was_lost:
+        assert went_on, (trial, fired, log)
+    return WildOutcome(trial, tuple(f"{kill.how} in {kill.phase}" for kill in fired), lives, went_on, error, seconds)
+
+
+def ids_by_step(folder: Path) -> dict[int, Ids]:
+    """The samples of each step; a step that is done again has the same ones."""
+    seen: dict[int, set[Ids]] = defaultdict(set)
+    for path in folder.glob("*.ledger"):
+        for line in path.read_text().splitlines():
+            what, number, *samples = line.split(" ")
+            if what == "applied":
+                seen[int(number)].add(tuple(samples))
+    assert all(len(of_step) == 1 for of_step in seen.values()), seen
+    assert seen.keys() == set(range(1, STEPS + 1)), seen
+    return {step: next(iter(of_step)) for step, of_step in seen.items()}
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one, and that have not ended."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(") ")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(folder.name))
+    return found
+
+
+def _pid_of_member(servers: EtcdServers, number: int) -> int:
+    return servers._processes[number].pid
+
+
+@contextmanager
+def noted_store(board: Board, told: Any = None) -> Iterator[None]:
+    """Writes the embedded store's process on the board whenever one is started. `told`: gets address and secret."""
+    start = StoreProcess.start
+
+    def started(self: StoreProcess, *args: Any) -> None:
+        start(self, *args)
+        assert self._process is not None
+        board.set_server(self._process.pid or 0)
+        if told is not None:
+            told.put((self.address, self._secret))
+
+    with mock.patch.object(StoreProcess, "start", started):
+        yield
+
+
+@contextmanager
+def joining(config: RunConfig, plan: Plan, templates: Any, board: Board, etcd: Any) -> Iterator[None]:
+    """A node of a process of its own that joins after the first loss. With etcd it does not: its secret is not told."""
+    addresses = FORK.SimpleQueue()
+
+    def join() -> None:
+        address, secret = addresses.get()
+        wait_until(lambda: board.is_fired(0))
+        succession = Succession(1, templates, first_plan=plan.to_json())
+        run_agent(config, address, secret, None, 1, succession)
+
+    helper = FORK.Process(target=join, daemon=False)
+    with noted_store(board, addresses):
+        helper.start()
+        try:
+            yield
+        finally:
+            helper.kill()
+            helper.join()
