@@ -79,7 +79,7 @@ def compare_steps(
 
 def _step(engine: Engine, optimizer: Optimizer, config: RunConfig, batch: Batch, finished_steps: int) -> float:
     engine.model.zero_gradients()
-    result = engine.run(batch)
+    result = engine.run(batch, seed=(0, finished_steps))
     if config.train.clip_grad_norm:
         engine.model.clip_gradients(result.gradient_norm, config.train.clip_grad_norm)
     optimizer.step(finished_steps)
@@ -108,9 +108,7 @@ def _plain_loop(
     losses = []
     for number, batch in enumerate(batches):
         optimizer.zero_grad()
-        loss = reference_loss(
-            nodes, HeldBatch(batch, modules), contrastive_batch_size=config.train.contrastive_batch_size
-        )
+        loss = reference_loss(nodes, HeldBatch(batch, modules), draw_key=(0, number))
         loss.backward()
         if train.clip_grad_norm:
             torch.nn.utils.clip_grad_norm_(trained, train.clip_grad_norm)
