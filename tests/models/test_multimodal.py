@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_mllm import (
     IMAGE,
     PATCHES,
@@ -26,6 +27,7 @@ from transformers import (
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from motet import ModalityModule, MultimodalModule
+from motet.errors import UserError
 from motet.models.materialize import float64_throughout
 from motet.models.stages.projector import build_projector
 
@@ -265,3 +267,16 @@ def test_two_encoders_cannot_share_a_placeholder() -> None:
     encoders = {name: ModalityModule(tiny_vision(), "mlp") for name in ("near", "far")}
     with pytest.raises(ValueError, match="7 stands for both near and far; give each a token of its own"):
         MultimodalModule(encoders, tiny_llama(), placeholder_token_ids={"near": 7, "far": 7})
+
+
+@pytest.mark.parametrize("how", ["get_peft_model", "add_adapter"])
+def test_a_model_with_adapters_is_refused_in_one_line(how: str) -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    model = LlamaForCausalLM(config)
+    lora = LoraConfig(target_modules=["q_proj"])
+    if how == "get_peft_model":
+        model = get_peft_model(model, lora)
+    else:
+        model.add_adapter(lora)
+    with pytest.raises(UserError, match=r"has adapters of peft.*merge_and_unload"):
+        MultimodalModule({}, model)

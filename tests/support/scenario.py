@@ -77,6 +77,9 @@ class Scenario:
     assignment: str = "contiguous"
     max_packed_tokens: int | None = None
     frozen: str = "nothing"
+    lora: tuple[str, ...] = ()
+    """Modules that train adapters in place of their own weights."""
+    lora_targets: tuple[str, ...] | None = None
     items: str = "mixed"
     """mixed: none, one and three images and clips; none: no sample has any; half: the last half has none; one: only one
     sample has any; all but one."""
@@ -101,7 +104,7 @@ class Scenario:
 
         def encoder(name: str, family: str) -> dict:
             _, config_class, values = ENCODERS[family]
-            train = {"module": name not in frozen, "projector": f"{name} projector" not in frozen}
+            train = {"projector": f"{name} projector" not in frozen, **self._trained(name)}
             part = {"config": config_class.__name__, "values": values, "projector": "mlp", "train": train}
             if name == "vision":
                 part |= {"feature_select": self.feature_select, "feature_layer": self.feature_layer}
@@ -115,7 +118,7 @@ class Scenario:
                     "language_model": {
                         "config": llm_class.__name__,
                         "values": {**SIZES, **llm_values},
-                        "train": {"module": "language_model" not in frozen},
+                        "train": self._trained("language_model"),
                         "router_aux_loss": self.router_aux_loss,
                     },
                     "merge": self.merge,
@@ -128,6 +131,11 @@ class Scenario:
         # Registered masks are no words of a run file.
         model = config.model.model_copy(update={"media_attention": self.media_attention})
         return config.model_copy(update={"model": model})
+
+    def _trained(self, name: str) -> dict:
+        if name in self.lora:
+            return {"lora": {"rank": 2, "alpha": 3.0, "targets": self.lora_targets}}
+        return {"module": name not in FROZEN[self.frozen]}
 
     def plan(self, config: RunConfig) -> Plan:
         """Layers split evenly; ranks: each replica's encoders, then its language model, tensor parallelism fastest."""
@@ -242,8 +250,10 @@ class Scenario:
     def _trainable(self, name: str, num_layers: int) -> tuple[tuple[int, int], ...]:
         frozen = FROZEN[self.frozen]
         if name == "language_model":
-            return () if name in frozen else ((0, num_layers),)
-        body = () if name in frozen else ((0, num_layers - 1),)
+            blocks = ((1, num_layers - 1),) if name in self.lora else ((0, num_layers),)
+            return () if name in frozen else blocks
+        blocks = ((1, num_layers - 2),) if name in self.lora else ((0, num_layers - 1),)
+        body = () if name in frozen else blocks
         return body if f"{name} projector" in frozen else (*body, (num_layers - 1, num_layers))
 
 

@@ -50,7 +50,7 @@ class WildTrial:
     store: Store
     kills: tuple[Kill, ...]
     joins: bool
-    """Whether a node comes after the first loss."""
+    """Whether a node comes after the first loss. With etcd none does: the secret of the run is not told."""
 
     @property
     def num_nodes(self) -> int:
@@ -73,7 +73,8 @@ def draw_wild(seed: str, store: Store = "embedded", *, is_double: bool | None = 
         kills.append(kill(nodes[1], "recovery", OF_NODES))
     elif rng.random() < 0.6:
         kills.append(kill(nodes[1], rng.choice(PHASES), OF_STORES[store]))
-    return WildTrial(seed, layout, store, tuple(kills), rng.random() < 0.3)
+    joins = store == "embedded" and rng.random() < 0.3
+    return WildTrial(seed, layout, store, tuple(kills), joins)
 
 
 def config_for(trial: WildTrial, output: Path) -> RunConfig:
@@ -140,7 +141,7 @@ def run_wild(trial: WildTrial) -> WildOutcome:
         stack.enter_context(recorded(output))
         stack.enter_context(observed(Victim(trial.kills, board)))
         if trial.joins:
-            stack.enter_context(joining(config, plan, templates, board, etcd))
+            stack.enter_context(joining(config, plan, templates, board))
         else:
             stack.enter_context(noted_store(board))
         started = time.monotonic()
@@ -213,8 +214,8 @@ def noted_store(board: Board, told: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def joining(config: RunConfig, plan: Plan, templates: Any, board: Board, etcd: Any) -> Iterator[None]:
-    """A node of a process of its own that joins after the first loss. With etcd it does not: its secret is not told."""
+def joining(config: RunConfig, plan: Plan, templates: Any, board: Board) -> Iterator[None]:
+    """A node of a process of its own that joins after the first loss."""
     addresses = FORK.SimpleQueue()
 
     def join() -> None:

@@ -9,9 +9,49 @@ from motet.config.section import Count, CountOrNever, LearningRate, PositiveNumb
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL, queries_of
 
 
+class LoraOptions(Section):
+    """Low-rank adapters on linear layers of the module's transformer blocks (Hu et al. 2021, "LoRA"), made by peft.
+    They are trained, and the module's own weights are frozen. Needs the extra `lora`."""
+
+    rank: Count = 8
+    """Number of rows of an adapter's first matrix."""
+    alpha: PositiveNumber = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which an element of an adapter's input is dropped in training."""
+    targets: list[str] | None = None
+    """Names of the linear layers that get an adapter, as their paths in a block end (`q_proj`, `mlp.fc1`); null: all
+    linear layers of the blocks."""
+    merged_export: bool = False
+    """Whether exports hold the weights with the adapters added to them; false: the weights and, beside them, the
+    adapters as peft reads them."""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> "LoraOptions":
+        if self.targets is not None and not all(self.targets or [""]):
+            raise ValueError("targets: has no name, or an empty one; give names of linear layers, or leave it out")
+        return self
+
+
 class TrainableModule(Section):
     module: bool = True
-    """Whether the module's own weights are trained; false: they are frozen."""
+    """Whether the module's own weights are trained; false: they are frozen, as they are beside `lora`."""
+    lora: LoraOptions | None = None
+    """Adapters that are trained in place of the module's own weights; null: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _freezes_beside_adapters(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("lora") is None:
+            return given
+        if given.get("module") is True:
+            raise ValueError("module: is true, but beside lora the module's own weights are frozen; leave it out")
+        return {**given, "module": False}
+
+    @property
+    def trains_module(self) -> bool:
+        """Whether anything of the module is trained: its own weights, or adapters."""
+        return self.module or self.lora is not None
 
 
 class TrainableEncoder(TrainableModule):
@@ -333,10 +373,10 @@ class ModelConfig(Section):
             *self.towers.values(),
             *self.generators.values(),
         ]
-        trains_encoder = any(part.train.module or (part.train.projector and part.projector) for part in parts)
+        trains_encoder = any(part.train.trains_module or (part.train.projector and part.projector) for part in parts)
         models = [part for part in (self.language_model, self.decoder) if part is not None]
         trains_queries = any(part.queries and part.train.queries for part in self.generators.values())
-        if not (trains_encoder or trains_queries or any(part.train.module for part in models)):
+        if not (trains_encoder or trains_queries or any(part.train.trains_module for part in models)):
             raise ValueError("nothing is trainable; set train.module or train.projector of at least one part to true")
         return self
 

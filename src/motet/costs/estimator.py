@@ -348,14 +348,10 @@ class Estimator:
 
     # Bytes ----------------------------------------------------------------------------------------------------------
 
-    def num_parameters(self, name: str, *, tp: int) -> list[int]:
-        """Parameters of each layer on each rank of a tensor-parallel group."""
-        return [layer.num_parameters_per_rank(tp) for layer in self.workloads[name].layers]
-
     def num_trainable(self, name: str, *, tp: int) -> list[int]:
-        """Like `num_parameters`, with 0 for frozen layers."""
-        of_layers = zip(self.num_parameters(name, tp=tp), self.trainable[name], strict=True)
-        return [number if trainable else 0 for number, trainable in of_layers]
+        """Parameters of each layer with a gradient on each rank of a tensor-parallel group."""
+        of_layers = zip(self.workloads[name].layers, self.trainable[name], strict=True)
+        return [layer.num_trained_per_rank(tp) if trainable else 0 for layer, trainable in of_layers]
 
     def static_bytes(
         self, name: str, tp: int = 1, dp: int = 1, *, cp: int = 1, fully_sharded: bool = False
@@ -480,6 +476,11 @@ class Estimator:
             linears = [linear for linear in layer.linears if linear.out_features != tied.get(index)]
             sizes = [linear.num_parameters for linear in linears]
             sizes += [layer.vocabulary * layer.hidden_size, layer.other_parameters]
+            if layer.num_adapter_parameters():
+                features = [
+                    (linear.adapter_rank, n) for linear in linears for n in (linear.in_features, linear.out_features)
+                ]
+                sizes = [rank * n for rank, n in features]
             result.append([size * self.memory.state_bytes for size in sizes if size and self.trainable[name][index]])
         return result
 

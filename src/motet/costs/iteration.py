@@ -470,7 +470,7 @@ class IterationCosts:
     def _num_trainable(self, name: str, layers: LayerRange, tp_size: int) -> int:
         module, workload = self.plan.modules[name], self.cells.workload(name)
         return sum(
-            workload.layers[index].num_parameters_per_rank(tp_size, module.ep)
+            workload.layers[index].num_trained_per_rank(tp_size, module.ep)
             for index in range(*layers)
             if module.is_trainable((index, index + 1))
         )

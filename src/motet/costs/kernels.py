@@ -10,6 +10,7 @@ the forward each; attention has no weights, its backward is two of its forwards.
 reduce the count. Bytes: each operand is read once and each result is written once (fused attention writes no scores).
 
 Limits: rotary positions, dropout, casts and layout changes are left out; a norm is one kernel, and so is a residual.
+A layer with adapters computes weight gradients of these alone, and a backward ends at the first of them.
 Norms, residuals and losses are charged elements of the linears' width, though under autocast they are float32.
 Gathers of sequence parallelism at the ends of a stage belong to no layer and are not counted.
 """
@@ -103,8 +104,17 @@ def layer_kernels(
     return LayerKernels(
         forward=tuple(make.forward("forward")),
         input_gradient=tuple(reversed(make.forward("input_gradient"))),
-        weight_gradient=tuple(make.linear(linear, "weight_gradient") for linear in reversed(layer.linears)),
+        weight_gradient=tuple(make.weight_gradients()),
     )
+
+
+def adapter_linears(linear: Linear) -> tuple[Linear, Linear]:
+    """The two matrices of a linear's adapter: of a column-cut linear the second is cut by its outputs, of a row-cut one
+    the first by its inputs."""
+    plain = replace(linear, bias=False, adapter_rank=0, name="", reads_layer_input=False, kernel_area=1)
+    first = replace(plain, out_features=linear.adapter_rank, cut="row" if linear.cut == "row" else None)
+    second = replace(plain, in_features=linear.adapter_rank, cut="column" if linear.cut == "column" else None)
+    return first, second
 
 
 def total_flops(kernels: Iterable[KernelShape]) -> Quadratic:
@@ -131,10 +141,67 @@ class _Maker:
 
     def forward(self, direction: Pass) -> list[KernelShape]:
         """The kernels of a forward, or of the gradients of their inputs, in the order of the forward."""
+        linears = [self.linear(linear, direction) for linear in self.layer.linears]
+        kernels = self._ordered(linears, direction)
+        if not self.layer.num_adapter_parameters():
+            return kernels
+        adapted = {
+            id(kernel): linear
+            for kernel, linear in zip(linears, self.layer.linears, strict=True)
+            if linear.adapter_rank
+        }
+        # Nothing before the first adapter is trained, nor what reads the same input as it.
+        first = next(place for place, kernel in enumerate(kernels) if id(kernel) in adapted)
+        while first < len(kernels) and any(kernels[first] is kernel for kernel in linears):
+            first += 1
+        result: list[KernelShape] = []
+        for place, kernel in enumerate(kernels):
+            leaves = direction == "input_gradient" and place < first
+            result.append(replace(kernel, leaves_layer=kernel.leaves_layer or leaves))
+            if id(kernel) in adapted:
+                result += self._adapter(adapted[id(kernel)], direction, leaves_layer=leaves)
+        return result
+
+    def _adapter(self, linear: Linear, direction: Pass, *, leaves_layer: bool) -> list[KernelShape]:
+        """The products of an adapter's matrices, and the scaling and adding of what comes out. Of a row-cut linear the
+        group sums the first product, or gathers its gradient."""
+        first, second = adapter_linears(linear)
+        shards = {"column": (1, self.tp_size), "row": (self.tp_size, 1)}.get(linear.cut or "", (1, 1))
+        width_in, width_out = linear.in_features // shards[0], linear.out_features // shards[1]
+        is_input_gradient = direction == "input_gradient"
+        added = KernelShape(
+            "adapter",
+            "elementwise",
+            Quadratic(),
+            self._terms(
+                linear.rows,
+                (2 * width_out + 3 * (width_in if is_input_gradient else width_out))
+                * linear.rows_per_token
+                * self.element_bytes,
+            ),
+        )
+        summed = []
+        if linear.cut == "row" and self.tp_size > 1 and (direction == "forward" or self.sequence_parallel):
+            of_forward: Collective = "reduce_scatter" if self.sequence_parallel else "all_reduce"
+            kind: Collective = of_forward if direction == "forward" else "all_gather"
+            size = linear.adapter_rank * linear.rows_per_token * self.element_bytes
+            summed = [KernelShape(kind, "communication", Quadratic(), self._terms(linear.rows, size), collective=kind)]
+        product = replace(self.linear(first, direction), leaves_layer=leaves_layer and is_input_gradient)
+        return [product, *summed, self.linear(second, direction), added]
+
+    def weight_gradients(self) -> list[KernelShape]:
+        """In the order of the backward."""
+        kernels = []
+        for linear in reversed(self.layer.trained_linears):
+            own = reversed(adapter_linears(linear)) if linear.adapter_rank else [linear]
+            kernels += [self.linear(matrix, "weight_gradient") for matrix in own]
+        return kernels
+
+    def _ordered(self, linears: list[KernelShape], direction: Pass) -> list[KernelShape]:
+        """The kernels around those of the linears, and these, without adapters."""
         layer = self.layer
         if layer.num_comparisons:
             return self._comparisons(direction)
-        linears = [self.linear(linear, direction) for linear in layer.linears]
         if layer.part == "embed" and layer.vocabulary:
             table = self._whole("embedding", "elementwise", 2 * layer.hidden_size)
             # Its gradient only updates the table, so no collective follows.

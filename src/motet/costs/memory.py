@@ -1,10 +1,10 @@
 """Bytes of one layer on one rank: parameters, gradients, optimizer state, and activations saved for the backward.
 
-A linear saves its input if its weights have a gradient; linears that read the same tensor share it. Attention saves
-queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation function its input,
-a gated MLP both branches and the factors of their product, the loss over a vocabulary a float32 for each logit. With
-recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares what norms save,
-but not the inputs of linears, which each rank gathers.
+A linear saves its input if its weights or its adapter have a gradient; linears that read the same tensor share it.
+Attention saves queries, keys, values and its output (fused kernels keep no scores), a norm its input, an activation
+function its input, a gated MLP both branches and the factors of their product, the loss over a vocabulary a float32 for
+each logit. With recomputation a block saves its input only. With sequence parallelism the tensor-parallel group shares
+what norms save, but not the inputs of linears, which each rank gathers.
 
 Under autocast, norms and tensors between layers stay in float32; everything else is in bfloat16. Each linear makes its
 own copy of its input. All microbatches share one copy of each weight (`motet.parallel.split_backward`), except weights
@@ -93,10 +93,11 @@ def static_layer_bytes(
     size = number * options.parameter_bytes
     if not trainable:
         return -(-size // num_shares) + cast
-    num_experts = layer.num_expert_weights // ep if ep > 1 else 0
-    state = _state_bytes(number - num_experts, num_holders, options)
+    num_trained = layer.num_trained_per_rank(tp_size, ep)
+    num_experts = layer.num_expert_weights // ep if ep > 1 and not layer.num_adapter_parameters() else 0
+    state = _state_bytes(num_trained - num_experts, num_holders, options)
     state += _state_bytes(num_experts, max(1, num_holders * tp_size // ep), options)
-    return -(-(2 * size + state) // num_shares) + cast
+    return -(-(size + num_trained * options.parameter_bytes + state) // num_shares) + cast
 
 
 def _state_bytes(num_parameters: int, num_holders: int, options: MemoryOptions) -> int:
@@ -131,7 +132,11 @@ def gathered_bytes(
     if num_shares == 1:
         return 0
     sizes = [
-        (layer.part == "block", layer.num_parameters_per_rank(tp_size) * (1 + trainable)) for layer, trainable in layers
+        (
+            layer.part == "block",
+            layer.num_parameters_per_rank(tp_size) + trainable * layer.num_trained_per_rank(tp_size),
+        )
+        for layer, trainable in layers
     ]
     blocks = [size for is_block, size in sizes if is_block]
     rest = sum(size for is_block, size in sizes if not is_block)
@@ -160,7 +165,8 @@ def saved_layer_bytes(
     shared = tp_size if sequence_parallel and layer.part == "block" else 1
     if recompute and layer.part == "block" and layer.runs:
         return round(tokens * layer.hidden_size * options.activation_bytes / shared)
-    vectors = layer.saved_vectors + weight_gradient * layer.saved_vectors_for_weights
+    trains_own = weight_gradient and not layer.num_adapter_parameters()
+    vectors = layer.saved_vectors + trains_own * layer.saved_vectors_for_weights
     kept = tokens * layer.hidden_size * vectors / shared
     computed = 0.0
     if weight_gradient:
@@ -168,13 +174,14 @@ def saved_layer_bytes(
             # The input of a row-cut linear is cut; that of a column-cut linear is whole on every rank.
             width = linear.in_features / linear.kernel_area
             computed += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
+        computed += sum(_rows(linear, layer, load) * linear.adapter_rank for linear in layer.linears)
     for attention in layer.attentions:
         keys = load.incoming if attention.reads_encoder else tokens
         heads = attention.num_heads * tokens + attention.num_key_value_heads * keys
         computed += 2 * heads * attention.mean_dim / tp_size
         if attention.normalizes:
             kept += heads * attention.head_dim / tp_size
-            computed += weight_gradient * heads * attention.head_dim / tp_size
+            computed += trains_own * heads * attention.head_dim / tp_size
     if layer.part == "block" and layer.runs and len(layer.linears) > 1:
         # The activation function's input; gated: also its output and the other branch.
         last = layer.linears[-1]
@@ -222,17 +229,19 @@ def half_saved_layer_bytes(
     for linear in _inputs(layer, options):
         width = linear.in_features / linear.kernel_area
         elements += _rows(linear, layer, load) * width / (tp_size if linear.cut == "row" else 1)
-    for linear in layer.linears:
+    for linear in layer.trained_linears:
         elements += _rows(linear, layer, load) * linear.out_features / (tp_size if linear.cut == "column" else 1)
+        # An adapter's second matrix has an input of its own, and the first an output gradient.
+        elements += 2 * _rows(linear, layer, load) * linear.adapter_rank
     return round(elements * options.computed_bytes)
 
 
 def _inputs(layer: LayerShape, options: MemoryOptions) -> Sequence[Linear]:
     """One linear for each tensor that linears save. Adjacent linears of equal width share their input, except under
-    autocast, where each makes its own copy."""
+    autocast, where each makes its own copy. Of linears with adapters it is the adapters that save it."""
     if options.autocast_bytes is not None:
-        return layer.linears
-    groups = groupby(layer.linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))
+        return layer.trained_linears
+    groups = groupby(layer.trained_linears, key=lambda x: (x.in_features, x.cut, x.rows, x.rows_per_token))
     return [next(members) for _, members in groups]
 
 

@@ -31,6 +31,7 @@ from motet.shapes.module_shape import (
     ModuleWorkload,
     contrastive_loss,
     query_tokens,
+    with_adapters,
     with_feature_layer,
     with_projector,
 )
@@ -124,6 +125,8 @@ def _composite_graph(config: RunConfig) -> Graph:
     modules = {}
     for name in described.modules:
         own = config.model.parts.get(name, CompositePartConfig())
+        if own.train.lora is not None:
+            raise UserError(f"model.parts.{name}.train.lora: is for modules that are given one by one; leave it out")
         modules[name] = ConfiguredModule(
             part=own,
             key=f"model.parts.{name}",
@@ -215,7 +218,7 @@ def _queries(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule:
 
 def _generator(name: str, part: GeneratorConfig, width: int) -> ConfiguredModule:
     """The connector is the first layer of those that can be trained; others have none."""
-    shape = read_generator(part, name, width)
+    shape = _adapted(f"model.generators.{name}", part, read_generator(part, name, width))
     trained = [part.train.projector if layer.part == "projector" else part.train.module for layer in shape.layers]
     return ConfiguredModule(
         part=part,
@@ -355,8 +358,9 @@ def _whole(
     *,
     loss_weight: float,
 ) -> ConfiguredModule:
-    """A module without projector, which is trained or frozen as a whole and computes a loss."""
-    trainable = ((0, workload.num_layers),) if part.train.module else ()
+    """A module without projector, which is trained or frozen as a whole, or by adapters, and computes a loss."""
+    workload = _adapted(key, part, workload)
+    trainable = ((0, workload.num_layers),) if part.train.module else _runs_with_adapters(workload)
     return ConfiguredModule(part=part, key=key, workload=workload, trainable=trainable, loss_weight=loss_weight)
 
 
@@ -364,9 +368,31 @@ def _with_projector(
     key: str, part: EncoderConfig | TowerConfig, encoder: ModuleWorkload, width: int, pooling: Pooling | None = None
 ) -> ConfiguredModule:
     """An encoder or tower; its projector is its last layer and is trained or frozen by itself."""
+    encoder = _adapted(key, part, encoder)
     workload = encoder if part.projector is None else with_projector(encoder, part.projector, width)
     last = workload.num_layers - (part.projector is not None)
-    ranges: tuple[LayerRange, ...] = ((0, last),) if part.train.module else ()
+    ranges: tuple[LayerRange, ...] = ((0, last),) if part.train.module else _runs_with_adapters(encoder)
     if part.projector is not None and part.train.projector:
-        ranges = ((0 if ranges else last, workload.num_layers),)
+        is_next = bool(ranges) and ranges[-1][1] == last
+        ranges = (*ranges[: len(ranges) - is_next], (ranges[-1][0] if is_next else last, workload.num_layers))
     return ConfiguredModule(part=part, key=key, workload=workload, trainable=ranges, pooling=pooling)
+
+
+def _adapted(key: str, part: PartConfig, workload: ModuleWorkload) -> ModuleWorkload:
+    """With the adapters that the run file asks for. Raises `UserError` where they are not supported."""
+    lora = part.train.lora  # type: ignore[attr-defined]
+    if lora is None:
+        return workload
+    if not isinstance(part, LanguageModelConfig | EncoderConfig) or getattr(part, "module", None) is not None:
+        raise UserError(f"{key}.train.lora: is for encoders and language models of transformers; leave it out")
+    try:
+        return with_adapters(workload, lora.rank, lora.targets)
+    except UserError as error:
+        raise UserError(f"{key}.train.lora.{error}") from None
+
+
+def _runs_with_adapters(workload: ModuleWorkload) -> tuple[LayerRange, ...]:
+    """The runs of layers that have adapters."""
+    numbers = enumerate(layer.num_adapter_parameters() > 0 for layer in workload.layers)
+    runs = [(has_any, list(run)) for has_any, run in groupby(numbers, key=lambda pair: pair[1])]
+    return tuple((run[0][0], run[-1][0] + 1) for has_any, run in runs if has_any)

@@ -23,6 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from motet.errors import UserError
 from motet.families.classes import MODEL_CLASSES, Kind, config_class_named, default_dtype, model_class_of
@@ -269,7 +270,7 @@ class _Walk:
         output = pooled if self.role == "tower" and pooled is not None else features
         width, reader = first.hidden_size, _LayerReader(self.model, self.config, self.role, first, self.cuts)
         blocks = [
-            reader.block(events, second.blocks[i] if second else None, parameters[1 + i])
+            reader.block(f"{self.blocks[0]}.{i}", events, second.blocks[i] if second else None, parameters[1 + i])
             for i, events in enumerate(first.blocks)
         ]
         output_size = width if self.is_causal else output.shape[-1]
@@ -382,10 +383,13 @@ class _LayerReader:
     def num_tokens(self) -> int:
         return self.traced.num_tokens
 
-    def block(self, events: Sequence[Event], longer: Sequence[Event] | None, num_parameters: int) -> LayerShape:
+    def block(
+        self, path: str, events: Sequence[Event], longer: Sequence[Event] | None, num_parameters: int
+    ) -> LayerShape:
+        """`path`: of the block in the model."""
         width = self.traced.hidden_size
         attentions, inside = self._attentions(events, longer)
-        linears = self._linears(events)
+        linears = self._linears(events, "block", path)
         norms = [e for e in events if isinstance(e, Elementwise) and id(e) not in inside]
         saved = self._vectors(e for e in norms if e.kind in ("norm", "rms"))
         return LayerShape(
@@ -417,7 +421,7 @@ class _LayerReader:
         """Of as many elements, rounded half up."""
         return int(sum(event.elements for event in events) / (self.num_tokens * self.traced.hidden_size) + 0.5)
 
-    def _linears(self, events: Sequence[Event], part: Part = "block") -> tuple[Linear, ...]:
+    def _linears(self, events: Sequence[Event], part: Part, path: str = "") -> tuple[Linear, ...]:
         rows: dict[tuple[str, int, int, int], int] = {}
         first: dict[tuple[str, int, int, int], Product] = {}
         for event in events:
@@ -425,9 +429,9 @@ class _LayerReader:
                 key = (event.parameter, event.slice, event.in_features, event.out_features)
                 rows[key] = rows.get(key, 0) + event.rows
                 first.setdefault(key, event)
-        return tuple(self._linear(product, rows[key], part) for key, product in first.items())
+        return tuple(self._linear(product, rows[key], part, path) for key, product in first.items())
 
-    def _linear(self, product: Product, rows: int, part: Part) -> Linear:
+    def _linear(self, product: Product, rows: int, part: Part, path: str) -> Linear:
         name = product.parameter
         is_causal = self.role in ("language_model", "decoder")
         linear = Linear(
@@ -438,6 +442,7 @@ class _LayerReader:
             cut=self._cut(name),
             kernel_area=product.kernel_area,
             num_copies=product.num_copies,
+            name=self._name(name, path),
         )
         if part == "head" and is_causal:
             is_output = product.out_features == self.model.get_output_embeddings().weight.shape[0]
@@ -449,6 +454,12 @@ class _LayerReader:
         if is_causal and rows == _incoming(self.num_tokens):
             return replace(linear, rows="incoming", rows_per_token=1.0)
         return linear
+
+    def _name(self, parameter: str, block: str) -> str:
+        """The path in its block of the linear layer that a weight belongs to."""
+        path, _, key = parameter.rpartition(".")
+        is_layer = block and key == "weight" and isinstance(self.model.get_submodule(path), nn.Linear | Conv1D)
+        return path.removeprefix(f"{block}.") if is_layer else ""
 
     def _cut(self, name: str) -> Literal["column", "row"] | None:
         if self.cuts is None:

@@ -18,6 +18,7 @@ from motet.config import (
     EncoderConfig,
     GeneratorConfig,
     LanguageModelConfig,
+    PartConfig,
     RunConfig,
     TowerConfig,
 )
@@ -38,6 +39,7 @@ from motet.models.graph import (
 from motet.models.hub.clip import initial_loss, read_projection
 from motet.models.materialize import build_own, layer_seed, materialize, materialize_composite, read_part_config
 from motet.models.stages.encoder import num_encoder_layers
+from motet.parallel.adapters import Adapters, add_adapters
 from motet.plan import LANGUAGE_MODEL, LayerRange
 from motet.shapes.module_shape import QUERY_TOKENS
 
@@ -70,7 +72,11 @@ def plain_nodes(config: RunConfig, placeholder_token_ids: Mapping[str, int]) -> 
     """The modules of the run file by transformers' own constructors, on the CPU, without dropout."""
     dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
     if config.model.composite is None:
-        return {name: _plain_node(config, name, dtype, placeholder_token_ids) for name in read_graph(config).modules}
+        nodes = {name: _plain_node(config, name, dtype, placeholder_token_ids) for name in read_graph(config).modules}
+        for node in nodes.values():
+            if node.adapters is not None:
+                add_adapters(node.parts["module"], *node.running_blocks, node.adapters)
+        return nodes
     hf_config = read_composite_config(config.model.composite)
     with default_dtype(dtype):
         model = composite_class_of(hf_config)(hf_config)
@@ -135,10 +141,11 @@ def _node(
         return DecoderNode(name=name, loss_weight=loss_weight, decoder=decoder, reads=part.reads)
     assert isinstance(part, LanguageModelConfig), f"{name} cannot be run"
     module = ModalityModule(build(part, "language_model", described.key))
-    _set_trainable(module.module, part.train.module)
+    _set_trainable(module.module, part.train.module, in_training=part.train.trains_module)
     return LanguageModelNode(
         name=name,
         loss_weight=loss_weight,
+        adapters=adapters_of(part),
         module=module,
         num_embeddings=module.module.get_input_embeddings().num_embeddings,
         merge=config.model.merge,
@@ -158,19 +165,29 @@ def _encoder_node(name: str, graph: ConfiguredGraph, build: BuildModel, dtype: t
     width = graph.feature_size if is_tower else graph.modules[LANGUAGE_MODEL].workload.hidden_size
     # The projector is the encoder's last layer, and is drawn as the others are: no two modules have the same one.
     module.build_projector(width, seed=layer_seed(part.seed, name, num_encoder_layers(model, None)))
-    _set_trainable(module.module, part.train.module)
+    _set_trainable(module.module, part.train.module, in_training=part.train.trains_module)
     if is_tower:
         module.pooling = described.pooling
         read_projection(part, module.config.model_type, module.projector, where=described.key)
     if module.projector is not None:
         module.projector.to(dtype)
         _set_trainable(module.projector, part.train.projector)
-    return (TowerNode if is_tower else EncoderNode)(name=name, module=module)
+    return (TowerNode if is_tower else EncoderNode)(name=name, module=module, adapters=adapters_of(part))
 
 
-def _set_trainable(part: nn.Module, trainable: bool) -> None:
-    """A frozen part is in evaluation mode as well: no dropout."""
-    part.requires_grad_(trainable).train(trainable)
+def _set_trainable(part: nn.Module, trainable: bool, *, in_training: bool | None = None) -> None:
+    """A frozen part is in evaluation mode as well: no dropout. `in_training`: whether it is not, where adapters are
+    trained in the place of a part's own weights."""
+    part.requires_grad_(trainable).train(trainable if in_training is None else in_training)
+
+
+def adapters_of(part: PartConfig) -> Adapters | None:
+    """The adapters that a part of the run file asks for."""
+    lora = part.train.lora  # type: ignore[attr-defined]
+    if lora is None:
+        return None
+    targets = None if lora.targets is None else tuple(lora.targets)
+    return Adapters(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=targets, seed=part.seed)
 
 
 def media_attention_of(config: RunConfig, family: str) -> str:

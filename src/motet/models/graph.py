@@ -23,8 +23,8 @@ from transformers.utils import ModelOutput
 
 from motet.assignment.sample import Sample, Segment
 from motet.errors import UserError
-from motet.families.discovery import num_causal_layers
-from motet.families.encoders import family_of
+from motet.families.discovery import causal_paths, num_causal_layers
+from motet.families.encoders import family_of, num_running_blocks
 from motet.families.language_models import (
     cross_attention_layers,
     is_language_model,
@@ -39,6 +39,7 @@ from motet.models.stages.encoder import EncoderStage, num_encoder_layers
 from motet.models.stages.language_model import LanguageModelStage, PreprocessCallback
 from motet.models.stages.projector import PROJECTORS, build_projector, projected_size
 from motet.models.stages.stage import Batch, StageInput, StageOutput
+from motet.parallel.adapters import Adapters
 from motet.plan import Edge, LayerRange
 from motet.schedule.batch_sync import Pair
 from motet.shapes.module_shape import (
@@ -91,6 +92,11 @@ class ModalityModule(nn.Module):
         feature_select: FeatureSelect = "patch",
     ) -> None:
         super().__init__()
+        if hasattr(model, "peft_config"):
+            raise UserError(
+                f"{type(model).__name__} has adapters of peft, which a run file can give a module (train.lora); merge "
+                "them into its weights (merge_and_unload), or give the model without them"
+            )
         if projector is not None and proj is not None:
             raise UserError("projector and proj are two names for the same argument; give one")
         self.module: Any = model
@@ -160,6 +166,8 @@ class ModuleNode(ABC):
     name: str
     loss_weight: float = 0.0
     """The weight of the loss that its last layer computes; 0: it computes none."""
+    adapters: Adapters | None = None
+    """Adapters that stages of the module get when they have been cut; None: none."""
 
     @property
     @abstractmethod
@@ -188,6 +196,11 @@ class ModuleNode(ABC):
     def num_typical_loss_tokens(self) -> int:
         """Of a typical sample."""
         return 0
+
+    @property
+    def running_blocks(self) -> tuple[str, int]:
+        """The path of the list of transformer blocks in the module, and how many of them run."""
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
     @property
     def family(self) -> str | None:
@@ -233,6 +246,11 @@ class EncoderNode(ModuleNode):
     @property
     def callbacks(self) -> tuple[Callable[..., Any] | None, ...]:
         return self.module.callbacks
+
+    @property
+    def running_blocks(self) -> tuple[str, int]:
+        model = self.module.module
+        return family_of(model).blocks, num_running_blocks(model, self.module.feature_layer)
 
     @property
     def config(self) -> Any:
@@ -314,6 +332,10 @@ class LanguageModelNode(ModuleNode):
     @property
     def num_layers(self) -> int:
         return num_causal_layers(self.module.module)
+
+    @property
+    def running_blocks(self) -> tuple[str, int]:
+        return causal_paths(self.module.module).blocks, self.num_layers - 2
 
     @property
     def entry_layers(self) -> tuple[int, ...]:

@@ -132,8 +132,13 @@ def apply_tensor_parallel(module: nn.Module, tp: TensorParallel, *, idle: Collec
         _adapt_vocabulary(module, cuts, shards, tp)
         whole = tuple(name for name in partial.parameters if name not in shards and name not in experts)
         layout = TensorParallelLayout(tp, shards, whole, experts)
-    setattr(module, _LAYOUT, layout)
+    set_tensor_parallel_layout(module, layout)
     return layout
+
+
+def set_tensor_parallel_layout(module: nn.Module, layout: TensorParallelLayout) -> None:
+    """Replaces what `tensor_parallel_layout` returns, when parameters have been added to a module that is cut."""
+    setattr(module, _LAYOUT, layout)
 
 
 def tensor_parallel_layout(module: nn.Module) -> TensorParallelLayout | None:

@@ -14,6 +14,7 @@ from motet.families.family_features import check_feature
 from motet.models.from_run_file import build_node
 from motet.models.graph import LanguageModelNode, ModuleNode
 from motet.models.stages.stage import StageModule
+from motet.parallel.adapters import add_adapters
 from motet.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
 from motet.plan import LayerRange, ModulePlan, Plan, Stage
 from motet.planner.from_run_file import assignment_by_costs, iteration_costs
@@ -84,6 +85,9 @@ def make_stage(
                 "tensor-parallel rank holds its own heads only; use tp 1 or one stage"
             )
         apply_tensor_parallel(stage, tp, idle=getattr(stage, "idle_blocks", ()))
+    if node.adapters is not None:
+        blocks, num_blocks = node.running_blocks
+        add_adapters(stage, f"module.{blocks}", num_blocks, node.adapters)
     return cast(StageModule, stage.to(device))
 
 

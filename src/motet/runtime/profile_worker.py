@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,14 +62,19 @@ def _my_group(tp_size: int) -> TensorParallel:
 
 
 def _all_trainable(config: RunConfig) -> RunConfig:
-    """The profiler itself says what is frozen in each measurement."""
+    """The profiler itself says what is frozen in each measurement. Modules with adapters keep them."""
     values = config.model_dump(exclude_unset=True)
     model = values["model"]
+
+    def trained(part: dict[str, Any]) -> dict[str, Any]:
+        lora = part.get("train", {}).get("lora")
+        return {"lora": lora} if lora else {"module": True}
+
     for name in (LANGUAGE_MODEL, DECODER):
         if model.get(name):
-            model[name]["train"] = {"module": True}
+            model[name]["train"] = trained(model[name])
     for encoder in (*model.get("encoders", {}).values(), *model.get("towers", {}).values()):
-        encoder["train"] = {"module": True, "projector": True}
+        encoder["train"] = {**trained(encoder), "projector": True}
     return RunConfig.model_validate(values)
 
 

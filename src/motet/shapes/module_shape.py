@@ -47,10 +47,21 @@ class Linear:
     """Pixels under a convolution's kernel, each counted in `in_features`. It reads each pixel once."""
     num_copies: int = 1
     """Weights of equal size (experts), of which each row meets one; `rows_per_token` of them for a token."""
+    name: str = field(default="", compare=False)
+    """Path in its block of the linear layer; "": it is no module of its own, and can have no adapter."""
+    adapter_rank: int = 0
+    """Rank of its adapter (LoRA); 0: it has none."""
 
     @property
     def num_weights(self) -> int:
         return self.num_copies * self.in_features * self.out_features
+
+    def num_adapter_parameters(self, tp_size: int = 1) -> int:
+        """On each rank of a tensor-parallel group: of a column-cut linear the second matrix is cut by its outputs, of a
+        row-cut one the first by its inputs."""
+        inputs = self.in_features // (tp_size if self.cut == "row" else 1)
+        outputs = self.out_features // (tp_size if self.cut == "column" else 1)
+        return self.adapter_rank * (inputs + outputs)
 
     @property
     def num_parameters(self) -> int:
@@ -116,12 +127,26 @@ class LayerShape:
         return tuple(attention for attention in (self.attention, self.crossing) if attention is not None)
 
     @property
-    def num_parameters(self) -> int:
+    def num_own_parameters(self) -> int:
+        """Without those of adapters."""
         return (
             sum(linear.num_parameters for linear in self.linears)
             + self.other_parameters
             + self.vocabulary * self.hidden_size
         )
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_own_parameters + self.num_adapter_parameters()
+
+    def num_adapter_parameters(self, tp_size: int = 1) -> int:
+        """On each rank of a tensor-parallel group."""
+        return sum(linear.num_adapter_parameters(tp_size) for linear in self.linears)
+
+    @property
+    def trained_linears(self) -> tuple[Linear, ...]:
+        """The linears with weight gradients, their own or their adapters', if the layer is trainable."""
+        return tuple(linear for linear in self.linears if linear.adapter_rank) or self.linears
 
     @property
     def num_expert_weights(self) -> int:
@@ -141,7 +166,13 @@ class LayerShape:
         )
         if self.vocabulary % tp_size == 0:
             sharded += self.vocabulary * self.hidden_size
-        return self.num_parameters - sharded - experts + sharded // tp_size + experts // ep
+        own = self.num_own_parameters - sharded - experts + sharded // tp_size + experts // ep
+        return own + self.num_adapter_parameters(tp_size)
+
+    def num_trained_per_rank(self, tp_size: int, ep: int = 1) -> int:
+        """Parameters with a gradient on each rank of a tensor-parallel group, if the layer is trainable: those of its
+        adapters, where it has any."""
+        return self.num_adapter_parameters(tp_size) or self.num_parameters_per_rank(tp_size, ep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +249,12 @@ class ModuleWorkload:
             return "outputs", self.layers[layer - 1].hidden_size
         return "tokens", self.hidden_size
 
+    def is_frozen_beside_adapters(self, layer: LayerShape) -> bool:
+        """Whether a layer has nothing to train because adapters of other layers are trained in place of the module's
+        own weights."""
+        has_own = layer.part == "projector" or layer.num_adapter_parameters() > 0
+        return not has_own and any(other.num_adapter_parameters() for other in self.layers)
+
     @property
     def num_parameters(self) -> int:
         """Shared parameters are counted once."""
@@ -248,6 +285,35 @@ def with_projector(encoder: ModuleWorkload, projector: str, out_features: int) -
     """The encoder with its projector as one more layer."""
     layer = projector_layer(projector, encoder.output_size, out_features)
     return replace(encoder, layers=(*encoder.layers, layer), output_size=out_features)
+
+
+def with_adapters(module: ModuleWorkload, rank: int, targets: Sequence[str] | None) -> ModuleWorkload:
+    """The module with adapters on linears of its blocks: on those whose path ends in one of `targets`; None: on all.
+
+    Raises `UserError` for a target that no block has."""
+    names = dict.fromkeys(linear.name for layer in module.layers for linear in layer.linears if layer.part == "block")
+    known = [name for name in names if name]
+    for target in targets or ():
+        if not any(is_target(name, (target,)) for name in known):
+            raise UserError(f"targets: no block of {module.family} has a linear {target}; give {', '.join(known)}")
+    if not known:
+        raise UserError(
+            f"no block of {module.family} has linear layers of its own, so it takes no adapters; leave it out"
+        )
+
+    def adapted(linear: Linear) -> Linear:
+        return replace(linear, adapter_rank=rank) if linear.name and is_target(linear.name, targets) else linear
+
+    layers = tuple(
+        replace(layer, linears=tuple(map(adapted, layer.linears))) if layer.part == "block" else layer
+        for layer in module.layers
+    )
+    return replace(module, layers=layers)
+
+
+def is_target(name: str, targets: Sequence[str] | None) -> bool:
+    """Whether the linear at a path in a block gets an adapter. `targets`: ends of paths; None: all do."""
+    return targets is None or any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def contrastive_loss(pairs: Sequence[tuple[str, str]], feature_size: int, *, num_parameters: int = 1) -> ModuleWorkload:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from motet.runtime.verification.comparison import (
     FLOOR,
@@ -17,6 +17,7 @@ from motet.runtime.verification.comparison import (
     References,
     compare,
 )
+from motet.runtime.verification.verify import take_gradients
 
 Gradients = dict[str, Tensor]
 
@@ -213,3 +214,12 @@ def test_the_loss_counts(dtype: str) -> None:
     comparison = compared(rounded_like_plain(dtype), dtype, loss=2.0 * (1 + 1.1 * TOLERANCES[dtype]))
     assert not comparison.passed
     assert "the loss" in comparison.failures[0]
+
+
+def test_a_tied_parameter_has_the_name_that_the_ranks_give_it():
+    module = nn.Module()
+    module.head, module.words = nn.Linear(2, 2, bias=False), nn.Embedding(2, 2)
+    module.words.weight = module.head.weight
+    for names, expected in (({"m.words.weight"}, "m.words.weight"), (set(), "m.head.weight")):
+        module.head(module.words(torch.tensor([1]))).sum().backward()
+        assert list(take_gradients({"m": module}, names)[0]) == [expected]

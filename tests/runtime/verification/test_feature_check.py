@@ -26,7 +26,7 @@ def known(reasons, asked):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_model_of_several_modalities(tp, tmp_path, monkeypatch):
     config = RunConfig.model_validate_json(json.dumps(composite_run(tmp_path, "gemma3", pp=2, tp=tp)))
-    plan = make_plan(config)
+    plan = make_plan(config).plan
     asked = []
     monkeypatch.setattr(feature_check, "composite_capabilities", known(REASONS, asked))
 
@@ -46,4 +46,4 @@ def test_one_that_is_not_equal_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(feature_check, "composite_capabilities", known({"pipeline": "its blocks differ"}, []))
 
     with pytest.raises(UserError, match="not supported for gemma3: its blocks differ; give a model of another family"):
-        check_features(config, make_plan(config))
+        check_features(config, make_plan(config).plan)

@@ -151,13 +151,14 @@ def _backward_terms(m: Measurement, workload: ModuleWorkload, classes: Sequence[
     for i in range(*m.layers):
         if not workload.layers[i].runs:
             continue
+        is_trained = m.weight_gradient and not workload.is_frozen_beside_adapters(workload.layers[i])
         if reached:
             terms.append(_Unknown(classes[i], "input_gradient"))
-            if m.weight_gradient:
+            if is_trained:
                 terms.append(_Unknown(classes[i], "weight_gradient"))
-        else:
+        elif is_trained:
             terms.append(_Unknown(classes[i], "weight_gradient_alone"))
-        reached = True
+        reached = reached or is_trained
     return terms
 
 

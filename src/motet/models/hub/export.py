@@ -7,6 +7,9 @@
       motet.json            how they are put together
       README.md             how to load them without motet
 
+A module that was trained by adapters has these in `<module>_adapter/`, as peft reads them, beside its own weights; or
+its weights are exported with the adapters added to them (`merged_export`).
+
 A generator is written as `motet.models.hub.generators` says.
 
 A contrastive model has its towers in place of the encoders, `contrastive/` (the loss: logit_scale and logit_bias),
@@ -42,7 +45,9 @@ from motet.families.encoders import ENCODER_FAMILIES
 from motet.families.own_encoders import OwnConfig
 from motet.families.token_counts import FeatureSelect
 from motet.models.contrastive import CaptionDecoder, ContrastiveModule
+from motet.models.from_run_file import adapters_of
 from motet.models.graph import Merge, ModalityModule, ModuleGraph
+from motet.models.hub.adapters import MergedTensors, load_adapters, save_adapters, without_adapters
 from motet.models.hub.clip import is_transformers_model, to_transformers
 from motet.models.hub.generators import (
     GeneratorDescription,
@@ -65,6 +70,7 @@ from motet.models.materialize import read_part_config
 from motet.models.multimodal import MultimodalModule
 from motet.models.stages.contrastive import ContrastiveLoss
 from motet.models.stages.projector import PROJECTORS
+from motet.parallel.adapters import Adapters
 from motet.plan import CONTRASTIVE, DECODER, LANGUAGE_MODEL
 
 Manifest = Mapping[str, Any]
@@ -105,9 +111,11 @@ def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
     classes = {(part["imported_from"], part["model_class"]) for part in modules if not part.get("is_own")}
     lines = ["from collections import OrderedDict", ""] if has_projector else []
     lines += ["from safetensors.torch import load_file", "from torch import nn"] if has_projector else []
+    lines += ["from peft import PeftModel"] if any(part.get("has_adapter") for part in modules) else []
     lines += ["from transformers import AutoTokenizer"] if has_tokenizer else []
     lines += [f"from {module} import {name}" for module, name in sorted(classes)]
     lines += ["", f'language_model = {language_model["model_class"]}.from_pretrained("language_model")']
+    lines += _adapter_code(LANGUAGE_MODEL, language_model)
     lines += ['tokenizer = AutoTokenizer.from_pretrained("language_model")'] if has_tokenizer else []
     for name, encoder in encoders.items():
         if encoder.get("is_own"):
@@ -115,6 +123,7 @@ def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
             lines.append(f'{name} = ...  # A {made} of your own; its weights: load_file("{name}/model.safetensors")')
         else:
             lines.append(f'{name} = {encoder["model_class"]}.from_pretrained("{name}")')
+        lines += _adapter_code(name, encoder)
         if encoder["projector"] in _PROJECTORS:
             in_features, out_features = encoder["projector_sizes"]
             layers = _PROJECTORS[encoder["projector"]].format(in_features=in_features, out_features=out_features)
@@ -123,6 +132,13 @@ def _loading_code(manifest: Manifest, *, has_tokenizer: bool) -> list[str]:
                 f'{name}_projector.load_state_dict(load_file("{name}_projector/model.safetensors"))',
             ]
     return lines
+
+
+def _adapter_code(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """Of a module: what adds its adapters."""
+    if not entry.get("has_adapter"):
+        return []
+    return [f'{name} = PeftModel.from_pretrained({name}, "{name}_adapter").merge_and_unload()']
 
 
 def _how_features_are_used(name: str, manifest: Manifest) -> str:
@@ -158,6 +174,16 @@ class PartDescription:
     feature_select: FeatureSelect = "patch"
     feature_layer: int | None = None
     placeholder_token_id: int | None = None
+    adapters: Adapters | None = None
+    """Adapters among its tensors."""
+    merges_adapters: bool = False
+    """Whether they are added to the weights."""
+    base: str | None = None
+    """Where the weights without adapters came from; None: they were drawn."""
+
+    @property
+    def has_adapter_folder(self) -> bool:
+        return self.adapters is not None and not self.merges_adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +235,23 @@ def describe_config(model: ModelConfig, placeholder_token_ids: Mapping[str, int]
             feature_select=part.feature_select,
             feature_layer=part.feature_layer,
             placeholder_token_id=placeholder_token_ids.get(name),
+            **_adapter_options(part),
         )
-    parts[LANGUAGE_MODEL] = PartDescription(kind="language_model", config=language_model)
+    options = _adapter_options(model.causal_lm)
+    parts[LANGUAGE_MODEL] = PartDescription(kind="language_model", config=language_model, **options)
     media = model.media_attention
     if media == "family":
         media = rule_of_family(language_model.model_type).media
     generators = describe_generators(model, language_model.get_text_config().hidden_size, placeholder_token_ids)
     return ModelDescription(parts=parts, merge=model.merge, media_attention=media, generators=generators)
+
+
+def _adapter_options(part: Any) -> dict[str, Any]:
+    lora = part.train.lora
+    if lora is None:
+        return {}
+    base = part.hub or part.path
+    return {"adapters": adapters_of(part), "merges_adapters": lora.merged_export, "base": base}
 
 
 def _describe_towers(model: ModelConfig) -> ModelDescription:
@@ -309,11 +345,15 @@ def export_parts(
     def write(partial: Path) -> None:
         for name, part in description.parts.items():
             where = f"{name}.module"
-            own = tensors_under(tensors, where)
+            own: Mapping[str, Tensor] = tensors_under(tensors, where)
             if isinstance(part.config, OwnConfig):
                 _save_own_module(partial / name, part.config, own, where)
             else:
                 model_class = model_class_of(part.config.model_type, part.kind)
+                if part.has_adapter_folder:
+                    save_adapters(partial / f"{name}_adapter", model_class, part, own)
+                if part.adapters is not None:
+                    own = MergedTensors(own, model_class, part) if part.merges_adapters else without_adapters(own)
                 save_part(partial / name, model_class, part.config, own, where=where, max_shard_size=max_shard_size)
             if part.projector is not None:
                 _save_projector(partial / f"{name}_projector", name, part, tensors)
@@ -384,7 +424,7 @@ def load_export(
             f"{folder}: was trained with media_attention {manifest['media_attention']}, which transformers' own "
             "attention does not have; its parts load one by one, and motet train and verify take its run file"
         )
-    language_model = load_part(folder / LANGUAGE_MODEL, "language_model")
+    language_model = load_part(folder / LANGUAGE_MODEL, "language_model", manifest[LANGUAGE_MODEL])
     made, placeholders = {}, {}
     for name, entry in manifest["encoders"].items():
         projector = (
@@ -393,7 +433,7 @@ def load_export(
         made[name] = ModalityModule(
             _load_own_module(folder / name, name, encoders or {})
             if entry.get("is_own")
-            else load_part(folder / name, "encoder"),
+            else load_part(folder / name, "encoder", entry),
             projector,
             feature_layer=entry["feature_layer"],
             feature_select=entry["feature_select"],
@@ -414,9 +454,14 @@ def _load_own_module(folder: Path, name: str, given: Mapping[str, nn.Module]) ->
     return given[name]
 
 
-def load_part(folder: Path, kind: Kind) -> Any:
-    """Loads a part by its own `from_pretrained`. Raises `UserError` if the folder is not that of such a model."""
-    return load_model(folder, lambda model_type: model_class_of(model_type, kind))
+def load_part(folder: Path, kind: Kind, entry: Mapping[str, Any] | None = None) -> Any:
+    """Loads a part by its own `from_pretrained`, with its adapters added to its weights. `entry`: of the manifest.
+
+    Raises `UserError` if the folder is not that of such a model."""
+    model = load_model(folder, lambda model_type: model_class_of(model_type, kind))
+    if entry is not None and entry.get("has_adapter"):
+        return load_adapters(model, folder.with_name(f"{folder.name}_adapter"))
+    return model
 
 
 def load_model(folder: Path, class_of: Callable[[str], Any]) -> Any:
@@ -442,8 +487,9 @@ def _check_parts(description: ModelDescription, tensors: Mapping[str, Tensor], p
     check_names(description.parts, description.generators)
     for name, part in description.parts.items():
         parts |= {f"{name}.module"} | ({f"{name}.projector"} if part.projector else set())
-        if f"{name}_projector" in description.parts:
-            raise UserError(f"export: {name}_projector is the folder of {name}'s projector; rename that encoder")
+        for folder in (f"{name}_projector", f"{name}_adapter"):
+            if folder in description.parts:
+                raise UserError(f"export: {folder} is a folder of {name}'s; rename that encoder")
     for name in tensors:
         if ".".join(name.split(".")[:2]) not in parts:
             raise UserError(f"export: the tensor {name} belongs to no part; the parts are {', '.join(sorted(parts))}")
@@ -504,7 +550,7 @@ def _manifest(description: ModelDescription) -> dict[str, Any]:
         "media_attention": description.media_attention,
         "encoders": {
             name: {
-                **_class_entry(encoder.config, "encoder"),
+                **_class_entry(encoder, "encoder"),
                 "projector": encoder.projector,
                 "projector_sizes": encoder.projector_sizes,
                 "feature_select": encoder.feature_select,
@@ -513,7 +559,7 @@ def _manifest(description: ModelDescription) -> dict[str, Any]:
             }
             for name, encoder in description.encoders.items()
         },
-        LANGUAGE_MODEL: _class_entry(description.language_model, "language_model"),
+        LANGUAGE_MODEL: _class_entry(description.parts[LANGUAGE_MODEL], "language_model"),
         **(
             {"generators": {n: manifest_entry(own) for n, own in description.generators.items()}}
             if description.generators
@@ -522,12 +568,14 @@ def _manifest(description: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _class_entry(config: PretrainedConfig | OwnConfig, kind: Kind) -> dict[str, Any]:
+def _class_entry(part: PartDescription, kind: Kind) -> dict[str, Any]:
+    config = part.config
     if isinstance(config, OwnConfig):
         module, _, name = config.model_type.rpartition(".")
         return {"model_class": name, "imported_from": module, "is_own": True}
     model_class = model_class_of(config.model_type, kind)
-    return {"model_class": model_class.__name__, "imported_from": model_class.__module__}
+    entry = {"model_class": model_class.__name__, "imported_from": model_class.__module__}
+    return {**entry, "has_adapter": True} if part.has_adapter_folder else entry
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

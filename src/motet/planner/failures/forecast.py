@@ -135,7 +135,8 @@ def _checkpoint_bytes(problem: PlanningProblem) -> int:
     """Bytes of all parameters, frozen ones included, and of the optimizer states."""
     memory = problem.memory
     return sum(
-        layer.num_parameters_per_rank(1) * (memory.parameter_bytes + memory.state_bytes * module.is_trainable(i))
+        layer.num_parameters_per_rank(1) * memory.parameter_bytes
+        + layer.num_trained_per_rank(1) * memory.state_bytes * module.is_trainable(i)
         for module in problem.modules.values()
         for i, layer in enumerate(module.workload.layers)
     )

@@ -337,4 +337,6 @@ def _differing(saved: Values, now: Values) -> list[str]:
 
 def _is_training_key(key: str) -> bool:
     words = key.split(".")
+    if words[-2:] == ["lora", "alpha"]:
+        return False
     return not TRAINING.isdisjoint(words) or "drop" in words[-1]

@@ -69,8 +69,8 @@ def compare_steps(
     trained = {
         f"{module}.{name}": parameter.detach()
         for module, part in modules.items()
-        for name, parameter in part.named_parameters()
-        if parameter.requires_grad
+        for name, parameter in part.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and f"{module}.{name}" in before
     }
     errors = _errors(before, after, trained)
     worst = max(errors, key=errors.__getitem__, default="")

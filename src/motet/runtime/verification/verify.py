@@ -11,7 +11,7 @@ differ). Dropout must be off.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,6 +23,7 @@ from motet.models.graph import ModuleNode
 from motet.models.materialize import float64_throughout
 from motet.models.reference import reference_loss
 from motet.models.stages.stage import Batch
+from motet.parallel.adapters import is_second_matrix
 from motet.runtime.agreement import communication_device, gather_values
 from motet.runtime.engine import Engine
 from motet.runtime.local_model import LocalModel
@@ -151,7 +152,7 @@ def run_references(
             loss = reference_loss(nodes, batch, contrastive_batch_size=contrastive_batch_size, draw_key=DRAW_KEY)
         if loss.requires_grad:
             loss.backward()
-        return LossAndGradients(loss.item(), *_take_gradients(modules))
+        return LossAndGradients(loss.item(), *take_gradients(modules, weights))
 
     plain = run(held, autocast())
     if dtype == "float64":
@@ -182,11 +183,16 @@ def _is_tied_or_buffer(module: nn.Module, key: str, own: Mapping[str, Tensor]) -
     )
 
 
-def _take_gradients(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
-    """Returns the gradients, and the names of parameters that have none, for which zeros stand there."""
+def take_gradients(modules: Mapping[str, nn.Module], names: Collection[str]) -> tuple[dict[str, Tensor], set[str]]:
+    """Returns the gradients, and the names of parameters that have none, for which zeros stand there.
+
+    Of a tied parameter under the name that is among `names`: models register their heads before or behind."""
     gradients, unreached = {}, set()
     for name, module in modules.items():
-        for key, parameter in module.named_parameters():
+        own = {id(p): key for key, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
+        own |= {id(p): key for key, p in module.named_parameters(remove_duplicate=False) if f"{name}.{key}" in names}
+        for parameter in module.parameters():
+            key = own[id(parameter)]
             if parameter.requires_grad:
                 taken = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[f"{name}.{key}"] = taken.detach().cpu()
@@ -219,3 +225,14 @@ class HeldBatch:
             for key, features in self._features.items()
         }
         return self
+
+
+@torch.no_grad()
+def fill_adapters(model: LocalModel) -> None:
+    """Draws the second matrices of adapters, alike on all ranks: they are zeros at first, and then gradients of the
+    first matrices are zeros, which show nothing."""
+    for p in model.parameters:
+        if p.is_kept and is_second_matrix(p.name):
+            generator = torch.Generator().manual_seed(int(hashlib.sha256(p.name.encode()).hexdigest()[:15], 16))
+            drawn = 0.1 * torch.randn(p.full_shape, generator=generator, dtype=torch.float64)
+            p.parameter.copy_(p.cut(drawn.to(p.parameter.dtype)))

@@ -18,7 +18,7 @@ from motet.models.materialize import float64_throughout
 from motet.plan import Plan
 from motet.runtime.assembly import PARAMETER_DTYPES, autocast_for, build_engine, pick_device
 from motet.runtime.verification.optimizer_steps import compare_steps
-from motet.runtime.verification.verify import verify_batch
+from motet.runtime.verification.verify import fill_adapters, verify_batch
 
 
 def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def verify_worker(config: RunConfig, plan: Plan, steps: int = 0) -> dict[str, An
         loader = Loader(InProcess(data.train), config.train.global_batch_size, seed=config.order_seed, batches_ahead=0)
         for stage in engine.model.modules():
             remove_dropout(stage)
+        fill_adapters(engine.model)
         batches = [_InDtype(next(loader), PARAMETER_DTYPES[config.train.dtype]) for _ in range(max(1, steps))]
 
         def build_reference() -> Mapping[str, ModuleNode]:
